@@ -1,0 +1,42 @@
+"""Errors a caller can meet. Each says what was wrong, what was expected and what to do.
+
+A miss is a value and corruption is a counter; neither is an error (see ``ARCHITECTURE.md``).
+"""
+
+from __future__ import annotations
+
+
+class SkyMemoryError(Exception):
+    """Base of everything SkyMemory raises on purpose."""
+
+
+class InvalidInput(SkyMemoryError, ValueError):
+    """An argument, option or file that cannot be used as it is."""
+
+
+class UnknownPreset(InvalidInput):
+    """A constellation preset by a name we do not know."""
+
+
+class ValueTooLarge(InvalidInput):
+    """A value, chunk or packet over a stated limit; the message names the limit."""
+
+
+class MalformedPacket(SkyMemoryError, ValueError):
+    """Bytes that are not a packet of ours. Receivers count and drop; only parsers raise."""
+
+
+class CodecUnavailable(SkyMemoryError):
+    """A codec whose optional dependency is not installed; the message names the extra."""
+
+
+class UnsupportedModel(SkyMemoryError):
+    """A model whose cache we cannot store faithfully (hybrid, sliding-window, encoder-decoder …)."""
+
+
+class ConstellationError(SkyMemoryError):
+    """The constellation's processes could not be started, found or stopped."""
+
+
+class NoConstellation(ConstellationError):
+    """No constellation is running where we looked."""

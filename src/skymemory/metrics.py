@@ -1,0 +1,42 @@
+"""Counters with a name, a unit and a question they answer; nothing here does I/O.
+
+Names follow Prometheus: ``skymemory_<what>_<unit>_total``. ``exposition`` renders the text format.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+
+class Counters:
+    """Named monotonic counters, optionally split by one label (``tier``, ``reason``, …)."""
+
+    def __init__(self) -> None:
+        self._values: defaultdict[tuple[str, str], int] = defaultdict(int)
+
+    def add(self, name: str, amount: int = 1, label: str = "") -> None:
+        self._values[name, label] += amount
+
+    def get(self, name: str, label: str = "") -> int:
+        return self._values.get((name, label), 0)
+
+    def total(self, name: str) -> int:
+        """Sum over all labels of ``name``."""
+        return sum(value for (key, _), value in self._values.items() if key == name)
+
+    def as_dict(self) -> dict[str, int]:
+        """``{"name": n}`` or ``{"name{label}": n}``, sorted by name."""
+        return {
+            f"{name}{{{label}}}" if label else name: value for (name, label), value in sorted(self._values.items())
+        }
+
+
+def exposition(counters: Mapping[str, int], prefix: str = "skymemory_") -> str:
+    """Prometheus text format of ``Counters.as_dict()``; a label becomes ``kind="…"``."""
+    lines = []
+    for key, value in counters.items():
+        name, _, rest = key.partition("{")
+        labels = f'{{kind="{rest[:-1]}"}}' if rest else ""
+        lines.append(f"{prefix}{name}{labels} {value}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,58 @@
+"""Physical constants, and sizes and durations as people write them (``64MiB``, ``30s``)."""
+
+from __future__ import annotations
+
+import re
+
+from skymemory.errors import InvalidInput
+
+SPEED_OF_LIGHT_M_S = 299_792_458.0
+EARTH_RADIUS_M = 6_371_000.0
+EARTH_MU_M3_S2 = 3.986004418e14
+"""Standard gravitational parameter of the Earth."""
+
+_SIZE_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_DURATION_UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Zµ]*)\s*")
+
+
+def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2].lower() not in units:
+        known = ", ".join(unit for unit in units if unit)
+        raise InvalidInput(f"{text!r} is not a {what}: expected a number and one of {known}, such as {example}")
+    return float(match[1]) * units[match[2].lower()]
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``"64MiB"``, ``"6KB"``, ``"1.5g"`` or ``"4096"``."""
+    return int(_parse(text, _SIZE_UNITS, "size", "64MiB"))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``"30s"``, ``"5ms"``, ``"2h"`` or ``"1.5"``."""
+    return _parse(text, _DURATION_UNITS, "duration", "30s")
+
+
+def format_size(size_bytes: float) -> str:
+    """``2_883_584`` → ``"2.8 MiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """``0.00123`` → ``"1.23 ms"``."""
+    magnitude = abs(seconds)
+    if magnitude >= 1 or magnitude == 0:
+        return f"{seconds:.2f} s"
+    if magnitude >= 1e-3:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.1f} µs"
