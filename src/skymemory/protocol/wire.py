@@ -1,0 +1,193 @@
+"""The frozen bytes of protocol version 1: numbers, offsets, and the two fixed structures every packet is made of.
+
+``docs/reference/wire.md`` is the readable form of this file; golden vectors in ``tests/vectors`` hold both to it.
+Big-endian throughout. Ids are 1-based here and 0-based everywhere else.
+
+A packet is ``Space Packet header (8 command | 16 telemetry) | SKY header 44 | body | payload``. The SKY header's CRC-32
+covers every byte from the first of the packet to the end of the body, except itself and the four bytes that
+forwarders change, which count as zero: a forwarder never recomputes it. The payload is covered by the chunk's own
+CRC-32, which stands in the body: a sender never rereads a stored payload.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.protocol.space_packet import COMMAND_BYTES, MAX_PACKET_BYTES, TELEMETRY_BYTES
+
+VERSION = 1
+
+SKY = struct.Struct(">BBBBIIIIBBHIiiHHI")
+SKY_BYTES = SKY.size
+MUTABLE_OFFSET, MUTABLE_BYTES = 20, 4
+"""Within the SKY header: hop limit, hop count, congestion marks. Zero when the CRC is taken."""
+HOP_LIMIT_OFFSET = 20
+CRC_OFFSET = 40
+
+CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
+CHUNK_REF_BYTES = CHUNK_REF.size
+TAG_OFFSET, TAG_BYTES = 56, 16
+"""Within the chunk reference: where the placement tag stands."""
+
+COMMAND_PREFIX_BYTES = COMMAND_BYTES + SKY_BYTES
+TELEMETRY_PREFIX_BYTES = TELEMETRY_BYTES + SKY_BYTES
+MAX_CHUNK_BYTES = MAX_PACKET_BYTES - TELEMETRY_PREFIX_BYTES - CHUNK_REF_BYTES
+"""The largest chunk: one datagram carries one chunk (65,375 bytes)."""
+
+
+class Op(IntEnum):
+    """Operations. Below 0x40 requests (commands), above answers (telemetry)."""
+
+    SET = 0x01
+    GET = 0x02
+    HAS = 0x03
+    EVICT = 0x04
+    MIGRATE = 0x05
+    PING = 0x06
+    LIST = 0x07
+    ADVANCE = 0x08
+    ACK = 0x41
+    DATA = 0x42
+    MISS = 0x43
+    PRESENCE = 0x44
+    EVICTED = 0x45
+    PONG = 0x46
+    LISTED = 0x47
+    ADVANCED = 0x48
+    BUSY = 0x49
+    UNREACHABLE = 0x4A
+
+    @property
+    def is_command(self) -> bool:
+        return self < 0x40
+
+
+class Status(IntEnum):
+    OK = 0
+    FULL = 1
+    """The satellite's memory cannot take the chunk even after evicting all it may."""
+    HOP_LIMIT = 2
+    NO_ROUTE = 3
+    REFUSED = 4
+
+
+GROUND_SHELL = 0xFF
+"""Addresses of this shell are ground hosts; plane and slot then name the gateway that reaches them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A satellite (``shell`` 0) or, with ``shell`` 0xFF, a ground host behind the gateway ``(plane, slot)``."""
+
+    plane: int
+    slot: int
+    shell: int = 0
+
+    def pack(self) -> int:
+        if not (0 <= self.plane < 4096 and 0 <= self.slot < 4096 and 0 <= self.shell < 256):
+            raise InvalidInput(f"{self}: expected plane and slot below 4096 and shell below 256")
+        return self.shell << 24 | self.plane << 12 | self.slot
+
+    @classmethod
+    def unpack(cls, word: int) -> Address:
+        return cls(word >> 12 & 0xFFF, word & 0xFFF, word >> 24)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementTag:
+    """Which server a chunk belongs to and when it was set: all a satellite needs to know where it must be now.
+
+    ``strategy`` is a number of ``STRATEGY_CODES``; ``server`` is 0-based; moves are counted from the epoch.
+    """
+
+    strategy: int
+    servers: int
+    server: int
+    slot_moves: int
+    plane_moves: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """Names one chunk of one value and pins both down: two writers' chunks of one key never mix.
+
+    ``index`` is 0-based, ``chunks`` the number of chunks of the value, ``value_crc`` the CRC-32 of the whole value.
+    """
+
+    key: bytes
+    index: int
+    chunks: int
+    length_bytes: int
+    crc: int
+    value_bytes: int
+    value_crc: int
+    tag: PlacementTag
+
+    def pack(self) -> bytes:
+        tag = self.tag
+        return CHUNK_REF.pack(
+            self.key, self.index + 1, self.chunks, self.length_bytes, self.crc, self.value_bytes, self.value_crc,
+            tag.servers, tag.server + 1, tag.strategy, 0, 0, tag.slot_moves, tag.plane_moves,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, body: bytes | bytearray | memoryview) -> ChunkRef:
+        if len(body) < CHUNK_REF_BYTES:
+            raise MalformedPacket(f"chunk reference of {len(body)} bytes: expected {CHUNK_REF_BYTES}")
+        (key, number, chunks, length, crc, value_bytes, value_crc, servers, server, strategy, _flags, _spare,
+         slot_moves, plane_moves) = CHUNK_REF.unpack_from(body)  # fmt: skip
+        if not 1 <= number <= chunks or not 1 <= server <= servers:
+            raise MalformedPacket(f"chunk {number} of {chunks} on server {server} of {servers}: out of range")
+        if length > value_bytes or length > MAX_CHUNK_BYTES:
+            raise MalformedPacket(f"chunk of {length} bytes in a value of {value_bytes}: expected no more than it")
+        tag = PlacementTag(strategy, servers, server - 1, slot_moves, plane_moves)
+        return cls(key, number - 1, chunks, length, crc, value_bytes, value_crc, tag)
+
+
+@dataclass(frozen=True, slots=True)
+class SkyHeader:
+    """The mission's own header. ``credit`` is in units of 4 KiB; ``timestamp_us`` is echoed by the answer."""
+
+    op: Op
+    destination: Address
+    source: Address
+    ground: int
+    request_id: int
+    status: Status = Status.OK
+    hop_limit: int = 64
+    hop_count: int = 0
+    congestion: int = 0
+    timestamp_us: int = 0
+    slot_moves: int = 0
+    plane_moves: int = 0
+    credit: int = 0
+    key_id: int = 0
+    flags: int = 0
+
+    def pack(self, crc: int = 0) -> bytes:
+        return SKY.pack(
+            VERSION, self.op, self.flags, self.status, self.destination.pack(), self.source.pack(), self.ground,
+            self.request_id, self.hop_limit, self.hop_count, self.congestion, self.timestamp_us & 0xFFFFFFFF,
+            self.slot_moves, self.plane_moves, min(self.credit, 0xFFFF), self.key_id, crc,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview, offset: int = 0) -> SkyHeader:
+        """Raises ``MalformedPacket`` for another version, an unknown operation or status, or too few bytes."""
+        if len(data) < offset + SKY_BYTES:
+            raise MalformedPacket(f"{len(data)} bytes: too short for a SKY header at {offset}")
+        (version, op, flags, status, destination, source, ground, request_id, hop_limit, hop_count, congestion,
+         timestamp_us, slot_moves, plane_moves, credit, key_id, _crc) = SKY.unpack_from(data, offset)  # fmt: skip
+        if version != VERSION:
+            raise MalformedPacket(f"protocol version {version}: expected {VERSION}")
+        try:
+            known_op, known_status = Op(op), Status(status)
+        except ValueError as error:
+            raise MalformedPacket(f"operation {op:#x}, status {status}: not known to version {VERSION}") from error
+        return cls(
+            known_op, Address.unpack(destination), Address.unpack(source), ground, request_id, known_status,
+            hop_limit, hop_count, congestion, timestamp_us, slot_moves, plane_moves, credit, key_id, flags,
+        )  # fmt: skip
