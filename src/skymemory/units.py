@@ -39,6 +39,18 @@ def parse_duration(text: str) -> float:
     return _parse(text, _DURATION_UNITS, "duration", "30s")
 
 
+def parse_fraction(text: str) -> float:
+    """A share between 0 and 1: ``"1%"`` or ``"0.01"``."""
+    number = text.strip().removesuffix("%").strip()
+    try:
+        share = float(number) / (100.0 if text.strip().endswith("%") else 1.0)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise InvalidInput(f"{text!r} is not a share: expected 0 to 1 or 0% to 100%, such as 1%")
+    return share
+
+
 def format_size(size_bytes: float) -> str:
     """``2_883_584`` → ``"2.8 MiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
