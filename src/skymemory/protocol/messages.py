@@ -1,0 +1,273 @@
+"""Bodies of the messages, and whole packets built and read.
+
+Bulk packets (SET, MIGRATE, DATA) carry a ``ChunkRef`` and a payload and are built many at a time by ``segments``;
+everything else is built here, one packet at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from skymemory import native
+from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.protocol.space_packet import (
+    COMMAND_BYTES,
+    SKY_APID,
+    TELEMETRY_BYTES,
+    pack_command,
+    pack_telemetry,
+    parse_header,
+)
+from skymemory.protocol.wire import MAX_CHUNK_BYTES, SKY_BYTES, PlacementTag, SkyHeader
+
+Buffer = bytes | bytearray | memoryview
+
+KEY_BYTES = 32
+MAX_KEYS_PER_PACKET = 180
+"""Keys of one HAS, EVICT or LISTED: their packet stays as small as one with a chunk of the default size."""
+
+_SELECTION = struct.Struct(">32sIII")
+_KEYS = struct.Struct(">HH")
+_PRESENCE = struct.Struct(">IIIIHHBBHii")
+_LIST = struct.Struct(">32sHH")
+_MOVES = struct.Struct(">ii")
+_COUNT = struct.Struct(">I")
+
+HOUSEKEEPING_FIELDS = (
+    "memory_used_bytes", "memory_limit_bytes", "chunks_held", "receive_credit_bytes", "packets_received",
+    "packets_malformed", "packets_forwarded", "packets_unroutable", "chunks_set", "chunks_replaced", "chunks_refused",
+    "chunks_served", "chunks_missed", "chunks_evicted", "chunks_deleted", "chunks_migrated_in",
+    "chunks_migrated_out", "migrations_retransmitted", "faults_injected", "delay_error_p99_us",
+)  # fmt: skip
+"""What a PONG reports, in this order; new fields are appended, a reader takes what it knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Some chunks of one key: those of ``first, first + stride, …`` whose bit is set (bit 0 is the lowest of byte 0).
+
+    A server of ``S`` holds chunks ``server, server + S, …``, so one selection names all that a satellite should send.
+    """
+
+    key: bytes
+    first: int
+    stride: int
+    count: int
+    bitmap: bytes
+
+    @classmethod
+    def of(cls, key: bytes, indices: Sequence[int], stride: int = 1) -> Selection:
+        """The selection of exactly ``indices`` (0-based, ascending, congruent modulo ``stride``)."""
+        if not indices:
+            raise InvalidInput("a selection of no chunks: expected at least one")
+        first = indices[0]
+        count = (indices[-1] - first) // stride + 1
+        bits = 0
+        for index in indices:
+            step, rest = divmod(index - first, stride)
+            if rest or step < 0:
+                raise InvalidInput(f"chunk {index} is not on the grid {first} + {stride}·n")
+            bits |= 1 << step
+        return cls(key, first, stride, count, bits.to_bytes((count + 7) // 8, "little"))
+
+    def indices(self) -> list[int]:
+        bits = int.from_bytes(self.bitmap, "little")
+        if bits == (1 << self.count) - 1:
+            return list(range(self.first, self.first + self.stride * self.count, self.stride))
+        return [self.first + self.stride * step for step in range(self.count) if bits >> step & 1]
+
+    def pack(self) -> bytes:
+        return _SELECTION.pack(self.key, self.first + 1, self.stride, self.count) + self.bitmap
+
+    @classmethod
+    def unpack(cls, body: Buffer) -> Selection:
+        if len(body) < _SELECTION.size:
+            raise MalformedPacket(f"selection of {len(body)} bytes: expected at least {_SELECTION.size}")
+        key, first, stride, count = _SELECTION.unpack_from(body)
+        bitmap = bytes(body[_SELECTION.size :])
+        if first < 1 or stride < 1 or not 1 <= count <= 8 * MAX_CHUNK_BYTES or len(bitmap) != (count + 7) // 8:
+            raise MalformedPacket(f"selection from {first} by {stride}, {count} bits in {len(bitmap)} bytes")
+        return cls(key, first - 1, stride, count, bitmap)
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What a satellite knows of one key: ``index`` is one chunk it holds, ``held`` how many of that value's."""
+
+    index: int
+    chunks: int
+    value_bytes: int
+    value_crc: int
+    held: int
+    tag: PlacementTag
+
+    def pack(self) -> bytes:
+        tag = self.tag
+        return _PRESENCE.pack(
+            self.index + 1, self.chunks, self.value_bytes, self.value_crc, tag.servers, tag.server + 1,
+            tag.strategy, 0, min(self.held, 0xFFFF), tag.slot_moves, tag.plane_moves,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, record: Buffer) -> Presence | None:
+        """None where the record says that the satellite holds nothing of the key."""
+        (number, chunks, value_bytes, value_crc, servers, server, strategy, _, held, slot_moves,
+         plane_moves) = _PRESENCE.unpack_from(record)  # fmt: skip
+        if number == 0:
+            return None
+        if not (number <= chunks and 1 <= server <= servers):
+            raise MalformedPacket(f"presence of chunk {number} of {chunks} on server {server} of {servers}")
+        tag = PlacementTag(strategy, servers, server - 1, slot_moves, plane_moves)
+        return cls(number - 1, chunks, value_bytes, value_crc, held, tag)
+
+
+_ABSENT = bytes(_PRESENCE.size)
+
+
+def pack_keys(keys: Sequence[bytes]) -> bytes:
+    """Body of HAS and EVICT."""
+    if not 1 <= len(keys) <= MAX_KEYS_PER_PACKET:
+        raise InvalidInput(f"{len(keys)} keys in one packet: expected 1 to {MAX_KEYS_PER_PACKET}")
+    return _KEYS.pack(len(keys), 0) + b"".join(keys)
+
+
+def unpack_keys(body: Buffer) -> list[bytes]:
+    if len(body) < _KEYS.size:
+        raise MalformedPacket("key list without its count")
+    count, _ = _KEYS.unpack_from(body)
+    if not 1 <= count <= MAX_KEYS_PER_PACKET or len(body) != _KEYS.size + count * KEY_BYTES:
+        raise MalformedPacket(f"key list of {count} keys in {len(body)} bytes")
+    return [bytes(body[at : at + KEY_BYTES]) for at in range(_KEYS.size, len(body), KEY_BYTES)]
+
+
+def pack_presences(presences: Iterable[Presence | None]) -> bytes:
+    """Body of PRESENCE: one record a key, in the order of the HAS."""
+    records = [_ABSENT if presence is None else presence.pack() for presence in presences]
+    return _KEYS.pack(len(records), 0) + b"".join(records)
+
+
+def unpack_presences(body: Buffer) -> list[Presence | None]:
+    count = _counted(body, _PRESENCE.size)
+    start = _KEYS.size
+    return [Presence.unpack(body[start + i * _PRESENCE.size :]) for i in range(count)]
+
+
+def pack_list(after: bytes, limit: int) -> bytes:
+    """Body of LIST: up to ``limit`` keys that sort after ``after`` (32 zero bytes to begin)."""
+    return _LIST.pack(after, limit, 0)
+
+
+def unpack_list(body: Buffer) -> tuple[bytes, int]:
+    if len(body) != _LIST.size:
+        raise MalformedPacket(f"LIST of {len(body)} bytes: expected {_LIST.size}")
+    after, limit, _ = _LIST.unpack_from(body)
+    return after, min(limit, MAX_KEYS_PER_PACKET // 2)
+
+
+def pack_listed(entries: Sequence[tuple[bytes, Presence]]) -> bytes:
+    return _KEYS.pack(len(entries), 0) + b"".join(key + presence.pack() for key, presence in entries)
+
+
+def unpack_listed(body: Buffer) -> list[tuple[bytes, Presence]]:
+    width = KEY_BYTES + _PRESENCE.size
+    entries = []
+    for i in range(_counted(body, width)):
+        at = _KEYS.size + i * width
+        presence = Presence.unpack(body[at + KEY_BYTES :])
+        if presence is None:
+            raise MalformedPacket("LISTED names a key that is not held")
+        entries.append((bytes(body[at : at + KEY_BYTES]), presence))
+    return entries
+
+
+def pack_moves(slot_moves: int, plane_moves: int) -> bytes:
+    """Body of ADVANCE: how many slot and plane moves to add to what the clock says."""
+    return _MOVES.pack(slot_moves, plane_moves)
+
+
+def unpack_moves(body: Buffer) -> tuple[int, int]:
+    if len(body) != _MOVES.size:
+        raise MalformedPacket(f"ADVANCE of {len(body)} bytes: expected {_MOVES.size}")
+    slot_moves, plane_moves = _MOVES.unpack(body)
+    return slot_moves, plane_moves
+
+
+def pack_count(count: int) -> bytes:
+    """Body of EVICTED: chunks freed."""
+    return _COUNT.pack(count)
+
+
+def unpack_count(body: Buffer) -> int:
+    if len(body) != _COUNT.size:
+        raise MalformedPacket(f"EVICTED of {len(body)} bytes: expected {_COUNT.size}")
+    (count,) = _COUNT.unpack(body)
+    return int(count)
+
+
+def pack_housekeeping(values: dict[str, int]) -> bytes:
+    fields = [values.get(name, 0) for name in HOUSEKEEPING_FIELDS]
+    return _KEYS.pack(len(fields), 0) + struct.pack(f">{len(fields)}Q", *fields)
+
+
+def unpack_housekeeping(body: Buffer) -> dict[str, int]:
+    count = _counted(body, 8)
+    values = struct.unpack_from(f">{count}Q", body, _KEYS.size)
+    return dict(zip(HOUSEKEEPING_FIELDS, values, strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """One control packet as read."""
+
+    header: SkyHeader
+    body: memoryview
+
+
+def build_packet(header: SkyHeader, body: bytes, sequence_count: int, now_s: float) -> bytes:
+    """A whole control packet, sealed."""
+    return bytes(_seal(_prefix(header, len(body), sequence_count, now_s) + body, header.op.is_command))
+
+
+def parse_packet(data: Buffer) -> Packet:
+    """Read one control packet whose CRC ``native.verify_segments`` has accepted.
+
+    Raises:
+        MalformedPacket: anything out of order.
+    """
+    outer = parse_header(data)
+    if outer.apid != SKY_APID:
+        raise MalformedPacket(f"APID {outer.apid:#x}: expected {SKY_APID:#x}")
+    header = SkyHeader.unpack(data, outer.header_bytes)
+    if header.op.is_command == outer.telemetry:
+        raise MalformedPacket(f"{header.op.name} in a {'telemetry' if outer.telemetry else 'command'} packet")
+    return Packet(header, memoryview(data)[outer.header_bytes + SKY_BYTES :])
+
+
+def bulk_prefix(header: SkyHeader, now_s: float) -> bytes:
+    """Headers up to the body of a bulk packet; ``segments`` fills in count and length and seals it."""
+    return _prefix(header, 1, 0, now_s)
+
+
+def _prefix(header: SkyHeader, body_bytes: int, sequence_count: int, now_s: float) -> bytes:
+    if header.op.is_command:
+        outer = pack_command(header.op, sequence_count, COMMAND_BYTES + SKY_BYTES + body_bytes)
+    else:
+        outer = pack_telemetry(now_s, sequence_count, TELEMETRY_BYTES + SKY_BYTES + body_bytes)
+    return outer + header.pack()
+
+
+def _seal(packet: bytes, command: bool) -> bytearray:
+    sealed = bytearray(packet)
+    native.seal_headers(sealed, len(sealed), COMMAND_BYTES if command else TELEMETRY_BYTES)
+    return sealed
+
+
+def _counted(body: Buffer, width: int) -> int:
+    if len(body) < _KEYS.size:
+        raise MalformedPacket("list without its count")
+    count, _ = _KEYS.unpack_from(body)
+    if len(body) != _KEYS.size + count * width:
+        raise MalformedPacket(f"list of {count} records of {width} bytes in {len(body)} bytes")
+    return int(count)

@@ -1,0 +1,106 @@
+"""Bulk packets many at a time: headers as rows of one array, payloads left where they are.
+
+A ``SegmentBatch`` is what a machine hands to its transport: ``n`` packets for one destination. The UDP transport
+gathers headers and payloads into segmentation-offload sends without a copy; the simulated one joins them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skymemory import native
+from skymemory.protocol.messages import Buffer, bulk_prefix
+from skymemory.protocol.space_packet import COMMAND_BYTES, PRIMARY_BYTES, TELEMETRY_BYTES, UNSEGMENTED
+from skymemory.protocol.wire import CHUNK_REF_BYTES, SkyHeader
+
+_REF_ROWS = np.dtype(
+    [
+        ("key", "V32"), ("number", ">u4"), ("chunks", ">u4"), ("length", ">u4"), ("crc", ">u4"),
+        ("value_bytes", ">u4"), ("value_crc", ">u4"), ("servers", ">u2"), ("server", ">u2"), ("strategy", "u1"),
+        ("flags", "u1"), ("spare", ">u2"), ("slot_moves", ">i4"), ("plane_moves", ">i4"),
+    ]
+)  # fmt: skip
+_REF_LENGTH = struct.Struct(">I")
+_REF_LENGTH_OFFSET = 40
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBatch:
+    """``n`` packets: packet ``i`` is ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
+
+    With ``payloads`` None, ``headers`` is a run of whole packets of ``header_bytes`` each, the last maybe shorter.
+    """
+
+    headers: bytes | bytearray
+    header_bytes: int
+    payloads: Sequence[Buffer] | None = None
+
+    @property
+    def count(self) -> int:
+        return -(-len(self.headers) // self.header_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.headers) + (sum(map(len, self.payloads)) if self.payloads is not None else 0)
+
+    def datagrams(self) -> list[bytes]:
+        """Every packet by itself."""
+        step = self.header_bytes
+        rows = [bytes(self.headers[at : at + step]) for at in range(0, len(self.headers), step)]
+        if self.payloads is None:
+            return rows
+        return [row + payload for row, payload in zip(rows, self.payloads, strict=True)]
+
+
+def single(packet: bytes) -> SegmentBatch:
+    return SegmentBatch(packet, len(packet))
+
+
+def pack_refs(
+    key: bytes, indices: Sequence[int], chunk_crcs: np.ndarray, chunk_bytes: int, value_bytes: int, value_crc: int,
+    servers: int, strategy: int, moves: tuple[int, int],
+) -> np.ndarray:  # fmt: skip
+    """Chunk references of ``indices`` as rows of ``CHUNK_REF_BYTES`` bytes (``uint8``, ``(n, 72)``)."""
+    ids = np.asarray(indices, dtype=np.int64)
+    chunks = len(chunk_crcs)
+    refs = np.zeros(len(ids), dtype=_REF_ROWS)
+    refs["key"] = np.frombuffer(key, dtype="V32")[0]
+    refs["number"] = ids + 1
+    refs["chunks"] = chunks
+    refs["length"] = np.minimum(chunk_bytes, value_bytes - ids * chunk_bytes)
+    refs["crc"] = chunk_crcs[ids]
+    refs["value_bytes"] = value_bytes
+    refs["value_crc"] = value_crc
+    refs["servers"] = servers
+    refs["server"] = ids % servers + 1
+    refs["strategy"] = strategy
+    refs["slot_moves"], refs["plane_moves"] = moves
+    return refs.view(np.uint8).reshape(len(ids), CHUNK_REF_BYTES)
+
+
+def bulk_batch(
+    header: SkyHeader, refs: np.ndarray | Sequence[bytes], payloads: Sequence[Buffer], sequence_count: int,
+    now_s: float,
+) -> SegmentBatch:  # fmt: skip
+    """One SET, MIGRATE or DATA packet per reference and payload, sealed; sequence counts from ``sequence_count``."""
+    count = len(payloads)
+    if isinstance(refs, np.ndarray):
+        body = refs
+    else:
+        body = np.frombuffer(b"".join(refs), dtype=np.uint8).reshape(count, CHUNK_REF_BYTES)
+    prefix = bulk_prefix(header, now_s)
+    width = len(prefix) + CHUNK_REF_BYTES
+    headers = bytearray(count * width)
+    rows = np.frombuffer(headers, dtype=np.uint8).reshape(count, width)
+    rows[:, : len(prefix)] = np.frombuffer(prefix, dtype=np.uint8)
+    rows[:, len(prefix) :] = body
+    counts = UNSEGMENTED << 14 | (np.arange(sequence_count, sequence_count + count) & 0x3FFF)
+    rows[:, 2:4] = counts.astype(">u2").view(np.uint8).reshape(count, 2)
+    lengths = np.fromiter(map(len, payloads), dtype=np.int64, count=count) + (width - PRIMARY_BYTES - 1)
+    rows[:, 4:6] = lengths.astype(">u2").view(np.uint8).reshape(count, 2)
+    native.seal_headers(headers, width, COMMAND_BYTES if header.op.is_command else TELEMETRY_BYTES)
+    return SegmentBatch(headers, width, payloads)
