@@ -1,0 +1,97 @@
+"""Constellations by name (SkyMemory disclosure, table 2; paper §4 and §5)."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from skymemory.constellation.orbit import Shell
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.constellation.visibility import GroundHost, anchor
+from skymemory.errors import UnknownPreset
+
+EPOCH_UNIX_S = 1_735_689_600.0
+"""2025-01-01T00:00:00Z: plane 0 has its node at the vernal equinox and slot 0 of each plane is at its node.
+"""
+DEFAULT_HOST = GroundHost(latitude_deg=40.0, longitude_deg=-75.0)
+DEFAULT_PRESET = "testbed-19x5"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A constellation with its defaults.
+
+    ``shell`` gives lengths, delays and the pace of moves; ``torus`` is the grid of satellites that exist.
+    They agree for real constellations. For the testbed the grid is smaller than the shell whose geometry it
+    borrows. ``fixed_centre`` is the satellite overhead at moves (0, 0); None takes the anchor of ``host`` at
+    the epoch.
+    """
+
+    name: str
+    description: str
+    shell: Shell
+    torus: Torus
+    fixed_centre: SatelliteId | None = None
+    servers: int = 10
+    strategy: Literal["rotation", "hop", "rotation_hop", "cost", "baseline"] = "rotation_hop"
+    host: GroundHost = DEFAULT_HOST
+    epoch_unix_s: float = EPOCH_UNIX_S
+
+    @cached_property
+    def centre(self) -> SatelliteId:
+        """The satellite overhead at moves (0, 0)."""
+        if self.fixed_centre is not None:
+            return self.fixed_centre
+        return anchor(self.shell, self.host, self.epoch_unix_s, 0.0).satellite
+
+    def moves_at(self, now_s: float) -> tuple[int, int]:
+        """``(slot_moves, plane_moves)`` of the overhead point ``now_s`` seconds after the epoch."""
+        return anchor(self.shell, self.host, self.epoch_unix_s, now_s).moves
+
+
+def _real(name: str, planes: int, slots: int, altitude_m: float, inclination_deg: float) -> Preset:
+    shell = Shell(planes, slots, altitude_m, inclination_deg)
+    where = f"{altitude_m / 1000:.0f} km, {inclination_deg:g}°"
+    title = name.replace("-", " ").title()
+    return Preset(name, f"{title}: {planes} planes of {slots} satellites at {where}", shell, shell.torus)
+
+
+_STARLINK_A = Shell(72, 22, 550_000.0, 53.0)
+_PAPER = Shell(15, 15, 550_000.0, 53.0)
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            "testbed-19x5",
+            "the paper's testbed: 5 planes of 19 satellites with Starlink A's link lengths and altitude; "
+            "links of a ring of five planes would pass through the Earth, so the box is taken as reachable",
+            _STARLINK_A,
+            Torus(5, 19),
+            SatelliteId(2, 9),
+        ),
+        Preset(
+            "paper-15x15",
+            "the paper's simulation: 15 planes of 15 satellites around satellite 8 of plane 8",
+            _PAPER,
+            _PAPER.torus,
+            SatelliteId(7, 7),
+        ),
+        _real("starlink-a", 72, 22, 550_000.0, 53.0),
+        _real("starlink-b", 5, 75, 1_275_000.0, 81.0),
+        _real("kuiper-a", 34, 34, 630_000.0, 51.9),
+        _real("kuiper-b", 28, 28, 590_000.0, 33.0),
+    )
+}
+
+
+def preset_named(name: str) -> Preset:
+    """The preset of this name; an unknown name is answered with the nearest one we know."""
+    found = PRESETS.get(name.lower().replace("_", "-"))
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise UnknownPreset(f"unknown constellation preset {name!r}: expected one of {', '.join(PRESETS)}.{hint}")

@@ -1,0 +1,205 @@
+"""The five layouts: which cell around the centre is which server.
+
+SkyMemory paper §3.4 to §3.7. A cell ``(x, y)`` is the satellite ``x`` slots east and ``y`` planes south of
+the centre. S servers live in a box of w columns and h rows; an even side takes its extra column west, where
+satellites are about to come into sight, and its extra row south.
+
+- ``rotation``      row by row from the north-west corner of the box.
+- ``hop``           breadth-first from the centre, neighbours in the order north, east, south, west; no box.
+- ``rotation_hop``  the same walk confined to the box.
+- ``cost``          by delay instead of hops, in the smallest box with the least worst delay.
+- ``baseline``      a fixed list, row by row, that never moves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from skymemory.constellation.torus import Torus
+from skymemory.errors import InvalidInput
+
+Strategy = Literal["rotation", "hop", "rotation_hop", "cost", "baseline"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+Cell = tuple[int, int]
+"""``(x, y)``: slots east and planes south of the centre."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Columns ``-west … width-1-west`` by rows ``-north … height-1-north`` around the centre."""
+
+    width: int
+    height: int
+    west: int
+    north: int
+
+    @classmethod
+    def centred(cls, width: int, height: int) -> Box:
+        return cls(width, height, west=width // 2, north=(height - 1) // 2)
+
+    @property
+    def columns(self) -> range:
+        return range(-self.west, self.width - self.west)
+
+    @property
+    def rows(self) -> range:
+        return range(-self.north, self.height - self.north)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Row by row from the north-west corner."""
+        return [(x, y) for y in self.rows for x in self.columns]
+
+    def __contains__(self, cell: object) -> bool:
+        match cell:
+            case (int(x), int(y)):
+                return x in self.columns and y in self.rows
+            case _:
+                return False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each server is, relative to the centre. Made by ``layout``; ``cells[server]`` is its cell."""
+
+    strategy: Strategy
+    servers: int
+    torus: Torus
+    slot_link_s: float
+    plane_link_s: float
+    box: Box = field(compare=False)
+    cells: tuple[Cell, ...] = field(compare=False, repr=False)
+    server_of: dict[Cell, int] = field(compare=False, repr=False)
+
+    @property
+    def worst_path_s(self) -> float:
+        """Delay of the links from the centre to its furthest server."""
+        return max(abs(x) * self.slot_link_s + abs(y) * self.plane_link_s for x, y in self.cells)
+
+
+def parse_strategy(name: str) -> Strategy:
+    """A strategy by name; ``rotation-hop`` is accepted for ``rotation_hop``."""
+    wanted = name.lower().replace("-", "_")
+    for strategy in STRATEGIES:
+        if strategy == wanted:
+            return strategy
+    close = difflib.get_close_matches(wanted, STRATEGIES, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise InvalidInput(f"unknown strategy {name!r}: expected one of {', '.join(STRATEGIES)}.{hint}")
+
+
+def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
+    """``(width, height)`` of the nearly square box for so many servers: columns of slots, rows of planes."""
+    check_servers(servers, torus)
+    root = math.isqrt(servers - 1) + 1
+    width = min(torus.slots_per_plane, max(root, -(-servers // torus.planes)))
+    return width, -(-servers // width)
+
+
+def check_servers(servers: int, torus: Torus) -> None:
+    """Raise unless this many servers fit on the torus."""
+    if not 1 <= servers <= torus.size:
+        raise InvalidInput(
+            f"{servers} servers on {torus.planes} planes of {torus.slots_per_plane} satellites: "
+            f"expected 1 to {torus.size}, each server is a satellite of its own"
+        )
+
+
+def layout(
+    strategy: Strategy, servers: int, torus: Torus, slot_link_s: float = 1.0, plane_link_s: float = 1.0
+) -> Layout:
+    """The layout of ``servers`` servers. Only ``cost`` (and ``worst_path_s``) look at link delays."""
+    check_servers(servers, torus)
+    if slot_link_s <= 0 or plane_link_s <= 0:
+        raise InvalidInput(f"link delays of {slot_link_s} s and {plane_link_s} s: expected more than 0")
+    return _layout(parse_strategy(strategy), servers, torus, slot_link_s, plane_link_s)
+
+
+@lru_cache(maxsize=256)
+def _layout(
+    strategy: Strategy, servers: int, torus: Torus, slot_link_s: float, plane_link_s: float
+) -> Layout:
+    box = Box.centred(*box_shape(servers, torus))
+    if strategy in ("rotation", "baseline"):
+        cells = tuple(box.cells[:servers])
+    elif strategy == "rotation_hop":
+        cells = _walk(torus, box)[:servers]
+    elif strategy == "hop":
+        cells = _walk(torus, _whole(torus))[:servers]
+        box = _around(cells)
+    else:
+        box, cells = _cheapest(servers, torus, slot_link_s, plane_link_s)
+    server_of = {cell: server for server, cell in enumerate(cells)}
+    return Layout(strategy, servers, torus, slot_link_s, plane_link_s, box, cells, server_of)
+
+
+def _whole(torus: Torus) -> Box:
+    return Box.centred(torus.slots_per_plane, torus.planes)
+
+
+def _around(cells: tuple[Cell, ...]) -> Box:
+    xs, ys = [x for x, _ in cells], [y for _, y in cells]
+    return Box(max(xs) - min(xs) + 1, max(ys) - min(ys) + 1, west=-min(xs), north=-min(ys))
+
+
+@lru_cache(maxsize=256)
+def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
+    """Every cell of the box, breadth-first over the links from the centre (a box as wide as a ring closes
+    with it).
+    """
+    seen: set[Cell] = {(0, 0)}
+    order: list[Cell] = []
+    queue: deque[Cell] = deque(seen)
+    while queue:
+        x, y = queue.popleft()
+        order.append((x, y))
+        for dx, dy in ((0, -1), (1, 0), (0, 1), (-1, 0)):
+            column = (x + dx + box.west) % torus.slots_per_plane - box.west
+            row = (y + dy + box.north) % torus.planes - box.north
+            cell = column, row
+            if cell not in seen and column < box.width - box.west and row < box.height - box.north:
+                seen.add(cell)
+                queue.append(cell)
+    return tuple(order)
+
+
+@lru_cache(maxsize=16)
+def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tuple[Cell, int], ...]:
+    """Every cell with its delay, nearest first. A torus of equal links needs no search for shortest ways.
+
+    Whole picoseconds, so that every machine breaks ties alike; equal delays keep the order of the
+    breadth-first walk.
+    """
+    priced = [
+        ((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _whole(torus))
+    ]
+    return tuple(sorted(priced, key=lambda cell_and_delay: cell_and_delay[1]))
+
+
+def _cheapest(
+    servers: int, torus: Torus, slot_link_s: float, plane_link_s: float
+) -> tuple[Box, tuple[Cell, ...]]:
+    """The smallest box that holds ``servers`` cells within the least worst delay, and those cells."""
+    priced = _by_delay(torus, max(1, round(slot_link_s * 1e12)), max(1, round(plane_link_s * 1e12)))
+    worst_ps = priced[servers - 1][1]
+    near = [cell for cell, delay_ps in priced if delay_ps <= worst_ps]
+    # Boxes grow west, east, west … and south, north, south …; so row h, column w of the double cumulative sum
+    # below counts the near cells of the box of w + 1 columns and h + 1 rows.
+    grown = np.zeros((torus.planes, torus.slots_per_plane), dtype=np.int64)
+    for x, y in near:
+        grown[2 * y - 1 if y > 0 else -2 * y, -2 * x - 1 if x < 0 else 2 * x] = 1
+    held = grown.cumsum(axis=0).cumsum(axis=1)
+    heights, widths = np.nonzero(held >= servers)
+    width, height = min(
+        ((int(w) + 1, int(h) + 1) for h, w in zip(heights, widths, strict=True)),
+        key=lambda shape: (shape[0] * shape[1], abs(shape[0] - shape[1]), shape[0]),
+    )
+    box = Box.centred(width, height)
+    return box, tuple(cell for cell in near if cell in box)[:servers]

@@ -1,0 +1,162 @@
+"""Where a server is now: one closed form, no table, nothing to ask anybody.
+
+SkyMemory paper §3.4 to §3.8. ``Moves`` are the steps of the overhead point since the epoch: ``(slot_moves,
+plane_moves)``. A slot move takes the centre one slot west (the satellites fly east under it), a plane move
+one plane south. Both may be negative.
+
+At each slot move the leaving east column hands its chunks to the entering west column, each within its plane;
+at each plane move the leaving north row hands them to the entering south row. So after r and p moves a server
+that was set at ``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p + north) mod h) − north)`` of the
+centre of then. The mod runs over the full box, with its empty cells: that is what makes the two axes commute
+when the servers do not fill it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from skymemory.constellation.presets import Preset
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput
+from skymemory.placement.layout import Box, Cell, Layout, Strategy, layout
+
+Moves = tuple[int, int]
+"""``(slot_moves, plane_moves)`` of the overhead point since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A layout around ``centre``, the satellite overhead at moves (0, 0), and its motion from then on."""
+
+    layout: Layout
+    centre: SatelliteId
+
+    def __post_init__(self) -> None:
+        if self.centre not in self.layout.torus:
+            torus = self.layout.torus
+            raise InvalidInput(
+                f"centre {self.centre}: expected plane 0 … {torus.planes - 1} "
+                f"and slot 0 … {torus.slots_per_plane - 1}"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        strategy: Strategy,
+        servers: int,
+        torus: Torus,
+        centre: SatelliteId,
+        slot_link_s: float = 1.0,
+        plane_link_s: float = 1.0,
+    ) -> Placement:
+        """The placement of ``servers`` servers; the link delays matter to ``cost`` only."""
+        return cls(layout(strategy, servers, torus, slot_link_s, plane_link_s), centre)
+
+    @classmethod
+    def for_preset(
+        cls, preset: Preset, strategy: Strategy | None = None, servers: int | None = None
+    ) -> Placement:
+        """The placement of a preset, with its own strategy and number of servers unless told otherwise."""
+        return cls.of(
+            strategy or preset.strategy,
+            preset.servers if servers is None else servers,
+            preset.torus,
+            preset.centre,
+            preset.shell.isl_one_way_s("slot"),
+            preset.shell.isl_one_way_s("plane"),
+        )
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.layout.strategy
+
+    @property
+    def servers(self) -> int:
+        return self.layout.servers
+
+    @property
+    def torus(self) -> Torus:
+        return self.layout.torus
+
+    @property
+    def box(self) -> Box:
+        return self.layout.box
+
+    @property
+    def migrates(self) -> bool:
+        """Whether chunks follow the overhead point. ``hop`` stays where it was set, ``baseline`` where it
+        always is.
+        """
+        return self.layout.strategy not in ("hop", "baseline")
+
+    def centre_at(self, now_moves: Moves) -> SatelliteId:
+        """The satellite overhead after these moves."""
+        return self.torus.wrap(self.centre.plane + now_moves[1], self.centre.slot - now_moves[0])
+
+    def centre_of(self, set_moves: Moves, now_moves: Moves) -> SatelliteId:
+        """The centre of the box that holds, now, what was set at ``set_moves``.
+
+        The overhead satellite for the strategies that migrate; the one of then for ``hop``; the first for
+        ``baseline``.
+        """
+        if self.migrates:
+            return self.centre_at(now_moves)
+        return self.centre_at(set_moves) if self.layout.strategy == "hop" else self.centre
+
+    def cell_at(self, cell: Cell, set_moves: Moves, now_moves: Moves) -> Cell:
+        """Where in the box of now is what was set in ``cell`` of the box of then."""
+        if not self.migrates:
+            return cell
+        box = self.layout.box
+        return (
+            (cell[0] + now_moves[0] - set_moves[0] + box.west) % box.width - box.west,
+            (cell[1] - now_moves[1] + set_moves[1] + box.north) % box.height - box.north,
+        )
+
+    def locate(self, server: int, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> SatelliteId:
+        """The satellite that holds now what was set on ``server`` (0-based) at ``set_moves``."""
+        if not 0 <= server < self.layout.servers:
+            raise InvalidInput(f"server {server}: expected 0 … {self.layout.servers - 1}")
+        x, y = self.cell_at(self.layout.cells[server], set_moves, now_moves)
+        centre = self.centre_of(set_moves, now_moves)
+        return self.torus.wrap(centre.plane + y, centre.slot + x)
+
+    def locate_all(self, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> tuple[SatelliteId, ...]:
+        """``locate`` of every server, in order; remembered, since a read asks for all of them at once."""
+        return _locate_all(self, set_moves, now_moves)
+
+    def server_at(
+        self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)
+    ) -> int | None:
+        """The server that ``satellite`` is, at ``now_moves``, of what was set at ``set_moves``; None if it is
+        none.
+        """
+        cell = self.cell_of(satellite, self.centre_of(set_moves, now_moves))
+        if cell is None:
+            return None
+        return self.layout.server_of.get(self.cell_at(cell, now_moves, set_moves))
+
+    def cell_of(self, satellite: SatelliteId, centre: SatelliteId) -> Cell | None:
+        """The cell of ``satellite`` in the box around ``centre``; None outside it."""
+        box = self.layout.box
+        column = (satellite.slot - centre.slot + box.west) % self.torus.slots_per_plane
+        row = (satellite.plane - centre.plane + box.north) % self.torus.planes
+        if column >= box.width or row >= box.height:
+            return None
+        return column - box.west, row - box.north
+
+    def box_satellites(self, now_moves: Moves = (0, 0)) -> list[SatelliteId]:
+        """The whole box around the overhead satellite, empty cells included, row by row from its north-west
+        corner.
+        """
+        centre = self.centre_of(now_moves, now_moves)
+        return [self.torus.wrap(centre.plane + y, centre.slot + x) for x, y in self.layout.box.cells]
+
+
+@lru_cache(maxsize=1024)
+def _locate_all(placement: Placement, set_moves: Moves, now_moves: Moves) -> tuple[SatelliteId, ...]:
+    centre = placement.centre_of(set_moves, now_moves)
+    wrap = placement.torus.wrap
+    cells = [placement.cell_at(cell, set_moves, now_moves) for cell in placement.layout.cells]
+    return tuple(wrap(centre.plane + y, centre.slot + x) for x, y in cells)
