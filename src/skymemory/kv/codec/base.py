@@ -1,0 +1,76 @@
+"""The contract of a codec, and how its size and loss are measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from skymemory.kv.chunk import Buffer
+from skymemory.kv.layout import KVLayout, to_float32
+
+
+class Codec(Protocol):
+    """Turns one block (raw bytes of ``KVLayout.shape``) into a payload and back.
+
+    ``decode`` undoes ``encode`` of the same codec and layout: bit for bit if ``lossless``, else to within
+    what :func:`measure` reports. ``codec_id`` is what a value's header stores: it never changes meaning.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def codec_id(self) -> int: ...
+
+    @property
+    def lossless(self) -> bool: ...
+
+    def encode(self, block: memoryview, layout: KVLayout) -> bytes:
+        """The payload of ``block`` (``layout.block_bytes`` bytes), never an alias of it.
+
+        Raises :class:`InvalidInput` for a block of another size.
+        """
+        ...
+
+    def decode(self, payload: Buffer, layout: KVLayout, out: memoryview) -> None:
+        """Writes the block into ``out`` (writable, ``layout.block_bytes`` bytes).
+
+        Raises :class:`MalformedPacket` for a payload that is not one of this codec and layout; ``out`` is
+        then undefined and the caller counts a miss.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CodecReport:
+    """What a codec did to one block. Errors are absolute, in the units of the keys and values."""
+
+    size_bytes: int
+    raw_bytes: int
+    max_abs_error: float
+    rms_error: float
+
+    @property
+    def ratio(self) -> float:
+        """Payload over raw bytes: below 1 is smaller."""
+        return self.size_bytes / self.raw_bytes
+
+
+def measure(codec: Codec, block: Buffer, layout: KVLayout) -> CodecReport:
+    """Encodes and decodes ``block`` once and compares. Equal bits count as no error, even infinities."""
+    view = memoryview(block).cast("B")
+    payload = codec.encode(view, layout)
+    decoded = bytearray(layout.block_bytes)
+    codec.decode(payload, layout, memoryview(decoded))
+    if decoded == view:
+        return CodecReport(len(payload), layout.block_bytes, 0.0, 0.0)
+    before, after = to_float32(view, layout.dtype), to_float32(decoded, layout.dtype)
+    same = before.view(np.uint32) == after.view(np.uint32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.where(same, 0.0, before.astype(np.float64) - after.astype(np.float64))
+    error = np.where(np.isfinite(error), np.abs(error), np.inf)
+    return CodecReport(
+        len(payload), layout.block_bytes, float(error.max()), float(np.sqrt(np.mean(error**2)))
+    )

@@ -1,0 +1,98 @@
+"""CacheContext: everything that makes two KV caches different, and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+from skymemory.errors import InvalidInput
+
+ENCODING_VERSION = 1
+DEFAULT_BLOCK_TOKENS = 128
+_MAX_BLOCK_TOKENS = 2**32 - 1
+_PREFIX = struct.Struct("<8sI")
+_LENGTH = struct.Struct("<I")
+_FIXED = struct.Struct("<BI")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheContext:
+    """Identity of a KV cache. Two contexts that differ in any field never share a block.
+
+    The digest seeds the chain of block hashes (in place of the paper's null hash, §3.1), so a changed model,
+    tokenizer, dtype, layout, adapter or tenant invalidates by construction (§3.3). The codec is not here: a
+    value's header names it, so a block may be demoted into a smaller codec without changing its name; only
+    whether loss is allowed at all is part of the identity.
+    """
+
+    model: str
+    """Name of the model, such as ``TinyLlama/TinyLlama-1.1B-Chat-v1.0``."""
+    weights: str
+    """Revision or digest of the weights."""
+    tokenizer: str
+    """Revision or digest of the tokenizer."""
+    kv_dtype: str
+    layout: str
+    """What :meth:`skymemory.kv.layout.KVLayout.describe` says."""
+    lossless: bool = True
+    """True refuses lossy codecs under this context."""
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    adapter: str = ""
+    """Name and revision of a LoRA adapter, or empty."""
+    tenant_salt: bytes = field(default=b"", repr=False)
+    """Secret that separates tenants; never printed."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "weights", "tokenizer", "kv_dtype", "layout", "adapter"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise InvalidInput(f"cache context: {name} must be text, got {type(value).__name__}")
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidInput(
+                    f"cache context: {name} is not encodable as UTF-8 ({error.reason})"
+                ) from None
+        if not isinstance(self.lossless, bool):
+            raise InvalidInput(f"cache context: lossless must be True or False, got {self.lossless!r}")
+        tokens = self.block_tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= _MAX_BLOCK_TOKENS:
+            raise InvalidInput(
+                f"cache context: block_tokens must be a whole number from 1 on, got {tokens!r}"
+            )
+        if not isinstance(self.tenant_salt, bytes):
+            raise InvalidInput(
+                f"cache context: tenant_salt must be bytes, got {type(self.tenant_salt).__name__}"
+            )
+
+    def encode(self) -> bytes:
+        """What is hashed: tag and version, then every field, texts with their length (little-endian).
+
+        No locale, no environment, no ``hash()``: the same on every machine. Injective, because every variable
+        part carries its length.
+        """
+        texts = (self.model, self.weights, self.tokenizer, self.kv_dtype, self.layout, self.adapter)
+        parts = [_PREFIX.pack(b"skycache", ENCODING_VERSION), _FIXED.pack(self.lossless, self.block_tokens)]
+        for raw in (*(text.encode() for text in texts), self.tenant_salt):
+            parts += (_LENGTH.pack(len(raw)), raw)
+        return b"".join(parts)
+
+    def digest(self) -> bytes:
+        """32 bytes: SHA-256 of :meth:`encode`. Every chain of block hashes under this context starts here."""
+        return hashlib.sha256(self.encode()).digest()
+
+    def describe(self) -> dict[str, str | int | bool]:
+        """For people and logs: the digest and every field but the salt, whose presence alone is told."""
+        return {
+            "model": self.model,
+            "weights": self.weights,
+            "tokenizer": self.tokenizer,
+            "kv_dtype": self.kv_dtype,
+            "layout": self.layout,
+            "lossless": self.lossless,
+            "block_tokens": self.block_tokens,
+            "adapter": self.adapter,
+            "tenant_salted": bool(self.tenant_salt),
+            "digest": self.digest().hex(),
+        }

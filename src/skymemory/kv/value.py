@@ -1,0 +1,143 @@
+"""The header in front of every stored value: what the bytes behind it are.
+
+Layout, little-endian, 64 bytes, then the name, then the payload::
+
+    0  magic "SKYV"      4   version 1      5  codec id 1    6  dtype 1        7  zero 1
+    8  raw_bytes 8      16   payload_bytes 8
+    24 layers 4         28   kv_heads 4    32  head_dim 4   36  block_tokens 4     (all zero: not a KV block)
+    40 name_bytes 2     42   zero 18       60  CRC-32 of the header with this field zero, and of the name
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from skymemory import native
+from skymemory.errors import InvalidInput, MalformedPacket, ValueTooLarge
+from skymemory.kv.chunk import Buffer
+from skymemory.kv.layout import KVLayout
+
+HEADER_BYTES = 64
+HEADER_VERSION = 1
+MAX_NAME_BYTES = 4096
+MAX_RAW_BYTES = 16 * 2**30
+"""No value decodes to more than this; checked before anything is allocated."""
+BYTES_DTYPE = "bytes"
+"""dtype of a value of the general key-value store: any bytes, no layout."""
+
+_MAGIC = b"SKYV"
+_HEADER = struct.Struct("<4sBBBxQQIIIIH18xI")
+_DTYPES = (BYTES_DTYPE, "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueHeader:
+    """``raw_bytes`` decoded bytes, stored as ``payload_bytes`` by codec ``codec_id``.
+
+    ``layout`` is set for a block of a KV cache (then ``raw_bytes`` is its ``block_bytes``), None for plain
+    bytes. ``name`` is the key of a value of the general key-value store: what was asked for can be compared
+    with what came, and an index that was lost can be rebuilt.
+    """
+
+    codec_id: int
+    raw_bytes: int
+    payload_bytes: int
+    layout: KVLayout | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.codec_id <= 255:
+            raise InvalidInput(f"codec id {self.codec_id} is not in 0..255")
+        if self.raw_bytes < 0 or self.payload_bytes < 0:
+            raise InvalidInput(f"negative size: raw {self.raw_bytes}, payload {self.payload_bytes}")
+        if self.raw_bytes > MAX_RAW_BYTES:
+            raise ValueTooLarge(f"a value of {self.raw_bytes} bytes: the limit is {MAX_RAW_BYTES}")
+        try:
+            name_bytes = len(self.name.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidInput(f"name {self.name!r} is not encodable as UTF-8 ({error.reason})") from None
+        if name_bytes > MAX_NAME_BYTES:
+            raise ValueTooLarge(f"a name of {name_bytes} bytes: the limit is {MAX_NAME_BYTES}")
+        if self.layout is not None and self.layout.block_bytes != self.raw_bytes:
+            raise InvalidInput(
+                f"raw size {self.raw_bytes} is not the layout's {self.layout.block_bytes} bytes"
+            )
+
+    @property
+    def dtype(self) -> str:
+        """``float32``, ``float16``, ``bfloat16``, or ``bytes`` when there is no layout."""
+        return BYTES_DTYPE if self.layout is None else self.layout.dtype
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes in front of the payload."""
+        return HEADER_BYTES + len(self.name.encode())
+
+    def pack(self) -> bytes:
+        """The header and the name; the payload follows."""
+        name = self.name.encode()
+        layout = self.layout
+        numbers = (
+            (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens) if layout else (0, 0, 0, 0)
+        )
+        fields = (
+            *(
+                _MAGIC,
+                HEADER_VERSION,
+                self.codec_id,
+                _DTYPES.index(self.dtype),
+                self.raw_bytes,
+                self.payload_bytes,
+            ),
+            *numbers,
+            len(name),
+        )
+        crc = native.crc32(_HEADER.pack(*fields, 0) + name)
+        return _HEADER.pack(*fields, crc) + name
+
+
+def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
+    """Header and payload (a view, not a copy) of a stored value.
+
+    Raises :class:`MalformedPacket` for anything else: truncated, foreign, of another version,
+    inconsistent or damaged.
+    The payload's own integrity is the chunks' and the value's checksums, not this header's.
+    """
+    view = memoryview(value).cast("B")
+    if len(view) < HEADER_BYTES:
+        raise MalformedPacket(f"a stored value has at least {HEADER_BYTES} bytes, got {len(view)}")
+    magic, version, codec_id, dtype_id, raw_bytes, payload_bytes, *numbers, name_bytes, crc = (
+        _HEADER.unpack_from(view)
+    )
+    if magic != _MAGIC:
+        raise MalformedPacket(
+            f"not a stored value: it begins with {bytes(magic).hex()}, expected {_MAGIC.hex()}"
+        )
+    if version != HEADER_VERSION:
+        raise MalformedPacket(
+            f"stored value of version {version}, this release reads version {HEADER_VERSION}"
+        )
+    if name_bytes > MAX_NAME_BYTES or HEADER_BYTES + name_bytes + payload_bytes != len(view):
+        raise MalformedPacket(
+            f"a value of {len(view)} bytes whose header says {HEADER_BYTES} + {name_bytes} + {payload_bytes}"
+        )
+    front = bytearray(view[: HEADER_BYTES + name_bytes])
+    front[60:64] = bytes(4)
+    if native.crc32(front) != crc:
+        raise MalformedPacket("the header of a stored value is damaged: its checksum differs")
+    if dtype_id >= len(_DTYPES) or front[7] or any(front[42:60]):
+        raise MalformedPacket(
+            "the header of a stored value uses a dtype or reserved bytes unknown to this release"
+        )
+    try:
+        layout = (
+            KVLayout(numbers[0], numbers[1], numbers[2], numbers[3], _DTYPES[dtype_id]) if dtype_id else None
+        )
+        if layout is None and any(numbers):
+            raise MalformedPacket("the header of a stored value has layout numbers but says plain bytes")
+        name = front[HEADER_BYTES:].decode()
+        header = ValueHeader(codec_id, raw_bytes, payload_bytes, layout, name)
+    except (InvalidInput, UnicodeDecodeError) as error:
+        raise MalformedPacket(f"the header of a stored value is inconsistent: {error}") from None
+    return header, view[HEADER_BYTES + name_bytes :]
