@@ -30,6 +30,10 @@ class CodecUnavailable(SkyMemoryError):
     """A codec whose optional dependency is not installed; the message names the extra."""
 
 
+class MissingExtra(SkyMemoryError):
+    """An optional dependency that is not installed; the message names the extra that brings it."""
+
+
 class UnsupportedModel(SkyMemoryError):
     """A model whose cache we cannot store faithfully (hybrid, sliding-window, encoder-decoder …)."""
 
