@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal
 
 from skymemory.constellation.torus import Axis, Torus
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_MU_M3_S2, EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 DistanceModel = Literal["exact", "paper"]
 
@@ -113,6 +114,8 @@ class Shell:
 
     def positions_m(self, now_s: float = 0.0) -> NDArray[np.float64]:
         """Inertial positions of all satellites, shape ``(planes, slots_per_plane, 3)``."""
+        import numpy as np  # here: a satellite process asks for delays only and starts without numpy
+
         i_rad = math.radians(self.inclination_deg)
         plane = np.arange(self.planes)[:, None]
         slot = np.arange(self.slots_per_plane)[None, :]

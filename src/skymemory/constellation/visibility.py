@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 EARTH_ROTATION_RAD_S = 7.292115146706979e-5
 DEFAULT_MASK_DEG = 25.0
@@ -106,6 +108,8 @@ def plane_move_period_s(shell: Shell) -> float:
 
 def host_position_m(host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
     """Inertial position of the host, shape ``(3,)``."""
+    import numpy as np  # here and below: a satellite process never looks at the sky and starts without numpy
+
     latitude = math.radians(host.latitude_deg)
     longitude = math.radians(host.longitude_deg) + earth_angle_rad(epoch_unix_s, now_s)
     unit = [
@@ -118,12 +122,16 @@ def host_position_m(host: GroundHost, epoch_unix_s: float, now_s: float) -> NDAr
 
 def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
     """Straight distances from the host to every satellite, through the Earth too; ``(planes, slots)``."""
+    import numpy as np
+
     offsets = shell.positions_m(now_s) - host_position_m(host, epoch_unix_s, now_s)
     return np.asarray(np.linalg.norm(offsets, axis=-1), dtype=np.float64)
 
 
 def elevations_deg(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
     """Elevation of every satellite above the host's horizon, negative below it; ``(planes, slots)``."""
+    import numpy as np
+
     ground = host_position_m(host, epoch_unix_s, now_s)
     offsets = shell.positions_m(now_s) - ground
     upward = offsets @ (ground / EARTH_RADIUS_M)
@@ -135,7 +143,7 @@ def visible(
 ) -> list[SatelliteId]:
     """Satellites at or above the elevation mask, highest first."""
     elevation = elevations_deg(shell, host, epoch_unix_s, now_s).ravel()
-    order = np.argsort(-elevation, kind="stable")
+    order = (-elevation).argsort(kind="stable")
     return [shell.torus.satellite(int(index)) for index in order if elevation[index] >= mask_deg]
 
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import difflib
 import math
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, get_args
-
-import numpy as np
 
 from skymemory.constellation.torus import Torus
 from skymemory.errors import InvalidInput
@@ -190,16 +190,19 @@ def _cheapest(
     priced = _by_delay(torus, max(1, round(slot_link_s * 1e12)), max(1, round(plane_link_s * 1e12)))
     worst_ps = priced[servers - 1][1]
     near = [cell for cell, delay_ps in priced if delay_ps <= worst_ps]
-    # Boxes grow west, east, west … and south, north, south …; so row h, column w of the double cumulative sum
-    # below counts the near cells of the box of w + 1 columns and h + 1 rows.
-    grown = np.zeros((torus.planes, torus.slots_per_plane), dtype=np.int64)
+    # Boxes grow west, east, west … and south, north, south …, so a box of w columns and h rows holds just
+    # the cells whose ranks in that order are below w and h.
+    per_column = [0] * torus.slots_per_plane
+    rows: list[list[int]] = [[] for _ in range(torus.planes)]
     for x, y in near:
-        grown[2 * y - 1 if y > 0 else -2 * y, -2 * x - 1 if x < 0 else 2 * x] = 1
-    held = grown.cumsum(axis=0).cumsum(axis=1)
-    heights, widths = np.nonzero(held >= servers)
-    width, height = min(
-        ((int(w) + 1, int(h) + 1) for h, w in zip(heights, widths, strict=True)),
-        key=lambda shape: (shape[0] * shape[1], abs(shape[0] - shape[1]), shape[0]),
-    )
+        rows[2 * y - 1 if y > 0 else -2 * y].append(-2 * x - 1 if x < 0 else 2 * x)
+    shapes = []
+    for height, row in enumerate(rows, start=1):
+        for column in row:
+            per_column[column] += 1
+        width = bisect_left(list(accumulate(per_column)), servers) + 1
+        if width <= torus.slots_per_plane:
+            shapes.append((width, height))
+    width, height = min(shapes, key=lambda shape: (shape[0] * shape[1], abs(shape[0] - shape[1]), shape[0]))
     box = Box.centred(width, height)
     return box, tuple(cell for cell in near if cell in box)[:servers]

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from skymemory.constellation.presets import Preset
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Box, Cell, Layout, Strategy, layout
+
+if TYPE_CHECKING:
+    from skymemory.constellation.presets import Preset
 
 Moves = tuple[int, int]
 """``(slot_moves, plane_moves)`` of the overhead point since the epoch."""

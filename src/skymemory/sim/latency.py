@@ -1,0 +1,176 @@
+"""The paper's latency model and the sweep behind its figure 16 (SkyMemory paper §4, equations 1 to 4).
+
+A KV cache of so many bytes is cut into chunks that go to the servers in turn. Each server is asked at the
+same moment; it answers after the light has travelled once and its chunks were processed one after the other.
+The worst server counts. From the ground the distance is that of equations 3 and 4; ``hop`` is on board, so
+its distance is the links' (Manhattan).
+
+The settings are those of the authors' published script, not of their table 2 (which says 2..21 MB and
+160..2000 km).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skymemory.constellation.orbit import neighbour_chord_m
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput
+from skymemory.placement.layout import Strategy, layout
+
+PAPER_LIGHT_M_S = 2.998e8
+"""The speed of light as the authors' script rounds it."""
+PAPER_TORUS = Torus(15, 15)
+PAPER_CENTRE = SatelliteId(7, 7)
+PAPER_STRATEGIES: tuple[Strategy, ...] = ("rotation", "hop", "rotation_hop")
+
+Parameter = Literal["kvc_bytes", "servers", "processing_s", "altitude_m"]
+SWEEPS: dict[Parameter, tuple[float, ...]] = {
+    "kvc_bytes": tuple(mebibytes * 2**20 for mebibytes in range(1, 22)),
+    "servers": (9, 25, 49, 81),
+    "processing_s": tuple(milliseconds / 1000 for milliseconds in range(2, 21, 2)),
+    "altitude_m": tuple(range(160_000, 2_000_000, 220_000)),
+}
+"""What figure 16 varies, one at a time; whatever is not varied keeps its last value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One run of the model; the defaults are where figure 16 keeps what it does not vary."""
+
+    strategy: Strategy = "rotation_hop"
+    kvc_bytes: int = 21 * 2**20
+    servers: int = 81
+    processing_s: float = 0.020
+    altitude_m: float = 1_920_000.0
+    chunk_bytes: int = 12_288
+
+    def __post_init__(self) -> None:
+        if self.kvc_bytes <= 0 or self.chunk_bytes <= 0:
+            raise InvalidInput(
+                f"{self.kvc_bytes} bytes in chunks of {self.chunk_bytes}: expected more than 0"
+            )
+        if self.processing_s < 0 or self.altitude_m <= 0:
+            raise InvalidInput(
+                f"processing_s {self.processing_s:g}, altitude_m {self.altitude_m:g}: expected at least 0, and more than 0"
+            )
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.kvc_bytes // self.chunk_bytes)
+
+
+class SweepPoint(NamedTuple):
+    """One point of figure 16: the worst server's latency with ``parameter`` at ``value``."""
+
+    parameter: Parameter
+    value: float
+    strategy: Strategy
+    worst_s: float
+
+
+class Claim(NamedTuple):
+    """A sentence of the paper beside what its own model says."""
+
+    what: str
+    paper: str
+    model: str
+
+
+@lru_cache(maxsize=64)
+def _offsets(strategy: Strategy, servers: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Slots and planes between the centre and every server, without sign."""
+    cells = np.array(layout(strategy, servers, PAPER_TORUS).cells, dtype=np.float64)
+    return np.abs(cells[:, 0]), np.abs(cells[:, 1])
+
+
+def server_latencies_s(setting: Setting) -> NDArray[np.float64]:
+    """Seconds until each server has answered, by server; servers without a chunk are left out."""
+    d_slot, d_plane = _offsets(setting.strategy, setting.servers)
+    d_m = neighbour_chord_m(PAPER_TORUS.slots_per_plane, setting.altitude_m)
+    d_n = neighbour_chord_m(PAPER_TORUS.planes, setting.altitude_m)
+    if setting.strategy == "hop":
+        distance_m = d_m * d_slot + d_n * d_plane
+    else:
+        distance_m = np.sqrt((d_m * d_slot) ** 2 + (d_n * d_plane) ** 2 + setting.altitude_m**2)
+    each, remainder = divmod(setting.chunks, setting.servers)
+    held = each + (np.arange(setting.servers) < remainder)
+    latencies: NDArray[np.float64] = distance_m / PAPER_LIGHT_M_S + setting.processing_s * held
+    return latencies[held > 0]
+
+
+def worst_latency_s(setting: Setting) -> float:
+    """Seconds until the last server has answered: what a get, or a set, takes."""
+    return float(server_latencies_s(setting).max())
+
+
+def settings() -> Iterator[tuple[Parameter, float, Setting]]:
+    """The 132 settings of figure 16, with what is varied and its value."""
+    for parameter, values in SWEEPS.items():
+        for strategy in PAPER_STRATEGIES:
+            kept = Setting(strategy)
+            for value in values:
+                match parameter:
+                    case "kvc_bytes":
+                        varied = replace(kept, kvc_bytes=int(value))
+                    case "servers":
+                        varied = replace(kept, servers=int(value))
+                    case "processing_s":
+                        varied = replace(kept, processing_s=value)
+                    case "altitude_m":
+                        varied = replace(kept, altitude_m=value)
+                yield parameter, value, varied
+
+
+def figure_16() -> list[SweepPoint]:
+    """The 132 points of figure 16."""
+    return [
+        SweepPoint(parameter, value, setting.strategy, worst_latency_s(setting))
+        for parameter, value, setting in settings()
+    ]
+
+
+def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
+    """Fewest satellites in a plane (or planes) whose neighbours are nearer than so many seconds of light."""
+    count = 2
+    while neighbour_chord_m(count, altitude_m) / PAPER_LIGHT_M_S >= one_way_s:
+        count += 1
+    return count
+
+
+def claims() -> list[Claim]:
+    """What the paper concludes from its figures 1, 2 and 16, beside what its own model computes."""
+    fewest, most = Setting(servers=9), Setting(servers=81)
+    saved = 1 - worst_latency_s(most) / worst_latency_s(fewest)
+    rotation_s = worst_latency_s(Setting("rotation"))
+    gain_s = rotation_s - worst_latency_s(Setting("rotation_hop"))
+    even = Setting(kvc_bytes=81 * 22 * 12_288)
+    even_gain_s = worst_latency_s(replace(even, strategy="rotation")) - worst_latency_s(even)
+    spreads = []
+    for parameter in ("kvc_bytes", "processing_s"):
+        points = [point for point in figure_16() if point.parameter == parameter]
+        for value in SWEEPS[parameter]:
+            at_value = [point.worst_s for point in points if point.value == value]
+            spreads.append(max(at_value) / min(at_value) - 1)
+    needed = satellites_for_link_s(0.002, 550_000.0)
+    return [
+        Claim("8× the servers", "latency falls by about 90 %", f"9× the servers: by {saved:.1%}"),
+        Claim(
+            "rotation_hop against rotation",
+            "lower at every altitude",
+            f"by {gain_s * 1e3:.0f} ms of {rotation_s * 1e3:.0f}, one chunk's processing: the remainder of "
+            f"chunks / servers lies near instead of in a corner; by {even_gain_s * 1e3:.0f} ms without remainder",
+        ),
+        Claim(
+            "KV cache size and processing time",
+            "the strategies are similar",
+            f"apart by {min(spreads):.0%} to {max(spreads):.0%}",
+        ),
+        Claim("links under 2 ms", "with 50+ satellites in a plane", f"with {needed}+ at 550 km"),
+    ]
