@@ -40,6 +40,7 @@ HOUSEKEEPING_FIELDS = (
     "packets_malformed", "packets_forwarded", "packets_unroutable", "chunks_set", "chunks_replaced", "chunks_refused",
     "chunks_served", "chunks_missed", "chunks_evicted", "chunks_deleted", "chunks_migrated_in",
     "chunks_migrated_out", "migrations_retransmitted", "faults_injected", "delay_error_p99_us",
+    "pushed_slot_moves", "pushed_plane_moves",
 )  # fmt: skip
 """What a PONG reports, in this order; new fields are appended, a reader takes what it knows."""
 
@@ -87,7 +88,12 @@ class Selection:
             raise MalformedPacket(f"selection of {len(body)} bytes: expected at least {_SELECTION.size}")
         key, first, stride, count = _SELECTION.unpack_from(body)
         bitmap = bytes(body[_SELECTION.size :])
-        if first < 1 or stride < 1 or not 1 <= count <= 8 * MAX_CHUNK_BYTES or len(bitmap) != (count + 7) // 8:
+        if (
+            first < 1
+            or stride < 1
+            or not 1 <= count <= 8 * MAX_CHUNK_BYTES
+            or len(bitmap) != (count + 7) // 8
+        ):
             raise MalformedPacket(f"selection from {first} by {stride}, {count} bits in {len(bitmap)} bytes")
         return cls(key, first - 1, stride, count, bitmap)
 
@@ -183,7 +189,7 @@ def unpack_listed(body: Buffer) -> list[tuple[bytes, Presence]]:
 
 
 def pack_moves(slot_moves: int, plane_moves: int) -> bytes:
-    """Body of ADVANCE: how many slot and plane moves to add to what the clock says."""
+    """Body of ADVANCE: the totals to be added to what the clock says (absolute, so a repeat changes nothing)."""
     return _MOVES.pack(slot_moves, plane_moves)
 
 
@@ -208,12 +214,12 @@ def unpack_count(body: Buffer) -> int:
 
 def pack_housekeeping(values: dict[str, int]) -> bytes:
     fields = [values.get(name, 0) for name in HOUSEKEEPING_FIELDS]
-    return _KEYS.pack(len(fields), 0) + struct.pack(f">{len(fields)}Q", *fields)
+    return _KEYS.pack(len(fields), 0) + struct.pack(f">{len(fields)}q", *fields)
 
 
 def unpack_housekeeping(body: Buffer) -> dict[str, int]:
     count = _counted(body, 8)
-    values = struct.unpack_from(f">{count}Q", body, _KEYS.size)
+    values = struct.unpack_from(f">{count}q", body, _KEYS.size)
     return dict(zip(HOUSEKEEPING_FIELDS, values, strict=False))
 
 

@@ -1,0 +1,99 @@
+"""How far the box has moved: a pure function of the clock, the same for satellites and clients.
+
+Slot moves count how often the overhead point passed to the next slot, plane moves how often to the next plane
+(the Earth turning under the orbits). Both are counted from the epoch and may be pushed by an operator (ADVANCE).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput
+from skymemory.placement.layout import Strategy
+from skymemory.placement.locate import Moves, Placement
+
+STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 3, "cost": 4, "baseline": 5}
+"""Numbers on the wire; frozen."""
+STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class MoveClock:
+    """Moves at a time. ``time_scale`` 0 stands still, 1 is real, 60 an hour a minute.
+
+    ``slot_period_s`` and ``plane_period_s`` are the real times between moves (260 s and 19.7 min on Starlink A).
+    """
+
+    epoch_s: float = 0.0
+    slot_period_s: float = math.inf
+    plane_period_s: float = math.inf
+    time_scale: float = 0.0
+    pushed: Moves = (0, 0)
+
+    def moves(self, now_s: float) -> Moves:
+        elapsed_s = (now_s - self.epoch_s) * self.time_scale
+        return (
+            self.pushed[0] + math.floor(elapsed_s / self.slot_period_s),
+            self.pushed[1] + math.floor(elapsed_s / self.plane_period_s),
+        )
+
+    def next_move_s(self, now_s: float) -> float | None:
+        """When the moves change next; None if the clock stands still."""
+        if self.time_scale <= 0:
+            return None
+        elapsed_s = (now_s - self.epoch_s) * self.time_scale
+        waits = [
+            (math.floor(elapsed_s / period_s) + 1) * period_s - elapsed_s
+            for period_s in (self.slot_period_s, self.plane_period_s)
+            if math.isfinite(period_s)
+        ]
+        return now_s + min(waits) / self.time_scale if waits else None
+
+    def push(self, slot_moves: int, plane_moves: int) -> MoveClock:
+        return replace(self, pushed=(self.pushed[0] + slot_moves, self.pushed[1] + plane_moves))
+
+
+class SkyMap:
+    """Where every server of every box is: the torus, the centre at no moves, and placements made once each.
+
+    ``slot_link_s`` and ``plane_link_s`` are one-way delays of a link; only the ``cost`` strategy looks at them.
+    """
+
+    def __init__(
+        self, torus: Torus, centre: SatelliteId, slot_link_s: float = 1.0, plane_link_s: float = 1.0
+    ) -> None:
+        self.torus = torus
+        self.centre = centre
+        self._links_s = (slot_link_s, plane_link_s)
+        self._placements: dict[tuple[int, int], Placement] = {}
+        self._located: dict[tuple[int, int, Moves, Moves], tuple[SatelliteId, ...]] = {}
+
+    def placement(self, strategy: int, servers: int) -> Placement:
+        """Raises ``InvalidInput`` for an unknown strategy code or more servers than satellites."""
+        found = self._placements.get((strategy, servers))
+        if found is None:
+            name = STRATEGY_NAMES.get(strategy)
+            if name is None:
+                raise InvalidInput(f"placement strategy {strategy}: expected one of {STRATEGY_NAMES}")
+            found = Placement.of(name, servers, self.torus, self.centre, *self._links_s)
+            self._placements[strategy, servers] = found
+        return found
+
+    def servers_at(
+        self, strategy: int, servers: int, set_moves: Moves, now_moves: Moves
+    ) -> tuple[SatelliteId, ...]:
+        """The satellite of each server, now, of a value set at ``set_moves``."""
+        wanted = (strategy, servers, set_moves, now_moves)
+        found = self._located.get(wanted)
+        if found is None:
+            if len(self._located) > 1024:
+                self._located.clear()
+            found = self.placement(strategy, servers).locate_all(set_moves, now_moves)
+            self._located[wanted] = found
+        return found
+
+    def centre_at(self, moves: Moves) -> SatelliteId:
+        """The satellite at the box's centre after these moves."""
+        return self.torus.wrap(self.centre.plane + moves[1], self.centre.slot - moves[0])

@@ -1,0 +1,396 @@
+"""A satellite without I/O: what it does with every datagram, and when.
+
+The transport calls ``receive_batch`` (or ``receive_datagram``) with what came from a link, ``handle_timer`` when
+``next_timer_s`` has passed, and then sends what ``datagrams_to_send`` returns. Link ends are ``SatelliteId`` for a
+neighbour and any hashable token of the transport's for a ground host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skymemory import native
+from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.metrics import Counters
+from skymemory.placement.locate import Moves
+from skymemory.protocol import messages
+from skymemory.protocol.chunk_store import ChunkName, ChunkStore
+from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
+from skymemory.protocol.handover import Burst, Handover
+from skymemory.protocol.messages import Buffer, Packet, Selection
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.wire import (
+    CHUNK_REF_BYTES,
+    SKY_BYTES,
+    TAG_BYTES,
+    TAG_OFFSET,
+    Address,
+    ChunkRef,
+    Op,
+    SkyHeader,
+    Status,
+)
+
+_CREDIT_UNIT_BYTES = 4096
+_REMEMBERED_TAGS = 65_536
+_ACKNOWLEDGED = (Op.SET, Op.MIGRATE)
+
+
+@dataclass(frozen=True, slots=True)
+class SatelliteConfig:
+    """``credit_bytes`` is what the transport's receive buffer really holds; it is offered to senders."""
+
+    address: SatelliteId
+    memory_bytes: int
+    routing: RoutingMode = "greedy"
+    credit_bytes: int = 1 << 20
+    max_backlog_bytes: int = 64 << 20
+    handover_window_bursts: int = 16
+    handover_timeout_s: float = 0.1
+    handover_grace_s: float = 1.0
+
+
+class SatelliteMachine:
+    """One satellite: chunk memory, forwarding, answers, and its own migration."""
+
+    def __init__(self, config: SatelliteConfig, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.store = ChunkStore(config.memory_bytes)
+        self.handover = Handover(
+            config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s
+        )
+        self.backlog_bytes = 0
+        """Set by the transport: bytes it was given and has not sent yet."""
+        self._sky = sky
+        self._clock = clock
+        self._moves = clock.moves(now_s)
+        self._next_move_s = clock.next_move_s(now_s)
+        self._address = Address(config.address.plane, config.address.slot)
+        self._router = Router(config.address, sky.torus, config.routing)
+        self._outgoing: list[tuple[SegmentBatch, LinkEnd]] = []
+        self._sequence = 0
+        self._where: dict[bytes, SatelliteId] = {}
+        self._handlers: dict[Op, Callable[[Packet, float], None]] = {
+            Op.GET: self._get, Op.HAS: self._has, Op.EVICT: self._evict, Op.LIST: self._list, Op.PING: self._ping,
+            Op.ADVANCE: self._advance, Op.ACK: self._ack, Op.UNREACHABLE: self._unreachable,
+        }  # fmt: skip
+
+    @property
+    def moves(self) -> Moves:
+        return self._moves
+
+    # --- the verbs of the transport ---
+
+    def receive_datagram(self, data: Buffer, source: LinkEnd, now_s: float) -> None:
+        self.receive_batch(data, len(data), source, now_s)
+
+    def receive_batch(self, data: Buffer, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
+        """Take packets of ``segment_bytes`` each (the last may be shorter) from one link.
+
+        ``data`` is only read during the call. Malformed packets are counted and dropped; nothing raises.
+        """
+        view = memoryview(data)
+        count = -(-len(view) // segment_bytes) if segment_bytes > 0 else 0
+        self.counters.add("packets_received", count)
+        if count == 0:
+            self.counters.add("packets_malformed")
+            return
+        if same_journey(view, segment_bytes):
+            self._receive(view, segment_bytes, source, now_s)
+            return
+        for at in range(0, len(view), segment_bytes):
+            self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
+
+    def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
+        """Batches with the link each leaves by; they are handed out once."""
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def next_timer_s(self) -> float | None:
+        times = [time for time in (self._next_move_s, self.handover.next_timer_s()) if time is not None]
+        return min(times) if times else None
+
+    def handle_timer(self, now_s: float) -> None:
+        if self._next_move_s is not None and now_s >= self._next_move_s:
+            self._follow_clock(now_s)
+        for name in self.handover.to_delete(now_s):
+            chunk = self.store.peek(name)
+            if chunk is not None and self._belongs(chunk.ref) != self.config.address:
+                self.store.remove(name)
+        self._hand_over(now_s)
+
+    # --- arrival ---
+
+    def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
+        """Packets that all go to one destination: on, or in."""
+        start = header_start(view)
+        if len(view) < start + SKY_BYTES:
+            self.counters.add("packets_malformed")
+            return
+        destination = Address.unpack(int.from_bytes(view[start + 4 : start + 8], "big"))
+        to_me = destination == self._address
+        if isinstance(source, SatelliteId) and not to_me:
+            self._forward(view, segment_bytes, destination, source, now_s)
+            return
+        codes = native.verify_segments(view, segment_bytes)
+        bad = len(codes) - codes.count(0)
+        if bad:
+            self.counters.add("packets_malformed", bad)
+        good = [view[i * segment_bytes : (i + 1) * segment_bytes] for i, code in enumerate(codes) if not code]
+        if not good:
+            return
+        if not isinstance(source, SatelliteId):
+            self._router.remember(int.from_bytes(good[0][start + 12 : start + 16], "big"), source)
+            if not to_me:
+                whole = memoryview(b"".join(good)) if bad else view
+                self._forward(whole, segment_bytes, destination, source, now_s)
+                return
+        self._deliver(good, start, now_s)
+
+    def _forward(
+        self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd, now_s: float
+    ) -> None:
+        forwarded = self._router.forward(view, segment_bytes, destination, source)
+        if isinstance(forwarded, Status):
+            self.counters.add("packets_unroutable")
+            packet = self._parse(view[:segment_bytes]) if forwarded is Status.HOP_LIMIT else None
+            if packet is not None and packet.header.op.is_command:
+                self._reply(packet.header, Op.UNREACHABLE, b"", now_s, forwarded)
+            return
+        self.counters.add("packets_forwarded", forwarded[0].count)
+        self._outgoing.append(forwarded)
+
+    def _parse(self, view: memoryview) -> Packet | None:
+        try:
+            return messages.parse_packet(view)
+        except MalformedPacket:
+            self.counters.add("packets_malformed")
+            return None
+
+    # --- requests for this satellite ---
+
+    def _deliver(self, segments: list[memoryview], start: int, now_s: float) -> None:
+        op = segments[0][start + 1]
+        if op in _ACKNOWLEDGED:
+            self._set(segments, start, now_s)
+            return
+        for segment in segments:
+            packet = self._parse(segment)
+            if packet is None:
+                continue
+            handler = self._handlers.get(packet.header.op)
+            if handler is None:
+                self.counters.add("packets_malformed")
+                continue
+            try:
+                handler(packet, now_s)
+            except MalformedPacket:
+                self.counters.add("packets_malformed")
+
+    def _set(self, segments: list[memoryview], start: int, now_s: float) -> None:
+        """SET and MIGRATE: store each chunk, answer once per run of chunks of one request."""
+        stored: dict[int, tuple[SkyHeader, bytes, list[int], list[int]]] = {}
+        body_at = start + SKY_BYTES
+        payload_at = body_at + CHUNK_REF_BYTES
+        for segment in segments:
+            ref_bytes = bytes(segment[body_at:payload_at])
+            request_id = int.from_bytes(segment[start + 16 : start + 20], "big")
+            key, index = ref_bytes[:32], int.from_bytes(ref_bytes[32:36], "big") - 1
+            group = stored.get(request_id)
+            try:
+                home = self._belongs(ref_bytes)
+                if group is None or group[1] != key:
+                    ChunkRef.unpack(ref_bytes)
+                    if group is not None:
+                        self._answer_set(*group, now_s)
+                    group = stored[request_id] = (SkyHeader.unpack(segment, start), key, [], [])
+            except (MalformedPacket, InvalidInput):
+                self.counters.add("packets_malformed")
+                continue
+            name = (key, index)
+            outcome = self.store.put(name, ref_bytes, bytes(segment[payload_at:]))
+            (group[2] if outcome.stored else group[3]).append(index)
+            self._count_put(group[0].op, outcome.stored, outcome.replaced, len(outcome.evicted))
+            if outcome.stored:
+                self.handover.keep(name)
+                if home != self.config.address:
+                    self.handover.enqueue(home, [name])
+        for group in stored.values():
+            self._answer_set(*group, now_s)
+        if not self.handover.idle:
+            self._hand_over(now_s)
+
+    def _count_put(self, op: Op, stored: bool, replaced: bool, evicted: int) -> None:
+        if not stored:
+            self.counters.add("chunks_refused")
+            return
+        self.counters.add("chunks_migrated_in" if op is Op.MIGRATE else "chunks_set")
+        if replaced:
+            self.counters.add("chunks_replaced")
+        if evicted:
+            self.counters.add("chunks_evicted", evicted)
+
+    def _answer_set(
+        self, header: SkyHeader, key: bytes, taken: list[int], refused: list[int], now_s: float
+    ) -> None:
+        for indices, status in ((taken, Status.OK), (refused, Status.FULL)):
+            if indices:
+                ordered = sorted(set(indices))
+                steps = [b - a for a, b in zip(ordered, ordered[1:], strict=False)]
+                stride = steps[0] if steps and len(set(steps)) == 1 else 1
+                body = Selection.of(key, ordered, stride).pack()
+                self._reply(header, Op.ACK, body, now_s, status)
+
+    def _get(self, packet: Packet, now_s: float) -> None:
+        header = packet.header
+        selection = Selection.unpack(packet.body)
+        if self.backlog_bytes > self.config.max_backlog_bytes:
+            self._reply(header, Op.BUSY, selection.pack(), now_s)
+            return
+        refs, payloads, missing = [], [], []
+        for index in selection.indices():
+            chunk = self.store.get((selection.key, index))
+            if chunk is None:
+                missing.append(index)
+            else:
+                refs.append(chunk.ref)
+                payloads.append(chunk.payload)
+        if payloads:
+            self.counters.add("chunks_served", len(payloads))
+            answer = self._answer_header(header, Op.DATA)
+            self._send(
+                bulk_batch(answer, refs, payloads, self._take_sequence(len(refs)), now_s), header.source
+            )
+        if missing:
+            self.counters.add("chunks_missed", len(missing))
+            body = Selection.of(selection.key, missing, selection.stride).pack()
+            self._reply(header, Op.MISS, body, now_s)
+
+    def _has(self, packet: Packet, now_s: float) -> None:
+        found = [self.store.presence(key) for key in messages.unpack_keys(packet.body)]
+        self._reply(packet.header, Op.PRESENCE, messages.pack_presences(found), now_s)
+
+    def _evict(self, packet: Packet, now_s: float) -> None:
+        freed = sum(self.store.remove_key(key) for key in messages.unpack_keys(packet.body))
+        self.counters.add("chunks_deleted", freed)
+        self._reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
+
+    def _list(self, packet: Packet, now_s: float) -> None:
+        after, limit = messages.unpack_list(packet.body)
+        keys = self.store.keys_after(after, limit)
+        entries = [(key, presence) for key in keys if (presence := self.store.presence(key)) is not None]
+        self._reply(packet.header, Op.LISTED, messages.pack_listed(entries), now_s)
+
+    def _ping(self, packet: Packet, now_s: float) -> None:
+        self._reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
+
+    def _advance(self, packet: Packet, now_s: float) -> None:
+        pushed = messages.unpack_moves(packet.body)
+        change = (pushed[0] - self._clock.pushed[0], pushed[1] - self._clock.pushed[1])
+        self._clock = self._clock.push(*change)
+        self._follow_clock(now_s)
+        self._reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._clock.pushed), now_s)
+        self._hand_over(now_s)
+
+    def _ack(self, packet: Packet, now_s: float) -> None:
+        """Another satellite took (or refused) chunks we handed over."""
+        if packet.header.status is Status.FULL:
+            self.handover.refused(packet.header.request_id)
+            return
+        selection = Selection.unpack(packet.body)
+        names = [(selection.key, index) for index in selection.indices()]
+        moved = self.handover.acknowledged(packet.header.request_id, names, now_s)
+        self.counters.add("chunks_migrated_out", moved)
+        self._hand_over(now_s)
+
+    def _unreachable(self, packet: Packet, now_s: float) -> None:
+        self.counters.add("packets_unroutable")
+
+    def housekeeping(self) -> dict[str, int]:
+        """Counters and gauges by the names of ``HOUSEKEEPING_FIELDS``; the transport may add its own."""
+        values = self.counters.as_dict()
+        values.update(
+            memory_used_bytes=self.store.used_bytes, memory_limit_bytes=self.store.limit_bytes,
+            chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
+            migrations_retransmitted=self.handover.retransmitted,
+            pushed_slot_moves=self._clock.pushed[0], pushed_plane_moves=self._clock.pushed[1],
+        )  # fmt: skip
+        return values
+
+    # --- motion ---
+
+    def _belongs(self, ref: bytes) -> SatelliteId:
+        """Where a chunk with this reference must be now. Raises ``InvalidInput`` for an impossible placement."""
+        tag = ref[TAG_OFFSET : TAG_OFFSET + TAG_BYTES]
+        found = self._where.get(tag)
+        if found is None:
+            if len(self._where) > _REMEMBERED_TAGS:
+                self._where.clear()
+            found = self._where[tag] = self._locate_tag(tag)
+        return found
+
+    def _locate_tag(self, tag: bytes) -> SatelliteId:
+        servers, number = int.from_bytes(tag[0:2], "big"), int.from_bytes(tag[2:4], "big")
+        set_moves = (
+            int.from_bytes(tag[8:12], "big", signed=True), int.from_bytes(tag[12:16], "big", signed=True)
+        )  # fmt: skip
+        placement = self._sky.placement(tag[4], servers)
+        return placement.locate(number - 1, set_moves, self._moves)
+
+    def _follow_clock(self, now_s: float) -> None:
+        self._next_move_s = self._clock.next_move_s(now_s)
+        moves = self._clock.moves(now_s)
+        if moves != self._moves:
+            self._moves = moves
+            self._where.clear()
+            self.handover.plan(self.store, self._locate_tag, self.config.address)
+
+    def _hand_over(self, now_s: float) -> None:
+        for burst in self.handover.bursts_to_send(now_s):
+            self._send_burst(burst, now_s)
+
+    def _send_burst(self, burst: Burst, now_s: float) -> None:
+        found: list[tuple[ChunkName, bytes, bytes]] = []
+        for name in burst.names:
+            chunk = self.store.peek(name)
+            if chunk is not None:
+                found.append((name, chunk.ref, chunk.payload))
+        if len(found) < len(burst.names):
+            self.handover.forget(burst, set(burst.names) - {name for name, _, _ in found})
+        if found:
+            there = Address(burst.destination.plane, burst.destination.slot)
+            header = SkyHeader(Op.MIGRATE, there, self._address, 0, burst.request_id)
+            refs, payloads = [ref for _, ref, _ in found], [payload for _, _, payload in found]
+            self._send(bulk_batch(header, refs, payloads, self._take_sequence(len(refs)), now_s), there)
+
+    # --- sending ---
+
+    def _answer_header(self, request: SkyHeader, op: Op, status: Status = Status.OK) -> SkyHeader:
+        return SkyHeader(
+            op, request.source, self._address, request.ground, request.request_id, status,
+            timestamp_us=request.timestamp_us, slot_moves=self._moves[0], plane_moves=self._moves[1],
+            credit=self.config.credit_bytes // _CREDIT_UNIT_BYTES,
+        )  # fmt: skip
+
+    def _reply(
+        self, request: SkyHeader, op: Op, body: bytes, now_s: float, status: Status = Status.OK
+    ) -> None:
+        header = self._answer_header(request, op, status)
+        self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), request.source)
+
+    def _take_sequence(self, count: int) -> int:
+        first = self._sequence
+        self._sequence = (first + count) & 0x3FFF
+        return first
+
+    def _send(self, batch: SegmentBatch, destination: Address) -> None:
+        """Our own packets: out by the link that leads to their destination."""
+        to = self._router.exit_for(destination, batch.headers)
+        if to is None:
+            self.counters.add("packets_unroutable", batch.count)
+        else:
+            self._outgoing.append((batch, to))
