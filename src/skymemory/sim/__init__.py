@@ -1,0 +1,1 @@
+"""What is computed rather than flown: the latency model of the paper."""

@@ -58,7 +58,7 @@ class Setting:
             )
         if self.processing_s < 0 or self.altitude_m <= 0:
             raise InvalidInput(
-                f"processing_s {self.processing_s:g}, altitude_m {self.altitude_m:g}: expected at least 0, and more than 0"
+                f"processing_s {self.processing_s:g}, altitude_m {self.altitude_m:g}: expected ≥ 0 and > 0"
             )
 
     @property
@@ -165,7 +165,7 @@ def claims() -> list[Claim]:
             "rotation_hop against rotation",
             "lower at every altitude",
             f"by {gain_s * 1e3:.0f} ms of {rotation_s * 1e3:.0f}, one chunk's processing: the remainder of "
-            f"chunks / servers lies near instead of in a corner; by {even_gain_s * 1e3:.0f} ms without remainder",
+            f"chunks / servers lies near, not in a corner; by {even_gain_s * 1e3:.0f} ms without remainder",
         ),
         Claim(
             "KV cache size and processing time",

@@ -1,0 +1,115 @@
+"""``skymemory layout``: which satellite is which server, as a map in the terminal, as JSON or drawn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skymemory.cli._options import add_json
+from skymemory.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from skymemory.view.layout_map import LayoutMap
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "layout",
+        help="show which satellite is which server, now or after some rotations",
+        description="Print the map of a placement as in figures 4 to 8 of the SkyMemory paper: planes are rows, "
+        "satellites of a plane are columns and fly east, the one overhead is in parentheses. Numbers are 1-based "
+        "as in the paper.",
+    )
+    parser.add_argument("--preset", metavar="NAME", help="constellation (default: testbed-19x5)")
+    parser.add_argument(
+        "--strategy",
+        metavar="NAME",
+        help="rotation, hop, rotation_hop, cost or baseline (default: the preset's)",
+    )
+    parser.add_argument("--servers", type=int, metavar="S", help="how many servers (default: the preset's)")
+    parser.add_argument(
+        "--rotations",
+        type=int,
+        default=0,
+        metavar="R",
+        help="slots the constellation has flown on since the set",
+    )
+    parser.add_argument(
+        "--planes", type=int, default=0, metavar="P", help="planes the Earth has turned on since the set"
+    )
+    parser.add_argument(
+        "--figure", type=int, metavar="N", help="one of the paper's figures 4, 5, 6, 7, 8 instead"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="draw it to a .png, .svg or .pdf file instead"
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from skymemory.view.layout_map import render
+
+    shown = _shown(args)
+    if args.out is not None:
+        from skymemory.view.drawing import drawing_path, save
+        from skymemory.view.figures import draw_layout, draw_paper_map
+
+        path = drawing_path(args.out)
+        print(save(draw_layout(shown) if args.figure is None else draw_paper_map(args.figure), path))
+    elif args.json:
+        print(json.dumps(_as_json(shown), indent=2))
+    else:
+        print(render(shown, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    return 0
+
+
+def _shown(args: argparse.Namespace) -> LayoutMap:
+    from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
+    from skymemory.placement.layout import parse_strategy
+    from skymemory.placement.locate import Placement
+    from skymemory.view.layout_map import layout_map, paper_map
+
+    if args.figure is not None:
+        if any((args.preset, args.strategy, args.servers, args.rotations, args.planes)):
+            raise InvalidInput(
+                f"figure {args.figure} has its own layout: leave the other options of the layout away"
+            )
+        return paper_map(args.figure)
+    preset = preset_named(DEFAULT_PRESET if args.preset is None else args.preset)
+    strategy = None if args.strategy is None else parse_strategy(args.strategy)
+    placement = Placement.for_preset(preset, strategy, args.servers)
+    return layout_map(placement, (args.rotations, args.planes))
+
+
+def _as_json(shown: LayoutMap) -> dict[str, object]:
+    placement, box = shown.placement, shown.placement.box
+    now = placement.locate_all((0, 0), shown.now_moves)
+    return {
+        "indices": "0-based",
+        "strategy": placement.strategy,
+        "planes": placement.torus.planes,
+        "slots_per_plane": placement.torus.slots_per_plane,
+        "servers": placement.servers,
+        "box": {"width": box.width, "height": box.height, "west": box.west, "north": box.north},
+        "moves": {"slot": shown.now_moves[0], "plane": shown.now_moves[1]},
+        "overhead": {"plane": shown.centre.plane, "slot": shown.centre.slot},
+        "map": [
+            {"server": server, "plane": satellite.plane, "slot": satellite.slot}
+            for server, satellite in enumerate(now)
+        ],
+        "handovers": [
+            {
+                "server": server,
+                "from": {"plane": source.plane, "slot": source.slot},
+                "to": {"plane": target.plane, "slot": target.slot},
+            }
+            for server, source, target in shown.handovers
+        ],
+    }

@@ -1,0 +1,172 @@
+"""A placement as the paper's figures 4 to 8 show it: a map of satellites and the server each is, as text.
+
+Planes are rows, north above; satellites of a plane are columns, and fly east. Numbers are 1-based, as in the
+paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput
+from skymemory.placement.layout import Strategy
+from skymemory.placement.locate import Moves, Placement
+from skymemory.placement.migration import ServerHandover, server_moves
+
+WHOLE_MAP = 24
+"""Planes and slots up to which the whole torus is shown; a larger one is cut to the box and some of its
+surroundings.
+"""
+SURROUNDINGS = 2
+LISTED_HANDOVERS = 12
+
+_ORANGE, _GREEN, _FAINT, _RESET = "\x1b[48;5;215;30m", "\x1b[48;5;114;30m", "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutMap:
+    """What was set at moves (0, 0), where it is at ``now_moves``, and the part of the torus to show."""
+
+    placement: Placement
+    now_moves: Moves
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def centre(self) -> SatelliteId:
+        """The satellite overhead now."""
+        return self.placement.centre_at(self.now_moves)
+
+    @property
+    def handovers(self) -> list[ServerHandover]:
+        """Servers that are elsewhere than where they were set."""
+        return server_moves(self.placement, (0, 0), (0, 0), self.now_moves)
+
+    def server(self, satellite: SatelliteId) -> int | None:
+        return self.placement.server_at(satellite, (0, 0), self.now_moves)
+
+    def in_box(self, satellite: SatelliteId) -> bool:
+        """Whether the satellite is in the box overhead; ``hop`` has no box but its servers."""
+        if self.placement.strategy == "hop":
+            return self.server(satellite) is not None
+        centre = self.placement.centre_of((0, 0), self.now_moves)
+        return self.placement.cell_of(satellite, centre) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class PaperMap:
+    """One of the paper's figures 4 to 8."""
+
+    strategy: Strategy
+    servers: int
+    slot_moves: int
+    caption: str
+
+    def map(self) -> LayoutMap:
+        """On 5 planes of 7 satellites, with satellite 4 of plane 3 overhead at first."""
+        placement = Placement.of(self.strategy, self.servers, Torus(5, 7), SatelliteId(2, 3))
+        return layout_map(placement, (self.slot_moves, 0))
+
+
+PAPER_MAPS: dict[int, PaperMap] = {
+    4: PaperMap("rotation", 9, 0, "rotation-aware"),
+    5: PaperMap("rotation", 9, 1, "rotation-aware, one rotation later"),
+    6: PaperMap("hop", 13, 0, "hop-aware"),
+    7: PaperMap("rotation_hop", 9, 0, "rotation- and hop-aware"),
+    8: PaperMap("rotation_hop", 9, 1, "rotation- and hop-aware, one rotation later"),
+}
+
+
+def paper_map(figure: int) -> LayoutMap:
+    """The map of figure 4, 5, 6, 7 or 8."""
+    if figure not in PAPER_MAPS:
+        raise InvalidInput(f"figure {figure} is no layout: expected one of {', '.join(map(str, PAPER_MAPS))}")
+    return PAPER_MAPS[figure].map()
+
+
+def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
+    """The map of a placement; all of a small torus, else the box with where it came from and some
+    surroundings.
+    """
+    torus, box = placement.torus, placement.box
+    if max(torus.planes, torus.slots_per_plane) <= WHOLE_MAP:
+        return LayoutMap(
+            placement, now_moves, tuple(range(torus.planes)), tuple(range(torus.slots_per_plane))
+        )
+    centre = placement.centre_of((0, 0), now_moves)
+    north, south = box.rows[0] - SURROUNDINGS, box.rows[-1] + SURROUNDINGS
+    west, east = box.columns[0] - SURROUNDINGS, box.columns[-1] + SURROUNDINGS
+    rows = range(centre.plane + north, centre.plane + min(south, north + torus.planes - 1) + 1)
+    columns = range(centre.slot + west, centre.slot + min(east, west + torus.slots_per_plane - 1) + 1)
+    return LayoutMap(
+        placement,
+        now_moves,
+        tuple(row % torus.planes for row in rows),
+        tuple(column % torus.slots_per_plane for column in columns),
+    )
+
+
+def title(shown: LayoutMap) -> str:
+    """One line: strategy, servers, box, torus, moves."""
+    placement, torus = shown.placement, shown.placement.torus
+    text = f"{placement.strategy}: {_count(placement.servers, 'server')}"
+    if placement.strategy != "hop":
+        text += f" in a box of {placement.box.width} × {placement.box.height}"
+    text += f", on {_count(torus.planes, 'plane')} of {_count(torus.slots_per_plane, 'satellite')}"
+    slot_moves, plane_moves = shown.now_moves
+    if slot_moves:
+        text += f", after {_count(slot_moves, 'rotation')}"
+    if plane_moves:
+        text += f"{' and' if slot_moves else ', after'} {_count(plane_moves, 'plane move')}"
+    return text
+
+
+def render(shown: LayoutMap, colour: bool = False) -> str:
+    """The map as text; with ``colour``, the box in orange and the satellite overhead in green."""
+    torus = shown.placement.torus
+    width = max(len(str(max(torus.slots_per_plane, shown.placement.servers))), 2) + 3
+    left = len(f"orb {torus.planes} ")
+    lines = [title(shown), ""]
+    numbers = "".join(f"{slot + 1:^{width}}" for slot in shown.columns)
+    lines.append(f"{'sat':>{left - 1}} {numbers} motion →".rstrip())
+    for plane in shown.rows:
+        cells = (_cell(shown, SatelliteId(plane, slot), width, colour) for slot in shown.columns)
+        label = f"orb {plane + 1}"
+        lines.append(f"{label:<{left}}{''.join(cells)}".rstrip())
+    lines += ["", f"(n) overhead: {shown.centre.label}" + _legend(shown)]
+    handovers = shown.handovers
+    if handovers:
+        lines += ["", f"handed over since they were set: {_count(len(handovers), 'server')}"]
+        lines += [
+            f"  {server + 1:>{width - 2}}:  {_figure_style(source)} → {_figure_style(target)}"
+            for server, source, target in handovers[:LISTED_HANDOVERS]
+        ]
+        if len(handovers) > LISTED_HANDOVERS:
+            lines.append(f"  … and {len(handovers) - LISTED_HANDOVERS} more (--json lists them all)")
+    return "\n".join(lines)
+
+
+def _legend(shown: LayoutMap) -> str:
+    empty = shown.placement.strategy != "hop" and len(shown.placement.box.cells) > shown.placement.servers
+    return "   □ in the box, no server" * empty + "   · outside"
+
+
+def _cell(shown: LayoutMap, satellite: SatelliteId, width: int, colour: bool) -> str:
+    server = shown.server(satellite)
+    mark = str(server + 1) if server is not None else "□" if shown.in_box(satellite) else "·"
+    overhead = satellite == shown.centre
+    text = f"{f'({mark})' if overhead else mark:^{width}}"
+    if not colour:
+        return text
+    tint = _GREEN if overhead else _ORANGE if shown.in_box(satellite) else _FAINT
+    return f"{tint}{text}{_RESET}"
+
+
+def _figure_style(satellite: SatelliteId) -> str:
+    """``(satellite, plane)``, 1-based, as the text around figure 8 writes it."""
+    return f"({satellite.slot + 1},{satellite.plane + 1})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if abs(number) == 1 else f"{number} {noun}s"
