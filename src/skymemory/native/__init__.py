@@ -5,8 +5,32 @@
 
 from __future__ import annotations
 
-from skymemory.native.twin import crc32, crc32_chunks, crc32_combine, crc32_join
+from skymemory.native.twin import (
+    crc32,
+    crc32_chunks,
+    crc32_combine,
+    crc32_join,
+    place_segments,
+    recv_batch,
+    seal_headers,
+    send_batch,
+    verify_segments,
+)
+from skymemory.native.twin_udp import SLOT_BYTES, Arrival
 
 NATIVE = False
 
-__all__ = ["NATIVE", "crc32", "crc32_chunks", "crc32_combine", "crc32_join"]
+__all__ = [
+    "NATIVE",
+    "SLOT_BYTES",
+    "Arrival",
+    "crc32",
+    "crc32_chunks",
+    "crc32_combine",
+    "crc32_join",
+    "place_segments",
+    "recv_batch",
+    "seal_headers",
+    "send_batch",
+    "verify_segments",
+]

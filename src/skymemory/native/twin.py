@@ -1,7 +1,9 @@
 """The pure-Python twin of the compiled helper: same signatures, same results, and the judge of the fast one.
 
-CRC-32 is the one of zlib and Ethernet (reflected polynomial 0xEDB88320). Combination follows from linearity: the CRC
-of ``a + b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial, plus (XOR) the CRC of ``b``.
+CRC-32 is the one of zlib and Ethernet (reflected polynomial 0xEDB88320). Combination follows from
+linearity: the CRC of ``a + b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial,
+plus (XOR) that of ``b``. The loops over packets are in ``twin_segments``, those over datagrams in
+``twin_udp``.
 """
 
 from __future__ import annotations
@@ -12,10 +14,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
+from skymemory.native.twin_udp import recv_batch, send_batch
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     Crcs = np.ndarray[tuple[int], np.dtype[np.uint32]]
+
+__all__ = [
+    "crc32",
+    "crc32_chunks",
+    "crc32_combine",
+    "crc32_join",
+    "place_segments",
+    "recv_batch",
+    "seal_headers",
+    "send_batch",
+    "verify_segments",
+]
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000
@@ -52,7 +69,7 @@ def _shift_of(length_bytes: int) -> int:
 
 @lru_cache(maxsize=16)
 def _shift_tables(length_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """The same multiplication as four tables of 256, one per byte of the CRC: four look-ups instead of 32 steps."""
+    """The same multiplication as four tables of 256, one per byte: four look-ups instead of 32 steps."""
     shift = _shift_of(length_bytes)
     return tuple(tuple(_multiply(byte << at, shift) for byte in range(256)) for at in (0, 8, 16, 24))
 
@@ -65,7 +82,7 @@ def crc32_combine(crc1: int, crc2: int, len2: int) -> int:
 
 
 def crc32_chunks(value: Buffer, chunk_bytes: int) -> Crcs:
-    """CRC-32 of each consecutive ``chunk_bytes`` of ``value`` (the last may be shorter); none for an empty value."""
+    """CRC-32 of each ``chunk_bytes`` of ``value`` in turn, the last maybe shorter; none for no bytes."""
     if chunk_bytes < 1:
         raise ValueError(f"chunks of {chunk_bytes} bytes: expected 1 or more")
     view = memoryview(value).cast("B")
