@@ -8,7 +8,7 @@ transport calls ``receive_batch`` with what came, ``handle_timer`` when ``next_t
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from skymemory import native
@@ -17,27 +17,26 @@ from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.forwarding import header_start
+from skymemory.protocol.links import Links
 from skymemory.protocol.messages import Buffer, Selection
 from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.pacing import RoundTrip, Window
-from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.outbox import CREDIT_UNIT_BYTES, Operation, Outbox, Request
+from skymemory.protocol.pacing import Window
+from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.space_packet import TELEMETRY_BYTES
 from skymemory.protocol.transfer import Burst, ReadTransfer, TransferReport, ValueInfo, Where, WriteTransfer
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
-    GROUND_SHELL,
-    SKY_BYTES,
     TELEMETRY_PREFIX_BYTES,
-    Address,
     Op,
     SkyHeader,
     Status,
 )
 
 _OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
-_CREDIT_UNIT_BYTES = 4096
-_WINDOW_FLOOR_BYTES = 64 * 1024
+_SANE_RTT_US = 60_000_000
+_MOST_PATIENCE = 10
+"""A request that is answered only in part for so many times ``give_up_s`` is given up."""
 _OP_AT = TELEMETRY_BYTES + 1
 _REQUEST_AT = TELEMETRY_BYTES + 16
 
@@ -70,33 +69,6 @@ class Finished:
     info: ValueInfo | None = None
 
 
-@dataclass(slots=True)
-class _Operation:
-    number: int
-    transfer: ReadTransfer | WriteTransfer | None
-    started_s: float
-    report: TransferReport
-    requests: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Request:
-    """One packet (or burst of packets) in flight, until answered, repeated or given up."""
-
-    request_id: int
-    operation: _Operation
-    satellite: SatelliteId
-    op: Op
-    indices: list[int]
-    body: bytes
-    sent_s: float
-    deadline_s: float
-    in_flight_bytes: int
-    moves: Moves
-    attempts: int = 1
-    begun_s: float = 0.0
-
-
 class ClientMachine:
     """One ground host's conversations with the constellation."""
 
@@ -105,20 +77,16 @@ class ClientMachine:
         self.counters = Counters()
         self._sky = sky
         self._clock = clock
-        self._inbound = Window(config.window_bytes, _WINDOW_FLOOR_BYTES)
-        self._outbound: dict[SatelliteId, Window] = {}
-        self._round_trips: dict[SatelliteId, RoundTrip] = {}
-        self._heard_s: dict[SatelliteId, float] = {}
-        self._suspect_until_s: dict[SatelliteId, float] = {}
-        self._operations: dict[int, _Operation] = {}
-        self._waiting: deque[_Operation] = deque()
-        self._requests: dict[int, _Request] = {}
+        self._links = Links(
+            config.window_bytes, config.credit_bytes, config.expected_rtt_s, config.suspect_s
+        )  # fmt: skip
+        self._outbox = Outbox(config.ground, config.window_bytes)
+        self._operations: dict[int, Operation] = {}
+        self._waiting: deque[Operation] = deque()
+        self._requests: dict[int, Request] = {}
         self._events: deque[Finished] = deque()
-        self._outgoing: list[tuple[SegmentBatch, SatelliteId]] = []
         self._next_number = 1
         self._next_request_id = 1
-        self._sequence = 0
-        self._gateway = sky.centre
 
     # --- operations ---
 
@@ -129,10 +97,16 @@ class ClientMachine:
     def get(self, info: ValueInfo, out: memoryview, now_s: float) -> int:
         """Begin to read a value into ``out``, which must be writable and at least ``info.value_bytes`` long."""
         if len(out) < info.value_bytes or out.readonly:
-            raise InvalidInput(f"a buffer of {len(out)} bytes for a value of {info.value_bytes}: too small or read-only")
+            raise InvalidInput(
+                f"a buffer of {len(out)} bytes for a value of {info.value_bytes}: too small or read-only"
+            )
         moves = self.moves(now_s)
-        burst_chunks = max(1, min(self.config.read_burst_chunks, self._inbound.size_bytes // 4 // info.chunk_bytes))
-        transfer = ReadTransfer(info, out, self._where(info.strategy, info.servers, info.set_moves), moves, burst_chunks)
+        burst_chunks = max(
+            1, min(self.config.read_burst_chunks, self._links.inbound.size_bytes // 4 // info.chunk_bytes)
+        )
+        transfer = ReadTransfer(
+            info, out, self._where(info.strategy, info.servers, info.set_moves), moves, burst_chunks
+        )
         return self._begin(transfer, transfer.report, now_s)
 
     def put(
@@ -148,7 +122,7 @@ class ClientMachine:
         """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE): one packet there, one back."""
         operation = self._register(None, TransferReport(satellites=1), now_s)
         request = self._request(operation, satellite, op, [], body, 0, now_s)
-        self._transmit_control(request, now_s)
+        self._outbox.transmit(request, now_s)
         return operation.number
 
     def cancel(self, number: int) -> None:
@@ -187,8 +161,7 @@ class ClientMachine:
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
         """Batches with the satellite whose beam each takes; fills the windows first."""
         self._fill_windows(now_s)
-        outgoing, self._outgoing = self._outgoing, []
-        return outgoing
+        return self._outbox.take()
 
     def next_timer_s(self) -> float | None:
         return min((request.deadline_s for request in self._requests.values()), default=None)
@@ -206,8 +179,8 @@ class ClientMachine:
 
     def _register(
         self, transfer: ReadTransfer | WriteTransfer | None, report: TransferReport, now_s: float
-    ) -> _Operation:
-        operation = _Operation(self._next_number, transfer, now_s, report)
+    ) -> Operation:
+        operation = Operation(self._next_number, transfer, now_s, report, set())
         self._next_number += 1
         self._operations[operation.number] = operation
         return operation
@@ -218,7 +191,7 @@ class ClientMachine:
         return operation.number
 
     def _finish(
-        self, operation: _Operation, now_s: float, failure: str = "", body: bytes = b"",
+        self, operation: Operation, now_s: float, failure: str = "", body: bytes = b"",
         header: SkyHeader | None = None,
     ) -> None:  # fmt: skip
         if self._operations.pop(operation.number, None) is None:
@@ -231,7 +204,7 @@ class ClientMachine:
             self.counters.add("operations_failed", label=failure)
         self._events.append(Finished(operation.number, not failure, operation.report, body, header, info))
 
-    def _drop_requests(self, operation: _Operation) -> None:
+    def _drop_requests(self, operation: Operation) -> None:
         for request_id in operation.requests:
             request = self._requests.pop(request_id)
             self._window_of(request).given_up(request.in_flight_bytes)
@@ -239,22 +212,16 @@ class ClientMachine:
 
     # --- sending ---
 
-    def _beam(self, satellite: SatelliteId) -> SatelliteId:
-        """The satellite we talk to for the sake of this one."""
-        return satellite if self.config.access == "los" else self._gateway
+    def _window_of(self, request: Request) -> Window:
+        return self._window(request.op, request.satellite)
 
-    def _window_of(self, request: _Request) -> Window:
-        return self._inbound if request.op is not Op.SET else self._outbound_to(self._beam(request.satellite))
-
-    def _outbound_to(self, beam: SatelliteId) -> Window:
-        window = self._outbound.get(beam)
-        if window is None:
-            window = self._outbound[beam] = Window(self.config.credit_bytes, _WINDOW_FLOOR_BYTES)
-        return window
+    def _window(self, op: Op, satellite: SatelliteId) -> Window:
+        return self._links.outbound(self._outbox.beam(satellite)) if op is Op.SET else self._links.inbound
 
     def _fill_windows(self, now_s: float) -> None:
         """Send bursts of the operations in the order they began, as far as the windows let them."""
-        self._gateway = self._sky.centre_at(self.moves(now_s))
+        if self.config.access == "gateway":
+            self._outbox.gateway = self._sky.centre_at(self.moves(now_s))
         for _ in range(len(self._waiting)):
             operation = self._waiting.popleft()
             transfer = operation.transfer
@@ -264,35 +231,35 @@ class ClientMachine:
             if operation.number in self._operations and (transfer.pending or stalled):
                 self._waiting.append(operation)
 
-    def _send_bursts(self, operation: _Operation, transfer: ReadTransfer | WriteTransfer, now_s: float) -> bool:
+    def _send_bursts(self, operation: Operation, transfer: ReadTransfer | WriteTransfer, now_s: float) -> bool:
         """Returns whether a window stopped us."""
         stalled: deque[Burst] = deque()
         op = Op.GET if isinstance(transfer, ReadTransfer) else Op.SET
         size_each = transfer.info.chunk_bytes + _OVERHEAD_BYTES
         while transfer.pending:
             burst = transfer.pending.popleft()
-            if self._suspect_until_s.get(burst.satellite, 0.0) > now_s:
+            if self._links.is_suspect(burst.satellite, now_s):
                 self._finish(operation, now_s, "unreachable")
                 return False
             size = len(burst.indices) * size_each
-            window = self._inbound if op is Op.GET else self._outbound_to(self._beam(burst.satellite))
+            window = self._window(op, burst.satellite)
             if not window.admits(size):
                 stalled.append(burst)
                 if op is Op.GET:
                     break
                 continue
             request = self._request(operation, burst.satellite, op, burst.indices, b"", size, now_s)
-            self._transmit_bulk(request, transfer, now_s)
+            self._outbox.transmit(request, now_s)
         transfer.pending.extendleft(reversed(stalled))
         return bool(stalled)
 
     def _request(
-        self, operation: _Operation, satellite: SatelliteId, op: Op, indices: list[int], body: bytes, size: int,
+        self, operation: Operation, satellite: SatelliteId, op: Op, indices: list[int], body: bytes, size: int,
         now_s: float,
-    ) -> _Request:  # fmt: skip
-        request = _Request(
+    ) -> Request:  # fmt: skip
+        request = Request(
             self._next_request_id, operation, satellite, op, indices, body, now_s,
-            now_s + self._round_trip(satellite).timeout_s(), size, self.moves(now_s), 1, now_s,
+            now_s + self._links.round_trip(satellite).timeout_s(), size, self.moves(now_s),
         )  # fmt: skip
         self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
         self._requests[request.request_id] = request
@@ -301,51 +268,16 @@ class ClientMachine:
         self._window_of(request).sent(size)
         return request
 
-    def _round_trip(self, satellite: SatelliteId) -> RoundTrip:
-        found = self._round_trips.get(satellite)
-        if found is None:
-            found = self._round_trips[satellite] = RoundTrip(self.config.expected_rtt_s)
-        return found
-
-    def _header(self, request: _Request, now_s: float) -> SkyHeader:
-        satellite = request.satellite
-        beam = self._beam(satellite)
-        return SkyHeader(
-            request.op, Address(satellite.plane, satellite.slot), Address(beam.plane, beam.slot, GROUND_SHELL),
-            self.config.ground, request.request_id, timestamp_us=int(now_s * 1e6) & 0xFFFFFFFF,
-            slot_moves=request.moves[0], plane_moves=request.moves[1],
-            credit=self._inbound.limit_bytes // _CREDIT_UNIT_BYTES,
-        )  # fmt: skip
-
-    def _transmit_bulk(self, request: _Request, transfer: ReadTransfer | WriteTransfer, now_s: float) -> None:
-        if isinstance(transfer, ReadTransfer):
-            request.body = Selection.of(transfer.info.key, request.indices, transfer.info.servers).pack()
-            self._transmit_control(request, now_s)
-            return
-        payloads = [transfer.payloads[index] for index in request.indices]
-        header = self._header(request, now_s)
-        batch = bulk_batch(header, transfer.refs[request.indices], payloads, self._take_sequence(len(payloads)), now_s)
-        self._outgoing.append((batch, self._beam(request.satellite)))
-
-    def _transmit_control(self, request: _Request, now_s: float) -> None:
-        packet = messages.build_packet(self._header(request, now_s), request.body, self._take_sequence(1), now_s)
-        self._outgoing.append((single(packet), self._beam(request.satellite)))
-
-    def _take_sequence(self, count: int) -> int:
-        first = self._sequence
-        self._sequence = (first + count) & 0x3FFF
-        return first
-
     # --- answers ---
 
     def _data(
-        self, request: _Request, transfer: ReadTransfer, view: memoryview, segment_bytes: int, now_s: float
+        self, request: Request, transfer: ReadTransfer, view: memoryview, segment_bytes: int, now_s: float
     ) -> None:
         placed, duplicates, corrupt, foreign = transfer.place(view, segment_bytes)
         answered = (placed + duplicates) * (transfer.info.chunk_bytes + _OVERHEAD_BYTES)
         answered = min(answered, request.in_flight_bytes)
         request.in_flight_bytes -= answered
-        self._inbound.answered(answered)
+        self._links.inbound.answered(answered)
         if corrupt:
             self.counters.add("packets_malformed", corrupt)
         elif not foreign:
@@ -365,7 +297,7 @@ class ClientMachine:
             else:
                 self._hurry(request, now_s)
         else:
-            request.deadline_s = now_s + self._round_trip(request.satellite).timeout_s()
+            request.deadline_s = now_s + self._links.round_trip(request.satellite).timeout_s()
 
     def _control(self, view: memoryview, now_s: float) -> None:
         try:
@@ -384,12 +316,12 @@ class ClientMachine:
         except MalformedPacket:
             self.counters.add("packets_malformed")
 
-    def _answer(self, request: _Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
+    def _answer(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
         operation, transfer = request.operation, request.operation.transfer
         if header.op is Op.UNREACHABLE:
             self._finish(operation, now_s, "unreachable")
         elif header.op is Op.BUSY:
-            self._window_of(request).lost(now_s, self._round_trip(request.satellite).smoothed_s)
+            self._window_of(request).lost(now_s, self._links.round_trip(request.satellite).smoothed_s)
         elif isinstance(transfer, WriteTransfer):
             if header.op is Op.ACK:
                 self._acknowledged(request, transfer, header, Selection.unpack(body), now_s)
@@ -400,7 +332,7 @@ class ClientMachine:
             self._finish(operation, now_s, body=bytes(body), header=header)
 
     def _acknowledged(
-        self, request: _Request, transfer: WriteTransfer, header: SkyHeader, selection: Selection, now_s: float
+        self, request: Request, transfer: WriteTransfer, header: SkyHeader, selection: Selection, now_s: float
     ) -> None:
         if selection.key != transfer.info.key:
             return
@@ -412,7 +344,7 @@ class ClientMachine:
         request.in_flight_bytes -= answered
         window = self._window_of(request)
         window.answered(answered)
-        window.offer(header.credit * _CREDIT_UNIT_BYTES)
+        window.offer(header.credit * CREDIT_UNIT_BYTES)
         if transfer.missing == 0:
             self._finish(request.operation, now_s)
         elif request.in_flight_bytes == 0:
@@ -420,13 +352,13 @@ class ClientMachine:
         else:
             self._hurry(request, now_s)
 
-    def _missed(self, request: _Request, transfer: ReadTransfer, selection: Selection, now_s: float) -> None:
+    def _missed(self, request: Request, transfer: ReadTransfer, selection: Selection, now_s: float) -> None:
         if selection.key != transfer.info.key:
             return
         indices = [index for index in selection.indices() if index < transfer.info.chunks]
         freed = min(len(indices) * (transfer.info.chunk_bytes + _OVERHEAD_BYTES), request.in_flight_bytes)
         request.in_flight_bytes -= freed
-        self._inbound.given_up(freed)
+        self._links.inbound.given_up(freed)
         missing = set(indices)
         request.indices = [index for index in request.indices if index not in missing]
         if not transfer.absent(indices, request.satellite, request.moves, self.moves(now_s)):
@@ -437,14 +369,10 @@ class ClientMachine:
         if request.operation not in self._waiting:
             self._waiting.append(request.operation)
 
-    def _heard(self, request: _Request, echo_us: int, header: SkyHeader | None, now_s: float) -> None:
+    def _heard(self, request: Request, echo_us: int, header: SkyHeader | None, now_s: float) -> None:
         """A checked answer came: the satellite lives; measure the round trip; follow its count of moves."""
-        satellite = request.satellite
-        self._heard_s[satellite] = now_s
-        self._suspect_until_s.pop(satellite, None)
         elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
-        if elapsed_us < 60_000_000:
-            self._round_trip(satellite).sample(elapsed_us * 1e-6)
+        self._links.heard(request.satellite, elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None, now_s)
         if header is not None:
             told = (header.slot_moves, header.plane_moves)
             ours = self.moves(now_s)
@@ -453,18 +381,18 @@ class ClientMachine:
 
     # --- repair ---
 
-    def _retire(self, request: _Request) -> None:
+    def _retire(self, request: Request) -> None:
         if self._requests.pop(request.request_id, None) is not None:
             request.operation.requests.discard(request.request_id)
             self._window_of(request).given_up(request.in_flight_bytes)
             request.in_flight_bytes = 0
 
-    def _hurry(self, request: _Request, now_s: float) -> None:
+    def _hurry(self, request: Request, now_s: float) -> None:
         """Part of the answer is here and the rest seems lost: ask again soon rather than at the timeout."""
-        grace_s = max(self._round_trip(request.satellite).smoothed_s / 4, 0.002)
+        grace_s = self._links.grace_s(request.satellite)
         request.deadline_s = min(request.deadline_s, now_s + grace_s)
 
-    def _overdue(self, request: _Request, now_s: float) -> None:
+    def _overdue(self, request: Request, now_s: float) -> None:
         """Not (wholly) answered in time: repeat what is missing, or give the operation up."""
         transfer = request.operation.transfer
         if transfer is None:
@@ -476,22 +404,19 @@ class ClientMachine:
                 self._retire(request)
                 return
         satellite = request.satellite
-        silent_since_s = max(request.begun_s, self._heard_s.get(satellite, 0.0))
-        if now_s - silent_since_s > self.config.give_up_s or now_s - request.begun_s > 10 * self.config.give_up_s:
-            self._suspect_until_s[satellite] = now_s + self.config.suspect_s
+        silent_s = now_s - self._links.silent_since_s(satellite, request.begun_s)
+        if silent_s > self.config.give_up_s or now_s - request.begun_s > _MOST_PATIENCE * self.config.give_up_s:
+            self._links.suspect(satellite, now_s)
             self._finish(request.operation, now_s, "timeout")
             return
-        round_trip = self._round_trip(satellite)
+        round_trip = self._links.round_trip(satellite)
         self._window_of(request).lost(now_s, round_trip.smoothed_s)
         wait_s = round_trip.timeout_s() * min(2**request.attempts, 8)
         request.attempts += 1
         request.deadline_s = now_s + wait_s
         request.operation.report.requests += 1
         request.operation.report.retransmitted_chunks += len(wanted)
-        if transfer is None:
-            self._transmit_control(request, now_s)
-            return
-        # The same request id: late answers to the first sending still count.
-        request.indices = wanted
-        request.moves = self.moves(now_s)
-        self._transmit_bulk(request, transfer, now_s)
+        if transfer is not None:
+            request.indices = wanted
+            request.moves = self.moves(now_s)
+        self._outbox.transmit(request, now_s)

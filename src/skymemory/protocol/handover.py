@@ -58,9 +58,7 @@ class Handover:
                     self._doomed.pop(name, None)
             else:
                 names = (
-                    name
-                    for name in store.names_of_tag(tag)
-                    if name not in on_its_way and name not in self._doomed
+                    name for name in store.names_of_tag(tag) if name not in on_its_way and name not in self._doomed
                 )
                 self.enqueue(destination, names)
 

@@ -88,12 +88,7 @@ class Selection:
             raise MalformedPacket(f"selection of {len(body)} bytes: expected at least {_SELECTION.size}")
         key, first, stride, count = _SELECTION.unpack_from(body)
         bitmap = bytes(body[_SELECTION.size :])
-        if (
-            first < 1
-            or stride < 1
-            or not 1 <= count <= 8 * MAX_CHUNK_BYTES
-            or len(bitmap) != (count + 7) // 8
-        ):
+        if first < 1 or stride < 1 or not 1 <= count <= 8 * MAX_CHUNK_BYTES or len(bitmap) != (count + 7) // 8:
             raise MalformedPacket(f"selection from {first} by {stride}, {count} bits in {len(bitmap)} bytes")
         return cls(key, first - 1, stride, count, bitmap)
 

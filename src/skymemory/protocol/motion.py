@@ -61,9 +61,7 @@ class SkyMap:
     ``slot_link_s`` and ``plane_link_s`` are one-way delays of a link; only the ``cost`` strategy looks at them.
     """
 
-    def __init__(
-        self, torus: Torus, centre: SatelliteId, slot_link_s: float = 1.0, plane_link_s: float = 1.0
-    ) -> None:
+    def __init__(self, torus: Torus, centre: SatelliteId, slot_link_s: float = 1.0, plane_link_s: float = 1.0) -> None:
         self.torus = torus
         self.centre = centre
         self._links_s = (slot_link_s, plane_link_s)
@@ -81,9 +79,7 @@ class SkyMap:
             self._placements[strategy, servers] = found
         return found
 
-    def servers_at(
-        self, strategy: int, servers: int, set_moves: Moves, now_moves: Moves
-    ) -> tuple[SatelliteId, ...]:
+    def servers_at(self, strategy: int, servers: int, set_moves: Moves, now_moves: Moves) -> tuple[SatelliteId, ...]:
         """The satellite of each server, now, of a value set at ``set_moves``."""
         wanted = (strategy, servers, set_moves, now_moves)
         found = self._located.get(wanted)

@@ -22,11 +22,10 @@ from skymemory.protocol.handover import Burst, Handover
 from skymemory.protocol.messages import Buffer, Packet, Selection
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
     SKY_BYTES,
-    TAG_BYTES,
-    TAG_OFFSET,
     Address,
     ChunkRef,
     Op,
@@ -35,7 +34,6 @@ from skymemory.protocol.wire import (
 )
 
 _CREDIT_UNIT_BYTES = 4096
-_REMEMBERED_TAGS = 65_536
 _ACKNOWLEDGED = (Op.SET, Op.MIGRATE)
 
 
@@ -60,20 +58,14 @@ class SatelliteMachine:
         self.config = config
         self.counters = Counters()
         self.store = ChunkStore(config.memory_bytes)
-        self.handover = Handover(
-            config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s
-        )
+        self.handover = Handover(config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s)
         self.backlog_bytes = 0
         """Set by the transport: bytes it was given and has not sent yet."""
-        self._sky = sky
-        self._clock = clock
-        self._moves = clock.moves(now_s)
-        self._next_move_s = clock.next_move_s(now_s)
+        self._whereabouts = Whereabouts(sky, clock, now_s)
         self._address = Address(config.address.plane, config.address.slot)
         self._router = Router(config.address, sky.torus, config.routing)
         self._outgoing: list[tuple[SegmentBatch, LinkEnd]] = []
         self._sequence = 0
-        self._where: dict[bytes, SatelliteId] = {}
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.GET: self._get, Op.HAS: self._has, Op.EVICT: self._evict, Op.LIST: self._list, Op.PING: self._ping,
             Op.ADVANCE: self._advance, Op.ACK: self._ack, Op.UNREACHABLE: self._unreachable,
@@ -81,7 +73,7 @@ class SatelliteMachine:
 
     @property
     def moves(self) -> Moves:
-        return self._moves
+        return self._whereabouts.moves
 
     # --- the verbs of the transport ---
 
@@ -111,15 +103,16 @@ class SatelliteMachine:
         return outgoing
 
     def next_timer_s(self) -> float | None:
-        times = [time for time in (self._next_move_s, self.handover.next_timer_s()) if time is not None]
+        times = [time for time in (self._whereabouts.next_move_s, self.handover.next_timer_s()) if time is not None]
         return min(times) if times else None
 
     def handle_timer(self, now_s: float) -> None:
-        if self._next_move_s is not None and now_s >= self._next_move_s:
+        next_move_s = self._whereabouts.next_move_s
+        if next_move_s is not None and now_s >= next_move_s:
             self._follow_clock(now_s)
         for name in self.handover.to_delete(now_s):
             chunk = self.store.peek(name)
-            if chunk is not None and self._belongs(chunk.ref) != self.config.address:
+            if chunk is not None and self._whereabouts.home(chunk.ref) != self.config.address:
                 self.store.remove(name)
         self._hand_over(now_s)
 
@@ -202,7 +195,7 @@ class SatelliteMachine:
             key, index = ref_bytes[:32], int.from_bytes(ref_bytes[32:36], "big") - 1
             group = stored.get(request_id)
             try:
-                home = self._belongs(ref_bytes)
+                home = self._whereabouts.home(ref_bytes)
                 if group is None or group[1] != key:
                     ChunkRef.unpack(ref_bytes)
                     if group is not None:
@@ -234,9 +227,7 @@ class SatelliteMachine:
         if evicted:
             self.counters.add("chunks_evicted", evicted)
 
-    def _answer_set(
-        self, header: SkyHeader, key: bytes, taken: list[int], refused: list[int], now_s: float
-    ) -> None:
+    def _answer_set(self, header: SkyHeader, key: bytes, taken: list[int], refused: list[int], now_s: float) -> None:
         for indices, status in ((taken, Status.OK), (refused, Status.FULL)):
             if indices:
                 ordered = sorted(set(indices))
@@ -262,9 +253,7 @@ class SatelliteMachine:
         if payloads:
             self.counters.add("chunks_served", len(payloads))
             answer = self._answer_header(header, Op.DATA)
-            self._send(
-                bulk_batch(answer, refs, payloads, self._take_sequence(len(refs)), now_s), header.source
-            )
+            self._send(bulk_batch(answer, refs, payloads, self._take_sequence(len(refs)), now_s), header.source)
         if missing:
             self.counters.add("chunks_missed", len(missing))
             body = Selection.of(selection.key, missing, selection.stride).pack()
@@ -289,11 +278,9 @@ class SatelliteMachine:
         self._reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
 
     def _advance(self, packet: Packet, now_s: float) -> None:
-        pushed = messages.unpack_moves(packet.body)
-        change = (pushed[0] - self._clock.pushed[0], pushed[1] - self._clock.pushed[1])
-        self._clock = self._clock.push(*change)
+        self._whereabouts.push_to(messages.unpack_moves(packet.body))
         self._follow_clock(now_s)
-        self._reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._clock.pushed), now_s)
+        self._reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._whereabouts.pushed), now_s)
         self._hand_over(now_s)
 
     def _ack(self, packet: Packet, now_s: float) -> None:
@@ -317,37 +304,15 @@ class SatelliteMachine:
             memory_used_bytes=self.store.used_bytes, memory_limit_bytes=self.store.limit_bytes,
             chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
             migrations_retransmitted=self.handover.retransmitted,
-            pushed_slot_moves=self._clock.pushed[0], pushed_plane_moves=self._clock.pushed[1],
+            pushed_slot_moves=self._whereabouts.pushed[0], pushed_plane_moves=self._whereabouts.pushed[1],
         )  # fmt: skip
         return values
 
     # --- motion ---
 
-    def _belongs(self, ref: bytes) -> SatelliteId:
-        """Where a chunk with this reference must be now. Raises ``InvalidInput`` for an impossible placement."""
-        tag = ref[TAG_OFFSET : TAG_OFFSET + TAG_BYTES]
-        found = self._where.get(tag)
-        if found is None:
-            if len(self._where) > _REMEMBERED_TAGS:
-                self._where.clear()
-            found = self._where[tag] = self._locate_tag(tag)
-        return found
-
-    def _locate_tag(self, tag: bytes) -> SatelliteId:
-        servers, number = int.from_bytes(tag[0:2], "big"), int.from_bytes(tag[2:4], "big")
-        set_moves = (
-            int.from_bytes(tag[8:12], "big", signed=True), int.from_bytes(tag[12:16], "big", signed=True)
-        )  # fmt: skip
-        placement = self._sky.placement(tag[4], servers)
-        return placement.locate(number - 1, set_moves, self._moves)
-
     def _follow_clock(self, now_s: float) -> None:
-        self._next_move_s = self._clock.next_move_s(now_s)
-        moves = self._clock.moves(now_s)
-        if moves != self._moves:
-            self._moves = moves
-            self._where.clear()
-            self.handover.plan(self.store, self._locate_tag, self.config.address)
+        if self._whereabouts.follow(now_s):
+            self.handover.plan(self.store, self._whereabouts.home_of_tag, self.config.address)
 
     def _hand_over(self, now_s: float) -> None:
         for burst in self.handover.bursts_to_send(now_s):
@@ -372,13 +337,11 @@ class SatelliteMachine:
     def _answer_header(self, request: SkyHeader, op: Op, status: Status = Status.OK) -> SkyHeader:
         return SkyHeader(
             op, request.source, self._address, request.ground, request.request_id, status,
-            timestamp_us=request.timestamp_us, slot_moves=self._moves[0], plane_moves=self._moves[1],
+            timestamp_us=request.timestamp_us, slot_moves=self.moves[0], plane_moves=self.moves[1],
             credit=self.config.credit_bytes // _CREDIT_UNIT_BYTES,
         )  # fmt: skip
 
-    def _reply(
-        self, request: SkyHeader, op: Op, body: bytes, now_s: float, status: Status = Status.OK
-    ) -> None:
+    def _reply(self, request: SkyHeader, op: Op, body: bytes, now_s: float, status: Status = Status.OK) -> None:
         header = self._answer_header(request, op, status)
         self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), request.source)
 

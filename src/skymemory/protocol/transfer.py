@@ -128,7 +128,11 @@ class ReadTransfer:
         here = self._where(moves)[server]
         around = [
             self._where(near)[server]
-            for near in ((slot_moves - 1, plane_moves), (slot_moves, plane_moves - 1), (slot_moves + 1, plane_moves))
+            for near in (
+                (slot_moves - 1, plane_moves),
+                (slot_moves, plane_moves - 1),
+                (slot_moves + 1, plane_moves),
+            )
         ]
         if here != asked:
             around.insert(0, here)
@@ -155,7 +159,14 @@ class WriteTransfer:
 
     @classmethod
     def of(
-        cls, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, moves: Moves, where: Where
+        cls,
+        key: bytes,
+        value: Buffer,
+        chunk_bytes: int,
+        strategy: int,
+        servers: int,
+        moves: Moves,
+        where: Where,
     ) -> WriteTransfer:
         """Raises ``ValueTooLarge`` for a chunk that no datagram carries or a value beyond the 4 GiB of the wire."""
         view = memoryview(value).cast("B")

@@ -142,9 +142,7 @@ class ChunkRef:
         if not 1 <= number <= chunks or not 1 <= server <= servers:
             raise MalformedPacket(f"chunk {number} of {chunks} on server {server} of {servers}: out of range")
         if length > value_bytes or length > MAX_CHUNK_BYTES:
-            raise MalformedPacket(
-                f"chunk of {length} bytes in a value of {value_bytes}: expected no more than it"
-            )
+            raise MalformedPacket(f"chunk of {length} bytes in a value of {value_bytes}: expected no more than it")
         tag = PlacementTag(strategy, servers, server - 1, slot_moves, plane_moves)
         return cls(key, number - 1, chunks, length, crc, value_bytes, value_crc, tag)
 
@@ -188,9 +186,7 @@ class SkyHeader:
         try:
             known_op, known_status = Op(op), Status(status)
         except ValueError as error:
-            raise MalformedPacket(
-                f"operation {op:#x}, status {status}: not known to version {VERSION}"
-            ) from error
+            raise MalformedPacket(f"operation {op:#x}, status {status}: not known to version {VERSION}") from error
         return cls(
             known_op, Address.unpack(destination), Address.unpack(source), ground, request_id, known_status,
             hop_limit, hop_count, congestion, timestamp_us, slot_moves, plane_moves, credit, key_id, flags,

@@ -1,0 +1,57 @@
+"""What a ground host knows of each satellite: its round trip, what it can take, when it was last heard."""
+
+from __future__ import annotations
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.pacing import RoundTrip, Window
+
+_WINDOW_FLOOR_BYTES = 64 * 1024
+
+
+class Links:
+    """Windows towards the beams, one window for all that comes to us, and the health of every satellite."""
+
+    def __init__(self, inbound_bytes: int, credit_bytes: int, expected_rtt_s: float, suspect_s: float) -> None:
+        self.inbound = Window(inbound_bytes, _WINDOW_FLOOR_BYTES)
+        self._credit_bytes = credit_bytes
+        self._expected_rtt_s = expected_rtt_s
+        self._suspect_s = suspect_s
+        self._outbound: dict[SatelliteId, Window] = {}
+        self._round_trips: dict[SatelliteId, RoundTrip] = {}
+        self._heard_s: dict[SatelliteId, float] = {}
+        self._suspect_until_s: dict[SatelliteId, float] = {}
+
+    def outbound(self, beam: SatelliteId) -> Window:
+        """What may be on its way up this beam."""
+        window = self._outbound.get(beam)
+        if window is None:
+            window = self._outbound[beam] = Window(self._credit_bytes, _WINDOW_FLOOR_BYTES)
+        return window
+
+    def round_trip(self, satellite: SatelliteId) -> RoundTrip:
+        found = self._round_trips.get(satellite)
+        if found is None:
+            found = self._round_trips[satellite] = RoundTrip(self._expected_rtt_s)
+        return found
+
+    def grace_s(self, satellite: SatelliteId) -> float:
+        """How long the rest of an answer may lag behind the part that is here."""
+        return max(self.round_trip(satellite).smoothed_s / 4, 0.002)
+
+    def heard(self, satellite: SatelliteId, round_trip_s: float | None, now_s: float) -> None:
+        """A checked answer came from it."""
+        self._heard_s[satellite] = now_s
+        self._suspect_until_s.pop(satellite, None)
+        if round_trip_s is not None:
+            self.round_trip(satellite).sample(round_trip_s)
+
+    def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
+        """Since when we have waited for a word, having asked at ``asked_s``."""
+        return max(asked_s, self._heard_s.get(satellite, asked_s))
+
+    def suspect(self, satellite: SatelliteId, now_s: float) -> None:
+        """It did not answer: for a while, operations that need it fail at once instead of waiting again."""
+        self._suspect_until_s[satellite] = now_s + self._suspect_s
+
+    def is_suspect(self, satellite: SatelliteId, now_s: float) -> bool:
+        return self._suspect_until_s.get(satellite, now_s) > now_s

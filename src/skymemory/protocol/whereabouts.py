@@ -1,0 +1,61 @@
+"""Where a chunk with a given placement tag must be, as one satellite works it out from the clock."""
+
+from __future__ import annotations
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.placement.locate import Moves
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET
+
+_REMEMBERED_TAGS = 65_536
+
+
+class Whereabouts:
+    """The current moves, and the satellite of every placement tag at them, remembered until the box moves."""
+
+    def __init__(self, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
+        self._sky = sky
+        self._clock = clock
+        self._homes: dict[bytes, SatelliteId] = {}
+        self.moves: Moves = clock.moves(now_s)
+        self.next_move_s = clock.next_move_s(now_s)
+
+    @property
+    def pushed(self) -> Moves:
+        """What operators have added to the clock."""
+        return self._clock.pushed
+
+    def push_to(self, pushed: Moves) -> None:
+        """Set what is added to the clock (absolute: a repeat changes nothing). ``follow`` makes it count."""
+        self._clock = self._clock.push(pushed[0] - self.pushed[0], pushed[1] - self.pushed[1])
+
+    def follow(self, now_s: float) -> bool:
+        """Bring the moves up to date; whether they changed."""
+        self.next_move_s = self._clock.next_move_s(now_s)
+        moves = self._clock.moves(now_s)
+        if moves == self.moves:
+            return False
+        self.moves = moves
+        self._homes.clear()
+        return True
+
+    def home(self, ref: bytes) -> SatelliteId:
+        """Where the chunk with this packed reference must be now.
+
+        Raises:
+            InvalidInput: its placement is impossible here (unknown strategy, more servers than satellites).
+        """
+        return self.home_of_tag(ref[TAG_OFFSET : TAG_OFFSET + TAG_BYTES])
+
+    def home_of_tag(self, tag: bytes) -> SatelliteId:
+        found = self._homes.get(tag)
+        if found is None:
+            if len(self._homes) > _REMEMBERED_TAGS:
+                self._homes.clear()
+            servers, number = int.from_bytes(tag[0:2], "big"), int.from_bytes(tag[2:4], "big")
+            set_slot_moves = int.from_bytes(tag[8:12], "big", signed=True)
+            set_plane_moves = int.from_bytes(tag[12:16], "big", signed=True)
+            placement = self._sky.placement(tag[4], servers)
+            found = placement.locate(number - 1, (set_slot_moves, set_plane_moves), self.moves)
+            self._homes[tag] = found
+        return found
