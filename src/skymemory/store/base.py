@@ -1,0 +1,194 @@
+"""The contract of every tier: 32-byte keys to values of bytes, in batches, loads and stores in two phases.
+
+One contract suite (``tests/contract/store_contract.py``) runs over every implementation; ``memory.py`` is the
+judge. Rules that hold for all of them:
+
+- **Keys** are ``bytes`` of length 32 (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
+- **Order matters.** A sequence of keys is a chain: an earlier key is worth more than a later one, so that
+  eviction takes the last blocks of a chain first and presence stays prefix-closed.
+- **A miss is a value.** Absent, evicted, corrupt and unreachable all come back as ``None``; ``complete_load``
+  raises for none of them. What went wrong is in the ticket's report and a counter in ``stats()``.
+- **Views are snapshots.** A returned view never changes while the caller holds it, whatever is put, deleted
+  or evicted. ``release(ticket)`` says that the caller has copied what it needs: only then may the memory
+  behind the views be used again.
+- **Values are copied.** After ``complete_store`` returns, the caller may change or free what it passed in.
+- **A lease protects.** From ``prepare_load`` until ``complete_load`` (or ``release``, or the lease's end) the
+  keys that were there are not evicted; nor are those being stored, between the two phases of a store.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from skymemory.errors import InvalidInput
+
+Buffer = bytes | bytearray | memoryview
+"""What a value may be passed as; always C-contiguous bytes."""
+
+KEY_BYTES = 32
+LEASE_S = 30.0
+"""How long a lease protects at most: a client that died must not pin memory for ever."""
+
+
+class Presence(enum.Enum):
+    """What a tier says of a key. PENDING: a store of it has begun and not ended; a load now is a miss."""
+
+    MISS = 0
+    HIT = 1
+    PENDING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """Where one key's value came from. ``tier`` is empty on a miss, and ``size_bytes`` 0."""
+
+    tier: str = ""
+    size_bytes: int = 0
+    seconds: float = 0.0
+    retransmitted: int = 0
+    reason: str = ""
+    """Why it is a miss: "absent", "corrupt", "unreachable" …; empty on a hit."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """One load, key by key in the order asked."""
+
+    keys: tuple[KeyReport, ...]
+    seconds: float
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(key.size_bytes for key in self.keys)
+
+    @property
+    def retransmitted(self) -> int:
+        """Datagrams (or whatever the tier resends) asked for again."""
+        return sum(key.retransmitted for key in self.keys)
+
+
+@dataclass(slots=True, eq=False)
+class LoadTicket:
+    """A lease on ``keys``. ``report`` is there once ``complete_load`` has returned."""
+
+    keys: tuple[bytes, ...]
+    expires_s: float
+    """In the store's own clock."""
+    report: LoadReport | None = None
+    state: object = field(default=None, repr=False)
+    """The implementation's own."""
+
+
+@dataclass(slots=True, eq=False)
+class StoreTicket:
+    """Room set aside for ``items``."""
+
+    items: tuple[tuple[bytes, Buffer], ...]
+    expires_s: float
+    seconds: float = 0.0
+    """Time that ``complete_store`` took, once it has returned."""
+    state: object = field(default=None, repr=False)
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A tier. Every method may be called from any thread."""
+
+    @property
+    def name(self) -> str:
+        """The tier's name in reports and metrics: "memory", "constellation" …"""
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        """Presence of each key; refreshes nothing and protects nothing."""
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """Number of leading keys that are all there (HIT), correct with holes behind them."""
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        """Lease ``keys``: those there now stay until the load completes. Keys may repeat."""
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        """Read-only views in the order of ``ticket.keys``; None is a miss.
+
+        Once per ticket, else InvalidInput. Fills ``ticket.report``.
+        """
+
+    def release(self, ticket: LoadTicket) -> None:
+        """Give up a lease, or the views of a completed load. May be repeated."""
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+        """Set room aside. A value that could never fit raises ValueTooLarge naming the limit."""
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        """Per item: stored and acknowledged. False where there was no room or no answer. Once per ticket."""
+
+    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        """Both phases of a load."""
+
+    def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+        """Both phases of a store."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark as just used, the first key as the most recent; absent keys are ignored."""
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """Protect from eviction for ``ttl_s`` seconds (0 unpins). False: absent, or over the pin budget."""
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Remove, leases and pins notwithstanding (views handed out stay true). True where it was there."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters and gauges, units in their names."""
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
+        """Seconds that loading ``keys`` would take at ``now_s``; infinite when one is known to be absent."""
+
+    def close(self) -> None:
+        """Free what is held. May be repeated; anything else afterwards raises InvalidInput."""
+
+
+class TwoPhase:
+    """``get_many`` and ``put_many`` out of the two phases: the mixin of the implementations."""
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        raise TypeError(f"{type(self).__name__} does not define prepare_load")
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        raise TypeError(f"{type(self).__name__} does not define complete_load")
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+        raise TypeError(f"{type(self).__name__} does not define prepare_store")
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        raise TypeError(f"{type(self).__name__} does not define complete_store")
+
+    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        return self.complete_load(self.prepare_load(keys))
+
+    def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+        return self.complete_store(self.prepare_store(items))
+
+
+def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    """``keys`` as a tuple; InvalidInput unless each is 32 bytes."""
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise InvalidInput(
+                f"a store key must be {KEY_BYTES} bytes, got {what}: use kv.block.key_hash for names"
+            )
+    return tuple(keys)
+
+
+def check_items(items: Sequence[tuple[bytes, Buffer]]) -> tuple[tuple[bytes, Buffer], ...]:
+    """``items`` as a tuple; InvalidInput unless keys are keys and values are contiguous bytes."""
+    check_keys([key for key, _ in items])
+    for _, value in items:
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise InvalidInput(f"a stored value must be bytes-like, got {type(value).__name__}")
+        if isinstance(value, memoryview) and not value.c_contiguous:
+            raise InvalidInput("a stored value must be contiguous: copy the memoryview with bytes() first")
+    return tuple(items)
