@@ -1,24 +1,51 @@
 """The hot loops: in C where the helper was compiled, in Python (the twin) everywhere else.
 
-``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin.
+``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose files
+(``twin``, ``twin_segments``, ``twin_udp``) say what each function does.
 """
 
 from __future__ import annotations
 
-from skymemory.native.twin import (
-    crc32,
-    crc32_chunks,
-    crc32_combine,
-    crc32_join,
-    place_segments,
-    recv_batch,
-    seal_headers,
-    send_batch,
-    verify_segments,
-)
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from skymemory.native import twin
 from skymemory.native.twin_udp import SLOT_BYTES, Arrival
 
-NATIVE = False
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+try:
+    if os.environ.get("SKYMEMORY_PURE_PYTHON", "0") not in ("", "0"):
+        raise ImportError("SKYMEMORY_PURE_PYTHON asks for the twin")
+    from skymemory.native import _fast
+    from skymemory.native._fast import (
+        crc32,
+        crc32_combine,
+        crc32_join,
+        place_segments,
+        recv_batch,
+        seal_headers,
+        send_batch,
+        verify_segments,
+    )
+
+    NATIVE = True
+except ImportError:
+    from skymemory.native.twin import (
+        crc32,
+        crc32_combine,
+        crc32_join,
+        place_segments,
+        recv_batch,
+        seal_headers,
+        send_batch,
+        verify_segments,
+    )
+
+    NATIVE = False
 
 __all__ = [
     "NATIVE",
@@ -34,3 +61,10 @@ __all__ = [
     "send_batch",
     "verify_segments",
 ]
+
+
+def crc32_chunks(value: Buffer, chunk_bytes: int) -> twin.Crcs:
+    """CRC-32 of each ``chunk_bytes`` of ``value`` in turn, the last maybe shorter (uint32, maybe read-only)."""
+    if NATIVE:
+        return np.frombuffer(_fast.crc32_chunks(value, chunk_bytes), dtype=np.uint32)
+    return twin.crc32_chunks(value, chunk_bytes)

@@ -1,4 +1,38 @@
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", NULL, -1, NULL, NULL, NULL, NULL, NULL};
-PyMODINIT_FUNC PyInit__fast(void) { return PyModule_Create(&module); }
+/* The module object of the compiled helper: names, arguments, nothing else. */
+#include "fast.h"
+
+static PyObject *crc_kind(PyObject *self, PyObject *none)
+{
+    return PyUnicode_FromString(sky_crc_kind());
+}
+
+static PyObject *crc_select(PyObject *self, PyObject *name)
+{
+    const char *wanted = PyUnicode_AsUTF8(name);
+    return wanted ? PyBool_FromLong(sky_crc_select(wanted)) : NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"crc32", (PyCFunction)(void (*)(void))sky_py_crc32, METH_FASTCALL, "crc32(data, value=0) -> int"},
+    {"crc32_combine", sky_py_crc32_combine, METH_VARARGS, "crc32_combine(crc1, crc2, len2) -> int"},
+    {"crc32_chunks", sky_py_crc32_chunks, METH_VARARGS, "crc32_chunks(value, chunk_bytes) -> bytes of uint32"},
+    {"crc32_join", sky_py_crc32_join, METH_VARARGS, "crc32_join(crcs, chunk_bytes, value_bytes) -> int"},
+    {"crc_kind", crc_kind, METH_NOARGS, "which loop serves: vpclmul, pclmul or tables"},
+    {"crc_select", crc_select, METH_O, "choose a loop by name, or 'best'; False where the processor lacks it"},
+    {"seal_headers", sky_py_seal_headers, METH_VARARGS, "seal_headers(headers, header_bytes, sky_offset)"},
+    {"verify_segments", sky_py_verify_segments, METH_VARARGS, "verify_segments(data, segment_bytes) -> bytes"},
+    {"place_segments", sky_py_place_segments, METH_VARARGS, "place_segments(...) -> (placed, duplicates, corrupt, foreign)"},
+    {"recv_batch", sky_py_recv_batch, METH_VARARGS, "recv_batch(fd, scratch, slots) -> list of arrivals"},
+    {"send_batch", sky_py_send_batch, METH_VARARGS, "send_batch(fd, host, port, headers, header_bytes, payloads) -> int"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_fast", "Compiled twin of skymemory.native.twin.", -1, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__fast(void)
+{
+    sky_crc_init();
+    return PyModule_Create(&module);
+}

@@ -96,9 +96,7 @@ def crc32_join(crcs: Buffer, chunk_bytes: int, value_bytes: int) -> int:
         raise ValueError(f"chunks of {chunk_bytes} bytes: expected 1 or more")
     parts = memoryview(crcs).cast("B").cast("I").tolist()
     if value_bytes < 0 or len(parts) != -(-value_bytes // chunk_bytes):
-        raise ValueError(
-            f"{len(parts)} CRCs for {value_bytes} bytes in chunks of {chunk_bytes}: the count disagrees"
-        )
+        raise ValueError(f"{len(parts)} CRCs for {value_bytes} bytes in chunks of {chunk_bytes}: the count disagrees")
     if not parts:
         return 0
     whole = parts[0]

@@ -53,9 +53,7 @@ def seal_headers(headers: Buffer, header_bytes: int, sky_offset: int) -> None:
     if rows.readonly:
         raise BufferError("headers: expected a writable buffer")
     if sky_offset < 0 or header_bytes < sky_offset + SKY_BYTES or len(rows) % header_bytes:
-        raise ValueError(
-            f"{len(rows)} bytes of headers in rows of {header_bytes}, SKY header at {sky_offset}"
-        )
+        raise ValueError(f"{len(rows)} bytes of headers in rows of {header_bytes}, SKY header at {sky_offset}")
     for at in range(0, len(rows), header_bytes):
         row = rows[at : at + header_bytes]
         _CRC.pack_into(row, sky_offset + CRC_AT, _header_crc(row, sky_offset, header_bytes))
@@ -125,15 +123,8 @@ def place_segments(
     target, flags, sums = (memoryview(buffer).cast("B") for buffer in (out, arrived, crcs))
     if target.readonly or flags.readonly or sums.readonly:
         raise BufferError("out, arrived, crcs: expected writable buffers")
-    if (
-        chunk_bytes < 1
-        or value_bytes < 0
-        or chunks != max(1, -(-value_bytes // chunk_bytes))
-        or len(key) != 32
-    ):
-        raise ValueError(
-            f"{chunks} chunks of {chunk_bytes} bytes for {value_bytes}, key of {len(key)}: no geometry"
-        )
+    if chunk_bytes < 1 or value_bytes < 0 or chunks != max(1, -(-value_bytes // chunk_bytes)) or len(key) != 32:
+        raise ValueError(f"{chunks} chunks of {chunk_bytes} bytes for {value_bytes}, key of {len(key)}: no geometry")
     if len(target) < value_bytes or len(flags) < chunks or len(sums) < 4 * chunks:
         raise ValueError("out, arrived or crcs: too small for the value")
     placed = duplicates = corrupt = foreign = 0

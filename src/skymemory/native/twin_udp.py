@@ -45,9 +45,7 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
     if view.readonly:
         raise BufferError("scratch: expected a writable buffer")
     if slots < 1 or len(view) < slots * SLOT_BYTES:
-        raise ValueError(
-            f"{len(view)} bytes of scratch for {slots} slots: expected {SLOT_BYTES} for each of 1 or more"
-        )
+        raise ValueError(f"{len(view)} bytes of scratch for {slots} slots: expected {SLOT_BYTES} for each of 1 or more")
     arrivals: list[Arrival] = []
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM, 0, fileno=fd)
     try:
@@ -125,9 +123,7 @@ def send_batch(
         sock.detach()
 
 
-def _send_runs(
-    sock: socket.socket, address: tuple[str, int], parts: list[list[memoryview]], sizes: list[int]
-) -> int:
+def _send_runs(sock: socket.socket, address: tuple[str, int], parts: list[list[memoryview]], sizes: list[int]) -> int:
     sent, offload = 0, True
     while sent < len(parts):
         first, end = next(runs(sizes[sent : sent + MAX_RUN_SEGMENTS], offload))

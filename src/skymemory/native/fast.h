@@ -1,0 +1,33 @@
+/* What the files of the compiled helper share. The Python twin (twin.py, twin_udp.py) says what each must do. */
+#ifndef SKYMEMORY_FAST_H
+#define SKYMEMORY_FAST_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Below this many bytes a loop is over sooner than handing the interpreter lock around. */
+#define SKY_RELEASE_BYTES 16384
+
+/* crc.c */
+void sky_crc_init(void);
+const char *sky_crc_kind(void);
+int sky_crc_select(const char *kind);
+uint32_t sky_crc32(uint32_t crc, const uint8_t *data, size_t size);
+PyObject *sky_py_crc32(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *sky_py_crc32_combine(PyObject *self, PyObject *args);
+PyObject *sky_py_crc32_chunks(PyObject *self, PyObject *args);
+PyObject *sky_py_crc32_join(PyObject *self, PyObject *args);
+
+/* segments.c */
+PyObject *sky_py_seal_headers(PyObject *self, PyObject *args);
+PyObject *sky_py_verify_segments(PyObject *self, PyObject *args);
+PyObject *sky_py_place_segments(PyObject *self, PyObject *args);
+
+/* udp.c */
+PyObject *sky_py_recv_batch(PyObject *self, PyObject *args);
+PyObject *sky_py_send_batch(PyObject *self, PyObject *args);
+
+#endif
