@@ -1,0 +1,306 @@
+"""BlockCache: a prompt's blocks out of a store and into it, for any engine.
+
+It sees token ids, hashes, tiers and seconds; never tensors, never satellites. An engine gives it a sink to place
+blocks in and a source to read them from. This is the one place where a tier's failure becomes a miss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from skymemory.cache.blocks import BlockSink, BlockSource, PhaseClock
+from skymemory.cache.results import LoadResult
+from skymemory.cache.value import PAYLOAD_AT, ForeignBlock, block_header, open_block
+from skymemory.errors import InvalidInput, MalformedPacket, SkyMemoryError, ValueTooLarge
+from skymemory.kv.block import BlockHash, Tokens, hash_blocks
+from skymemory.kv.codec.base import Codec
+from skymemory.kv.codec.raw import RAW
+from skymemory.kv.context import CacheContext
+from skymemory.kv.layout import KVLayout
+from skymemory.metrics import Counters
+from skymemory.store.base import LoadTicket, Presence, Store
+
+TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
+"""What a broken tier may raise; programming errors (TypeError, AttributeError …) still surface."""
+
+LOAD_BATCH_BYTES = 128 << 20
+STORE_BATCH_BYTES = 64 << 20
+"""Bytes in flight at most, loading and storing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    start: int
+    hashes: list[BlockHash]
+    ticket: LoadTicket | None
+    """None where the store failed to give one."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    tiers: list[str] = field(default_factory=list)
+    """The tier of each block placed, in order."""
+    failed: Counter[str] = field(default_factory=Counter)
+    size_bytes: int = 0
+    retransmitted: int = 0
+
+
+class BlockCache:
+    """The blocks of one context in one store.
+
+    ``codec`` is what new blocks are written with; blocks written with any of ``readable`` (and RAW) are read.
+    A lossy codec under a context that promises no loss raises InvalidInput.
+    """
+
+    def __init__(
+        self,
+        context: CacheContext,
+        layout: KVLayout,
+        store: Store,
+        codec: Codec = RAW,
+        *,
+        readable: Sequence[Codec] = (),
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if context.block_tokens != layout.block_tokens:
+            raise InvalidInput(
+                f"the context has blocks of {context.block_tokens} tokens, the layout of {layout.block_tokens}"
+            )
+        if context.lossless and not codec.lossless:
+            raise InvalidInput(
+                f"codec {codec.name!r} loses precision and the context is lossless: make it lossless=False"
+            )
+        self.context = context
+        self.layout = layout
+        self.store = store
+        self.codec = codec
+        self.counters = counters if counters is not None else Counters()
+        self._digest = context.digest()
+        self._readable = {
+            known.codec_id: known for known in (RAW, *readable, codec) if known.lossless or not context.lossless
+        }
+        self._clock = clock
+
+    def hashes(self, tokens: Tokens) -> list[BlockHash]:
+        """Chained hashes of the full blocks of ``tokens``."""
+        return hash_blocks(self._digest, tokens, self.layout.block_tokens)
+
+    def load(
+        self,
+        tokens: Tokens,
+        open_sink: Callable[[int], BlockSink],
+        *,
+        limit_tokens: int | None = None,
+        seconds: dict[str, float] | None = None,
+        account: bool = True,
+    ) -> LoadResult:
+        """Place the longest cached prefix of ``tokens`` in the sink that ``open_sink(found_blocks)`` gives.
+
+        ``limit_tokens`` bounds the tokens counted as supplied (default: all but the last). Blocks behind the first
+        one that fails are not used. ``account=False`` keeps this load out of the token counters.
+        """
+        phase = PhaseClock(self._clock, seconds if seconds is not None else {})
+        count = len(tokens)
+        limit_tokens = max(0, count - 1) if limit_tokens is None else min(limit_tokens, count)
+        wanted = min(count // self.layout.block_tokens, -(-limit_tokens // self.layout.block_tokens))
+        with phase("hash"):
+            hashes = self.hashes(tokens)
+        with phase("lookup"):
+            found = self._prefix(hashes[:wanted])
+        tally = _Tally()
+        if found:
+            sink = open_sink(found)
+            for batch in self._lease(hashes[:found]):
+                if not tally.failed:
+                    self._load_batch(batch, sink, tally, phase)
+                self._release(batch)
+            if tally.failed and (behind := found - len(tally.tiers) - 1):
+                tally.failed["behind a failed block"] += behind
+        result = LoadResult(
+            prompt_tokens=count,
+            hit_tokens=self._tokens_by_tier(tally.tiers, limit_tokens),
+            blocks=len(hashes),
+            found_blocks=found,
+            loaded_blocks=len(tally.tiers),
+            failed_blocks=dict(tally.failed),
+            size_bytes=tally.size_bytes,
+            retransmitted=tally.retransmitted,
+            seconds=phase.seconds,
+        )
+        self._count_load(result, account)
+        return result
+
+    def missing(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Positions of the blocks that the store does not have and nobody is storing."""
+        try:
+            presence = self.store.lookup(hashes)
+        except TIER_FAILURES:
+            self._tier_failed()
+            return list(range(len(hashes)))
+        return [index for index, present in enumerate(presence) if present is Presence.MISS]
+
+    def save(
+        self,
+        hashes: Sequence[BlockHash],
+        indices: Sequence[int],
+        source: BlockSource,
+        seconds: dict[str, float] | None = None,
+    ) -> tuple[int, int]:
+        """Store the blocks ``indices`` (ascending); how many were acknowledged, and their bytes.
+
+        Stops at the first block that the codec cannot take, so that presence stays prefix-closed. Raises
+        ValueTooLarge when a block can never fit the store; any other failure of the tier stores nothing.
+        """
+        phase = PhaseClock(self._clock, seconds if seconds is not None else {})
+        value_bytes = PAYLOAD_AT + self.layout.block_bytes
+        batch = max(1, STORE_BATCH_BYTES // value_bytes)
+        rooms = [bytearray(value_bytes) for _ in range(min(batch, len(indices)))]
+        stored = size_bytes = 0
+        for start in range(0, len(indices), batch):
+            part = indices[start : start + batch]
+            items: list[tuple[bytes, memoryview]] = []
+            with phase("encode"):
+                for index, room in zip(part, rooms, strict=False):
+                    value = self._encode(hashes[index], index, source, room)
+                    if value is None:
+                        break
+                    items.append((hashes[index], value))
+            with phase("store"):
+                done = self._put(items)
+            stored += sum(done)
+            size_bytes += sum(len(value) for (_, value), ok in zip(items, done, strict=True) if ok)
+            if len(items) < len(part):
+                break
+        self.counters.add("stored_blocks_total", stored, self.store.name)
+        self.counters.add("stored_bytes_total", size_bytes, self.store.name)
+        self.counters.add("refused_blocks_total", len(indices) - stored, self.store.name)
+        return stored, size_bytes
+
+    def _prefix(self, hashes: list[BlockHash]) -> int:
+        if not hashes:
+            return 0
+        try:
+            return min(max(self.store.prefix(hashes), 0), len(hashes))
+        except TIER_FAILURES:
+            self._tier_failed()
+            return 0
+
+    def _lease(self, hashes: list[BlockHash]) -> list[_Batch]:
+        """Leases for all of ``hashes`` at once, in batches of bounded bytes; fewer where the store fails."""
+        size = max(1, LOAD_BATCH_BYTES // (PAYLOAD_AT + self.layout.block_bytes))
+        batches = []
+        for start in range(0, len(hashes), size):
+            part = hashes[start : start + size]
+            try:
+                batches.append(_Batch(start, part, self.store.prepare_load(part)))
+            except TIER_FAILURES:
+                self._tier_failed()
+                batches.append(_Batch(start, part, None))
+        return batches
+
+    def _load_batch(self, batch: _Batch, sink: BlockSink, tally: _Tally, phase: PhaseClock) -> None:
+        values: list[memoryview | None] = []
+        with phase("fetch"):
+            if batch.ticket is not None:
+                try:
+                    values = self.store.complete_load(batch.ticket)
+                except TIER_FAILURES:
+                    self._tier_failed()
+        report = batch.ticket.report if batch.ticket is not None else None
+        keys = report.keys if report is not None and len(report.keys) == len(batch.hashes) else ()
+        if report is not None:
+            tally.retransmitted += report.retransmitted
+        with phase("decode"):
+            for offset, block_hash in enumerate(batch.hashes):
+                value = values[offset] if offset < len(values) else None
+                if value is None:
+                    tally.failed[(keys[offset].reason if keys else "") or "unreachable"] += 1
+                    return
+                failure = self._place(sink, batch.start + offset, block_hash, value)
+                if failure:
+                    tally.failed[failure] += 1
+                    self._forget(block_hash)
+                    return
+                tally.tiers.append((keys[offset].tier if keys else "") or self.store.name)
+                tally.size_bytes += value.nbytes
+
+    def _place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
+        """Verify, decode and hand over one block; why it could not be used, or empty."""
+        try:
+            codec_id, payload = open_block(value, block_hash, self.layout)
+            codec = self._readable.get(codec_id)
+            if codec is None:
+                return "foreign"
+            if codec is RAW and payload.nbytes == self.layout.block_bytes:
+                sink.place(index, payload)
+                return ""
+            block = memoryview(bytearray(self.layout.block_bytes))
+            codec.decode(payload, self.layout, block)
+            sink.place(index, block)
+        except ForeignBlock:
+            return "foreign"
+        except MalformedPacket:
+            return "corrupt"
+        return ""
+
+    def _encode(self, block_hash: BlockHash, index: int, source: BlockSource, room: bytearray) -> memoryview | None:
+        """Block ``index`` as a value; in ``room`` if it is stored raw. None if the codec cannot take it."""
+        value = memoryview(room)
+        source.read(index, value[PAYLOAD_AT:])
+        if self.codec is RAW:
+            value[:PAYLOAD_AT] = block_header(block_hash, self.layout, RAW, value[PAYLOAD_AT:])
+            return value
+        try:
+            payload = self.codec.encode(value[PAYLOAD_AT:], self.layout)
+        except InvalidInput:
+            self.counters.add("codec_refused_blocks_total", label=self.codec.name)
+            return None
+        return memoryview(block_header(block_hash, self.layout, self.codec, payload) + payload)
+
+    def _put(self, items: list[tuple[bytes, memoryview]]) -> list[bool]:
+        try:
+            return self.store.put_many(items) if items else []
+        except ValueTooLarge:
+            raise
+        except TIER_FAILURES:
+            self._tier_failed()
+            return [False] * len(items)
+
+    def _forget(self, block_hash: BlockHash) -> None:
+        """A block that came wrong is removed, so that the next storing replaces it."""
+        try:
+            self.store.delete([block_hash])
+        except TIER_FAILURES:
+            self._tier_failed()
+
+    def _release(self, batch: _Batch) -> None:
+        if batch.ticket is not None:
+            try:
+                self.store.release(batch.ticket)
+            except TIER_FAILURES:
+                self._tier_failed()
+
+    def _tier_failed(self) -> None:
+        self.counters.add("tier_failures_total", label=self.store.name)
+
+    def _tokens_by_tier(self, tiers: list[str], limit_tokens: int) -> dict[str, int]:
+        """Tokens each tier supplied; what lies past ``limit_tokens`` in the last block is not counted."""
+        tokens: Counter[str] = Counter()
+        for index, tier in enumerate(tiers):
+            start = index * self.layout.block_tokens
+            tokens[tier] += min(limit_tokens - start, self.layout.block_tokens)
+        return dict(tokens)
+
+    def _count_load(self, result: LoadResult, account: bool) -> None:
+        for reason, blocks in result.failed_blocks.items():
+            self.counters.add("failed_blocks_total", blocks, reason)
+        self.counters.add("loaded_bytes_total", result.size_bytes, self.store.name)
+        if account:
+            self.counters.add("lookup_tokens_total", result.prompt_tokens)
+            self.counters.add("computed_tokens_total", result.computed_tokens)
+            for tier, tokens in result.hit_tokens.items():
+                self.counters.add("hit_tokens_total", tokens, tier)

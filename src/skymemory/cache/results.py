@@ -1,0 +1,91 @@
+"""What a look-up and a storing say of themselves: tokens by source, bytes, and seconds by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from skymemory.units import format_duration, format_size
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """One prompt looked up. ``prompt_tokens == computed_tokens + sum(hit_tokens.values())``, always."""
+
+    prompt_tokens: int
+    hit_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens supplied, by tier. A full hit still leaves the last token to compute."""
+    blocks: int = 0
+    """Full blocks in the prompt."""
+    found_blocks: int = 0
+    """Leading blocks that the store said it has."""
+    loaded_blocks: int = 0
+    """Leading blocks that came and were right."""
+    failed_blocks: Mapping[str, int] = field(default_factory=dict)
+    """Blocks found but not usable, by reason: "absent", "corrupt", "foreign", "behind a failed block" …"""
+    size_bytes: int = 0
+    """Bytes fetched and used, as stored."""
+    retransmitted: int = 0
+    """What the tier had to ask for again."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase, in order: tokenize, hash, lookup, fetch, decode."""
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.hit_tokens.values())
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens left for the model; at least one unless the prompt is empty."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def describe(self) -> str:
+        """One line for people and logs."""
+        tiers = ", ".join(f"{tokens} from {tier}" for tier, tokens in self.hit_tokens.items())
+        failed = "".join(f", {count} blocks {reason}" for reason, count in self.failed_blocks.items())
+        return (
+            f"{self.prompt_tokens} tokens: {tiers or 'none cached'}, {self.computed_tokens} to compute; "
+            f"{self.loaded_blocks} of {self.blocks} blocks, {format_size(self.size_bytes)} in "
+            f"{format_duration(self.total_s)}{failed}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """One prompt's blocks stored. ``blocks == present + stored + refused``."""
+
+    prompt_tokens: int
+    blocks: int = 0
+    """Full blocks in the prompt; a prompt shorter than a block has none, and nothing is stored."""
+    present_blocks: int = 0
+    """Already there (or being stored by someone else)."""
+    stored_blocks: int = 0
+    refused_blocks: int = 0
+    """Not acknowledged: no room, no answer, or nothing to store them from."""
+    prefilled_tokens: int = 0
+    """Tokens computed on purpose to have something to store; 0 after a generate."""
+    size_bytes: int = 0
+    """Bytes stored, headers included."""
+    raw_bytes: int = 0
+    """The same blocks before the codec."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase, in order: tokenize, hash, lookup, prefill, encode, store."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def describe(self) -> str:
+        """One line for people and logs."""
+        if not self.blocks:
+            return f"{self.prompt_tokens} tokens: shorter than a block, 0 blocks to store"
+        refused = f", {self.refused_blocks} refused" if self.refused_blocks else ""
+        return (
+            f"{self.prompt_tokens} tokens: {self.stored_blocks} of {self.blocks} blocks stored, "
+            f"{self.present_blocks} there before{refused}; {format_size(self.size_bytes)} in "
+            f"{format_duration(self.total_s)}, {self.prefilled_tokens} tokens computed for it"
+        )
