@@ -114,7 +114,7 @@ class ChunkStore:
             return None
         index = min(held)
         ref = ChunkRef.unpack(self._recency[key, index].ref)
-        return Presence(index, ref.chunks, ref.value_bytes, ref.value_crc, len(held), ref.tag)
+        return Presence(index, ref.chunks, ref.length_bytes, ref.value_bytes, ref.value_crc, len(held), ref.tag)
 
     def keys_after(self, after: bytes, limit: int) -> list[bytes]:
         """Up to ``limit`` keys greater than ``after``, ascending: a page of a listing that tolerates changes."""

@@ -30,7 +30,7 @@ MAX_KEYS_PER_PACKET = 180
 
 _SELECTION = struct.Struct(">32sIII")
 _KEYS = struct.Struct(">HH")
-_PRESENCE = struct.Struct(">IIIIHHBBHii")
+_PRESENCE = struct.Struct(">IIIIIHHBBHii")
 _LIST = struct.Struct(">32sHH")
 _MOVES = struct.Struct(">ii")
 _COUNT = struct.Struct(">I")
@@ -95,10 +95,13 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a satellite knows of one key: ``index`` is one chunk it holds, ``held`` how many of that value's."""
+    """What a satellite knows of one key: ``index`` is the lowest chunk it holds, ``length_bytes`` that chunk's length,
+    ``held`` how many chunks of the key it holds.
+    """
 
     index: int
     chunks: int
+    length_bytes: int
     value_bytes: int
     value_crc: int
     held: int
@@ -107,21 +110,21 @@ class Presence:
     def pack(self) -> bytes:
         tag = self.tag
         return _PRESENCE.pack(
-            self.index + 1, self.chunks, self.value_bytes, self.value_crc, tag.servers, tag.server + 1,
+            self.index + 1, self.chunks, self.length_bytes, self.value_bytes, self.value_crc, tag.servers, tag.server + 1,
             tag.strategy, 0, min(self.held, 0xFFFF), tag.slot_moves, tag.plane_moves,
         )  # fmt: skip
 
     @classmethod
     def unpack(cls, record: Buffer) -> Presence | None:
         """None where the record says that the satellite holds nothing of the key."""
-        (number, chunks, value_bytes, value_crc, servers, server, strategy, _, held, slot_moves,
+        (number, chunks, length, value_bytes, value_crc, servers, server, strategy, _, held, slot_moves,
          plane_moves) = _PRESENCE.unpack_from(record)  # fmt: skip
         if number == 0:
             return None
         if not (number <= chunks and 1 <= server <= servers):
             raise MalformedPacket(f"presence of chunk {number} of {chunks} on server {server} of {servers}")
         tag = PlacementTag(strategy, servers, server - 1, slot_moves, plane_moves)
-        return cls(number - 1, chunks, value_bytes, value_crc, held, tag)
+        return cls(number - 1, chunks, length, value_bytes, value_crc, held, tag)
 
 
 _ABSENT = bytes(_PRESENCE.size)
