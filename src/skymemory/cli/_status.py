@@ -1,0 +1,130 @@
+"""What ``skymemory constellation status`` and ``rotate`` found out, for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skymemory.errors import NoConstellation
+from skymemory.testbed.control import Housekeeping, ping_all, pushed_moves
+from skymemory.testbed.plan_file import load_plan
+from skymemory.testbed.supervisor import HostState, inspect
+from skymemory.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from skymemory.constellation.torus import SatelliteId
+    from skymemory.testbed.control import Rotation
+    from skymemory.testbed.plan import ConstellationPlan
+    from skymemory.testbed.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReport:
+    """Processes as this computer sees them, satellites as they answer."""
+
+    plan: ConstellationPlan
+    hosts: list[HostState]
+    answers: dict[SatelliteId, Housekeeping | None]
+    where: str
+
+    @property
+    def healthy(self) -> bool:
+        return all(answer is not None for answer in self.answers.values())
+
+    def answering(self, host: str) -> tuple[int, int]:
+        """Satellites of ``host`` that answer, of how many."""
+        mine = [satellite for satellite, _ in self.plan.addresses_of(self.plan.host_named(host))]
+        return sum(self.answers[satellite] is not None for satellite in mine), len(mine)
+
+    def total(self, field: str) -> int:
+        """Sum of a housekeeping field over all satellites that answer."""
+        return sum(answer.get(field, 0) for answer in self.answers.values() if answer)
+
+
+def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) -> StatusReport:
+    """Look at the processes of the run directory (or of none, for a plan file) and ask every satellite."""
+    if plan_path is not None:
+        plan = load_plan(plan_path)
+        hosts = [HostState(host.name, "elsewhere", None, None, "") for host in plan.hosts]
+        return StatusReport(plan, hosts, ping_all(plan, patience_s), str(plan_path))
+    plan = directory.read_plan()
+    hosts = inspect(directory)
+    if all(host.state == "dead" for host in hosts):
+        raise NoConstellation(
+            f"the constellation of {directory.path} has died, all {len(hosts)} host processes; "
+            f"start another with `skymemory constellation up`\n{hosts[0].log_tail}".rstrip()
+        )
+    return StatusReport(plan, hosts, ping_all(plan, patience_s), str(directory.path))
+
+
+def _as_object(report: StatusReport) -> dict[str, Any]:
+    hosts = []
+    for host in report.hosts:
+        answering, satellites = report.answering(host.name)
+        hosts.append({
+            "name": host.name, "state": host.state, "pid": host.pid, "memory_bytes": host.memory_bytes,
+            "satellites": satellites, "answering": answering,
+        })  # fmt: skip
+    fields = sorted({field for answer in report.answers.values() if answer for field in answer})
+    moves = pushed_moves(report.answers.values()) if any(report.answers.values()) else (0, 0)
+    return {
+        "healthy": report.healthy,
+        "where": report.where,
+        "preset": report.plan.preset,
+        "planes": report.plan.planes,
+        "slots_per_plane": report.plan.slots_per_plane,
+        "servers": report.plan.servers,
+        "strategy": report.plan.strategy,
+        "access": report.plan.access,
+        "delay_scale": report.plan.delay_scale,
+        "pushed_slot_moves": moves[0],
+        "pushed_plane_moves": moves[1],
+        "hosts": hosts,
+        "totals": {field: report.total(field) for field in fields if not field.startswith(("pushed_", "delay_"))},
+    }
+
+
+def _delay_words(scale: float) -> str:
+    return {0.0: "off", 1.0: "real"}.get(scale, f"x{scale:g}")
+
+
+def print_status(report: StatusReport, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_as_object(report), indent=2))
+        return
+    plan = report.plan
+    print(
+        f"{plan.preset}: {plan.planes} planes x {plan.slots_per_plane} slots = {plan.torus.size} satellites; "
+        f"{plan.servers} servers by {plan.strategy}; access {plan.access}; delay {_delay_words(plan.delay_scale)}"
+    )
+    print(f"{'host':<10}{'planes':<10}{'ports':<14}{'process':<16}{'memory':<12}satellites that answer")
+    for share, host in zip(plan.hosts, report.hosts, strict=True):
+        answering, satellites = report.answering(host.name)
+        planes = f"{share.planes[0]}" if len(share.planes) == 1 else f"{share.planes[0]}-{share.planes[-1]}"
+        ports = f"{share.base_port}-{share.base_port + satellites - 1}"
+        process = f"{host.state} {host.pid}" if host.state == "running" else host.state
+        memory = format_size(host.memory_bytes) if host.memory_bytes is not None else "-"
+        print(f"{host.name:<10}{planes:<10}{ports:<14}{process:<16}{memory:<12}{answering} of {satellites}")
+    if any(report.answers.values()):
+        moves = pushed_moves(report.answers.values())
+        print(
+            f"holding {report.total('chunks_held')} chunks, {format_size(report.total('memory_used_bytes'))} of "
+            f"{format_size(report.total('memory_limit_bytes'))}; moved by hand: {moves[0]} slots, {moves[1]} planes"
+        )
+    for host in report.hosts:
+        if host.state == "dead":
+            print(f"{host.name} is dead" + (f"; its log ends:\n{host.log_tail}" if host.log_tail else ""))
+
+
+def print_rotation(report: Rotation, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(report), "complete": report.complete}, indent=2))
+        return
+    print(
+        f"moved from {report.moves_before} to {report.moves_after} (slots, planes): {report.acknowledged} of "
+        f"{report.satellites} satellites follow, {report.chunks_migrated} chunks handed over in "
+        f"{format_duration(report.seconds)}" + ("" if report.settled else ", and more are still on their way")
+    )

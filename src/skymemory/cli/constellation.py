@@ -1,0 +1,230 @@
+"""``skymemory constellation``: start, look at, move and stop the constellation of processes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skymemory.cli import layout
+from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
+from skymemory.errors import InvalidInput
+from skymemory.units import format_size
+
+if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
+    from skymemory.testbed.plan import ConstellationPlan, HostShare
+    from skymemory.testbed.run_directory import RunDirectory
+
+STARTUP_TARGET_S = 2.0
+
+
+def _base_port(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit():
+        raise InvalidInput(f"{text!r} is not a port: expected a number such as 26000, or auto")
+    return int(text)
+
+
+def _delay(text: str) -> float:
+    from skymemory.testbed.plan import parse_delay
+
+    return parse_delay(text)
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """What a constellation is; left out, the preset's own defaults hold."""
+    parser.add_argument("--preset", default="testbed-19x5", help="which constellation (default: %(default)s)")
+    parser.add_argument(
+        "--delay", type=argument(_delay), default=1.0, metavar="real|off|xK",
+        help="hold packets as long as light takes over the geometry's links, not at all, or K times as long",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory-per-satellite", type=size, default=64 * 2**20, metavar="SIZE", help="(default: 64MiB)"
+    )
+    parser.add_argument("--servers", type=int, help="satellites a value is spread over (default: the preset's, 10)")
+    parser.add_argument("--strategy", help="placement: rotation, hop, rotation_hop, cost or baseline")
+    parser.add_argument(
+        "--access", choices=("los", "gateway"), default="los",
+        help="how the ground reaches satellites: a beam to each, or all through the one overhead (default: los)",
+    )  # fmt: skip
+    parser.add_argument("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
+    parser.add_argument(
+        "--time-scale", type=float, default=0.0, metavar="X",
+        help="speed of the satellites' clock: 0 stands still (default), 1 is real, 60 an hour a minute",
+    )  # fmt: skip
+    faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%%")
+    for name, what in (
+        ("loss", "packets dropped"), ("duplicate", "packets doubled"),
+        ("reorder", "packets held back"), ("corrupt", "packets with a changed bit"),
+    ):  # fmt: skip
+        faults.add_argument(f"--{name}", type=fraction, default=0.0, metavar="SHARE", help=what)
+    faults.add_argument("--fault-seed", type=int, default=0, metavar="N", help="the same seed, the same faults")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("constellation", help="start, look at, move and stop the constellation of processes")
+    verbs = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    up = verbs.add_parser("up", help="start all its satellites as processes on this computer")
+    _add_plan_options(up)
+    up.add_argument("--hosts", type=int, metavar="N", help="host processes (default: 5)")
+    up.add_argument(
+        "--base-port", type=argument(_base_port), default=26_000, metavar="PORT",
+        help="first UDP port, one per satellite from here; auto looks for free ones (default: 26000)",
+    )  # fmt: skip
+    up.add_argument("--foreground", action="store_true", help="stay, and stop it all at Ctrl-C")
+    add_run_dir(up)
+
+    status = verbs.add_parser("status", help="which hosts run, which satellites answer, what they hold")
+    status.add_argument("--plan", type=Path, metavar="FILE", help="ask the satellites of this plan instead")
+    status.add_argument("--patience", type=duration, default=1.0, metavar="TIME", help="per satellite (default: 1s)")
+    add_run_dir(status)
+    add_json(status)
+
+    down = verbs.add_parser("down", help="stop it and remove its files")
+    add_run_dir(down)
+
+    rotate = verbs.add_parser("rotate", help="advance the overhead point by hand, so that the satellites migrate")
+    rotate.add_argument("--slots", type=int, default=1, metavar="N", help="slot moves (default: 1)")
+    rotate.add_argument("--planes", type=int, default=0, metavar="N", help="plane moves (default: 0)")
+    rotate.add_argument("--plan", type=Path, metavar="FILE", help="turn the constellation of this plan instead")
+    add_run_dir(rotate)
+    add_json(rotate)
+
+    plan = verbs.add_parser("plan", help="write the file that several computers share, each running its part")
+    _add_plan_options(plan)
+    plan.add_argument("--out", type=Path, required=True, metavar="FILE")
+    plan.add_argument(
+        "--host", action="append", required=True, metavar="IP:PORT",
+        help="a computer and its first UDP port; once per computer, in the order of the planes",
+    )  # fmt: skip
+
+    attach = verbs.add_parser("attach", help="use the constellation of a plan that runs on other computers")
+    attach.add_argument("plan", type=Path, metavar="FILE")
+    add_run_dir(attach)
+
+    layout.add_parser(verbs)
+
+
+def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> ConstellationPlan:
+    from skymemory.testbed.plan import Faults, make_plan
+
+    return make_plan(
+        args.preset,
+        hosts=hosts,
+        servers=args.servers,
+        strategy=args.strategy,
+        access=args.access,
+        chunk_bytes=args.chunk,
+        delay_scale=args.delay,
+        memory_per_satellite_bytes=args.memory_per_satellite,
+        epoch_s=float(round(time.time())),
+        time_scale=args.time_scale,
+        faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
+    )
+
+
+def _directory(args: argparse.Namespace) -> RunDirectory:
+    from skymemory.testbed.run_directory import RunDirectory
+
+    return RunDirectory(args.run_dir)
+
+
+def _up(args: argparse.Namespace) -> int:
+    from skymemory.constellation.presets import preset_named
+    from skymemory.testbed.control import confirm_all_answer
+    from skymemory.testbed.plan import DEFAULT_HOSTS, local_hosts
+    from skymemory.testbed.ports import free_base_port
+    from skymemory.testbed.supervisor import start, watch
+
+    directory = _directory(args)
+    torus = preset_named(args.preset).torus
+    hosts = min(DEFAULT_HOSTS, torus.planes) if args.hosts is None else args.hosts
+    base_port = free_base_port(torus.size) if args.base_port is None else args.base_port
+    plan = _plan_of(args, local_hosts(args.preset, hosts, base_port))
+    started = start(directory, plan, foreground=args.foreground, confirm=confirm_all_answer)
+    print(
+        f"{plan.preset} is up: {torus.size} satellites in {hosts} processes on ports {base_port} to "
+        f"{base_port + torus.size - 1}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s",
+        flush=True,
+    )
+    if not args.foreground:
+        print("next: skymemory constellation status | skymemory kv put FILE | skymemory constellation down")
+        return 0
+    print("Ctrl-C stops it", flush=True)
+    return watch(directory, started, lambda words: print(words, file=sys.stderr, flush=True))
+
+
+def _status(args: argparse.Namespace) -> int:
+    from skymemory.cli._status import collect, print_status
+
+    report = collect(_directory(args), args.plan, args.patience)
+    print_status(report, as_json=args.json)
+    return 0 if report.healthy else 1
+
+
+def _down(args: argparse.Namespace) -> int:
+    from skymemory.testbed.supervisor import stop
+
+    directory = _directory(args)
+    stopped, forced = stop(directory)
+    if not stopped:
+        print(f"nothing was running in {directory.path}")
+    else:
+        print(f"stopped {stopped} host processes" + (f", {forced} of them by force" if forced else ""))
+    return 0
+
+
+def _rotate(args: argparse.Namespace) -> int:
+    from skymemory.cli._status import print_rotation
+    from skymemory.testbed.control import rotate
+    from skymemory.testbed.plan_file import load_plan
+
+    plan = load_plan(args.plan) if args.plan else _directory(args).running_plan()
+    report = rotate(plan, args.slots, args.planes)
+    print_rotation(report, as_json=args.json)
+    return 0 if report.complete else 1
+
+
+def _write_plan(args: argparse.Namespace) -> int:
+    from skymemory.testbed.plan import remote_hosts
+    from skymemory.testbed.plan_file import save_plan
+
+    addresses = []
+    for text in args.host:
+        ip, colon, port = text.rpartition(":")
+        if not colon or not port.isdigit():
+            raise InvalidInput(f"host {text!r}: expected an address and a port such as 10.0.0.1:26000")
+        addresses.append((ip, int(port)))
+    plan = _plan_of(args, remote_hosts(args.preset, addresses))
+    save_plan(plan, args.out)
+    print(f"wrote {args.out}; copy it to each computer and run there:")
+    for number, host in enumerate(plan.hosts):
+        print(f"  on {host.ip}: skymemory satellite --plan {args.out.name} --host {number}")
+    if not all(host.is_loopback for host in plan.hosts):
+        print("packets are not authenticated: keep these addresses on a network of your own")
+    return 0
+
+
+def _attach(args: argparse.Namespace) -> int:
+    from skymemory.testbed.plan_file import load_plan
+    from skymemory.testbed.supervisor import attach
+
+    directory = _directory(args)
+    plan = load_plan(args.plan)
+    attach(directory, plan)
+    print(f"attached to {plan.preset} on {len(plan.hosts)} hosts; `skymemory constellation down` forgets it")
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "up": _up, "status": _status, "down": _down, "rotate": _rotate, "plan": _write_plan,
+        "attach": _attach, "layout": layout.run,
+    }  # fmt: skip
+    return actions[args.action](args)

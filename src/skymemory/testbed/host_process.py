@@ -1,0 +1,85 @@
+"""What one host process does: serve its satellites until it is told to stop, by a signal or by the line it
+hangs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from skymemory.errors import ConstellationError
+from skymemory.testbed.child import READY, STAY
+from skymemory.testbed.plan import ConstellationPlan, HostShare
+from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.wiring import host_spec
+from skymemory.transport.udp_host import serve_host
+
+
+class _Line:
+    """Our end of the line to the supervisor; ``stop`` is set when it ends before we were told to stay."""
+
+    def __init__(self, fd: int, stop: asyncio.Event) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(False)
+        self._stop = stop
+        asyncio.get_running_loop().add_reader(self._socket, self._heard)
+
+    def _heard(self) -> None:
+        if self._socket.recv(len(STAY)) != STAY:
+            self._stop.set()
+        self.close()
+
+    def ready(self) -> None:
+        with suppress(BrokenPipeError):
+            self._socket.send(READY)
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+
+
+async def _serve(
+    plan: ConstellationPlan, host: HostShare, listen: str | None, fd: int | None, say: Callable[[str], None]
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    line = _Line(fd, stop) if fd is not None else None
+
+    def ready() -> None:
+        say(f"{host.name}: {len(host.planes) * plan.slots_per_plane} satellites listen")
+        if line is not None:
+            line.ready()
+
+    try:
+        await serve_host(host_spec(plan, host, listen), stop, ready)
+    finally:
+        if line is not None:
+            line.close()
+
+
+def run_host(
+    plan: ConstellationPlan,
+    host: HostShare,
+    *,
+    listen: str | None = None,
+    say: Callable[[str], None],
+    directory: RunDirectory | None = None,
+    supervisor_fd: int | None = None,
+) -> None:
+    """Serve ``host`` of ``plan``; returns when told to stop. With a ``directory``, note the process in it."""
+    if directory is not None:
+        earlier = directory.read_record(host.name)
+        if earlier is not None and earlier.alive and earlier.pid != os.getpid():
+            raise ConstellationError(f"{host.name} runs already, as process {earlier.pid}, in {directory.path}")
+        directory.write_record(host.name, os.getpid())
+    asyncio.run(_serve(plan, host, listen, supervisor_fd, say))
+    # After a crash the record stays, so that `status` can tell a host that died from one that was stopped.
+    if directory is not None:
+        directory.forget(host.name)

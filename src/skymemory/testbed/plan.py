@@ -1,0 +1,272 @@
+"""The plan of a constellation of processes: everything its hosts and its clients must agree on.
+
+One frozen object, one file (``constellation.json``, see ``plan_file``): five processes on one computer or
+five computers read the same plan and each knows its share. Nothing here opens a socket or starts a process.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput
+from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
+from skymemory.placement.layout import check_servers, parse_strategy
+from skymemory.protocol.wire import MAX_CHUNK_BYTES
+
+DEFAULT_HOSTS = 5
+DEFAULT_BASE_PORT = 26_000
+"""Below the range from which kernels take ports for clients (32768 and up on Linux)."""
+DEFAULT_MEMORY_BYTES = 64 * 2**20
+MAX_PORT = 65_535
+ACCESS_MODES = ("los", "gateway")
+_SCALE = re.compile(r"(?:[x×]\s*([0-9.]+)|([0-9.]+)\s*[x×])")
+
+
+def parse_delay(text: str) -> float:
+    """Factor on the delays of the geometry: ``real`` → 1, ``off`` → 0, ``x2`` (or ``×2``, ``2x``) → 2."""
+    word = text.strip().lower()
+    if word in ("real", "off"):
+        return 1.0 if word == "real" else 0.0
+    match = _SCALE.fullmatch(word)
+    try:
+        scale = float(match[1] or match[2]) if match else -1.0
+    except ValueError:
+        scale = -1.0
+    if not 0.0 <= scale <= 1000.0:
+        raise InvalidInput(f"delay {text!r}: expected real, off, or a factor up to 1000 such as x2")
+    return scale
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvalidInput(message)
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """One host process's part: it runs all satellites of ``planes``, one UDP port each, from ``base_port``
+    upwards.
+    """
+
+    name: str
+    ip: str
+    base_port: int
+    planes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require(
+            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", self.name) is not None,
+            f"host name {self.name!r}: expected letters, digits, dots and dashes",
+        )
+        try:
+            ipaddress.IPv4Address(self.ip)
+        except ValueError as error:
+            raise InvalidInput(f"{self.name}: ip {self.ip!r}: expected an IPv4 address such as 127.0.0.1") from error
+        _require(
+            1 <= self.base_port <= MAX_PORT,
+            f"{self.name}: base port {self.base_port}: expected 1 to {MAX_PORT}",
+        )
+        _require(len(self.planes) > 0, f"{self.name} has no planes: give each host at least one")
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.IPv4Address(self.ip).is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Faults that the satellites inject into what they receive, as shares of packets (0 to 1), from one
+    seed.
+    """
+
+    loss: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    corrupt: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "duplicate", "reorder", "corrupt"):
+            share = getattr(self, name)
+            _require(0.0 <= share <= 1.0, f"fault {name} {share}: expected a share from 0 to 1")
+        _require(0 <= self.seed < 2**63, f"fault seed {self.seed}: expected 0 to 2^63 - 1")
+
+    @property
+    def any(self) -> bool:
+        return max(self.loss, self.duplicate, self.reorder, self.corrupt) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConstellationPlan:
+    """What runs where. Sizes in bytes, times in seconds (Unix time for the epoch), indices from 0.
+
+    ``centre`` is the satellite overhead at no moves; ``delay_scale`` 1 holds packets as long as light takes,
+    0 not at all; ``time_scale`` 0 keeps the overhead point still (``rotate`` moves it), 1 lets it run in
+    real time from ``epoch_s``.
+    """
+
+    preset: str
+    planes: int
+    slots_per_plane: int
+    hosts: tuple[HostShare, ...]
+    servers: int
+    strategy: str
+    centre: SatelliteId
+    access: str = "los"
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    delay_scale: float = 1.0
+    memory_per_satellite_bytes: int = DEFAULT_MEMORY_BYTES
+    epoch_s: float = 0.0
+    time_scale: float = 0.0
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        torus = preset_named(self.preset).torus
+        _require(
+            (torus.planes, torus.slots_per_plane) == (self.planes, self.slots_per_plane),
+            f"preset {self.preset} has {torus.planes} planes of {torus.slots_per_plane} slots, "
+            f"the plan says {self.planes} of {self.slots_per_plane}",
+        )
+        check_servers(self.servers, torus)
+        parse_strategy(self.strategy)
+        _require(self.access in ACCESS_MODES, f"access {self.access!r}: expected one of {', '.join(ACCESS_MODES)}")
+        _require(self.centre in torus, f"centre {tuple(self.centre)} is not on the torus of {self.preset}")
+        _require(
+            64 <= self.chunk_bytes <= MAX_CHUNK_BYTES,
+            f"chunks of {self.chunk_bytes} bytes: a datagram carries one of 64 to {MAX_CHUNK_BYTES}",
+        )
+        _require(0 <= self.delay_scale <= 1000, f"delay scale {self.delay_scale}: expected 0 (off) to 1000")
+        _require(
+            self.memory_per_satellite_bytes >= self.chunk_bytes,
+            f"{self.memory_per_satellite_bytes} bytes of memory hold no chunk of {self.chunk_bytes}",
+        )
+        _require(math.isfinite(self.epoch_s), f"epoch {self.epoch_s}: expected Unix time in seconds")
+        _require(
+            0 <= self.time_scale <= 1e6,
+            f"time scale {self.time_scale}: expected 0 (standing still) to 1000000",
+        )
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        _require(len(self.hosts) > 0, "no hosts: expected at least one")
+        names = [host.name for host in self.hosts]
+        _require(len(set(names)) == len(names), f"two hosts share a name: {', '.join(names)}")
+        taken = sorted(plane for host in self.hosts for plane in host.planes)
+        _require(
+            taken == list(range(self.planes)),
+            f"the hosts' planes are {taken}: expected 0 to {self.planes - 1}, each once",
+        )
+        spans: list[tuple[str, int, int, str]] = []
+        for host in self.hosts:
+            last = host.base_port + len(host.planes) * self.slots_per_plane - 1
+            _require(
+                last <= MAX_PORT,
+                f"{host.name} needs ports {host.base_port} to {last}: the last port is {MAX_PORT}",
+            )
+            for ip, first_other, last_other, other in spans:
+                _require(
+                    ip != host.ip or last < first_other or host.base_port > last_other,
+                    f"{host.name} and {other} share ports on {ip}: {host.base_port} to {last} "
+                    f"and {first_other} to {last_other}",
+                )
+            spans.append((host.ip, host.base_port, last, host.name))
+
+    @property
+    def torus(self) -> Torus:
+        return Torus(self.planes, self.slots_per_plane)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of all satellites together."""
+        return self.planes * self.slots_per_plane * self.memory_per_satellite_bytes
+
+    def addresses_of(self, host: HostShare) -> Iterator[tuple[SatelliteId, tuple[str, int]]]:
+        """The satellites of one host with their addresses, in the order of their ports."""
+        port = host.base_port
+        for plane in host.planes:
+            for slot in range(self.slots_per_plane):
+                yield SatelliteId(plane, slot), (host.ip, port)
+                port += 1
+
+    def addresses(self) -> dict[SatelliteId, tuple[str, int]]:
+        """Every satellite's ``(ip, port)``."""
+        return {satellite: address for host in self.hosts for satellite, address in self.addresses_of(host)}
+
+    def host_named(self, which: str) -> HostShare:
+        """A host by its name or its number (from 0)."""
+        for number, host in enumerate(self.hosts):
+            if which in (host.name, str(number)):
+                return host
+        raise InvalidInput(f"no host {which!r} in the plan: expected one of {', '.join(h.name for h in self.hosts)}")
+
+
+def _shares(planes: int, hosts: int) -> list[tuple[int, ...]]:
+    """Planes dealt out to hosts in unbroken runs, as evenly as they go."""
+    return [tuple(range(planes * host // hosts, planes * (host + 1) // hosts)) for host in range(hosts)]
+
+
+def local_hosts(preset: str, hosts: int, base_port: int, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
+    """``hosts`` processes on one computer, their ports one after the other from ``base_port``."""
+    torus = preset_named(preset).torus
+    _require(1 <= hosts <= torus.planes, f"{hosts} hosts for {torus.planes} planes: expected 1 to {torus.planes}")
+    return tuple(
+        HostShare(f"host-{number}", ip, base_port + planes[0] * torus.slots_per_plane, planes)
+        for number, planes in enumerate(_shares(torus.planes, hosts))
+    )
+
+
+def remote_hosts(preset: str, addresses: Sequence[tuple[str, int]]) -> tuple[HostShare, ...]:
+    """One host per ``(ip, base port)``: what five computers share."""
+    torus = preset_named(preset).torus
+    _require(
+        1 <= len(addresses) <= torus.planes,
+        f"{len(addresses)} hosts for {torus.planes} planes: expected 1 to {torus.planes}",
+    )
+    shares = _shares(torus.planes, len(addresses))
+    return tuple(
+        HostShare(f"host-{number}", ip, port, planes)
+        for number, ((ip, port), planes) in enumerate(zip(addresses, shares, strict=True))
+    )
+
+
+def make_plan(
+    preset: str = DEFAULT_PRESET,
+    *,
+    hosts: tuple[HostShare, ...] | None = None,
+    servers: int | None = None,
+    strategy: str | None = None,
+    access: str = "los",
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    delay_scale: float = 1.0,
+    memory_per_satellite_bytes: int = DEFAULT_MEMORY_BYTES,
+    epoch_s: float = 0.0,
+    time_scale: float = 0.0,
+    faults: Faults | None = None,
+) -> ConstellationPlan:
+    """A plan with the preset's own defaults where nothing is said; ``hosts`` defaults to five on this
+    computer.
+    """
+    chosen = preset_named(preset)
+    torus = chosen.torus
+    return ConstellationPlan(
+        preset=chosen.name,
+        planes=torus.planes,
+        slots_per_plane=torus.slots_per_plane,
+        hosts=hosts or local_hosts(chosen.name, min(DEFAULT_HOSTS, torus.planes), DEFAULT_BASE_PORT),
+        servers=chosen.servers if servers is None else servers,
+        strategy=chosen.strategy if strategy is None else strategy,
+        centre=chosen.centre,
+        access=access,
+        chunk_bytes=chunk_bytes,
+        delay_scale=delay_scale,
+        memory_per_satellite_bytes=memory_per_satellite_bytes,
+        epoch_s=epoch_s,
+        time_scale=time_scale,
+        faults=faults or Faults(),
+    )

@@ -1,0 +1,126 @@
+"""``constellation.json``: a plan people can read and edit, written whole or not at all, read strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import InvalidInput
+from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare
+
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 2**20
+
+
+def to_json(plan: ConstellationPlan) -> str:
+    """The file's text: indented, one key per field, ``version`` first."""
+    fields = dataclasses.asdict(plan)
+    fields["centre"] = {"plane": plan.centre.plane, "slot": plan.centre.slot}
+    return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _check_keys(found: Mapping[str, Any], kind: type, where: str) -> None:
+    """Unknown and missing keys are errors: an ignored typo would run another constellation than the one
+    meant.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for key in found:
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(fields)}"
+            raise InvalidInput(f"{where}: unknown key {key!r}; {hint}")
+    missing = [name for name, field in fields.items() if name not in found and _is_required(field)]
+    if missing:
+        raise InvalidInput(f"{where}: missing {', '.join(missing)}")
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+
+
+def _check_types(found: Mapping[str, Any], kind: type, where: str) -> None:
+    for field in dataclasses.fields(kind):
+        expected = _TYPES.get(str(field.type))
+        if field.name not in found or expected is None:
+            continue
+        value = found[field.name]
+        if not isinstance(value, expected) or isinstance(value, bool):
+            wanted = "a number" if float in expected else str(field.type)
+            raise InvalidInput(f"{where}: {field.name} is {value!r}: expected {wanted}")
+
+
+def _mapping(value: Any, kind: type, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{where}: expected an object of keys and values, found {type(value).__name__}")
+    _check_keys(value, kind, where)
+    _check_types(value, kind, where)
+    return dict(value)
+
+
+def _numbers(value: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        raise InvalidInput(f"{where}: expected a list of whole numbers, found {value!r}")
+    return tuple(value)
+
+
+def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan:
+    """The plan in ``text``. Raises ``InvalidInput`` naming ``where``, the key and what was expected."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidInput(f"{where}: expected an object of keys and values, found {type(found).__name__}")
+    version = found.pop("version", None)
+    if version != FORMAT_VERSION:
+        raise InvalidInput(f"{where}: version {version!r}: this program reads version {FORMAT_VERSION}")
+    fields = _mapping(found, ConstellationPlan, where)
+    if not isinstance(fields["hosts"], list):
+        raise InvalidInput(f"{where}: hosts: expected a list of hosts")
+    hosts = []
+    for number, share in enumerate(fields["hosts"]):
+        host = _mapping(share, HostShare, f"{where}: hosts[{number}]")
+        host["planes"] = _numbers(host["planes"], f"{where}: hosts[{number}].planes")
+        hosts.append(HostShare(**host))
+    centre = fields["centre"]
+    if not isinstance(centre, dict) or set(centre) != {"plane", "slot"}:
+        raise InvalidInput(f"{where}: centre: expected an object with plane and slot, found {centre!r}")
+    fields["centre"] = SatelliteId(*_numbers([centre["plane"], centre["slot"]], f"{where}: centre"))
+    fields["hosts"] = tuple(hosts)
+    if "faults" in fields:
+        fields["faults"] = Faults(**_mapping(fields["faults"], Faults, f"{where}: faults"))
+    try:
+        return ConstellationPlan(**fields)
+    except InvalidInput as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def load_plan(path: Path) -> ConstellationPlan:
+    """Read and check a plan file."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, which no plan is")
+        return from_json(path.read_text("utf-8"), str(path))
+    except OSError as error:
+        raise InvalidInput(f"cannot read the plan {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path}: not a text file, so not a plan") from error
+
+
+def save_plan(plan: ConstellationPlan, path: Path) -> None:
+    """Write a plan file; a reader sees the old file or the new one, never half of one."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(to_json(plan), "utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"cannot write the plan {path}: {error.strerror}") from error

@@ -1,0 +1,208 @@
+"""The run directory: the plan of what runs here, a pid file and a log per host process, and one lock.
+
+Default: ``$SKYMEMORY_RUN_DIR``, else ``$XDG_RUNTIME_DIR/skymemory``, else ``skymemory-<uid>`` among the
+temporary files. A pid file holds the process id with the time the process started, so that a number which the
+kernel has since given to another process is recognised as stale and that process is never touched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
+from skymemory.testbed.plan import ConstellationPlan
+from skymemory.testbed.plan_file import load_plan, save_plan
+
+PLAN_NAME = "constellation.json"
+INDEX_NAME = "index"
+LOG_TAIL_BYTES = 2048
+
+
+def default_run_directory() -> Path:
+    """Where this user's constellation is, unless an option says otherwise."""
+    chosen = os.environ.get("SKYMEMORY_RUN_DIR")
+    if chosen:
+        return Path(chosen)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return Path(runtime) / "skymemory"
+    return Path(tempfile.gettempdir()) / f"skymemory-{os.getuid()}"
+
+
+def process_start(pid: int) -> str | None:
+    """When process ``pid`` started, as an opaque word; None if there is no such process (or only its zombie).
+
+    Clock ticks since boot with the boot's id from ``/proc``; where there is none, what ``ps`` says.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _process_start_by_ps(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+    # The command's name stands in brackets and may hold anything, so count the fields after its last bracket.
+    fields = stat.rpartition(")")[2].split()
+    state, start_ticks = fields[0], fields[19]
+    return None if state in ("Z", "X") else f"{boot}/{start_ticks}"
+
+
+def _process_start_by_ps(pid: int) -> str | None:
+    answer = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state, _, start = answer.stdout.strip().partition(" ")
+    return None if not start or state.startswith("Z") else start.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """What a pid file says: a process by its number and its start, which together name it for good."""
+
+    pid: int
+    start: str
+
+    @property
+    def alive(self) -> bool:
+        return process_start(self.pid) == self.start
+
+
+class RunDirectory:
+    """One run directory; files are made when first needed, readable by this user only."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = (path or default_run_directory()).absolute()
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / PLAN_NAME
+
+    @property
+    def index_path(self) -> Path:
+        """Where the ground keeps its index of what it has stored in this constellation."""
+        return self.path / INDEX_NAME
+
+    def log_path(self, host: str) -> Path:
+        return self.path / f"{host}.log"
+
+    def pid_path(self, host: str) -> Path:
+        return self.path / f"{host}.pid"
+
+    def create(self) -> None:
+        """Make the directory; one that belongs to another user is refused, for it decides what we would
+        kill.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = self.path.stat().st_uid
+        except OSError as error:
+            raise InvalidInput(f"cannot use {self.path} as run directory: {error.strerror}") from error
+        if owner != os.getuid():
+            raise InvalidInput(f"{self.path} belongs to user {owner}: choose another with --run-dir")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory while starting or stopping; a second starter is told so instead of waiting."""
+        handle = self._lock()
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def _lock(self) -> int:
+        path = self.path / "lock"
+        while True:
+            self.create()
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(handle)
+                raise ConstellationError(
+                    f"another skymemory is starting or stopping the constellation of {self.path}: "
+                    "wait for it, or choose another --run-dir"
+                ) from error
+            # Whoever held it before may have removed the file that we opened: then ours locks nothing.
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
+            os.close(handle)
+
+    def write_plan(self, plan: ConstellationPlan) -> None:
+        save_plan(plan, self.plan_path)
+
+    def read_plan(self) -> ConstellationPlan:
+        """The plan of the constellation here. Raises ``NoConstellation`` when there is none."""
+        if not self.plan_path.exists():
+            raise NoConstellation(f"no constellation in {self.path}: start one with `skymemory constellation up`")
+        return load_plan(self.plan_path)
+
+    def running_plan(self) -> ConstellationPlan:
+        """The plan of a constellation that can be asked: not one whose processes here have all died."""
+        plan = self.read_plan()
+        if self.recorded_hosts() and not self.living():
+            raise NoConstellation(
+                f"the constellation in {self.path} has died: see `skymemory constellation status`, "
+                "start another with `skymemory constellation up`"
+            )
+        return plan
+
+    def write_record(self, host: str, pid: int) -> None:
+        """Note that process ``pid`` serves ``host``."""
+        start = process_start(pid)
+        if start is None:
+            raise ConstellationError(f"process {pid} of {host} is gone already")
+        scratch = self.path / f".{host}.pid.{os.getpid()}"
+        scratch.write_text(json.dumps({"pid": pid, "start": start}) + "\n", "utf-8")
+        scratch.replace(self.pid_path(host))
+
+    def read_record(self, host: str) -> ProcessRecord | None:
+        """The process noted for ``host``, alive or not; None where none is noted or the file is damaged."""
+        try:
+            found = json.loads(self.pid_path(host).read_text("utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        match found:
+            case {"pid": int(pid), "start": str(start)} if pid > 1:
+                return ProcessRecord(pid, start)
+        return None
+
+    def recorded_hosts(self) -> list[str]:
+        """Names of the hosts with a pid file, sorted."""
+        return sorted(path.stem for path in self.path.glob("*.pid")) if self.path.is_dir() else []
+
+    def living(self) -> dict[str, ProcessRecord]:
+        """The host processes of this directory that run now, by host."""
+        records = {host: self.read_record(host) for host in self.recorded_hosts()}
+        return {host: record for host, record in records.items() if record is not None and record.alive}
+
+    def forget(self, host: str) -> None:
+        self.pid_path(host).unlink(missing_ok=True)
+
+    def log_tail(self, host: str, lines: int = 8) -> str:
+        """The last lines of a host's log, for error messages; empty if it wrote none."""
+        try:
+            with self.log_path(host).open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+                text = log.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.strip().splitlines()[-lines:])
+
+    def sweep(self) -> None:
+        """Remove what an earlier constellation left: plan, pid files, index and logs."""
+        for pattern in ("*.pid", "*.log", ".*.pid.*", PLAN_NAME, INDEX_NAME, f"{INDEX_NAME}.*"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Sweep, then remove the lock, which the caller holds, and the folder if that leaves it empty."""
+        self.sweep()
+        (self.path / "lock").unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()

@@ -1,0 +1,191 @@
+"""Start, watch and stop the host processes of a constellation on this computer.
+
+Whatever happens in ``start``, either every host runs or none does and the run directory is as it was.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from skymemory.errors import ConstellationError
+from skymemory.testbed.child import READY, Child, end_children, end_processes, spawn
+from skymemory.testbed.plan import ConstellationPlan
+from skymemory.testbed.ports import check_ports
+from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.signals import SignalGate
+
+START_PATIENCE_S = 30.0
+POLL_S = 0.05
+
+
+class AlreadyRunning(ConstellationError):
+    """A constellation runs in this run directory already."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """One host of the plan as its process stands: ``running``, ``dead``, or ``elsewhere`` (not started
+    here).
+    """
+
+    name: str
+    state: str
+    pid: int | None
+    memory_bytes: int | None
+    log_tail: str
+
+
+@dataclass(slots=True)
+class Started:
+    """What ``start`` started. ``children`` is empty once they have been released to the background."""
+
+    plan: ConstellationPlan
+    seconds: float
+    children: list[Child]
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Memory of a process in RAM (its share of common pages counted whole); None where the system does not
+    tell.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _refuse_if_running(directory: RunDirectory) -> None:
+    living = directory.living()
+    if not living:
+        return
+    known = directory.read_plan() if directory.plan_path.exists() else None
+    preset = known.preset if known else "unknown preset"
+    total = len(known.hosts) if known else len(living)
+    pids = ", ".join(f"{host} (pid {record.pid})" for host, record in living.items())
+    raise AlreadyRunning(
+        f"already running: {preset}, {len(living)} of {total} hosts alive in {directory.path}: {pids}; "
+        "see `skymemory constellation status`, stop it with `skymemory constellation down`"
+    )
+
+
+def _failed(child: Child, directory: RunDirectory) -> ConstellationError:
+    words = child.exit_words()
+    tail = directory.log_tail(child.host.name)
+    log = f"; its log ends:\n{tail}" if tail else "; its log is empty"
+    return ConstellationError(f"{child.host.name} did not start ({words}), so all hosts were stopped{log}")
+
+
+def _await_ready(children: list[Child], directory: RunDirectory, gate: SignalGate) -> None:
+    """Until each child has said that its satellites listen."""
+    deadline_s = time.monotonic() + START_PATIENCE_S
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.line, selectors.EVENT_READ, child)
+        while selector.get_map():
+            gate.check()
+            for key, _ in selector.select(POLL_S):
+                child = key.data
+                selector.unregister(child.line)
+                if child.line.recv(len(READY)) != READY:
+                    raise _failed(child, directory)
+            if time.monotonic() > deadline_s:
+                late = ", ".join(key.data.host.name for key in selector.get_map().values())
+                raise ConstellationError(f"{late} not ready after {START_PATIENCE_S:.0f} s: all hosts stopped")
+
+
+def start(
+    directory: RunDirectory,
+    plan: ConstellationPlan,
+    *,
+    foreground: bool = False,
+    confirm: Callable[[ConstellationPlan], None] | None = None,
+) -> Started:
+    """Start every host of ``plan`` here and return when all of them listen.
+
+    ``confirm`` is called with the plan when they do (it may ping them); if it raises, all are stopped. With
+    ``foreground`` the children are kept on their lines, to be watched; they end when this process does.
+    Raises ``AlreadyRunning``, ``ConstellationError`` or KeyboardInterrupt, leaving nothing behind.
+    """
+    began_s = time.monotonic()
+    with directory.locked(), SignalGate() as gate:
+        _refuse_if_running(directory)
+        check_ports(plan)
+        children: list[Child] = []
+        with ExitStack() as undo:
+            undo.callback(directory.clear)
+            undo.callback(end_children, children)
+            directory.sweep()
+            directory.write_plan(plan)
+            for host in plan.hosts:
+                gate.check()
+                children.append(spawn(host, directory.plan_path, directory))
+            _await_ready(children, directory, gate)
+            if confirm is not None:
+                confirm(plan)
+            gate.check()
+            if not foreground:
+                for child in children:
+                    child.release()
+            undo.pop_all()
+    return Started(plan, time.monotonic() - began_s, children if foreground else [])
+
+
+def watch(directory: RunDirectory, started: Started, say: Callable[[str], None]) -> int:
+    """Stay with a constellation in the foreground until a signal or the last host's end; then stop it all.
+
+    Returns 0 after a signal, 1 when all hosts died by themselves.
+    """
+    alive = list(started.children)
+    with SignalGate() as gate:
+        while alive and not gate.closed:
+            time.sleep(POLL_S)
+            for child in [child for child in alive if child.process.poll() is not None]:
+                alive.remove(child)
+                say(f"{child.host.name} died ({child.exit_words()}); {directory.log_tail(child.host.name)}")
+        with directory.locked():
+            end_children(started.children)
+            directory.clear()
+    return 0 if gate.closed else 1
+
+
+def stop(directory: RunDirectory, grace_s: float = 3.0) -> tuple[int, int]:
+    """Stop every host process of this directory and remove its files: ``(stopped, of them killed by
+    force)``.
+    """
+    if not directory.path.is_dir():
+        return 0, 0
+    with directory.locked(), SignalGate():
+        living = list(directory.living().values())
+        forced = end_processes(living, grace_s)
+        directory.clear()
+    return len(living), forced
+
+
+def inspect(directory: RunDirectory) -> list[HostState]:
+    """The processes of the plan's hosts. Raises ``NoConstellation`` when there is no plan here."""
+    states = []
+    for host in directory.read_plan().hosts:
+        record = directory.read_record(host.name)
+        if record is not None and record.alive:
+            states.append(HostState(host.name, "running", record.pid, resident_bytes(record.pid), ""))
+        elif record is None and not host.is_loopback:
+            states.append(HostState(host.name, "elsewhere", None, None, ""))
+        else:
+            pid = record.pid if record else None
+            states.append(HostState(host.name, "dead", pid, None, directory.log_tail(host.name)))
+    return states
+
+
+def attach(directory: RunDirectory, plan: ConstellationPlan) -> None:
+    """Note the plan of a constellation that runs on other computers, so that this one can use it."""
+    with directory.locked():
+        _refuse_if_running(directory)
+        directory.sweep()
+        directory.write_plan(plan)

@@ -1,0 +1,77 @@
+"""From a plan to the objects that satellites and clients are made of: the one place where the testbed meets
+the transport.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from skymemory.constellation.orbit import Shell
+from skymemory.constellation.presets import preset_named
+from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
+from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.testbed.plan import ConstellationPlan, HostShare
+from skymemory.transport.faults import FaultInjector
+from skymemory.transport.udp_client import UdpClient
+from skymemory.transport.udp_host import HostSpec
+
+
+def shell_of(plan: ConstellationPlan) -> Shell:
+    """The orbits whose lengths and periods the plan takes."""
+    return preset_named(plan.preset).shell
+
+
+def sky_of(plan: ConstellationPlan) -> SkyMap:
+    """Where every server is."""
+    return SkyMap(plan.torus, plan.centre)
+
+
+def clock_of(plan: ConstellationPlan) -> MoveClock:
+    """How far the box has moved, for satellites and clients alike."""
+    shell = shell_of(plan)
+    return MoveClock(plan.epoch_s, slot_move_period_s(shell), plane_move_period_s(shell), plan.time_scale)
+
+
+def host_spec(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> HostSpec:
+    """What the process of ``host`` runs. ``listen`` is the address to bind where it is not the plan's."""
+    mine = {satellite: (listen or ip, port) for satellite, (ip, port) in plan.addresses_of(host)}
+    faults = plan.faults
+    return HostSpec(
+        mine=mine,
+        everyone=plan.addresses(),
+        sky=sky_of(plan),
+        shell=shell_of(plan),
+        clock=clock_of(plan),
+        memory_bytes=plan.memory_per_satellite_bytes,
+        delay_scale=plan.delay_scale,
+        faults=FaultInjector(
+            loss=faults.loss, duplicate=faults.duplicate, reorder=faults.reorder, corrupt=faults.corrupt,
+            seed=faults.seed + plan.hosts.index(host),
+        ) if faults.any else None,
+    )  # fmt: skip
+
+
+def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId]) -> float:
+    """The longest there and back by a beam to any of ``satellites``, as the plan holds packets."""
+    shell, torus = shell_of(plan), plan.torus
+    slants_s = [shell.slant_one_way_s(*torus.delta(plan.centre, satellite)) for satellite in satellites]
+    return 2 * max(slants_s) * plan.delay_scale
+
+
+def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
+    """A client that asks each satellite by its own beam, so that one dead host never hides another."""
+    config = ClientConfig(
+        ground=int.from_bytes(os.urandom(4), "big"),
+        access="los",
+        expected_rtt_s=worst_round_trip_s(plan, plan.torus.satellites()),
+        give_up_s=give_up_s,
+    )
+    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip=client_ip(plan))
+
+
+def client_ip(plan: ConstellationPlan) -> str:
+    """The address a client of this plan binds: loopback unless some host is on another computer."""
+    return "127.0.0.1" if all(host.is_loopback for host in plan.hosts) else "0.0.0.0"
