@@ -1,0 +1,3 @@
+"""Which blocks exist, where the LLM runs: the radix index, its journal, and the search when it is lost.
+Pure.
+"""

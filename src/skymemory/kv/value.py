@@ -28,6 +28,7 @@ BYTES_DTYPE = "bytes"
 
 _MAGIC = b"SKYV"
 _HEADER = struct.Struct("<4sBBBxQQIIIIH18xI")
+_CRC_AT = 60
 _DTYPES = (BYTES_DTYPE, "float32", "float16", "bfloat16")
 
 
@@ -77,24 +78,18 @@ class ValueHeader:
     def pack(self) -> bytes:
         """The header and the name; the payload follows."""
         name = self.name.encode()
-        layout = self.layout
-        numbers = (
-            (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens) if layout else (0, 0, 0, 0)
-        )
-        fields = (
-            *(
-                _MAGIC,
-                HEADER_VERSION,
-                self.codec_id,
-                _DTYPES.index(self.dtype),
-                self.raw_bytes,
-                self.payload_bytes,
-            ),
-            *numbers,
-            len(name),
-        )
-        crc = native.crc32(_HEADER.pack(*fields, 0) + name)
-        return _HEADER.pack(*fields, crc) + name
+        numbers = (0, 0, 0, 0)
+        if self.layout is not None:
+            numbers = (
+                self.layout.layers,
+                self.layout.kv_heads,
+                self.layout.head_dim,
+                self.layout.block_tokens,
+            )
+        sizes = (self.raw_bytes, self.payload_bytes, *numbers, len(name))
+        dtype_id = _DTYPES.index(self.dtype)
+        front = _HEADER.pack(_MAGIC, HEADER_VERSION, self.codec_id, dtype_id, *sizes, 0)
+        return front[:_CRC_AT] + native.crc32(front + name).to_bytes(4, "little") + name
 
 
 def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
@@ -123,10 +118,10 @@ def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
             f"a value of {len(view)} bytes whose header says {HEADER_BYTES} + {name_bytes} + {payload_bytes}"
         )
     front = bytearray(view[: HEADER_BYTES + name_bytes])
-    front[60:64] = bytes(4)
+    front[_CRC_AT:HEADER_BYTES] = bytes(4)
     if native.crc32(front) != crc:
         raise MalformedPacket("the header of a stored value is damaged: its checksum differs")
-    if dtype_id >= len(_DTYPES) or front[7] or any(front[42:60]):
+    if dtype_id >= len(_DTYPES) or front[7] or any(front[42:_CRC_AT]):
         raise MalformedPacket(
             "the header of a stored value uses a dtype or reserved bytes unknown to this release"
         )
