@@ -12,29 +12,22 @@ from dataclasses import dataclass
 
 from skymemory import native
 from skymemory.constellation.torus import RoutingMode, SatelliteId
-from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
+from skymemory.protocol.chunk_service import ChunkService
 from skymemory.protocol.chunk_store import ChunkName, ChunkStore
+from skymemory.protocol.departures import Departures
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
 from skymemory.protocol.handover import Burst, Handover
 from skymemory.protocol.messages import Buffer, Packet, Selection
 from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import (
-    CHUNK_REF_BYTES,
-    SKY_BYTES,
-    Address,
-    ChunkRef,
-    Op,
-    SkyHeader,
-    Status,
-)
+from skymemory.protocol.wire import SKY_BYTES, Address, Op, Status
 
-_CREDIT_UNIT_BYTES = 4096
-_ACKNOWLEDGED = (Op.SET, Op.MIGRATE)
+_CARRIERS = (Op.SET, Op.MIGRATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +54,18 @@ class SatelliteMachine:
         self.handover = Handover(config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s)
         self.backlog_bytes = 0
         """Set by the transport: bytes it was given and has not sent yet."""
-        self._whereabouts = Whereabouts(sky, clock, now_s)
         self._address = Address(config.address.plane, config.address.slot)
+        self._whereabouts = Whereabouts(sky, clock, now_s)
         self._router = Router(config.address, sky.torus, config.routing)
-        self._outgoing: list[tuple[SegmentBatch, LinkEnd]] = []
-        self._sequence = 0
+        self._departures = Departures(
+            self._address, self._whereabouts, self._router, self.counters, config.credit_bytes
+        )  # fmt: skip
+        self._chunks = ChunkService(
+            self.store, self._departures, self.counters, self._stored, self._whereabouts.home
+        )  # fmt: skip
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
-            Op.GET: self._get, Op.HAS: self._has, Op.EVICT: self._evict, Op.LIST: self._list, Op.PING: self._ping,
-            Op.ADVANCE: self._advance, Op.ACK: self._ack, Op.UNREACHABLE: self._unreachable,
+            Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict, Op.LIST: self._chunks.list,
+            Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._ack, Op.UNREACHABLE: self._unreachable,
         }  # fmt: skip
 
     @property
@@ -99,8 +96,7 @@ class SatelliteMachine:
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Batches with the link each leaves by; they are handed out once."""
-        outgoing, self._outgoing = self._outgoing, []
-        return outgoing
+        return self._departures.take()
 
     def next_timer_s(self) -> float | None:
         times = [time for time in (self._whereabouts.next_move_s, self.handover.next_timer_s()) if time is not None]
@@ -152,10 +148,10 @@ class SatelliteMachine:
             self.counters.add("packets_unroutable")
             packet = self._parse(view[:segment_bytes]) if forwarded is Status.HOP_LIMIT else None
             if packet is not None and packet.header.op.is_command:
-                self._reply(packet.header, Op.UNREACHABLE, b"", now_s, forwarded)
+                self._departures.reply(packet.header, Op.UNREACHABLE, b"", now_s, forwarded)
             return
         self.counters.add("packets_forwarded", forwarded[0].count)
-        self._outgoing.append(forwarded)
+        self._departures.pass_on(*forwarded)
 
     def _parse(self, view: memoryview) -> Packet | None:
         try:
@@ -167,9 +163,10 @@ class SatelliteMachine:
     # --- requests for this satellite ---
 
     def _deliver(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        op = segments[0][start + 1]
-        if op in _ACKNOWLEDGED:
-            self._set(segments, start, now_s)
+        if segments[0][start + 1] in _CARRIERS:
+            self._chunks.set(segments, start, now_s)
+            if not self.handover.idle:
+                self._hand_over(now_s)
             return
         for segment in segments:
             packet = self._parse(segment)
@@ -184,103 +181,26 @@ class SatelliteMachine:
             except MalformedPacket:
                 self.counters.add("packets_malformed")
 
-    def _set(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        """SET and MIGRATE: store each chunk, answer once per run of chunks of one request."""
-        stored: dict[int, tuple[SkyHeader, bytes, list[int], list[int]]] = {}
-        body_at = start + SKY_BYTES
-        payload_at = body_at + CHUNK_REF_BYTES
-        for segment in segments:
-            ref_bytes = bytes(segment[body_at:payload_at])
-            request_id = int.from_bytes(segment[start + 16 : start + 20], "big")
-            key, index = ref_bytes[:32], int.from_bytes(ref_bytes[32:36], "big") - 1
-            group = stored.get(request_id)
-            try:
-                home = self._whereabouts.home(ref_bytes)
-                if group is None or group[1] != key:
-                    ChunkRef.unpack(ref_bytes)
-                    if group is not None:
-                        self._answer_set(*group, now_s)
-                    group = stored[request_id] = (SkyHeader.unpack(segment, start), key, [], [])
-            except (MalformedPacket, InvalidInput):
-                self.counters.add("packets_malformed")
-                continue
-            name = (key, index)
-            outcome = self.store.put(name, ref_bytes, bytes(segment[payload_at:]))
-            (group[2] if outcome.stored else group[3]).append(index)
-            self._count_put(group[0].op, outcome.stored, outcome.replaced, len(outcome.evicted))
-            if outcome.stored:
-                self.handover.keep(name)
-                if home != self.config.address:
-                    self.handover.enqueue(home, [name])
-        for group in stored.values():
-            self._answer_set(*group, now_s)
-        if not self.handover.idle:
-            self._hand_over(now_s)
-
-    def _count_put(self, op: Op, stored: bool, replaced: bool, evicted: int) -> None:
-        if not stored:
-            self.counters.add("chunks_refused")
-            return
-        self.counters.add("chunks_migrated_in" if op is Op.MIGRATE else "chunks_set")
-        if replaced:
-            self.counters.add("chunks_replaced")
-        if evicted:
-            self.counters.add("chunks_evicted", evicted)
-
-    def _answer_set(self, header: SkyHeader, key: bytes, taken: list[int], refused: list[int], now_s: float) -> None:
-        for indices, status in ((taken, Status.OK), (refused, Status.FULL)):
-            if indices:
-                ordered = sorted(set(indices))
-                steps = [b - a for a, b in zip(ordered, ordered[1:], strict=False)]
-                stride = steps[0] if steps and len(set(steps)) == 1 else 1
-                body = Selection.of(key, ordered, stride).pack()
-                self._reply(header, Op.ACK, body, now_s, status)
+    def _stored(self, name: ChunkName, ref: bytes, op: Op) -> None:
+        """A chunk came in: it stays, or goes on at once where the box has moved on meanwhile."""
+        self.handover.keep(name)
+        home = self._whereabouts.home(ref)
+        if home != self.config.address:
+            self.handover.enqueue(home, [name])
 
     def _get(self, packet: Packet, now_s: float) -> None:
-        header = packet.header
-        selection = Selection.unpack(packet.body)
         if self.backlog_bytes > self.config.max_backlog_bytes:
-            self._reply(header, Op.BUSY, selection.pack(), now_s)
-            return
-        refs, payloads, missing = [], [], []
-        for index in selection.indices():
-            chunk = self.store.get((selection.key, index))
-            if chunk is None:
-                missing.append(index)
-            else:
-                refs.append(chunk.ref)
-                payloads.append(chunk.payload)
-        if payloads:
-            self.counters.add("chunks_served", len(payloads))
-            answer = self._answer_header(header, Op.DATA)
-            self._send(bulk_batch(answer, refs, payloads, self._take_sequence(len(refs)), now_s), header.source)
-        if missing:
-            self.counters.add("chunks_missed", len(missing))
-            body = Selection.of(selection.key, missing, selection.stride).pack()
-            self._reply(header, Op.MISS, body, now_s)
-
-    def _has(self, packet: Packet, now_s: float) -> None:
-        found = [self.store.presence(key) for key in messages.unpack_keys(packet.body)]
-        self._reply(packet.header, Op.PRESENCE, messages.pack_presences(found), now_s)
-
-    def _evict(self, packet: Packet, now_s: float) -> None:
-        freed = sum(self.store.remove_key(key) for key in messages.unpack_keys(packet.body))
-        self.counters.add("chunks_deleted", freed)
-        self._reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
-
-    def _list(self, packet: Packet, now_s: float) -> None:
-        after, limit = messages.unpack_list(packet.body)
-        keys = self.store.keys_after(after, limit)
-        entries = [(key, presence) for key in keys if (presence := self.store.presence(key)) is not None]
-        self._reply(packet.header, Op.LISTED, messages.pack_listed(entries), now_s)
+            self._departures.reply(packet.header, Op.BUSY, bytes(packet.body), now_s)
+        else:
+            self._chunks.get(packet, now_s)
 
     def _ping(self, packet: Packet, now_s: float) -> None:
-        self._reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
+        self._departures.reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
 
     def _advance(self, packet: Packet, now_s: float) -> None:
         self._whereabouts.push_to(messages.unpack_moves(packet.body))
         self._follow_clock(now_s)
-        self._reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._whereabouts.pushed), now_s)
+        self._departures.reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._whereabouts.pushed), now_s)
         self._hand_over(now_s)
 
     def _ack(self, packet: Packet, now_s: float) -> None:
@@ -328,32 +248,5 @@ class SatelliteMachine:
             self.handover.forget(burst, set(burst.names) - {name for name, _, _ in found})
         if found:
             there = Address(burst.destination.plane, burst.destination.slot)
-            header = SkyHeader(Op.MIGRATE, there, self._address, 0, burst.request_id)
             refs, payloads = [ref for _, ref, _ in found], [payload for _, _, payload in found]
-            self._send(bulk_batch(header, refs, payloads, self._take_sequence(len(refs)), now_s), there)
-
-    # --- sending ---
-
-    def _answer_header(self, request: SkyHeader, op: Op, status: Status = Status.OK) -> SkyHeader:
-        return SkyHeader(
-            op, request.source, self._address, request.ground, request.request_id, status,
-            timestamp_us=request.timestamp_us, slot_moves=self.moves[0], plane_moves=self.moves[1],
-            credit=self.config.credit_bytes // _CREDIT_UNIT_BYTES,
-        )  # fmt: skip
-
-    def _reply(self, request: SkyHeader, op: Op, body: bytes, now_s: float, status: Status = Status.OK) -> None:
-        header = self._answer_header(request, op, status)
-        self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), request.source)
-
-    def _take_sequence(self, count: int) -> int:
-        first = self._sequence
-        self._sequence = (first + count) & 0x3FFF
-        return first
-
-    def _send(self, batch: SegmentBatch, destination: Address) -> None:
-        """Our own packets: out by the link that leads to their destination."""
-        to = self._router.exit_for(destination, batch.headers)
-        if to is None:
-            self.counters.add("packets_unroutable", batch.count)
-        else:
-            self._outgoing.append((batch, to))
+            self._departures.migrate(there, burst.request_id, refs, payloads, now_s)

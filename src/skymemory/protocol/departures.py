@@ -1,0 +1,82 @@
+"""What a satellite has to say: answers, commands of its own, packets in transit; each with the link it leaves by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skymemory.metrics import Counters
+from skymemory.protocol import messages
+from skymemory.protocol.forwarding import LinkEnd, Router
+from skymemory.protocol.messages import Buffer
+from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.whereabouts import Whereabouts
+from skymemory.protocol.wire import Address, Op, SkyHeader, Status
+
+CREDIT_UNIT_BYTES = 4096
+"""The unit of a header's ``credit``."""
+
+
+class Departures:
+    """Packs and queues what leaves. ``credit_bytes`` is offered in every header: what we can take at once."""
+
+    def __init__(
+        self, address: Address, whereabouts: Whereabouts, router: Router, counters: Counters, credit_bytes: int
+    ) -> None:
+        self._address = address
+        self._whereabouts = whereabouts
+        self._router = router
+        self._counters = counters
+        self._credit = credit_bytes // CREDIT_UNIT_BYTES
+        self._sequence = 0
+        self._outgoing: list[tuple[SegmentBatch, LinkEnd]] = []
+
+    def take(self) -> list[tuple[SegmentBatch, LinkEnd]]:
+        """Batches with the link each leaves by; they are handed out once."""
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def pass_on(self, batch: SegmentBatch, link: LinkEnd) -> None:
+        """Packets of others, on their way."""
+        self._outgoing.append((batch, link))
+
+    def reply(
+        self, request: SkyHeader, op: Op, body: bytes | bytearray, now_s: float, status: Status = Status.OK
+    ) -> None:
+        """One control packet back to whoever asked."""
+        packet = messages.build_packet(self._answer(request, op, status), bytes(body), self._take_sequence(1), now_s)
+        self._send(single(packet), request.source)
+
+    def reply_chunks(self, request: SkyHeader, refs: Sequence[bytes], payloads: Sequence[Buffer], now_s: float) -> None:
+        """DATA: one packet per chunk."""
+        header = self._answer(request, Op.DATA, Status.OK)
+        self._send(bulk_batch(header, refs, payloads, self._take_sequence(len(refs)), now_s), request.source)
+
+    def migrate(
+        self, there: Address, request_id: int, refs: Sequence[bytes], payloads: Sequence[Buffer], now_s: float
+    ) -> None:
+        """MIGRATE: one packet per chunk, to another satellite."""
+        slot_moves, plane_moves = self._whereabouts.moves
+        header = SkyHeader(
+            Op.MIGRATE, there, self._address, 0, request_id, slot_moves=slot_moves, plane_moves=plane_moves,
+            credit=self._credit,
+        )  # fmt: skip
+        self._send(bulk_batch(header, refs, payloads, self._take_sequence(len(refs)), now_s), there)
+
+    def _answer(self, request: SkyHeader, op: Op, status: Status) -> SkyHeader:
+        slot_moves, plane_moves = self._whereabouts.moves
+        return SkyHeader(
+            op, request.source, self._address, request.ground, request.request_id, status,
+            timestamp_us=request.timestamp_us, slot_moves=slot_moves, plane_moves=plane_moves, credit=self._credit,
+        )  # fmt: skip
+
+    def _take_sequence(self, count: int) -> int:
+        first = self._sequence
+        self._sequence = (first + count) & 0x3FFF
+        return first
+
+    def _send(self, batch: SegmentBatch, destination: Address) -> None:
+        to = self._router.exit_for(destination, batch.headers)
+        if to is None:
+            self._counters.add("packets_unroutable", batch.count)
+        else:
+            self._outgoing.append((batch, to))
