@@ -177,9 +177,7 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
     for key in keys:
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            raise InvalidInput(
-                f"a store key must be {KEY_BYTES} bytes, got {what}: use kv.block.key_hash for names"
-            )
+            raise InvalidInput(f"a store key must be {KEY_BYTES} bytes, got {what}: use kv.block.key_hash for names")
     return tuple(keys)
 
 

@@ -98,9 +98,7 @@ class MemoryStore(TwoPhase):
             seconds = self._clock() - started_s
             ticket.report = LoadReport(
                 tuple(
-                    KeyReport(reason="absent")
-                    if value is None
-                    else KeyReport(self._name, len(value), seconds)
+                    KeyReport(reason="absent") if value is None else KeyReport(self._name, len(value), seconds)
                     for value in values
                 ),
                 seconds,
@@ -144,11 +142,7 @@ class MemoryStore(TwoPhase):
             self._use([key for key, _ in ticket.items])
             self._counters.add("stored", len(granted))
             ticket.seconds = self._clock() - started_s
-            return (
-                list(ticket.state)
-                if alive and isinstance(ticket.state, list)
-                else [False] * len(ticket.items)
-            )
+            return list(ticket.state) if alive and isinstance(ticket.state, list) else [False] * len(ticket.items)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         keys = check_keys(keys)
@@ -212,9 +206,7 @@ class MemoryStore(TwoPhase):
         if key not in self._values:
             return False
         now_s = self._clock()
-        self._pins = {
-            pinned: until_s for pinned, until_s in self._pins.items() if until_s > now_s and pinned != key
-        }
+        self._pins = {pinned: until_s for pinned, until_s in self._pins.items() if until_s > now_s and pinned != key}
         if ttl_s <= 0:
             return True
         if sum(len(self._values[pinned]) for pinned in (*self._pins, key)) > self._pin_budget_bytes:
@@ -236,9 +228,7 @@ class MemoryStore(TwoPhase):
         now_s = self._clock()
         self._loads = {ticket for ticket in self._loads if ticket.expires_s > now_s}
         leased = {key for ticket in self._loads for key in ticket.keys}
-        reserved_bytes = sum(
-            _size(value) for ticket in self._alive_stores() for _, value in self._granted(ticket)
-        )
+        reserved_bytes = sum(_size(value) for ticket in self._alive_stores() for _, value in self._granted(ticket))
         excess_bytes = self._used_bytes + reserved_bytes + size_bytes - self._budget_bytes
         victims: list[bytes] = []
         for key, value in self._values.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import cast
@@ -145,6 +146,8 @@ class SimulatedClient:
     def __init__(self, constellation: SimulatedConstellation, machine: ClientMachine) -> None:
         self._constellation = constellation
         self.machine = machine
+        self.lock = nullcontext()
+        """Virtual time has one thread."""
 
     def now_s(self) -> float:
         return self._constellation.now_s

@@ -1,0 +1,116 @@
+"""What is known of the values in the sky: by the index, or, without one, by what probing learned."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from skymemory.index.block_info import BlockInfo
+from skymemory.protocol.motion import STRATEGY_CODES, STRATEGY_NAMES
+from skymemory.protocol.transfer import ValueInfo
+from skymemory.store.probing import Prober
+from skymemory.store.shared_index import SharedIndex
+
+_REMEMBERED_LINKS = 1 << 17
+
+
+class Catalog:
+    """Key to ``ValueInfo``. ``index`` None: everything is asked of the satellites."""
+
+    def __init__(self, index: SharedIndex | None, prober: Prober, chunk_bytes: int) -> None:
+        self.index = index
+        self._prober = prober
+        self._chunk_bytes = chunk_bytes
+        self._known: OrderedDict[bytes, ValueInfo] = OrderedDict()
+        self._links: OrderedDict[bytes, tuple[int, bytes | None]] = OrderedDict()
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """Leading keys that are all there."""
+        self._remember_chain(keys)
+        if self.index is not None:
+            return self.index.longest_prefix(keys)
+        count, known = self._prober.prefix(keys)
+        self._remember(known)
+        return count
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
+        """What is known of the keys that are there."""
+        self._remember_chain(keys)
+        if self.index is None:
+            found = self._prober.find(keys) if keys else {}
+            self._remember(found)
+            return found
+        infos = self.index.infos(keys)
+        return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
+
+    def _info(self, key: bytes, info: BlockInfo) -> ValueInfo:
+        return ValueInfo(
+            key, info.chunks, self._chunk_size(info), info.value_bytes, info.value_crc,
+            STRATEGY_CODES[info.strategy], info.servers, (info.slot_moves, info.plane_moves),  # type: ignore[index]
+        )  # fmt: skip
+
+    def _chunk_size(self, info: BlockInfo) -> int:
+        """The index keeps the number of chunks; ours are of one size, another writer's may not be."""
+        ours = self._chunk_bytes
+        return ours if max(1, -(-info.value_bytes // ours)) == info.chunks else -(-info.value_bytes // info.chunks)
+
+    def _remember(self, known: dict[bytes, ValueInfo]) -> None:
+        self._known.update(known)
+        while len(self._known) > _REMEMBERED_LINKS:
+            self._known.popitem(last=False)
+
+    def _remember_chain(self, keys: Sequence[bytes]) -> None:
+        """A sequence of keys is a chain (see ``base``): the index needs to know which key follows which."""
+        if self.index is None or len(keys) < 2:
+            return
+        parent: bytes | None = None
+        for depth, key in enumerate(keys):
+            self._links.setdefault(key, (depth, parent))
+            parent = key
+        while len(self._links) > _REMEMBERED_LINKS:
+            self._links.popitem(last=False)
+
+    def take(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
+        """Infos of the distinct keys that are there, in order; what a probing ``prefix`` learned is used once."""
+        wanted = list(dict.fromkeys(keys))
+        if self.index is not None:
+            found = self.find(wanted)
+        else:
+            found = {key: info for key in wanted if (info := self._known.pop(key, None)) is not None}
+            unknown = [key for key in wanted if key not in found]
+            found.update(self._prober.find(unknown) if unknown else {})
+        return {key: found[key] for key in wanted if key in found}
+
+    def add(self, infos: Iterable[ValueInfo], now_s: float) -> None:
+        """Enter values in runs of one chain, so that one record describes each run."""
+        if self.index is None:
+            return
+        run: list[bytes] = []
+        entries: list[BlockInfo] = []
+        start, parent = 0, None
+        for info in infos:
+            depth, before = self._links.get(info.key, (0, None))
+            if run and (before != run[-1] or depth != start + len(run)):
+                self.index.add(run, entries, start, parent)
+                run, entries = [], []
+            if not run:
+                start, parent = depth, before
+            run.append(info.key)
+            entries.append(
+                BlockInfo(
+                    info.chunks, info.value_bytes, info.value_crc, now_s, *info.set_moves,
+                    STRATEGY_NAMES[info.strategy], info.servers,
+                )
+            )  # fmt: skip
+        if run:
+            self.index.add(run, entries, start, parent)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._known.pop(key, None)
+        if self.index is not None:
+            self.index.remove(keys)
+
+    def close(self) -> None:
+        if self.index is not None:
+            self.index.close()

@@ -1,0 +1,310 @@
+"""The constellation as a tier: keys to chunks on satellites and back, under the common contract.
+
+Where each chunk is follows from the index entry (size, strategy, moves at the setting) and the clock. With the index
+lost, or by choice, the box is probed instead. A value with any chunk gone is a miss, and its remains are evicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
+from skymemory.metrics import Counters
+from skymemory.protocol import messages
+from skymemory.protocol.client import Finished
+from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
+from skymemory.protocol.motion import STRATEGY_CODES, SkyMap
+from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
+from skymemory.store.base import (
+    LEASE_S,
+    Buffer,
+    KeyReport,
+    LoadReport,
+    LoadTicket,
+    Presence,
+    StoreTicket,
+    TwoPhase,
+    check_items,
+    check_keys,
+)
+from skymemory.store.catalog import Catalog
+from skymemory.store.driver import ClientDriver
+from skymemory.store.probing import Prober
+from skymemory.store.shared_index import SharedIndex
+from skymemory.units import format_size
+
+_POOLED_BUFFERS = 4
+_GONE = ("missing", "corrupt", "other version")
+
+
+@dataclass(frozen=True, slots=True)
+class SkySettings:
+    """How values are laid out. ``memory_per_satellite_bytes`` 0: not known, nothing is refused for its size."""
+
+    strategy: str = "rotation_hop"
+    servers: int = 10
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    memory_per_satellite_bytes: int = 0
+
+
+class ConstellationStore(TwoPhase):
+    """Values on satellites. ``index`` None: every look-up probes the box (correct, slower)."""
+
+    def __init__(
+        self,
+        driver: ClientDriver,
+        sky: SkyMap,
+        settings: SkySettings | None = None,
+        *,
+        index: SharedIndex | None = None,
+        name: str = "constellation",
+    ) -> None:
+        self.settings = settings or SkySettings()
+        strategy = STRATEGY_CODES.get(self.settings.strategy)  # type: ignore[call-overload]
+        if strategy is None:
+            raise InvalidInput(f"strategy {self.settings.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
+        self._strategy: int = strategy
+        self._driver = driver
+        self._sky = sky
+        self._catalog = Catalog(index, Prober(driver, sky, strategy, self.settings.servers), self.settings.chunk_bytes)
+        self._name = name
+        self._pending: set[bytes] = set()
+        self._open_tickets: set[int] = set()
+        self._pool: list[np.ndarray] = []
+        self._counters = Counters()
+        self._bytes_per_s = 1e9
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    # --- looking up ---
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        keys = self._check(keys)
+        infos = self._catalog.find(keys)
+        return [
+            Presence.PENDING if key in self._pending else Presence.HIT if key in infos else Presence.MISS
+            for key in keys
+        ]  # fmt: skip
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        return self._catalog.prefix(self._check(keys))
+
+    # --- loading ---
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        ticket = LoadTicket(self._check(keys), self._driver.now_s() + LEASE_S)
+        self._open_tickets.add(id(ticket))
+        return ticket
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        self._check(())
+        if id(ticket) not in self._open_tickets:
+            raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
+        self._open_tickets.discard(id(ticket))
+        started_s = self._driver.now_s()
+        infos = self._catalog.take(ticket.keys)
+        unique = list(infos.values())
+        room = self._room(sum(info.value_bytes for info in unique))
+        ticket.state = room
+        outcomes, values = self._fetch(unique, room.data)
+        seconds = self._driver.now_s() - started_s
+        reports = [self._key_report(outcomes.get(key)) for key in ticket.keys]
+        ticket.report = LoadReport(tuple(reports), seconds)
+        loaded_bytes = sum(len(value) for value in values.values())
+        if loaded_bytes > 1 << 20 and seconds > 0:
+            self._bytes_per_s += (loaded_bytes / seconds - self._bytes_per_s) / 4
+        self._counters.add("hits", sum(key in values for key in ticket.keys))
+        self._counters.add("misses", sum(key not in values for key in ticket.keys))
+        return [values.get(key) for key in ticket.keys]
+
+    def _fetch(
+        self, infos: Sequence[ValueInfo], room: memoryview
+    ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
+        outs: dict[int, memoryview] = {}
+        at = 0
+        with self._driver.lock:
+            for info in infos:
+                out = room[at : at + info.value_bytes]
+                outs[self._driver.machine.get(info, out, self._driver.now_s())] = out
+                at += info.value_bytes
+            finished = self._driver.run(outs)
+        outcomes, values, gone = {}, {}, []
+        for number, outcome in finished.items():
+            if outcome.info is None:
+                continue
+            outcomes[outcome.info.key] = outcome
+            report = outcome.report
+            self._counters.add("chunks_retransmitted", report.retransmitted_chunks)
+            self._counters.add("chunks_corrupt", report.corrupt_chunks)
+            self._counters.add("requests", report.requests)
+            if outcome.ok:
+                values[outcome.info.key] = outs[number].toreadonly()
+            else:
+                self._counters.add("failures", label=report.failure)
+                if report.failure in _GONE:
+                    gone.append(outcome.info)
+        if gone:
+            self._counters.add("values_evicted_lazily", len(gone))
+            self._evict(gone)
+        return outcomes, values
+
+    def _key_report(self, outcome: Finished | None) -> KeyReport:
+        if outcome is None:
+            return KeyReport(reason="absent")
+        report = outcome.report
+        if outcome.ok:
+            return KeyReport(self._name, report.value_bytes, report.seconds, report.retransmitted_chunks)
+        return KeyReport(seconds=report.seconds, retransmitted=report.retransmitted_chunks, reason=report.failure)
+
+    def release(self, ticket: LoadTicket) -> None:
+        self._open_tickets.discard(id(ticket))
+        if isinstance(ticket.state, np.ndarray):
+            self._pool.append(ticket.state)
+            ticket.state = None
+            if len(self._pool) > _POOLED_BUFFERS:
+                self._pool.sort(key=len)
+                del self._pool[0]
+
+    def _room(self, size_bytes: int) -> np.ndarray:
+        """A buffer to receive into: one that was released if it is large enough, whose pages are there already."""
+        for at, room in enumerate(self._pool):
+            if len(room) >= size_bytes:
+                return self._pool.pop(at)
+        return np.empty(max(size_bytes, 1), dtype=np.uint8)
+
+    # --- storing ---
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+        items = check_items(items)
+        self._check(())
+        limit_bytes = self._largest_value_bytes()
+        for _, value in items:
+            size_bytes = memoryview(value).nbytes
+            if size_bytes > limit_bytes:
+                raise ValueTooLarge(
+                    f"a value of {format_size(size_bytes)} on {self.settings.servers} satellites of "
+                    f"{format_size(self.settings.memory_per_satellite_bytes)}: at most {format_size(limit_bytes)} fit; "
+                    "use more servers, more memory per satellite or smaller values"
+                )
+        ticket = StoreTicket(items, self._driver.now_s() + LEASE_S)
+        self._open_tickets.add(id(ticket))
+        self._pending.update(key for key, _ in items)
+        return ticket
+
+    def _largest_value_bytes(self) -> int:
+        settings = self.settings
+        if not settings.memory_per_satellite_bytes:
+            return (1 << 32) - 1
+        per_satellite = settings.memory_per_satellite_bytes // (settings.chunk_bytes + CHUNK_REF_BYTES)
+        return min((1 << 32) - 1, per_satellite * settings.servers * settings.chunk_bytes)
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        if id(ticket) not in self._open_tickets:
+            raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
+        self._open_tickets.discard(id(ticket))
+        started_s = self._driver.now_s()
+        try:
+            with self._driver.lock:
+                begun = {key: self._begin_put(key, value) for key, value in dict(ticket.items).items()}
+                finished = self._driver.run(begun.values())
+        finally:
+            self._pending.difference_update(key for key, _ in ticket.items)
+        stored = {key: finished[number] for key, number in begun.items() if finished[number].ok}
+        failed = [outcome.info for outcome in finished.values() if not outcome.ok and outcome.info is not None]
+        for outcome in finished.values():
+            self._counters.add("chunks_retransmitted", outcome.report.retransmitted_chunks)
+            self._counters.add("requests", outcome.report.requests)
+            if not outcome.ok:
+                self._counters.add("failures", label=outcome.report.failure)
+        if failed:
+            self._evict(failed)
+        infos = [outcome.info for outcome in stored.values() if outcome.info is not None]
+        self._catalog.add(infos, self._driver.now_s())
+        ticket.seconds = self._driver.now_s() - started_s
+        self._counters.add("stored", len(stored))
+        return [key in stored for key, _ in ticket.items]
+
+    def _begin_put(self, key: bytes, value: Buffer) -> int:
+        settings = self.settings
+        number, _ = self._driver.machine.put(
+            key, value, settings.chunk_bytes, self._strategy, settings.servers, self._driver.now_s()
+        )  # fmt: skip
+        return number
+
+    # --- the rest of the contract ---
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Satellites refresh what they serve; there is no message that only refreshes."""
+        self._check(keys)
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """Satellites know no pins: nothing can be promised, so nothing is."""
+        return [False] * len(self._check(keys))
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        keys = self._check(keys)
+        infos = self._catalog.find(keys)
+        if infos:
+            self._evict(list(infos.values()))
+        return [key in infos for key in keys]
+
+    def _evict(self, infos: Sequence[ValueInfo]) -> None:
+        """Ask every satellite that may hold chunks of these values to forget them; forget them here."""
+        machine = self._driver.machine
+        now_s = self._driver.now_s()
+        moves = machine.moves(now_s)
+        by_satellite: dict[object, list[bytes]] = {}
+        for info in infos:
+            for near in (moves, (moves[0] - 1, moves[1]), (moves[0], moves[1] - 1)):
+                servers = self._sky.servers_at(info.strategy, info.servers, info.set_moves, near)
+                for satellite in servers[: info.chunks]:
+                    keys = by_satellite.setdefault(satellite, [])
+                    if not keys or keys[-1] != info.key:
+                        keys.append(info.key)
+        with self._driver.lock:
+            asked = [
+                machine.ask(Op.EVICT, messages.pack_keys(keys[at : at + MAX_KEYS_PER_PACKET]), satellite, now_s)  # type: ignore[arg-type]
+                for satellite, keys in by_satellite.items()
+                for at in range(0, len(keys), MAX_KEYS_PER_PACKET)
+            ]
+            self._driver.run(asked)
+        self._catalog.remove([info.key for info in infos])
+
+    def stats(self) -> dict[str, int | float]:
+        figures: dict[str, int | float] = {
+            **self._counters.as_dict(), **{f"client_{k}": v for k, v in self._driver.machine.counters.as_dict().items()}
+        }  # fmt: skip
+        if self._catalog.index is not None:
+            figures["values"] = len(self._catalog.index)
+        return figures
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
+        """Round trip plus bytes at the rate of late; infinite when the index knows one of them to be absent."""
+        keys = self._check(keys)
+        rtt_s = self._driver.machine.config.expected_rtt_s
+        if self._catalog.index is None:
+            return rtt_s + 3e6 * len(keys) / self._bytes_per_s
+        found = self._catalog.find(keys)
+        if len(found) < len(set(keys)):
+            return math.inf
+        return rtt_s + sum(found[key].value_bytes for key in keys) / self._bytes_per_s
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._driver.close()
+            self._catalog.close()
+
+    def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        if self._closed:
+            raise InvalidInput("the constellation store is closed")
+        return check_keys(keys)

@@ -1,0 +1,97 @@
+"""A ground host over one UDP socket: the client machine, driven by the caller's own thread.
+
+No thread and no event loop of its own: a read is a function call that returns when the bytes are there. Beams of
+different satellites share the socket; the satellites hold what they send for the delay of the beam.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.segments import SegmentBatch
+from skymemory.transport.udp_socket import BatchSocket
+
+Endpoint = tuple[str, int]
+
+
+class UdpClient:
+    """Drives a ``ClientMachine`` over UDP. Safe to share between threads; operations of one call run together."""
+
+    def __init__(
+        self, config: ClientConfig, sky: SkyMap, clock: MoveClock, satellites: Mapping[SatelliteId, Endpoint],
+        bind_ip: str = "127.0.0.1",
+    ) -> None:  # fmt: skip
+        self._sock = BatchSocket(bind_ip, 0)
+        window_bytes = min(config.window_bytes, self._sock.receive_buffer_bytes // 2)
+        self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock)
+        self._satellites = dict(satellites)
+        self._wall_offset_s = time.time() - time.monotonic()
+        self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
+        self._poll = select.poll()
+        self._poll.register(self._sock.fileno(), select.POLLIN)
+        self._lock = threading.RLock()
+        self._unclaimed: dict[int, Finished] = {}
+
+    def now_s(self) -> float:
+        return time.monotonic() + self._wall_offset_s
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by whoever begins operations and runs them."""
+        return self._lock
+
+    def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
+        """Carry datagrams until all these operations have ended; how each did, by its number."""
+        waiting, finished = set(numbers), dict[int, Finished]()
+        with self._lock:
+            while True:
+                self._send()
+                while (event := self.machine.next_event()) is not None:
+                    self._unclaimed[event.number] = event
+                for number in [number for number in waiting if number in self._unclaimed]:
+                    finished[number] = self._unclaimed.pop(number)
+                    waiting.discard(number)
+                if not waiting:
+                    return finished
+                self._receive_or_wait()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _send(self) -> None:
+        for batch, satellite in self.machine.datagrams_to_send(self.now_s()):
+            self._backlog.append((self._satellites[satellite], batch))
+        while self._backlog:
+            endpoint, batch = self._backlog.popleft()
+            rest = self._sock.send(batch, endpoint)
+            if rest is not None:
+                self._backlog.appendleft((endpoint, rest))
+                return
+
+    def _receive_or_wait(self) -> None:
+        """Take what is there; with nothing there, sleep until something comes or a timer is due."""
+        machine = self.machine
+        arrivals = self._sock.receive()
+        if not arrivals:
+            due_s = machine.next_timer_s()
+            wait_s = max(0.0, due_s - self.now_s()) if due_s is not None else 1.0
+            if self._backlog:
+                self._poll.modify(self._sock.fileno(), select.POLLIN | select.POLLOUT)
+            self._poll.poll(wait_s * 1e3)
+            if self._backlog:
+                self._poll.modify(self._sock.fileno(), select.POLLIN)
+            arrivals = self._sock.receive()
+        now_s = self.now_s()
+        for view, segment_bytes, _ in arrivals:
+            machine.receive_batch(view, segment_bytes, now_s)
+        due_s = machine.next_timer_s()
+        if due_s is not None and due_s <= now_s:
+            machine.handle_timer(now_s)

@@ -1,0 +1,261 @@
+"""One host's satellites over UDP: a socket each, one event loop, links as slow as light makes them.
+
+The machines do all the thinking (``protocol.satellite``); this file carries datagrams between them and the sockets,
+holds them for the delay of their link, and injects the faults that were asked for. A ground host's beam is held here in
+both directions, so that a client needs to know nothing of geometry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from skymemory.constellation.orbit import Shell
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.segments import SegmentBatch, single
+from skymemory.transport.delay_line import DelayLine
+from skymemory.transport.faults import FaultInjector
+from skymemory.transport.udp_socket import BatchSocket
+
+Endpoint = tuple[str, int]
+RECEIVE_ROUNDS = 4
+"""Batches taken from one socket before the others get their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """What one host process runs.
+
+    ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 holds nothing; 1 holds as
+    long as light takes along the links of ``shell``. ``link_rate_bit_s`` 0 is unlimited.
+    """
+
+    mine: Mapping[SatelliteId, Endpoint]
+    everyone: Mapping[SatelliteId, Endpoint]
+    sky: SkyMap
+    shell: Shell
+    clock: MoveClock
+    memory_bytes: int
+    delay_scale: float = 1.0
+    link_rate_bit_s: float = 0.0
+    faults: FaultInjector | None = None
+    routing: str = "greedy"
+
+
+class _Satellite:
+    """A machine and its socket."""
+
+    def __init__(self, machine: SatelliteMachine, sock: BatchSocket) -> None:
+        self.machine = machine
+        self.sock = sock
+        self.timer: asyncio.TimerHandle | None = None
+        self.timer_s = 0.0
+        self.backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
+
+
+class UdpHost:
+    """Runs the satellites of one host until closed. Build it inside a running event loop."""
+
+    def __init__(self, spec: HostSpec, loop: asyncio.AbstractEventLoop) -> None:
+        self.spec = spec
+        self._loop = loop
+        self._names = {endpoint: satellite for satellite, endpoint in spec.everyone.items()}
+        self._wall_offset_s = time.time() - time.monotonic()
+        self._delays = DelayLine(spec.link_rate_bit_s) if spec.delay_scale > 0 else None
+        self._beam_s: dict[tuple[int, int], float] = {}
+        self._link_s = {
+            axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in ("slot", "plane")
+        }  # fmt: skip
+        self._satellites: dict[SatelliteId, _Satellite] = {}
+        try:
+            for name, endpoint in spec.mine.items():
+                self._satellites[name] = self._launch(name, endpoint)
+        except OSError:
+            self.close()
+            raise
+        if self._delays is not None:
+            loop.add_reader(self._delays.fileno(), self._release_due)
+
+    def _launch(self, name: SatelliteId, endpoint: Endpoint) -> _Satellite:
+        sock = BatchSocket(*endpoint)
+        config = SatelliteConfig(
+            name, self.spec.memory_bytes, routing=self.spec.routing, credit_bytes=sock.receive_buffer_bytes // 2
+        )  # fmt: skip
+        satellite = _Satellite(SatelliteMachine(config, self.spec.sky, self.spec.clock, self.now_s()), sock)
+        self._loop.add_reader(sock.fileno(), self._readable, satellite)
+        self._arm(satellite)
+        return satellite
+
+    def now_s(self) -> float:
+        """Unix time that never jumps: what the clock of the moves counts in."""
+        return time.monotonic() + self._wall_offset_s
+
+    def close(self) -> None:
+        for satellite in self._satellites.values():
+            self._loop.remove_reader(satellite.sock.fileno())
+            self._loop.remove_writer(satellite.sock.fileno())
+            if satellite.timer is not None:
+                satellite.timer.cancel()
+            satellite.sock.close()
+        self._satellites.clear()
+        if self._delays is not None:
+            self._loop.remove_reader(self._delays.fileno())
+            self._delays.close()
+            self._delays = None
+
+    # --- in ---
+
+    def _readable(self, satellite: _Satellite) -> None:
+        faults = self.spec.faults
+        for _ in range(RECEIVE_ROUNDS):
+            arrivals = satellite.sock.receive()
+            if not arrivals:
+                break
+            now_s = self.now_s()
+            for view, segment_bytes, endpoint in arrivals:
+                source: SatelliteId | Endpoint = self._names.get(endpoint, endpoint)
+                if faults is not None:
+                    for at in range(0, len(view), segment_bytes):
+                        for data, extra_s in faults.apply(bytes(view[at : at + segment_bytes])):
+                            self._arrive_later(satellite, data, len(data), source, extra_s)
+                elif self._delays is not None and not isinstance(source, SatelliteId):
+                    self._arrive_later(satellite, bytes(view), segment_bytes, source, 0.0)
+                else:
+                    satellite.machine.receive_batch(view, segment_bytes, source, now_s)
+        self._after(satellite)
+
+    def _arrive_later(
+        self, satellite: _Satellite, data: bytes, segment_bytes: int, source: SatelliteId | Endpoint, extra_s: float
+    ) -> None:
+        """Hold what came up a beam as long as light takes, or what a fault delays; then let the machine have it."""
+
+        def arrive() -> None:
+            satellite.machine.receive_batch(data, segment_bytes, source, self.now_s())
+            self._after(satellite)
+
+        beam = not isinstance(source, SatelliteId)
+        if self._delays is not None and beam:
+            link = (satellite.machine.config.address, "up")
+            self._delays.push(link, len(data), self._beam_one_way_s(satellite) + extra_s, arrive)
+        elif extra_s > 0:
+            self._loop.call_later(extra_s, arrive)
+        else:
+            satellite.machine.receive_batch(data, segment_bytes, source, self.now_s())
+
+    # --- out ---
+
+    def _after(self, satellite: _Satellite) -> None:
+        """Send what the machine has to say, and set its alarm."""
+        machine = satellite.machine
+        for batch, to in machine.datagrams_to_send(self.now_s()):
+            if isinstance(to, SatelliteId):
+                here = machine.config.address
+                hold_s = self._link_s["slot" if to.plane == here.plane else "plane"]
+                self._depart(satellite, batch, self.spec.everyone[to], (here, to), hold_s)
+            else:
+                self._down(satellite, batch, to)
+        self._arm(satellite)
+
+    def _down(self, satellite: _Satellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
+        """To a ground host: by the beam, whose faults are injected here because the host injects none."""
+        link = (satellite.machine.config.address, "down")
+        hold_s = self._beam_one_way_s(satellite) if self._delays is not None else 0.0
+        if self.spec.faults is None:
+            self._depart(satellite, batch, endpoint, link, hold_s)
+            return
+        for datagram in batch.datagrams():
+            for data, extra_s in self.spec.faults.apply(datagram):
+                if extra_s > 0:
+                    self._loop.call_later(extra_s, self._depart, satellite, single(data), endpoint, link, hold_s)
+                else:
+                    self._depart(satellite, single(data), endpoint, link, hold_s)
+
+    def _depart(
+        self, satellite: _Satellite, batch: SegmentBatch, endpoint: Endpoint, link: object, hold_s: float
+    ) -> None:
+        if self._delays is None:
+            self._transmit(satellite, batch, endpoint)
+        else:
+            self._delays.push(link, batch.total_bytes, hold_s, lambda: self._transmit(satellite, batch, endpoint))
+
+    def _transmit(self, satellite: _Satellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
+        if satellite.backlog:
+            satellite.backlog.append((endpoint, batch))
+            satellite.machine.backlog_bytes += batch.total_bytes
+            return
+        rest = satellite.sock.send(batch, endpoint)
+        if rest is not None:
+            satellite.backlog.append((endpoint, rest))
+            satellite.machine.backlog_bytes += rest.total_bytes
+            self._loop.add_writer(satellite.sock.fileno(), self._writable, satellite)
+
+    def _writable(self, satellite: _Satellite) -> None:
+        while satellite.backlog:
+            endpoint, batch = satellite.backlog.popleft()
+            rest = satellite.sock.send(batch, endpoint)
+            satellite.machine.backlog_bytes -= batch.total_bytes
+            if rest is not None:
+                satellite.backlog.appendleft((endpoint, rest))
+                satellite.machine.backlog_bytes += rest.total_bytes
+                return
+        self._loop.remove_writer(satellite.sock.fileno())
+
+    # --- time ---
+
+    def _beam_one_way_s(self, satellite: _Satellite) -> float:
+        """How long light takes between the ground host and this satellite, where it stands now."""
+        here = satellite.machine.config.address
+        offset = self.spec.sky.torus.delta(self.spec.sky.centre_at(satellite.machine.moves), here)
+        found = self._beam_s.get(offset)
+        if found is None:
+            found = self._beam_s[offset] = self.spec.shell.slant_one_way_s(*offset) * self.spec.delay_scale
+        return found
+
+    def _release_due(self) -> None:
+        if self._delays is not None:
+            for release in self._delays.pop_due():
+                release()
+
+    def _arm(self, satellite: _Satellite) -> None:
+        due_s = satellite.machine.next_timer_s()
+        if satellite.timer is not None:
+            if due_s == satellite.timer_s:
+                return
+            satellite.timer.cancel()
+            satellite.timer = None
+        if due_s is not None:
+            satellite.timer_s = due_s
+            satellite.timer = self._loop.call_later(max(0.0, due_s - self.now_s()), self._alarm, satellite)
+
+    def _alarm(self, satellite: _Satellite) -> None:
+        satellite.timer = None
+        satellite.machine.handle_timer(self.now_s())
+        self._after(satellite)
+
+    def report(self) -> dict[str, float]:
+        """How exact the holds were, and what faults did."""
+        figures: dict[str, float] = {}
+        if self._delays is not None:
+            figures.update(self._delays.report())
+        if self.spec.faults is not None:
+            figures["faults_injected"] = self.spec.faults.injected
+        return figures
+
+
+async def serve_host(spec: HostSpec, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+    """Run one host's satellites until ``stop`` is set; ``on_ready`` is called once all sockets are bound.
+
+    Raises:
+        OSError: a port is taken; nothing stays bound.
+    """
+    host = UdpHost(spec, asyncio.get_running_loop())
+    try:
+        on_ready()
+        await stop.wait()
+    finally:
+        host.close()
