@@ -23,8 +23,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "layout",
         help="show which satellite is which server, now or after some rotations",
         description="Print the map of a placement as in figures 4 to 8 of the SkyMemory paper: planes are rows, "
-        "satellites of a plane are columns and fly east, the one overhead is in parentheses. Numbers are 1-based "
-        "as in the paper.",
+        "satellites of a plane are columns and fly east, the one overhead is in parentheses. "
+        "Numbers are 1-based as in the paper.",
     )
     parser.add_argument("--preset", metavar="NAME", help="constellation (default: testbed-19x5)")
     parser.add_argument(
@@ -43,12 +43,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--planes", type=int, default=0, metavar="P", help="planes the Earth has turned on since the set"
     )
-    parser.add_argument(
-        "--figure", type=int, metavar="N", help="one of the paper's figures 4, 5, 6, 7, 8 instead"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="draw it to a .png, .svg or .pdf file instead"
-    )
+    parser.add_argument("--figure", type=int, metavar="N", help="one of the paper's figures 4, 5, 6, 7, 8 instead")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="draw it to a .png, .svg or .pdf file instead")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -78,9 +74,7 @@ def _shown(args: argparse.Namespace) -> LayoutMap:
 
     if args.figure is not None:
         if any((args.preset, args.strategy, args.servers, args.rotations, args.planes)):
-            raise InvalidInput(
-                f"figure {args.figure} has its own layout: leave the other options of the layout away"
-            )
+            raise InvalidInput(f"figure {args.figure} has its own layout: leave the other options of the layout away")
         return paper_map(args.figure)
     preset = preset_named(DEFAULT_PRESET if args.preset is None else args.preset)
     strategy = None if args.strategy is None else parse_strategy(args.strategy)
@@ -101,8 +95,7 @@ def _as_json(shown: LayoutMap) -> dict[str, object]:
         "moves": {"slot": shown.now_moves[0], "plane": shown.now_moves[1]},
         "overhead": {"plane": shown.centre.plane, "slot": shown.centre.slot},
         "map": [
-            {"server": server, "plane": satellite.plane, "slot": satellite.slot}
-            for server, satellite in enumerate(now)
+            {"server": server, "plane": satellite.plane, "slot": satellite.slot} for server, satellite in enumerate(now)
         ],
         "handovers": [
             {

@@ -46,13 +46,9 @@ class Shell:
 
     def __post_init__(self) -> None:
         if not 100_000 <= self.altitude_m <= 2_000_000:
-            raise InvalidInput(
-                f"altitude_m is {self.altitude_m:g}: a low Earth orbit is at 100 000 … 2 000 000 m"
-            )
+            raise InvalidInput(f"altitude_m is {self.altitude_m:g}: a low Earth orbit is at 100 000 … 2 000 000 m")
         if not 0 < self.inclination_deg < 180:
-            raise InvalidInput(
-                f"inclination_deg is {self.inclination_deg:g}: expected more than 0 and less than 180"
-            )
+            raise InvalidInput(f"inclination_deg is {self.inclination_deg:g}: expected more than 0 and less than 180")
 
     @property
     def torus(self) -> Torus:
@@ -154,9 +150,7 @@ class Shell:
         chord = self.chord_m(d_slot, d_plane, u_rad)
         return math.sqrt(self.altitude_m**2 + chord**2 * EARTH_RADIUS_M / self.radius_m)
 
-    def slant_one_way_s(
-        self, d_slot: int, d_plane: int, u_rad: float = 0.0, model: DistanceModel = "exact"
-    ) -> float:
+    def slant_one_way_s(self, d_slot: int, d_plane: int, u_rad: float = 0.0, model: DistanceModel = "exact") -> float:
         """Light time of ``slant_m``."""
         return self.slant_m(d_slot, d_plane, u_rad, model) / SPEED_OF_LIGHT_M_S
 

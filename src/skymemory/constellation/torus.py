@@ -71,9 +71,7 @@ class Torus:
 
     def satellites(self) -> list[SatelliteId]:
         """All of them, plane by plane."""
-        return [
-            SatelliteId(plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane)
-        ]
+        return [SatelliteId(plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane)]
 
     def north(self, here: SatelliteId) -> SatelliteId:
         return SatelliteId((here.plane - 1) % self.planes, here.slot)
@@ -139,9 +137,7 @@ class Torus:
             return came_axis == "slot"
         if abs(d_slot) != abs(d_plane):
             return abs(d_plane) > abs(d_slot)
-        return (d_slot > 0) != (
-            d_plane > 0
-        )  # by quadrant, so that the diagonals spread over the four links too
+        return (d_slot > 0) != (d_plane > 0)  # by quadrant, so that the diagonals spread over the four links too
 
     def path(self, here: SatelliteId, there: SatelliteId, mode: RoutingMode = "greedy") -> list[SatelliteId]:
         """Every satellite on the way, both ends included: ``hops(here, there) + 1`` of them."""

@@ -123,9 +123,7 @@ def layout(
 
 
 @lru_cache(maxsize=256)
-def _layout(
-    strategy: Strategy, servers: int, torus: Torus, slot_link_s: float, plane_link_s: float
-) -> Layout:
+def _layout(strategy: Strategy, servers: int, torus: Torus, slot_link_s: float, plane_link_s: float) -> Layout:
     box = Box.centred(*box_shape(servers, torus))
     if strategy in ("rotation", "baseline"):
         cells = tuple(box.cells[:servers])
@@ -177,15 +175,11 @@ def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tupl
     Whole picoseconds, so that every machine breaks ties alike; equal delays keep the order of the
     breadth-first walk.
     """
-    priced = [
-        ((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _whole(torus))
-    ]
+    priced = [((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _whole(torus))]
     return tuple(sorted(priced, key=lambda cell_and_delay: cell_and_delay[1]))
 
 
-def _cheapest(
-    servers: int, torus: Torus, slot_link_s: float, plane_link_s: float
-) -> tuple[Box, tuple[Cell, ...]]:
+def _cheapest(servers: int, torus: Torus, slot_link_s: float, plane_link_s: float) -> tuple[Box, tuple[Cell, ...]]:
     """The smallest box that holds ``servers`` cells within the least worst delay, and those cells."""
     priced = _by_delay(torus, max(1, round(slot_link_s * 1e12)), max(1, round(plane_link_s * 1e12)))
     worst_ps = priced[servers - 1][1]

@@ -39,8 +39,7 @@ class Placement:
         if self.centre not in self.layout.torus:
             torus = self.layout.torus
             raise InvalidInput(
-                f"centre {self.centre}: expected plane 0 … {torus.planes - 1} "
-                f"and slot 0 … {torus.slots_per_plane - 1}"
+                f"centre {self.centre}: expected plane 0 … {torus.planes - 1} and slot 0 … {torus.slots_per_plane - 1}"
             )
 
     @classmethod
@@ -57,9 +56,7 @@ class Placement:
         return cls(layout(strategy, servers, torus, slot_link_s, plane_link_s), centre)
 
     @classmethod
-    def for_preset(
-        cls, preset: Preset, strategy: Strategy | None = None, servers: int | None = None
-    ) -> Placement:
+    def for_preset(cls, preset: Preset, strategy: Strategy | None = None, servers: int | None = None) -> Placement:
         """The placement of a preset, with its own strategy and number of servers unless told otherwise."""
         return cls.of(
             strategy or preset.strategy,
@@ -129,9 +126,7 @@ class Placement:
         """``locate`` of every server, in order; remembered, since a read asks for all of them at once."""
         return _locate_all(self, set_moves, now_moves)
 
-    def server_at(
-        self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)
-    ) -> int | None:
+    def server_at(self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> int | None:
         """The server that ``satellite`` is, at ``now_moves``, of what was set at ``set_moves``; None if it is
         none.
         """

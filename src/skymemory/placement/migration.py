@@ -48,9 +48,7 @@ def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Hand
     return handovers
 
 
-def server_moves(
-    placement: Placement, set_moves: Moves, from_moves: Moves, to_moves: Moves
-) -> list[ServerHandover]:
+def server_moves(placement: Placement, set_moves: Moves, from_moves: Moves, to_moves: Moves) -> list[ServerHandover]:
     """The handovers of what was set at ``set_moves``, by server."""
     before = placement.locate_all(set_moves, from_moves)
     after = placement.locate_all(set_moves, to_moves)

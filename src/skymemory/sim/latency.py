@@ -53,9 +53,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.kvc_bytes <= 0 or self.chunk_bytes <= 0:
-            raise InvalidInput(
-                f"{self.kvc_bytes} bytes in chunks of {self.chunk_bytes}: expected more than 0"
-            )
+            raise InvalidInput(f"{self.kvc_bytes} bytes in chunks of {self.chunk_bytes}: expected more than 0")
         if self.processing_s < 0 or self.altitude_m <= 0:
             raise InvalidInput(
                 f"processing_s {self.processing_s:g}, altitude_m {self.altitude_m:g}: expected ≥ 0 and > 0"

@@ -65,9 +65,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 def drawing_path(path: Path) -> Path:
     """``path`` if its ending is one we draw."""
     if path.suffix.lower().removeprefix(".") not in FORMATS:
-        raise InvalidInput(
-            f"{path}: expected a name that ends in {', '.join('.' + name for name in FORMATS)}"
-        )
+        raise InvalidInput(f"{path}: expected a name that ends in {', '.join('.' + name for name in FORMATS)}")
     return path
 
 
@@ -88,9 +86,7 @@ def save_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]
     """Write the numbers behind a figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [",".join(header)]
-    lines += [
-        ",".join(f"{value:.9g}" if isinstance(value, float) else str(value) for value in row) for row in rows
-    ]
+    lines += [",".join(f"{value:.9g}" if isinstance(value, float) else str(value) for value in row) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
@@ -113,9 +109,7 @@ def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0, labels: boo
         tint = PAPER
         if shown.in_box(satellite):
             tint = ORANGES[min(torus.hops(centre, satellite), len(ORANGES) - 1)]
-        axes.add_patch(
-            Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=tint, edgecolor=FAINT, linewidth=0.8)
-        )
+        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=tint, edgecolor=FAINT, linewidth=0.8))
         server = shown.server(satellite)
         if server is not None:
             axes.text(column, row, str(server + 1), ha="center", va="center", fontsize=number_size, color=INK)

@@ -77,12 +77,8 @@ def draw_link_delay_contours() -> Figure:
     axes = figure.add_subplot()
     altitude_km, count = np.meshgrid(ALTITUDES_KM, SATELLITE_COUNTS)
     delay_ms = np.array([delay for _, _, delay in link_delays_ms()]).reshape(count.shape)
-    shades = axes.contourf(
-        altitude_km, count, delay_ms, levels=[1, 1.5, 2, 3, 4, 6, 8, 12, 18], cmap="YlOrBr"
-    )
-    lines = axes.contour(
-        altitude_km, count, delay_ms, levels=[1.5, 2, 3, 4, 6, 8, 12], colors=INK, linewidths=0.8
-    )
+    shades = axes.contourf(altitude_km, count, delay_ms, levels=[1, 1.5, 2, 3, 4, 6, 8, 12, 18], cmap="YlOrBr")
+    lines = axes.contour(altitude_km, count, delay_ms, levels=[1.5, 2, 3, 4, 6, 8, 12], colors=INK, linewidths=0.8)
     axes.clabel(lines, fmt=lambda delay: f"{delay:g} ms", fontsize=8)
     figure.colorbar(shades, ax=axes, label="delay of a link, ms")
     axes.set_xlabel("altitude h, km")
@@ -162,9 +158,7 @@ def draw_latency() -> Figure:
             axes.set_ylim(bottom=0)
         axes.spines[["left", "bottom"]].set_color(FAINT)
     figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle(
-        "Figure 16. Worst latency: 21 MiB, 81 servers, 20 ms a chunk, 1920 km unless varied", color=INK
-    )
+    figure.suptitle("Figure 16. Worst latency: 21 MiB, 81 servers, 20 ms a chunk, 1920 km unless varied", color=INK)
     return figure
 
 

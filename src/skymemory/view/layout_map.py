@@ -91,9 +91,7 @@ def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
     """
     torus, box = placement.torus, placement.box
     if max(torus.planes, torus.slots_per_plane) <= WHOLE_MAP:
-        return LayoutMap(
-            placement, now_moves, tuple(range(torus.planes)), tuple(range(torus.slots_per_plane))
-        )
+        return LayoutMap(placement, now_moves, tuple(range(torus.planes)), tuple(range(torus.slots_per_plane)))
     centre = placement.centre_of((0, 0), now_moves)
     north, south = box.rows[0] - SURROUNDINGS, box.rows[-1] + SURROUNDINGS
     west, east = box.columns[0] - SURROUNDINGS, box.columns[-1] + SURROUNDINGS

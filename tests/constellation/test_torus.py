@@ -1,0 +1,147 @@
+"""The torus against a breadth-first search over its links, and the greedy rule of paper §4 with its repair."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skymemory.constellation.presets import PRESETS
+from skymemory.constellation.torus import ROUTING_MODES, Axis, RoutingMode, SatelliteId, Torus
+from skymemory.errors import InvalidInput
+
+TORI = sorted({preset.torus for preset in PRESETS.values()}, key=lambda torus: torus.size)
+SMALL = st.builds(Torus, st.integers(1, 9), st.integers(1, 9))
+
+
+def searched_hops(torus: Torus, start: SatelliteId) -> dict[SatelliteId, int]:
+    distance = {start: 0}
+    queue = deque([start])
+    while queue:
+        here = queue.popleft()
+        for onward in torus.neighbours(here):
+            if onward not in distance:
+                distance[onward] = distance[here] + 1
+                queue.append(onward)
+    return distance
+
+
+@pytest.mark.parametrize("torus", TORI, ids=str)
+@pytest.mark.parametrize("mode", ROUTING_MODES)
+def test_routing_arrives_everywhere_over_as_few_links_as_there_are(torus: Torus, mode: RoutingMode) -> None:
+    # One source per torus: routing looks at differences only, which the test of translations below proves.
+    start = SatelliteId(torus.planes - 1, 0)
+    for there, hops in searched_hops(torus, start).items():
+        way = torus.path(start, there, mode)
+        assert way[0] == start and way[-1] == there
+        assert len(way) - 1 == torus.hops(start, there) == hops
+        assert all(onward in torus.neighbours(here) for here, onward in itertools.pairwise(way))
+
+
+@pytest.mark.parametrize("mode", ROUTING_MODES)
+def test_routing_from_everywhere_to_everywhere_on_the_testbed(mode: RoutingMode) -> None:
+    torus = PRESETS["testbed-19x5"].torus
+    for here in torus.satellites():
+        hops = searched_hops(torus, here)
+        assert all(len(torus.path(here, there, mode)) - 1 == hops[there] for there in torus.satellites())
+
+
+@given(torus=SMALL, data=st.data(), mode=st.sampled_from(ROUTING_MODES))
+def test_routing_and_distances_do_not_depend_on_where_the_torus_is_cut(
+    torus: Torus, data: st.DataObject, mode: RoutingMode
+) -> None:
+    ids = st.builds(torus.wrap, st.integers(), st.integers())
+    here, there, by = data.draw(ids), data.draw(ids), data.draw(ids)
+
+    def moved(satellite: SatelliteId) -> SatelliteId:
+        return torus.wrap(satellite.plane + by.plane, satellite.slot + by.slot)
+
+    assert torus.delta(moved(here), moved(there)) == torus.delta(here, there)
+    assert torus.path(moved(here), moved(there), mode) == [moved(step) for step in torus.path(here, there, mode)]
+
+
+@given(torus=SMALL, data=st.data(), came=st.sampled_from([None, "slot", "plane"]))
+def test_any_hop_brings_a_packet_one_link_nearer(torus: Torus, data: st.DataObject, came: Axis | None) -> None:
+    ids = st.sampled_from(torus.satellites())
+    here, there = data.draw(ids), data.draw(ids)
+    for mode in ROUTING_MODES:
+        onward = torus.next_hop(here, there, mode, came)
+        assert torus.hops(onward, there) == max(0, torus.hops(here, there) - 1)
+
+
+def test_opposite_on_a_ring_goes_north_and_west() -> None:
+    torus = Torus(planes=4, slots_per_plane=6)
+    here = SatelliteId(1, 2)
+    assert torus.delta(here, SatelliteId(3, 2)) == (0, -2)
+    assert torus.next_hop(here, SatelliteId(3, 2)) == torus.north(here) == SatelliteId(0, 2)
+    assert torus.delta(here, SatelliteId(1, 5)) == (-3, 0)
+    assert torus.next_hop(here, SatelliteId(1, 5)) == torus.west(here) == SatelliteId(1, 1)
+    assert torus.next_hop(here, here) == here
+
+
+def test_directions_wrap_and_come_in_the_order_of_the_figures() -> None:
+    torus = Torus(planes=5, slots_per_plane=19)
+    north, east, south, west = torus.neighbours(SatelliteId(0, 18))
+    assert (north, east, south, west) == (
+        SatelliteId(4, 18), SatelliteId(0, 0), SatelliteId(1, 18), SatelliteId(0, 17)
+    )  # fmt: skip
+    assert SatelliteId(4, 18).label == "sat 19, orb 5"
+
+
+def flows_over_the_links_of_the_centre(mode: RoutingMode, inbound: bool, stateless: bool) -> Counter[SatelliteId]:
+    """How many of the 80 flows of a 9×9 box pass each neighbour of its centre."""
+    torus, centre = PRESETS["starlink-a"].torus, SatelliteId(36, 11)
+    flows: Counter[SatelliteId] = Counter()
+    for d_plane in range(-4, 5):
+        for d_slot in range(-4, 5):
+            other = torus.wrap(centre.plane + d_plane, centre.slot + d_slot)
+            if other == centre:
+                continue
+            here, there = (other, centre) if inbound else (centre, other)
+            way = torus.path(here, there, mode)
+            if stateless:
+                way = [here]
+                while way[-1] != there:
+                    way.append(torus.next_hop(way[-1], there, mode))
+            flows[way[-2] if inbound else way[1]] += 1
+    return flows
+
+
+def test_planes_first_crowds_two_links_of_the_centre() -> None:
+    torus, centre = PRESETS["starlink-a"].torus, SatelliteId(36, 11)
+    north, east, south, west = torus.neighbours(centre)
+    assert flows_over_the_links_of_the_centre("greedy", True, False) == {east: 36, west: 36, north: 4, south: 4}
+    assert flows_over_the_links_of_the_centre("greedy", False, False) == {north: 36, south: 36, east: 4, west: 4}
+
+
+@pytest.mark.parametrize("inbound", [True, False])
+@pytest.mark.parametrize("stateless", [True, False])
+def test_alternate_spreads_the_flows_evenly(inbound: bool, stateless: bool) -> None:
+    assert sorted(flows_over_the_links_of_the_centre("alternate", inbound, stateless).values()) == [20] * 4
+
+
+def test_alternate_swaps_axes_at_each_hop() -> None:
+    way = PRESETS["starlink-a"].torus.path(SatelliteId(10, 10), SatelliteId(13, 14), "alternate")
+    axes = ["slot" if onward.plane == here.plane else "plane" for here, onward in itertools.pairwise(way)]
+    assert axes == ["slot", "plane"] * 3 + ["slot"]
+
+
+@pytest.mark.parametrize(("planes", "slots"), [(0, 5), (5, 0), (-1, 3), (5000, 3)])
+def test_a_torus_without_satellites_is_refused(planes: int, slots: int) -> None:
+    with pytest.raises(InvalidInput, match="1 to 4096"):
+        Torus(planes, slots)
+
+
+@given(torus=SMALL)
+def test_numbering_of_satellites_is_a_bijection(torus: Torus) -> None:
+    satellites = torus.satellites()
+    assert len(set(satellites)) == torus.size
+    assert [torus.satellite(torus.index(satellite)) for satellite in satellites] == satellites
+    assert [torus.index(satellite) for satellite in satellites] == list(range(torus.size))
+    assert all(satellite in torus for satellite in satellites)
+    assert SatelliteId(torus.planes, 0) not in torus
+    with pytest.raises(InvalidInput):
+        torus.satellite(torus.size)
