@@ -85,7 +85,7 @@ class SimulatedConstellation:
 
     def step(self, limit_s: float) -> bool:
         """Let the next thing happen, not later than ``limit_s``; False (and time at the limit) if nothing does."""
-        self._flush()
+        self.flush()
         timer_s = min(self._timers.values(), default=math.inf)
         arrival_s = self._arrivals[0].time_s if self._arrivals else math.inf
         if min(timer_s, arrival_s) > limit_s or min(timer_s, arrival_s) == math.inf:
@@ -108,7 +108,7 @@ class SimulatedConstellation:
     def _machine(self, node: Node) -> SatelliteMachine | ClientMachine:
         return self.satellites[node] if isinstance(node, SatelliteId) else self._clients[node]
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Send what the machines that something happened to (clients: always) have to say, and note their timers."""
         for node in [*self._touched, *self._clients]:
             machine = self._machine(node)
@@ -156,6 +156,7 @@ class SimulatedClient:
         """Let time pass until all these operations have ended."""
         waiting, finished = set(numbers), dict[int, Finished]()
         while waiting:
+            self._constellation.flush()
             while (event := self.machine.next_event()) is not None:
                 finished[event.number] = event
                 waiting.discard(event.number)
