@@ -1,0 +1,109 @@
+"""Links as slow as light and their rate make them: packets wait here, in user space, until they are due.
+
+A packet leaves its link when the link has sent what came before, has sent the packet itself (serialization)
+and light has travelled (propagation). One heap and one absolute timer serve all links of a process. Nothing
+is released early; how late everything was released is recorded, for a delay without its error is no
+measurement.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from itertools import count
+from typing import Generic, TypeVar
+
+from skymemory.transport.timer import TimerFd
+
+Item = TypeVar("Item")
+
+_ERRORS_KEPT = 65_536
+"""Percentiles are taken over the latest releases, the maximum and the number over all."""
+
+
+class DelayLine(Generic[Item]):
+    """Holds items of many links.
+
+    ``link_rate_bit_s`` is every link's rate, 0 for no limit. ``clock_s`` is the clock that dues are counted
+    in; another than ``time.monotonic`` (a simulated one) gets no timer.
+    """
+
+    def __init__(self, link_rate_bit_s: float = 0.0, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._seconds_per_byte = 8.0 / link_rate_bit_s if link_rate_bit_s > 0 else 0.0
+        self._clock_s = clock_s
+        self._timer = TimerFd() if clock_s is time.monotonic else None
+        self._armed_s = math.inf
+        self._releasing = False
+        self._heap: list[tuple[float, int, Item]] = []
+        self._order = count()
+        self._busy_until_s: dict[Hashable, float] = {}
+        self._errors_s: deque[float] = deque(maxlen=_ERRORS_KEPT)
+        self._worst_s = 0.0
+        self._released = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def fileno(self) -> int:
+        """Readable when something is due: then call ``pop_due``."""
+        if self._timer is None:
+            raise ValueError("a delay line on a simulated clock has no timer")
+        return self._timer.fileno()
+
+    def push(self, link: Hashable, size_bytes: int, propagation_s: float, item: Item) -> float:
+        """Put ``item`` on ``link`` now; the time at which it will be due, in seconds of the clock."""
+        now_s = self._clock_s()
+        due_s = now_s + propagation_s
+        if self._seconds_per_byte:
+            start_s = max(now_s, self._busy_until_s.get(link, 0.0))
+            sent_s = self._busy_until_s[link] = start_s + size_bytes * self._seconds_per_byte
+            due_s = sent_s + propagation_s
+        heapq.heappush(self._heap, (due_s, next(self._order), item))
+        if due_s < self._armed_s and not self._releasing:
+            self._arm()
+        return due_s
+
+    def next_due_s(self) -> float | None:
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self) -> Iterator[Item]:
+        """Everything that is due, earliest first; also what becomes due while the caller handles the rest."""
+        self._releasing = True
+        try:
+            while self._heap:
+                error_s = self._clock_s() - self._heap[0][0]
+                if error_s < 0:
+                    break
+                self._errors_s.append(error_s)
+                self._worst_s = max(self._worst_s, error_s)
+                self._released += 1
+                yield heapq.heappop(self._heap)[2]
+        finally:
+            self._releasing = False
+            self._arm()
+
+    def _arm(self) -> None:
+        self._armed_s = self._heap[0][0] if self._heap else math.inf
+        if self._timer is not None:
+            self._timer.arm(max(1, math.ceil(self._armed_s * 1e9)) if self._heap else 0)
+
+    def report(self) -> dict[str, float]:
+        """How late packets were released: number, median, 99th percentile and maximum in seconds (never
+        early).
+        """
+        ordered = sorted(self._errors_s)
+        return {
+            "hold_count": self._released,
+            "hold_error_p50_s": ordered[len(ordered) // 2] if ordered else 0.0,
+            "hold_error_p99_s": ordered[len(ordered) * 99 // 100] if ordered else 0.0,
+            "hold_error_max_s": self._worst_s,
+        }
+
+    def close(self) -> None:
+        """Forget what is held."""
+        self._heap.clear()
+        if self._timer is not None:
+            self._timer.close()

@@ -1,0 +1,81 @@
+"""Faults of a link, drawn per datagram from a seed: the same for the sockets and for the simulator.
+
+Pure but for its own dice: nothing is sent or held here. Each datagram becomes none, one or two flights,
+each with the bytes that will arrive and how much later than otherwise.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from skymemory.errors import InvalidInput
+
+DEFAULT_REORDER_DELAY_S = 0.002
+"""Up to so much later, a reordered datagram meets many that were sent after it."""
+
+_MOST_BITS = 8
+
+
+class FaultInjector:
+    """Shares (0 to 1) of datagrams that get lost, doubled, delayed behind later ones, or damaged.
+
+    Damage is 1 to 8 flipped bits, or in one case of four a truncation. ``lost``, ``duplicated``,
+    ``reordered`` and ``corrupted`` count what was done, ``datagrams`` what was looked at.
+    """
+
+    def __init__(
+        self, loss: float = 0.0, duplicate: float = 0.0, reorder: float = 0.0, corrupt: float = 0.0, seed:
+        int = 0, reorder_delay_s: float = DEFAULT_REORDER_DELAY_S,
+    ) -> None:  # fmt: skip
+        for name, share in (("loss", loss), ("duplicate", duplicate), ("reorder", reorder), ("corrupt", corrupt)):
+            if not 0.0 <= share <= 1.0:
+                raise InvalidInput(f"fault {name} {share}: expected a share from 0 to 1")
+        if not 0.0 <= reorder_delay_s < 3600.0:
+            raise InvalidInput(f"reorder delay {reorder_delay_s} s: expected 0 to 3600")
+        self._loss, self._duplicate, self._reorder, self._corrupt = loss, duplicate, reorder, corrupt
+        self._reorder_delay_s = reorder_delay_s
+        self._random = Random(seed)
+        self.datagrams = self.lost = self.duplicated = self.reordered = self.corrupted = 0
+
+    @property
+    def active(self) -> bool:
+        return max(self._loss, self._duplicate, self._reorder, self._corrupt) > 0
+
+    @property
+    def injected(self) -> int:
+        """Faults so far, of all kinds."""
+        return self.lost + self.duplicated + self.reordered + self.corrupted
+
+    def apply(self, data: bytes) -> list[tuple[bytes, float]]:
+        """What becomes of one datagram: ``(bytes, extra seconds)`` of each copy that arrives."""
+        self.datagrams += 1
+        if self._draw(self._loss):
+            self.lost += 1
+            return []
+        flights = [self._fly(data)]
+        if self._draw(self._duplicate):
+            self.duplicated += 1
+            flights.append(self._fly(data))
+        return flights
+
+    def _draw(self, share: float) -> bool:
+        return share > 0 and self._random.random() < share
+
+    def _fly(self, data: bytes) -> tuple[bytes, float]:
+        extra_s = 0.0
+        if self._draw(self._reorder):
+            self.reordered += 1
+            extra_s = self._reorder_delay_s * (1.0 - self._random.random())
+        if data and self._draw(self._corrupt):
+            self.corrupted += 1
+            data = self._damage(data)
+        return data, extra_s
+
+    def _damage(self, data: bytes) -> bytes:
+        if self._random.random() < 0.25:
+            return data[: self._random.randrange(len(data))]
+        damaged = bytearray(data)
+        bits = self._random.sample(range(8 * len(data)), self._random.randint(1, min(_MOST_BITS, 8 * len(data))))
+        for bit in bits:
+            damaged[bit // 8] ^= 1 << bit % 8
+        return bytes(damaged)

@@ -1,0 +1,156 @@
+"""A UDP socket that takes and gives whole batches, without a Python call per datagram where the helper is
+compiled.
+
+The default socket buffer holds some 25 of our datagrams, a block is 480: so 4 MiB are asked for and what
+the kernel granted is read back and said. Errors that the network reports are counted and nothing more:
+datagrams get lost, and the machines above ask again.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+import numpy as np
+
+from skymemory import native
+from skymemory.native.twin_udp import SOL_UDP, UDP_GRO
+from skymemory.protocol.segments import SegmentBatch
+from skymemory.units import format_size
+
+Endpoint = tuple[str, int]
+Run = tuple[memoryview, int, Endpoint]
+"""Datagrams of one sender, end to end; the bytes of each (the last maybe shorter); the sender."""
+
+DEFAULT_BUFFER_BYTES = 4 * 2**20
+DEFAULT_SLOTS = 16
+"""Runs taken in one call. Sixteen are 1 MiB: what is checked and copied next is still in the processor's
+cache.
+"""
+
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_MEMINFO = 32, 33, 55
+_MEMINFO = struct.Struct("=9I")
+_BOOKKEEPING = 2
+"""Linux grants, and reports, twice what is asked: its own bookkeeping is charged to the same account."""
+
+_thread = threading.local()
+
+
+def _scratch(slots: int) -> memoryview:
+    """This thread's receive buffer: one for all its sockets, so that many satellites stay small and
+    cache-warm.
+    """
+    view: memoryview | None = getattr(_thread, "view", None)
+    if view is None or len(view) < slots * native.SLOT_BYTES:
+        view = np.empty(slots * native.SLOT_BYTES, dtype=np.uint8).data
+        _thread.view = view
+    return view
+
+
+class BatchSocket:
+    """Bound to ``ip`` and ``port`` (0: any free one), never blocking.
+
+    ``receive_buffer_bytes`` and ``send_buffer_bytes`` are what the kernel reports, twice what it was asked
+    if it granted all; ``shortfall`` says in words what it did not grant, and is empty otherwise.
+    ``offload`` says whether runs of datagrams can arrive in one piece.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(
+        self, ip: str = "127.0.0.1", port: int = 0, *, buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        slots: int = DEFAULT_SLOTS,
+    ) -> None:  # fmt: skip
+        self.icmp_errors = 0
+        self.send_errors = 0
+        self._slots = slots
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            self._socket.setblocking(False)
+            self.receive_buffer_bytes = self._ask(socket.SO_RCVBUF, _SO_RCVBUFFORCE, buffer_bytes)
+            self.send_buffer_bytes = self._ask(socket.SO_SNDBUF, _SO_SNDBUFFORCE, buffer_bytes)
+            self.offload = self._set(SOL_UDP, UDP_GRO, 1)
+            self._socket.bind((ip, port))
+        except (OSError, OverflowError):
+            self._socket.close()
+            raise
+        self.address: Endpoint = self._socket.getsockname()
+        self.shortfall = "; ".join(
+            f"{name} buffer of {format_size(granted // _BOOKKEEPING)} where {format_size(buffer_bytes)} were "
+            f"asked for: raise net.core.{limit}"
+            for name, granted, limit in (
+                ("receive", self.receive_buffer_bytes, "rmem_max"),
+                ("send", self.send_buffer_bytes, "wmem_max"),
+            )
+            if granted < _BOOKKEEPING * buffer_bytes
+        )
+
+    def _set(self, level: int, option: int, value: int) -> bool:
+        try:
+            self._socket.setsockopt(level, option, value)
+        except OSError:
+            return False
+        return True
+
+    def _ask(self, option: int, forced: int, wanted_bytes: int) -> int:
+        """Ask for a buffer, past the system's limit where we may; what the kernel then reports."""
+        self._set(socket.SOL_SOCKET, option, wanted_bytes)
+        if self._socket.getsockopt(socket.SOL_SOCKET, option) < _BOOKKEEPING * wanted_bytes:
+            self._set(socket.SOL_SOCKET, forced, wanted_bytes)
+        return self._socket.getsockopt(socket.SOL_SOCKET, option)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> list[Run]:
+        """What has arrived, at most as many runs as there are slots; empty if nothing has.
+
+        The views are good until this thread next calls ``receive`` of any socket.
+        """
+        view = _scratch(self._slots)
+        try:
+            arrivals = native.recv_batch(self._socket.fileno(), view, self._slots)
+        except OSError:
+            if self._socket.fileno() < 0:
+                raise
+            self.icmp_errors += 1
+            return []
+        return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
+
+    def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
+        """Send as much as the kernel takes now; what is left, to be sent when the socket is writable again.
+
+        What the network refuses (no route, an ICMP answer to something earlier) is counted and given up as
+        lost.
+        """
+        host, port = endpoint
+        count = batch.count
+        try:
+            sent = native.send_batch(
+                self._socket.fileno(), host, port, batch.headers, batch.header_bytes, batch.payloads
+            )
+        except OSError:
+            if self._socket.fileno() < 0:
+                raise
+            self.send_errors += 1
+            return None
+        if sent == count:
+            return None
+        rest = batch.payloads[sent:] if batch.payloads is not None else None
+        return SegmentBatch(batch.headers[sent * batch.header_bytes :], batch.header_bytes, rest)
+
+    def dropped(self) -> int:
+        """Datagrams that the kernel threw away because the receive buffer was full."""
+        figures = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+        return int(_MEMINFO.unpack(figures)[8]) if len(figures) == _MEMINFO.size else 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> BatchSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
