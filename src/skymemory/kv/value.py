@@ -100,6 +100,20 @@ def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
     The payload's own integrity is the chunks' and the value's checksums, not this header's.
     """
     view = memoryview(value).cast("B")
+    header = unpack_header(view)
+    if header.header_bytes + header.payload_bytes != len(view):
+        raise MalformedPacket(
+            f"a value of {len(view)} bytes whose header says {header.header_bytes} + {header.payload_bytes}"
+        )
+    return header, view[header.header_bytes :]
+
+
+def unpack_header(start_of_value: Buffer) -> ValueHeader:
+    """The header alone, from the first bytes of a stored value (its first chunk, say).
+
+    Raises :class:`MalformedPacket` as ``unpack_value`` does, but for the payload, which it does not look at.
+    """
+    view = memoryview(start_of_value).cast("B")
     if len(view) < HEADER_BYTES:
         raise MalformedPacket(f"a stored value has at least {HEADER_BYTES} bytes, got {len(view)}")
     magic, version, codec_id, dtype_id, raw_bytes, payload_bytes, *numbers, name_bytes, crc = (
@@ -113,10 +127,8 @@ def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
         raise MalformedPacket(
             f"stored value of version {version}, this release reads version {HEADER_VERSION}"
         )
-    if name_bytes > MAX_NAME_BYTES or HEADER_BYTES + name_bytes + payload_bytes != len(view):
-        raise MalformedPacket(
-            f"a value of {len(view)} bytes whose header says {HEADER_BYTES} + {name_bytes} + {payload_bytes}"
-        )
+    if name_bytes > MAX_NAME_BYTES or HEADER_BYTES + name_bytes > len(view):
+        raise MalformedPacket(f"a stored value of {len(view)} bytes whose header says a name of {name_bytes}")
     front = bytearray(view[: HEADER_BYTES + name_bytes])
     front[_CRC_AT:HEADER_BYTES] = bytes(4)
     if native.crc32(front) != crc:
@@ -132,7 +144,6 @@ def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
         if layout is None and any(numbers):
             raise MalformedPacket("the header of a stored value has layout numbers but says plain bytes")
         name = front[HEADER_BYTES:].decode()
-        header = ValueHeader(codec_id, raw_bytes, payload_bytes, layout, name)
+        return ValueHeader(codec_id, raw_bytes, payload_bytes, layout, name)
     except (InvalidInput, UnicodeDecodeError) as error:
         raise MalformedPacket(f"the header of a stored value is inconsistent: {error}") from None
-    return header, view[HEADER_BYTES + name_bytes :]

@@ -35,6 +35,7 @@ from skymemory.store.base import (
 )
 from skymemory.store.catalog import Catalog
 from skymemory.store.driver import ClientDriver
+from skymemory.store.listing import NamedValue, list_names
 from skymemory.store.probing import Prober
 from skymemory.store.shared_index import SharedIndex
 from skymemory.units import format_size
@@ -230,6 +231,7 @@ class ConstellationStore(TwoPhase):
         infos = [outcome.info for outcome in stored.values() if outcome.info is not None]
         self._catalog.add(infos, self._driver.now_s())
         ticket.seconds = self._driver.now_s() - started_s
+        ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
         self._counters.add("stored", len(stored))
         return [key in stored for key, _ in ticket.items]
 
@@ -278,6 +280,12 @@ class ConstellationStore(TwoPhase):
             ]
             self._driver.run(asked)
         self._catalog.remove([info.key for info in infos])
+
+    def names(self) -> list[NamedValue]:
+        """The named values (``store.named``) that the box holds now."""
+        moves = self._driver.machine.moves(self._driver.now_s())
+        placement = self._sky.placement(self._strategy, self.settings.servers)
+        return list_names(self._driver, list(dict.fromkeys(placement.box_satellites(moves))))
 
     def stats(self) -> dict[str, int | float]:
         figures: dict[str, int | float] = {

@@ -12,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from skymemory.constellation.orbit import Shell
-from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch, single
@@ -44,7 +45,7 @@ class HostSpec:
     delay_scale: float = 1.0
     link_rate_bit_s: float = 0.0
     faults: FaultInjector | None = None
-    routing: str = "greedy"
+    routing: RoutingMode = "greedy"
 
 
 class _Satellite:
@@ -66,11 +67,12 @@ class UdpHost:
         self._loop = loop
         self._names = {endpoint: satellite for satellite, endpoint in spec.everyone.items()}
         self._wall_offset_s = time.time() - time.monotonic()
-        self._delays = DelayLine(spec.link_rate_bit_s) if spec.delay_scale > 0 else None
+        self._delays: DelayLine[Callable[[], None]] | None = (
+            DelayLine(spec.link_rate_bit_s) if spec.delay_scale > 0 else None
+        )
         self._beam_s: dict[tuple[int, int], float] = {}
-        self._link_s = {
-            axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in ("slot", "plane")
-        }  # fmt: skip
+        axes: tuple[Axis, Axis] = ("slot", "plane")
+        self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
         self._satellites: dict[SatelliteId, _Satellite] = {}
         try:
             for name, endpoint in spec.mine.items():
@@ -158,7 +160,7 @@ class UdpHost:
                 hold_s = self._link_s["slot" if to.plane == here.plane else "plane"]
                 self._depart(satellite, batch, self.spec.everyone[to], (here, to), hold_s)
             else:
-                self._down(satellite, batch, to)
+                self._down(satellite, batch, cast(Endpoint, to))
         self._arm(satellite)
 
     def _down(self, satellite: _Satellite, batch: SegmentBatch, endpoint: Endpoint) -> None:

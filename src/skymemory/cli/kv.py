@@ -1,0 +1,124 @@
+"""``skymemory kv``: any file in the sky, by name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skymemory.cli._options import add_json, add_run_dir
+from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
+    from skymemory.store.constellation import ConstellationStore
+
+
+class NotStored(SkyMemoryError):
+    """A key that the constellation does not hold (or no longer holds whole)."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("kv", help="put any file into the constellation, and get it back")
+    verbs = parser.add_subparsers(dest="kv_verb", metavar="put|get|delete|list", required=True)
+    put = verbs.add_parser("put", help="store a file under its name, or under --key")
+    put.add_argument("file", type=Path)
+    put.add_argument("--key", help="the name to store it under (default: the file's name)")
+    get = verbs.add_parser("get", help="read a value back")
+    get.add_argument("key")
+    get.add_argument("-o", "--out", help="where to write it; - is standard output (default: a file of the key's name)")
+    delete = verbs.add_parser("delete", help="forget a value")
+    delete.add_argument("key")
+    verbs.add_parser("list", help="the names of the values, with their sizes")
+    for verb in verbs.choices.values():
+        add_run_dir(verb)
+        add_json(verb)
+        verb.add_argument(
+            "--access", choices=("los", "gateway"), help="how to reach the satellites (default: the plan's)"
+        )
+        verb.add_argument(
+            "--no-index", action="store_true", help="ask the satellites instead of the local index, as after its loss"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    from skymemory.testbed.connect import open_constellation
+
+    store = open_constellation(args.run_dir, use_index=not args.no_index, access=args.access)
+    try:
+        return {"put": _put, "get": _get, "delete": _delete, "list": _list}[args.kv_verb](args, store)
+    finally:
+        store.close()
+
+
+def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stderr: bool = False) -> int:
+    stream = sys.stderr if to_stderr else sys.stdout
+    print(json.dumps(facts) if args.json else text, file=stream)
+    return 0
+
+
+def _put(args: argparse.Namespace, store: ConstellationStore) -> int:
+    from skymemory.store.named import put_named
+
+    try:
+        data = args.file.read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"cannot read {args.file}: {error.strerror}") from error
+    key = args.key or args.file.name
+    done = put_named(store, key, data)
+    if not done.ok:
+        raise SkyMemoryError(
+            f"{key} was not stored: {done.reason}. See `skymemory constellation status`; the file is untouched"
+        )
+    return _say(
+        args,
+        {"key": key, "bytes": len(data), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted},
+        f"stored {key}: {format_size(len(data))} in {format_duration(done.seconds)}, {done.retransmitted} resent",
+    )
+
+
+def _get(args: argparse.Namespace, store: ConstellationStore) -> int:
+    from skymemory.store.named import get_named
+
+    done = get_named(store, args.key)
+    if done.value is None:
+        raise NotStored(f"{args.key} is not in the constellation ({done.reason})")
+    facts: dict[str, object] = {
+        "key": args.key, "bytes": len(done.value), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted
+    }  # fmt: skip
+    text = (
+        f"read {args.key}: {format_size(len(done.value))} in {format_duration(done.seconds)}, "
+        f"{done.retransmitted} chunks asked for again"
+    )
+    if args.out == "-":
+        sys.stdout.buffer.write(done.value)
+        return _say(args, facts, text, to_stderr=True)
+    out = Path(args.out or Path(args.key).name)
+    try:
+        out.write_bytes(done.value)
+    except OSError as error:
+        raise InvalidInput(f"cannot write {out}: {error.strerror}; choose another file with --out") from error
+    return _say(args, {**facts, "file": str(out)}, f"{text}, written to {out}")
+
+
+def _delete(args: argparse.Namespace, store: ConstellationStore) -> int:
+    from skymemory.store.named import named_key
+
+    if not store.delete([named_key(args.key)])[0]:
+        raise NotStored(f"{args.key} is not in the constellation")
+    return _say(args, {"key": args.key, "deleted": True}, f"deleted {args.key}")
+
+
+def _list(args: argparse.Namespace, store: ConstellationStore) -> int:
+    values = store.names()
+    if args.json:
+        print(json.dumps([{"key": value.name, "bytes": value.size_bytes, "chunks": value.chunks} for value in values]))
+        return 0
+    for value in values:
+        print(f"{format_size(value.size_bytes):>10}  {value.chunks:>6} chunks  {value.name}")
+    if not values:
+        print("no named values", file=sys.stderr)
+    return 0

@@ -1,0 +1,72 @@
+"""From a run directory (or a plan) to a store: how engines, verbs and demos reach a running constellation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, cast
+
+from skymemory.errors import InvalidInput
+from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.store.constellation import ConstellationStore, SkySettings
+from skymemory.store.shared_index import SharedIndex
+from skymemory.testbed.plan import ACCESS_MODES, ConstellationPlan
+from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.wiring import client_ip, clock_of, shell_of, sky_of
+from skymemory.transport.udp_client import UdpClient
+
+Access = Literal["los", "gateway"]
+
+
+def expected_round_trip_s(plan: ConstellationPlan, access: str) -> float:
+    """Round trip to the farthest server, by the geometry the plan holds packets for."""
+    shell, sky = shell_of(plan), sky_of(plan)
+    placement = sky.placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
+    offsets = [plan.torus.delta(plan.centre, satellite) for satellite in placement.box_satellites()]
+    if access == "los":
+        one_way_s = max(shell.slant_one_way_s(*offset) for offset in offsets)
+    else:
+        slot_s, plane_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
+        one_way_s = shell.slant_one_way_s(0, 0) + max(abs(x) * slot_s + abs(y) * plane_s for x, y in offsets)
+    return 2 * one_way_s * plan.delay_scale
+
+
+def open_constellation(
+    run_dir: Path | None = None,
+    *,
+    use_index: bool = True,
+    access: str | None = None,
+    give_up_s: float = 0.8,
+) -> ConstellationStore:
+    """The store over the constellation of ``run_dir`` (default: this user's).
+
+    ``use_index=False`` does without the local index, as after its loss: the satellites are asked instead.
+    ``access`` overrides the plan's. Close it after use.
+
+    Raises:
+        NoConstellation: none is running there.
+    """
+    directory = RunDirectory(run_dir)
+    plan = directory.running_plan()
+    chosen = access or plan.access
+    if chosen not in ACCESS_MODES:
+        raise InvalidInput(f"access {chosen!r}: expected one of {', '.join(ACCESS_MODES)}")
+    index = SharedIndex(directory.index_path) if use_index else None
+    return store_of(plan, access=chosen, index=index, give_up_s=give_up_s)
+
+
+def store_of(
+    plan: ConstellationPlan, *, access: str = "los", index: SharedIndex | None = None, give_up_s: float = 0.8
+) -> ConstellationStore:
+    """The store over a constellation that runs by ``plan``."""
+    config = ClientConfig(
+        ground=int.from_bytes(os.urandom(4), "big") | 1,
+        access=cast(Access, access),
+        expected_rtt_s=expected_round_trip_s(plan, access),
+        give_up_s=give_up_s,
+    )
+    sky = sky_of(plan)
+    client = UdpClient(config, sky, clock_of(plan), plan.addresses(), bind_ip=client_ip(plan))
+    settings = SkySettings(plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes)
+    return ConstellationStore(client, sky, settings, index=index)
