@@ -48,20 +48,24 @@ class Child:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
+def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
+    """How to run one host: the very command that a person would type, with the line added."""
+    return [
+        sys.executable, "-m", "skymemory.cli.main", "satellite",
+        "--plan", str(plan_path), "--host", host.name,
+        "--run-dir", str(directory.path), "--supervisor-fd", str(line_fd),
+    ]  # fmt: skip
+
+
 def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
     """Start the process of ``host`` in its own session, its output in its log, its line open."""
     ours, theirs = socket.socketpair()
-    command = [
-        sys.executable, "-m", "skymemory.cli.main", "satellite",
-        "--plan", str(plan_path), "--host", host.name,
-        "--run-dir", str(directory.path), "--supervisor-fd", str(theirs.fileno()),
-    ]  # fmt: skip
     # A linear algebra library would otherwise start a thread per core, with its buffers, in every process.
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     try:
         with directory.log_path(host.name).open("ab") as log:
             process = subprocess.Popen(
-                command,
+                host_command(host, plan_path, directory, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -8,12 +8,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare
 
+Part = TypeVar("Part", ConstellationPlan, HostShare, Faults)
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**20
 
@@ -66,6 +67,14 @@ def _mapping(value: Any, kind: type, where: str) -> dict[str, Any]:
     return dict(value)
 
 
+def _build(kind: type[Part], fields: dict[str, Any], where: str) -> Part:
+    """``kind(**fields)``, its complaints with the file's name before them."""
+    try:
+        return kind(**fields)
+    except InvalidInput as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
 def _numbers(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
         raise InvalidInput(f"{where}: expected a list of whole numbers, found {value!r}")
@@ -90,18 +99,15 @@ def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan
     for number, share in enumerate(fields["hosts"]):
         host = _mapping(share, HostShare, f"{where}: hosts[{number}]")
         host["planes"] = _numbers(host["planes"], f"{where}: hosts[{number}].planes")
-        hosts.append(HostShare(**host))
+        hosts.append(_build(HostShare, host, where))
     centre = fields["centre"]
     if not isinstance(centre, dict) or set(centre) != {"plane", "slot"}:
         raise InvalidInput(f"{where}: centre: expected an object with plane and slot, found {centre!r}")
     fields["centre"] = SatelliteId(*_numbers([centre["plane"], centre["slot"]], f"{where}: centre"))
     fields["hosts"] = tuple(hosts)
     if "faults" in fields:
-        fields["faults"] = Faults(**_mapping(fields["faults"], Faults, f"{where}: faults"))
-    try:
-        return ConstellationPlan(**fields)
-    except InvalidInput as error:
-        raise type(error)(f"{where}: {error}") from error
+        fields["faults"] = _build(Faults, _mapping(fields["faults"], Faults, f"{where}: faults"), where)
+    return _build(ConstellationPlan, fields, where)
 
 
 def load_plan(path: Path) -> ConstellationPlan:

@@ -1,0 +1,64 @@
+# SkyMemory. `make` says what there is to make; every target does the set-up it needs by itself.
+#
+# PYTHON=...  the Python to use (3.11 or newer)        ARGS=...  passed on to `demo`, `test`
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench docs clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input --no-compile -c constraints.txt
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
+
+help: ## what there is to make
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1 \2/' | while read -r name words; do printf '  make %-6s %s\n' "$$name" "$$words"; done
+
+$(VENV)/.made:
+	@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "SkyMemory needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -1)." >&2; \
+	  echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; \
+	fi; \
+	echo "set-up: a virtual environment in $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV) || { echo "no virtual environment: is the package python3-venv installed?" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made $(SOURCES)
+	@echo "set-up: the package with torch and transformers (about half a minute)"
+	@$(PIP) -e '.[hf,fast]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "set-up: the tools for tests and checks"
+	@$(PIP) -e '.[hf,redis,fast,figures,dev]'
+	@touch $@
+
+setup: $(VENV)/.installed-dev ## everything installed in .venv, for demo, tests and checks
+
+demo: $(VENV)/.installed ## the paper's table 3 on this machine, in at most 3 minutes (ARGS=--quick: 45 s)
+	@$(BIN)/skymemory demo $(ARGS)
+
+test: $(VENV)/.installed-dev ## all tests, in at most 7 minutes
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev ## style, types, and who may import whom
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-dev ## every table of docs/benchmarks.md
+	@for benchmark in benchmarks/[a-z]*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark"; done
+
+docs: $(VENV)/.installed-dev ## links and commands in README and docs are real
+	@$(BIN)/python -m pytest tests/docs
+
+clean: ## remove the virtual environment and everything built
+	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find src tests benchmarks \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +

@@ -1,0 +1,202 @@
+"""Plans: what is accepted, what is refused and in which words, and that the file says the same as the
+object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skymemory.constellation.presets import PRESETS
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import InvalidInput, UnknownPreset
+from skymemory.testbed.plan import (
+    ConstellationPlan,
+    Faults,
+    HostShare,
+    local_hosts,
+    make_plan,
+    parse_delay,
+    remote_hosts,
+)
+from skymemory.testbed.plan_file import from_json, load_plan, save_plan, to_json
+
+
+def test_the_default_is_the_papers_testbed() -> None:
+    plan = make_plan()
+    assert (plan.planes, plan.slots_per_plane, plan.servers, plan.strategy) == (5, 19, 10, "rotation_hop")
+    assert [host.planes for host in plan.hosts] == [(0,), (1,), (2,), (3,), (4,)]
+    assert plan.centre == SatelliteId(2, 9)
+    assert plan.memory_bytes == 95 * 64 * 2**20
+    assert all(host.is_loopback for host in plan.hosts)
+
+
+@given(preset=st.sampled_from(sorted(PRESETS)), hosts=st.integers(1, 12))
+def test_every_satellite_has_one_address_of_its_own(preset: str, hosts: int) -> None:
+    torus = PRESETS[preset].torus
+    shares = local_hosts(preset, min(hosts, torus.planes), 26_000)
+    plan = make_plan(preset, hosts=shares)
+    addresses = plan.addresses()
+    assert set(addresses) == set(torus.satellites())
+    assert len(set(addresses.values())) == torus.size
+    sizes = [len(share.planes) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    together = {satellite: address for host in plan.hosts for satellite, address in plan.addresses_of(host)}
+    assert together == addresses
+
+
+shares_of_one = st.floats(0, 1, allow_nan=False)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ConstellationPlan:
+    preset = draw(st.sampled_from(sorted(PRESETS)))
+    torus = PRESETS[preset].torus
+    hosts = draw(st.integers(1, min(6, torus.planes)))
+    return make_plan(
+        preset,
+        hosts=local_hosts(preset, hosts, draw(st.integers(1, 40_000))),
+        servers=draw(st.integers(1, torus.size)),
+        strategy=draw(st.sampled_from(["rotation", "hop", "rotation_hop", "cost", "baseline"])),
+        access=draw(st.sampled_from(["los", "gateway"])),
+        chunk_bytes=draw(st.integers(64, 65_000)),
+        delay_scale=draw(st.floats(0, 1000)),
+        memory_per_satellite_bytes=draw(st.integers(65_536, 2**40)),
+        epoch_s=draw(st.floats(0, 1e10)),
+        time_scale=draw(st.floats(0, 1e6)),
+        faults=Faults(*(draw(shares_of_one) for _ in range(4)), seed=draw(st.integers(0, 2**63 - 1))),
+    )
+
+
+@given(plan=plans())
+def test_the_file_says_what_the_object_says(plan: ConstellationPlan) -> None:
+    assert from_json(to_json(plan)) == plan
+
+
+def test_saving_replaces_whole_files_and_loading_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "constellation.json"
+    save_plan(make_plan(), path)
+    save_plan(make_plan(servers=9), path)
+    assert load_plan(path).servers == 9
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text("{", "utf-8")
+    with pytest.raises(InvalidInput, match=r"constellation\.json: not JSON"):
+        load_plan(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidInput, match="not a text file"):
+        load_plan(path)
+    with pytest.raises(InvalidInput, match="cannot read"):
+        load_plan(tmp_path / "none.json")
+    with pytest.raises(InvalidInput, match="cannot write"):
+        save_plan(make_plan(), tmp_path / "none" / "plan.json")
+
+
+def _changed(**changes: object) -> str:
+    return json.dumps({**json.loads(to_json(make_plan())), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "version 2: this program reads version 1"),
+        ({"serverz": 3}, "unknown key 'serverz'; did you mean 'servers'"),
+        ({"colour": "red"}, "unknown key 'colour'; known are preset"),
+        ({"servers": "ten"}, "servers is 'ten': expected int"),
+        ({"servers": True}, "servers is True"),
+        ({"servers": 96}, "96"),
+        ({"servers": 0}, "0"),
+        ({"delay_scale": -1}, "delay scale -1"),
+        ({"delay_scale": float("nan")}, "delay scale nan"),
+        ({"epoch_s": float("inf")}, "epoch inf"),
+        ({"time_scale": -2}, "time scale -2"),
+        ({"access": "radio"}, "access 'radio': expected one of los, gateway"),
+        ({"planes": 6}, "has 5 planes of 19 slots, the plan says 6 of 19"),
+        ({"chunk_bytes": 70_000}, "chunks of 70000 bytes"),
+        ({"memory_per_satellite_bytes": 10}, "hold no chunk"),
+        ({"centre": {"plane": 5, "slot": 0}}, "not on the torus"),
+        ({"centre": [1, 2]}, "expected an object with plane and slot"),
+        ({"centre": {"plane": 1.5, "slot": 0}}, "whole numbers"),
+        ({"hosts": {}}, "expected a list of hosts"),
+        ({"hosts": []}, "no hosts"),
+        ({"hosts": [{"name": "a", "ip": "127.0.0.1", "port": 1, "planes": [0]}]}, "unknown key 'port'; did you mean"),
+        ({"hosts": [{"name": "a", "ip": "127.0.0.1", "base_port": 1}]}, "missing planes"),
+        ({"hosts": [{"name": "a", "ip": "127.0.0.1", "base_port": 1, "planes": "0"}]}, "list of whole numbers"),
+        ({"hosts": [{"name": "a", "ip": "::1", "base_port": 1, "planes": [0]}]}, "expected an IPv4 address"),
+        ({"hosts": [{"name": "../a", "ip": "127.0.0.1", "base_port": 1, "planes": [0]}]}, "host name '../a'"),
+        ({"hosts": ["a"]}, "hosts[0]: expected an object"),
+        ({"faults": {"los": 0.1}}, "faults: unknown key 'los'; did you mean 'loss'"),
+        ({"faults": {"loss": 2}}, "fault loss 2"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        from_json(_changed(**changes), "p.json")
+    assert words in str(raised.value)
+    assert str(raised.value).startswith("p.json: ")
+
+
+@given(text=st.text(max_size=200) | st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+       lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+           ["version", "preset", "hosts", "servers", "centre", "faults", "planes"]), inner, max_size=5), max_leaves=12,
+       ).map(json.dumps))  # fmt: skip
+def test_garbage_is_invalid_input_and_nothing_else(text: str) -> None:
+    with pytest.raises(InvalidInput):
+        from_json(text)
+
+
+def test_a_missing_key_and_an_unknown_preset_are_named() -> None:
+    found = json.loads(to_json(make_plan()))
+    del found["hosts"]
+    with pytest.raises(InvalidInput, match="missing hosts"):
+        from_json(json.dumps(found))
+    with pytest.raises(UnknownPreset, match="starlink-a"):
+        make_plan("starlink")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ((HostShare("a", "127.0.0.1", 26_000, (0, 1, 2, 3)),), "expected 0 to 4, each once"),
+        ((HostShare("a", "127.0.0.1", 26_000, (0, 1, 2, 3, 4, 4)),), "expected 0 to 4, each once"),
+        (
+            (HostShare("a", "127.0.0.1", 26_000, (0, 1)), HostShare("b", "127.0.0.1", 26_037, (2, 3, 4))),
+            "b and a share ports on 127.0.0.1",
+        ),
+        ((HostShare("a", "10.0.0.1", 26_000, (0, 1)), HostShare("a", "10.0.0.2", 1, (2, 3, 4))), "share a name"),
+        ((HostShare("a", "127.0.0.1", 65_500, (0, 1, 2, 3, 4)),), "the last port is 65535"),
+    ],
+)
+def test_hosts_that_cannot_be(hosts: tuple[HostShare, ...], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        make_plan(hosts=hosts)
+
+
+def test_the_same_ports_on_different_computers_are_fine() -> None:
+    plan = make_plan(hosts=remote_hosts("testbed-19x5", [(f"10.0.0.{n}", 26_000) for n in range(1, 6)]))
+    assert plan.addresses()[SatelliteId(4, 18)] == ("10.0.0.5", 26_018)
+    assert plan.host_named("3") is plan.host_named("host-3") is plan.hosts[3]
+    with pytest.raises(InvalidInput, match="no host '5'"):
+        plan.host_named("5")
+    with pytest.raises(InvalidInput, match="6 hosts for 5 planes"):
+        local_hosts("testbed-19x5", 6, 26_000)
+
+
+@pytest.mark.parametrize(("text", "scale"), [("real", 1), ("off", 0), ("x2", 2), ("×0.5", 0.5), ("3x", 3), ("X10", 10)])
+def test_delays_as_people_write_them(text: str, scale: float) -> None:
+    assert parse_delay(text) == scale
+
+
+@pytest.mark.parametrize("text", ["", "fast", "x", "x-1", "2", "x1e9", "x..", "1.2.3x"])
+def test_delays_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidInput, match="expected real, off, or a factor"):
+        parse_delay(text)
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_plan().servers = 3  # type: ignore[misc]

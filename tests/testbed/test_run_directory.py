@@ -1,0 +1,139 @@
+"""The run directory: who is alive, whose number was recycled, and that two starters never meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
+from skymemory.testbed.child import end_processes, send_signal
+from skymemory.testbed.plan import make_plan
+from skymemory.testbed.run_directory import ProcessRecord, RunDirectory, default_run_directory, process_start
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory(tmp_path / "run")
+    made.create()
+    return made
+
+
+def test_the_default_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYMEMORY_RUN_DIR", "/somewhere")
+    assert default_run_directory() == Path("/somewhere")
+    monkeypatch.delenv("SKYMEMORY_RUN_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert default_run_directory() == Path("/run/user/7/skymemory")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert default_run_directory().name == f"skymemory-{os.getuid()}"
+
+
+def test_a_record_tells_the_living_from_the_dead(directory: RunDirectory, sleeper: subprocess.Popen[bytes]) -> None:
+    directory.write_record("host-0", sleeper.pid)
+    record = directory.read_record("host-0")
+    assert record is not None and record.alive
+    assert directory.living() == {"host-0": record}
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert not record.alive, "a zombie is dead"
+    sleeper.wait()
+    assert not record.alive
+    assert directory.living() == {}
+    with pytest.raises(ConstellationError, match="gone already"):
+        directory.write_record("host-0", sleeper.pid)
+
+
+def test_a_recycled_number_is_another_process_and_is_never_touched(
+    directory: RunDirectory, sleeper: subprocess.Popen[bytes]
+) -> None:
+    directory.pid_path("host-0").write_text(json.dumps({"pid": sleeper.pid, "start": "boot/1"}), "utf-8")
+    record = directory.read_record("host-0")
+    assert record is not None and not record.alive
+    send_signal(record, signal.SIGKILL)
+    assert end_processes([record]) == 0
+    assert sleeper.poll() is None
+    assert process_start(sleeper.pid) is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "12", "{", '{"pid": 1, "start": "x"}', '{"pid": -5, "start": "x"}', '{"pid": "7"}', "[]", "null"]
+)
+def test_a_damaged_pid_file_names_nobody(directory: RunDirectory, text: str) -> None:
+    directory.pid_path("host-0").write_text(text, "utf-8")
+    assert directory.read_record("host-0") is None
+    assert directory.living() == {}
+
+
+def test_ending_asks_first_and_then_insists(directory: RunDirectory) -> None:
+    deaf = (
+        "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"deaf\n"
+        start = process_start(process.pid)
+        assert start is not None
+        assert end_processes([ProcessRecord(process.pid, start)], grace_s=0.1) == 1
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_only_one_may_start_or_stop(directory: RunDirectory) -> None:
+    other = RunDirectory(directory.path).locked()
+    with directory.locked(), pytest.raises(ConstellationError, match="starting or stopping"), other:
+        pytest.fail("two hold the lock")
+    with directory.locked():
+        directory.clear()
+        assert not directory.path.exists(), "nothing is left behind"
+    with directory.locked():
+        pass
+
+
+def test_clearing_leaves_what_is_not_ours(directory: RunDirectory) -> None:
+    mine = directory.path / "notes.txt"
+    mine.write_text("keep", "utf-8")
+    directory.write_plan(make_plan())
+    directory.log_path("host-0").write_text("x", "utf-8")
+    with directory.locked():
+        directory.clear()
+    assert list(directory.path.iterdir()) == [mine]
+
+
+def test_no_plan_is_no_constellation_and_a_dead_one_neither(
+    directory: RunDirectory, sleeper: subprocess.Popen[bytes]
+) -> None:
+    with pytest.raises(NoConstellation, match="constellation up"):
+        directory.running_plan()
+    directory.write_plan(make_plan())
+    assert directory.running_plan() == make_plan(), "a plan without processes here runs elsewhere"
+    directory.write_record("host-0", sleeper.pid)
+    assert directory.running_plan() == make_plan()
+    sleeper.kill()
+    sleeper.wait()
+    with pytest.raises(NoConstellation, match="has died"):
+        directory.running_plan()
+
+
+def test_log_tails_are_short(directory: RunDirectory) -> None:
+    assert directory.log_tail("host-0") == ""
+    directory.log_path("host-0").write_text("\n".join(f"line {n}" for n in range(10_000)) + "\n", "utf-8")
+    assert directory.log_tail("host-0", lines=2) == "line 9998\nline 9999"
+
+
+def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", "utf-8")
+    with pytest.raises(InvalidInput, match="run directory"):
+        RunDirectory(tmp_path / "file" / "run").create()

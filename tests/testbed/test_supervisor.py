@@ -1,0 +1,236 @@
+"""The supervisor with stand-ins for host processes: whatever they do, all run or none does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from skymemory.errors import ConstellationError, NoConstellation
+from skymemory.testbed import child, supervisor
+from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
+from skymemory.testbed.ports import check_ports, free_base_port
+from skymemory.testbed.run_directory import RunDirectory
+
+STAND_IN = """
+import json, os, socket, sys, time
+fd, pid_file, behaviour = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+stat = open("/proc/self/stat").read().rpartition(")")[2].split()
+boot = open("/proc/sys/kernel/random/boot_id").read().strip()
+json.dump({"pid": os.getpid(), "start": f"{boot}/{stat[19]}"}, open(pid_file, "w"))
+line = socket.socket(fileno=fd)
+if behaviour == "fails":
+    sys.exit("cannot bind: the sky is full")
+if behaviour == "hangs":
+    time.sleep(60)
+line.send(b"ready\\n")
+if line.recv(5) != b"stay\\n":
+    sys.exit(0)
+time.sleep(60)
+"""
+Behaviours = dict[str, str]
+
+
+@pytest.fixture
+def plan() -> ConstellationPlan:
+    return make_plan(hosts=local_hosts("testbed-19x5", 3, free_base_port(95)))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[RunDirectory]:
+    made = RunDirectory(tmp_path / "run")
+    yield made
+    supervisor.stop(made)
+
+
+@pytest.fixture
+def behave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Behaviours:
+    """What each host's stand-in does: serves, unless a test says otherwise."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN, "utf-8")
+    behaviours: Behaviours = {}
+
+    def command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
+        pid_file = str(directory.pid_path(host.name))
+        return [sys.executable, "-S", str(script), str(line_fd), pid_file, behaviours.get(host.name, "serves")]
+
+    monkeypatch.setattr(child, "host_command", command)
+    return behaviours
+
+
+def _gone(directory: RunDirectory) -> bool:
+    return not directory.path.exists()
+
+
+def _eventually(holds: Callable[[], bool], patience_s: float = 5.0) -> bool:
+    deadline_s = time.monotonic() + patience_s
+    while not holds() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_up_then_down(behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan) -> None:
+    confirmed: list[ConstellationPlan] = []
+    started = supervisor.start(directory, plan, confirm=confirmed.append)
+    assert started.children == [] and confirmed == [plan]
+    assert directory.running_plan() == plan
+    states = supervisor.inspect(directory)
+    assert [state.state for state in states] == ["running"] * 3
+    assert all(state.memory_bytes and state.memory_bytes > 1e6 for state in states)
+    assert supervisor.stop(directory) == (3, 0)
+    assert _gone(directory)
+    assert supervisor.stop(directory) == (0, 0)
+    with pytest.raises(NoConstellation):
+        supervisor.inspect(directory)
+
+
+def test_up_twice_is_told_and_changes_nothing(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    supervisor.start(directory, plan)
+    before = directory.living()
+    with pytest.raises(supervisor.AlreadyRunning, match=r"already running: testbed-19x5, 3 of 3 hosts alive"):
+        supervisor.start(directory, plan)
+    assert directory.living() == before
+
+
+def test_one_host_that_fails_stops_all(behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan) -> None:
+    behave["host-1"] = "fails"
+    with pytest.raises(ConstellationError, match=r"host-1 did not start \(exit code 1\)[^$]*the sky is full"):
+        supervisor.start(directory, plan)
+    assert _gone(directory)
+
+
+def test_one_host_that_hangs_stops_all(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave["host-2"] = "hangs"
+    monkeypatch.setattr(supervisor, "START_PATIENCE_S", 0.5)
+    with pytest.raises(ConstellationError, match="host-2 not ready"):
+        supervisor.start(directory, plan)
+    assert _gone(directory)
+
+
+def test_satellites_that_do_not_answer_stop_all(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    def refuse(plan: ConstellationPlan) -> None:
+        raise ConstellationError("host-0 does not answer")
+
+    with pytest.raises(ConstellationError, match="does not answer"):
+        supervisor.start(directory, plan, confirm=refuse)
+    assert _gone(directory)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_in_the_middle_of_up_leaves_nothing(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan, number: signal.Signals
+) -> None:
+    behave["host-2"] = "hangs"
+    handler = signal.getsignal(number)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), number))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        supervisor.start(directory, plan)
+    assert _gone(directory)
+    assert signal.getsignal(number) is handler
+
+
+def test_a_supervisor_that_dies_in_the_middle_of_up_leaves_nothing(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    """The kernel closes a dead supervisor's ends of the lines: the same as closing them here."""
+    directory.create()
+    directory.write_plan(plan)
+    children = [child.spawn(host, directory.plan_path, directory) for host in plan.hosts]
+    for started in children:
+        assert started.line.recv(6) == child.READY
+        started.line.close()
+    assert [started.process.wait(timeout=5) for started in children] == [0, 0, 0]
+
+
+def test_a_dead_host_is_named_and_down_still_cleans(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    supervisor.start(directory, plan)
+    victim = directory.living()["host-1"]
+    os.kill(victim.pid, signal.SIGKILL)
+    assert _eventually(
+        lambda: [state.state for state in supervisor.inspect(directory)] == ["running", "dead", "running"]
+    )
+    with pytest.raises(supervisor.AlreadyRunning, match="2 of 3 hosts alive"):
+        supervisor.start(directory, plan)
+    assert supervisor.stop(directory) == (2, 0)
+    assert _gone(directory)
+
+
+def test_what_a_crash_left_behind_is_swept_by_the_next_up(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    directory.create()
+    directory.write_plan(plan)
+    directory.index_path.write_bytes(b"of chunks that are gone")
+    directory.log_path("host-0").write_text("old words\n", "utf-8")
+    for host in ("host-0", "host-77"):
+        directory.pid_path(host).write_text(f'{{"pid": {os.getpid()}, "start": "another boot/1"}}', "utf-8")
+    supervisor.start(directory, plan)
+    assert sorted(directory.living()) == directory.recorded_hosts() == ["host-0", "host-1", "host-2"]
+    assert not directory.index_path.exists()
+    assert "old words" not in directory.log_tail("host-0")
+
+
+def test_foreground_stays_until_a_signal(behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan) -> None:
+    started = supervisor.start(directory, plan, foreground=True)
+    said: list[str] = []
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert supervisor.watch(directory, started, said.append) == 0
+    assert said == [] and _gone(directory)
+
+
+def test_foreground_ends_when_all_hosts_have_died(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    started = supervisor.start(directory, plan, foreground=True)
+    for record in directory.living().values():
+        os.kill(record.pid, signal.SIGKILL)
+    said: list[str] = []
+    assert supervisor.watch(directory, started, said.append) == 1
+    assert len(said) == 3 and all("killed by SIGKILL" in words for words in said)
+    assert _gone(directory)
+
+
+def test_attached_plans_have_no_processes_here(directory: RunDirectory, plan: ConstellationPlan) -> None:
+    remote = make_plan(hosts=(HostShare("far", "192.0.2.1", 26_000, (0, 1, 2, 3, 4)),))
+    supervisor.attach(directory, remote)
+    assert directory.running_plan() == remote
+    assert [state.state for state in supervisor.inspect(directory)] == ["elsewhere"]
+    supervisor.stop(directory)
+    assert _gone(directory)
+
+
+def test_a_taken_port_is_named_before_anything_starts(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        port = plan.hosts[1].base_port + 20
+        other.bind(("127.0.0.1", port))
+        with pytest.raises(
+            ConstellationError, match=rf"UDP port {port} on 127.0.0.1 \(host-1, plane 2, slot 1\) is taken"
+        ):
+            supervisor.start(directory, plan)
+        assert directory.living() == {}
+        assert free_base_port(95) != plan.hosts[0].base_port
+    check_ports(plan)
+
+
+def test_hosts_of_other_computers_are_not_started_here(directory: RunDirectory) -> None:
+    remote = make_plan(hosts=(HostShare("far", "192.0.2.1", 26_000, (0, 1, 2, 3, 4)),))
+    with pytest.raises(ConstellationError, match="skymemory satellite"):
+        supervisor.start(directory, remote)
