@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.messages import Selection
+from skymemory.protocol.pacing import Window
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, WriteTransfer
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
@@ -15,7 +16,7 @@ from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
 CREDIT_UNIT_BYTES = 4096
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Operation:
     """What a caller began: a read, a write, or (``transfer`` None) a question."""
 
@@ -23,10 +24,12 @@ class Operation:
     transfer: ReadTransfer | WriteTransfer | None
     started_s: float
     report: TransferReport
-    requests: set[int]
+    requests: set[int] = field(default_factory=set)
+    queued: bool = False
+    """Whether it waits for its turn to send."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """One packet (or burst of packets) in flight, until answered, repeated or given up.
 
@@ -43,6 +46,8 @@ class Request:
     deadline_s: float
     in_flight_bytes: int
     moves: Moves
+    window: Window
+    """The one it fills, whatever beam a later repetition takes."""
     attempts: int = 1
 
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
-from skymemory.errors import ValueTooLarge
+from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.placement.locate import Moves
 from skymemory.protocol.messages import KEY_BYTES, Buffer
 from skymemory.protocol.segments import pack_refs
-from skymemory.protocol.wire import MAX_CHUNK_BYTES
+from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, TELEMETRY_PREFIX_BYTES
 
 Where = Callable[[Moves], tuple[SatelliteId, ...]]
 """The satellite of each server of this value at the given moves."""
 
 WRITE_BURST_CHUNKS = 10
-_MAX_RELOCATIONS = 3
+CHUNK_OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
+"""What a chunk weighs in the air beyond its payload."""
+_MAX_RENEWALS = 3
+"""How often the search for one chunk begins anew because the box has moved again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,15 @@ class ValueInfo:
     strategy: int
     servers: int
     set_moves: Moves
+
+    def check(self) -> None:
+        """Raises ``InvalidInput`` where the numbers contradict each other: an index may be old, a probe false."""
+        fits = 0 < self.chunk_bytes <= MAX_CHUNK_BYTES and 0 <= self.value_bytes < 1 << 32
+        if not fits or self.chunks != max(1, -(-self.value_bytes // self.chunk_bytes)) or len(self.key) != KEY_BYTES:
+            raise InvalidInput(
+                f"{self.chunks} chunks of {self.chunk_bytes} bytes for a value of {self.value_bytes}, "
+                f"key of {len(self.key)} bytes: not a value we could have stored"
+            )
 
 
 @dataclass(slots=True)
@@ -60,10 +72,25 @@ class Burst:
     indices: list[int]
 
 
+@dataclass(slots=True)
+class _Search:
+    """Where a chunk that was not in its place has yet to be looked for, as seen at moves ``at``."""
+
+    at: Moves
+    left: deque[SatelliteId]
+    renewals: int = 0
+
+
 class ReadTransfer:
     """Fetches one value into ``out`` (writable, at least ``value_bytes`` long)."""
 
     def __init__(self, info: ValueInfo, out: memoryview, where: Where, moves: Moves, burst_chunks: int) -> None:
+        """Raises ``InvalidInput`` for a description of a value that cannot be, or a buffer it does not fit into."""
+        info.check()
+        if len(out) < info.value_bytes or out.readonly:
+            raise InvalidInput(
+                f"a buffer of {len(out)} bytes for a value of {info.value_bytes}: too small or read-only"
+            )
         self.info = info
         self.out = out
         self.arrived = bytearray(info.chunks)
@@ -71,8 +98,7 @@ class ReadTransfer:
         self.missing = info.chunks
         self.report = TransferReport(info.value_bytes, info.chunks)
         self._where = where
-        self._candidates: dict[int, list[SatelliteId]] = {}
-        self._relocations = 0
+        self._searches: dict[int, _Search] = {}
         self.pending: deque[Burst] = deque()
         self._plan(moves, burst_chunks)
 
@@ -95,54 +121,48 @@ class ReadTransfer:
         info = self.info
         counts = native.place_segments(
             view, segment_bytes, info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc,
-            self.out, self.arrived, self.crcs,
+            self.out, self.arrived, self.crcs.data,
         )  # fmt: skip
         self.missing -= counts[0]
         self.report.duplicate_chunks += counts[1]
         self.report.corrupt_chunks += counts[2]
         return counts
 
-    def absent(self, indices: list[int], satellite: SatelliteId, moves: Moves, now_moves: Moves) -> bool:
+    def absent(self, indices: list[int], satellite: SatelliteId, nearby: Sequence[Moves]) -> bool:
         """``satellite`` has not got these chunks: look where else they may be while the box is moving.
 
-        Only servers of the column or row that has just changed place have a second candidate: a chunk is there
-        until its copy has been acknowledged and aged, so the way is now → before → now again. Returns False when a
-        chunk is nowhere: the value is a miss.
+        ``nearby`` are the moves to consider, those of now first. Only servers of the column or row that has just
+        changed place have a second candidate: a chunk is there until its copy has been acknowledged and aged, so the
+        way is now → nearby → now again. Returns False when a chunk is nowhere: the value is a miss.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
             if self.arrived[index]:
                 continue
-            left = self._candidates.get(index)
-            if left is None:
-                left = self._others(index % self.info.servers, satellite, now_moves)
-            if not left:
+            search = self._searches.get(index)
+            if search is None:
+                search = self._searches[index] = _Search(nearby[0], self._others(index, satellite, nearby))
+            elif not search.left and search.at != nearby[0] and search.renewals < _MAX_RENEWALS:
+                search.renewals += 1
+                search.at, search.left = nearby[0], self._others(index, satellite, nearby)
+            if not search.left:
                 return False
-            self._candidates[index] = left[1:]
-            bursts.setdefault(left[0], []).append(index)
+            bursts.setdefault(search.left.popleft(), []).append(index)
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
         return True
 
-    def _others(self, server: int, asked: SatelliteId, moves: Moves) -> list[SatelliteId]:
-        slot_moves, plane_moves = moves
-        here = self._where(moves)[server]
-        around = [
-            self._where(near)[server]
-            for near in (
-                (slot_moves - 1, plane_moves),
-                (slot_moves, plane_moves - 1),
-                (slot_moves + 1, plane_moves),
-            )
-        ]
-        if here != asked:
-            around.insert(0, here)
-        unique = [place for place in dict.fromkeys(around) if place != asked]
-        return [*unique, here] if unique else []
+    def _others(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
+        server = index % self.info.servers
+        places = dict.fromkeys(self._where(moves)[server] for moves in nearby)
+        others = [place for place in places if place != asked]
+        return deque([*others, next(iter(places))] if others else [])
 
     def verified(self) -> bool:
         """Whether the whole value's checksum is right: it is combined from the chunks' own, which were checked."""
         info = self.info
-        return native.crc32_join(self.crcs, info.chunk_bytes, info.value_bytes) == info.value_crc
+        if info.value_bytes == 0:
+            return info.value_crc == 0
+        return native.crc32_join(self.crcs.data, info.chunk_bytes, info.value_bytes) == info.value_crc
 
 
 @dataclass(slots=True)
@@ -176,7 +196,7 @@ class WriteTransfer:
             raise ValueTooLarge(f"a value of {len(view)} bytes, key of {len(key)}: expected < 4 GiB and {KEY_BYTES}")
         crcs = native.crc32_chunks(view, chunk_bytes) if len(view) else np.zeros(1, dtype=np.uint32)
         chunks = len(crcs)
-        value_crc = native.crc32_join(crcs, chunk_bytes, len(view))
+        value_crc = native.crc32_join(crcs.data, chunk_bytes, len(view)) if len(view) else 0
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
         refs = pack_refs(key, range(chunks), crcs, chunk_bytes, len(view), value_crc, servers, strategy, moves)
         payloads = [view[at : at + chunk_bytes] for at in range(0, len(view), chunk_bytes)] or [view[:0]]

@@ -1,0 +1,144 @@
+"""What an answer means for the operation that asked: bytes placed, chunks acknowledged or missing, windows, clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skymemory.errors import MalformedPacket
+from skymemory.metrics import Counters
+from skymemory.protocol import messages
+from skymemory.protocol.followed_clock import FollowedClock
+from skymemory.protocol.in_flight import InFlight
+from skymemory.protocol.links import Links
+from skymemory.protocol.messages import Selection
+from skymemory.protocol.outbox import CREDIT_UNIT_BYTES, Operation, Request
+from skymemory.protocol.space_packet import TELEMETRY_BYTES
+from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, ReadTransfer, WriteTransfer
+from skymemory.protocol.wire import Op, SkyHeader, Status
+
+_SANE_RTT_US = 60_000_000
+_ECHO_AT = TELEMETRY_BYTES + 24
+_ANSWERS: dict[Op, Op] = {
+    Op.HAS: Op.PRESENCE, Op.EVICT: Op.EVICTED, Op.PING: Op.PONG, Op.LIST: Op.LISTED, Op.ADVANCE: Op.ADVANCED,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """An operation has ended: well (no ``failure``) or not."""
+
+    operation: Operation
+    failure: str = ""
+    body: bytes = b""
+    header: SkyHeader | None = None
+
+
+class Answers:
+    """Reads what satellites answer. ``resume`` is told of operations that have something to send again."""
+
+    def __init__(
+        self, in_flight: InFlight, links: Links, clock: FollowedClock, counters: Counters, ground: int,
+        resume: Callable[[Operation], None],
+    ) -> None:  # fmt: skip
+        self._in_flight = in_flight
+        self._links = links
+        self._clock = clock
+        self._counters = counters
+        self._ground = ground
+        self._resume = resume
+
+    def data(
+        self, request: Request, transfer: ReadTransfer, view: memoryview, segment_bytes: int, now_s: float
+    ) -> Verdict | None:
+        """DATA packets that all claim to answer ``request``, not checked yet."""
+        placed, duplicates, corrupt, foreign = transfer.place(view, segment_bytes)
+        self._in_flight.answered(request, (placed + duplicates) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
+        if corrupt:
+            self._counters.add("packets_malformed", corrupt)
+        else:
+            self._heard(request, int.from_bytes(view[_ECHO_AT : _ECHO_AT + 4], "big"), now_s)
+        if foreign:
+            return Verdict(request.operation, "other version")
+        if transfer.missing == 0:
+            return Verdict(request.operation, "" if transfer.verified() else "corrupt")
+        if not transfer.arrived[request.indices[-1]]:
+            self._in_flight.extend(request, now_s)
+        elif all(transfer.arrived[index] for index in request.indices):
+            self._in_flight.retire(request)
+        else:
+            # Satellites answer in order: what is missing before the last chunk was lost or overtaken.
+            self._in_flight.hurry(request, now_s)
+        return None
+
+    def control(self, view: memoryview, now_s: float) -> Verdict | None:
+        """One packet whose checksums have been verified."""
+        try:
+            packet = messages.parse_packet(view)
+            header = packet.header
+            request = self._in_flight.find(header.request_id)
+            if request is None or header.ground != self._ground:
+                self._counters.add("packets_unexpected")
+                return None
+            round_trip_s = self._heard(request, header.timestamp_us, now_s)
+            self._clock.told((header.slot_moves, header.plane_moves), round_trip_s, now_s)
+            return self._control(request, header, packet.body, now_s)
+        except MalformedPacket:
+            self._counters.add("packets_malformed")
+            return None
+
+    def _control(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> Verdict | None:
+        transfer = request.operation.transfer
+        if header.op is Op.UNREACHABLE:
+            return Verdict(request.operation, "unreachable")
+        if header.op is Op.BUSY:
+            request.window.lost(now_s, self._links.round_trip(request.satellite).smoothed_s)
+        elif isinstance(transfer, WriteTransfer) and header.op is Op.ACK:
+            return self._acknowledged(request, transfer, header, Selection.unpack(body), now_s)
+        elif isinstance(transfer, ReadTransfer) and header.op is Op.MISS:
+            return self._missed(request, transfer, Selection.unpack(body), now_s)
+        elif transfer is None and header.op is _ANSWERS.get(request.op):
+            return Verdict(request.operation, body=bytes(body), header=header)
+        else:
+            self._counters.add("packets_unexpected")
+        return None
+
+    def _acknowledged(
+        self, request: Request, transfer: WriteTransfer, header: SkyHeader, selection: Selection, now_s: float
+    ) -> Verdict | None:
+        if selection.key != transfer.info.key:
+            return None
+        if header.status is not Status.OK:
+            return Verdict(request.operation, "full")
+        fresh = transfer.acknowledge(selection.indices())
+        self._in_flight.answered(request, fresh * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
+        request.window.offer(header.credit * CREDIT_UNIT_BYTES)
+        if transfer.missing == 0:
+            return Verdict(request.operation)
+        if request.in_flight_bytes == 0:
+            self._in_flight.retire(request)
+        else:
+            self._in_flight.hurry(request, now_s)
+        return None
+
+    def _missed(self, request: Request, transfer: ReadTransfer, selection: Selection, now_s: float) -> Verdict | None:
+        asked = set(request.indices)
+        indices = [index for index in selection.indices() if index in asked]
+        if selection.key != transfer.info.key or not indices:
+            return None
+        self._in_flight.refused(request, len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
+        if not transfer.absent(indices, request.satellite, self._clock.nearby(now_s)):
+            return Verdict(request.operation, "missing")
+        absent = set(indices)
+        request.indices = [index for index in request.indices if index not in absent]
+        if all(transfer.arrived[index] for index in request.indices):
+            self._in_flight.retire(request)
+        self._resume(request.operation)
+        return None
+
+    def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
+        """A checked answer came: the satellite lives. Returns the round trip it took, as far as that can be told."""
+        elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
+        elapsed_s = elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
+        self._links.heard(request.satellite, elapsed_s, now_s)
+        return elapsed_s or 0.0

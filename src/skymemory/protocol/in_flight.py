@@ -1,0 +1,124 @@
+"""Requests between their first sending and their last answer: deadlines, repetitions, and the windows they fill."""
+
+from __future__ import annotations
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.placement.locate import Moves
+from skymemory.protocol.links import Links
+from skymemory.protocol.outbox import Operation, Outbox, Request
+from skymemory.protocol.pacing import Window
+from skymemory.protocol.transfer import ReadTransfer, WriteTransfer
+from skymemory.protocol.wire import Op
+
+_MOST_PATIENCE = 10
+"""A request that is answered only in part for so many times ``give_up_s`` is given up."""
+_MOST_BACKOFF = 4
+"""Repetitions come at 1, 2, 4, 4 … timeouts: the windows already slow us down, and a lossy path needs many tries."""
+
+
+class InFlight:
+    """All requests of a ground host that are not settled. ``give_up_s``: how long a silent satellite is waited for."""
+
+    def __init__(self, links: Links, outbox: Outbox, give_up_s: float) -> None:
+        self._links = links
+        self._outbox = outbox
+        self._give_up_s = give_up_s
+        self._requests: dict[int, Request] = {}
+        self._next_request_id = 1
+
+    def find(self, request_id: int) -> Request | None:
+        return self._requests.get(request_id)
+
+    def window(self, op: Op, satellite: SatelliteId) -> Window:
+        """A SET fills the beam it goes up by; answers to all else fill our own receive buffer."""
+        return self._links.outbound(self._outbox.beam(satellite)) if op is Op.SET else self._links.inbound
+
+    def send(
+        self, operation: Operation, satellite: SatelliteId, op: Op, indices: list[int], body: bytes, size_bytes: int,
+        moves: Moves, now_s: float,
+    ) -> None:  # fmt: skip
+        """A new request: ``size_bytes`` is what it puts on its way, up or down."""
+        window = self.window(op, satellite)
+        timeout_s = min(self._links.round_trip(satellite).timeout_s(), self._give_up_s)
+        request = Request(
+            self._next_request_id, operation, satellite, op, indices, body, now_s, now_s + timeout_s, size_bytes,
+            moves, window,
+        )  # fmt: skip
+        self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
+        self._requests[request.request_id] = request
+        operation.requests.add(request.request_id)
+        operation.report.requests += 1
+        window.sent(size_bytes)
+        self._outbox.transmit(request, now_s)
+
+    # --- settling ---
+
+    def answered(self, request: Request, size_bytes: int) -> None:
+        """So much of it has come."""
+        size_bytes = min(size_bytes, request.in_flight_bytes)
+        request.in_flight_bytes -= size_bytes
+        request.window.answered(size_bytes)
+
+    def refused(self, request: Request, size_bytes: int) -> None:
+        """So much of it will not come."""
+        size_bytes = min(size_bytes, request.in_flight_bytes)
+        request.in_flight_bytes -= size_bytes
+        request.window.given_up(size_bytes)
+
+    def retire(self, request: Request) -> None:
+        """Nothing more is expected of it."""
+        if self._requests.pop(request.request_id, None) is not None:
+            request.operation.requests.discard(request.request_id)
+            self.refused(request, request.in_flight_bytes)
+
+    def drop(self, operation: Operation) -> None:
+        """Nothing more is expected of any request of this operation."""
+        for request_id in list(operation.requests):
+            self.retire(self._requests[request_id])
+
+    # --- time ---
+
+    def next_timer_s(self) -> float | None:
+        return min((request.deadline_s for request in self._requests.values()), default=None)
+
+    def overdue(self, now_s: float) -> list[Request]:
+        return [request for request in self._requests.values() if request.deadline_s <= now_s]
+
+    def extend(self, request: Request, now_s: float) -> None:
+        """It is being answered: the rest has a whole timeout from now."""
+        request.deadline_s = now_s + self._links.round_trip(request.satellite).timeout_s()
+
+    def hurry(self, request: Request, now_s: float) -> None:
+        """Part of the answer is here and the rest seems lost: ask again soon rather than at the timeout."""
+        request.deadline_s = min(request.deadline_s, now_s + self._links.grace_s(request.satellite))
+
+    def give_up_or_repeat(self, request: Request, moves: Moves, now_s: float) -> bool:
+        """An overdue request is settled, sent again, or (True) hopeless."""
+        transfer = request.operation.transfer
+        wanted: list[int] = []
+        if transfer is not None:
+            done = transfer.arrived if isinstance(transfer, ReadTransfer) else transfer.acknowledged
+            wanted = [index for index in request.indices if not done[index]]
+            if not wanted:
+                self.retire(request)
+                return False
+        satellite = request.satellite
+        silent_until_s = self._links.silent_since_s(satellite, request.begun_s) + self._give_up_s
+        if now_s >= silent_until_s or now_s >= request.begun_s + _MOST_PATIENCE * self._give_up_s:
+            self._links.suspect(satellite, now_s)
+            return True
+        self._repeat(request, wanted, moves, silent_until_s, now_s)
+        return False
+
+    def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:
+        round_trip = self._links.round_trip(request.satellite)
+        request.window.lost(now_s, round_trip.smoothed_s)
+        wait_s = round_trip.timeout_s() * min(2 ** (request.attempts - 1), _MOST_BACKOFF)
+        request.attempts += 1
+        request.deadline_s = min(now_s + wait_s, silent_until_s)
+        request.operation.report.requests += 1
+        request.operation.report.retransmitted_chunks += len(wanted)
+        if isinstance(request.operation.transfer, ReadTransfer | WriteTransfer):
+            request.indices = wanted
+            request.moves = moves
+        self._outbox.transmit(request, now_s)
