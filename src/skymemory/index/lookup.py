@@ -19,11 +19,11 @@ class PrefixSearch:
     """A search over ``count`` blocks without I/O: ask for ``next_probe()``, feed ``answer()``, until
     ``done``.
 
-    ``batch`` positions are asked per narrowing round, ``verify_batch`` per verifying round. At most ``count``
-    probes; at most ``ceil(log(count) / log(batch))`` + 1 narrowing rounds (``ceil(log2(count))`` + 1 when
-    ``batch`` is 1 or 2) where presence is prefix-closed, plus ``ceil(result / verify_batch)`` verifying
-    rounds. ``verify=False`` trusts presence to be prefix-closed: a logarithm of probes, and a result that may
-    be too large where it is not, never too small against the truth below the first hole asked for.
+    ``batch`` positions are asked per narrowing round, ``verify_batch`` per verifying round; at most ``count``
+    in all. Where presence is prefix-closed there are at most ``floor(log(count) / log(batch)) + 1`` narrowing
+    rounds (``ceil(log2(count)) + 1`` for a batch of 1 or 2) and ``ceil(result / verify_batch)`` verifying ones.
+    ``verify=False`` trusts presence to be prefix-closed: only the narrowing rounds, and a result that is never
+    too small but may be too large where there are holes.
     """
 
     def __init__(self, count: int, batch: int = 16, verify_batch: int = 256, verify: bool = True) -> None:
@@ -37,9 +37,8 @@ class PrefixSearch:
         self._verify_batch = verify_batch
         self._verify = verify
         self._asked: set[int] = set()
-        self._pending: list[int] = []
         self.rounds = 0
-        """Batches of probes handed out so far, repeats of unanswered ones not counted."""
+        """Batches of probes handed out so far; one that only repeats unanswered positions does not count."""
 
     @property
     def probes(self) -> int:
@@ -58,11 +57,12 @@ class PrefixSearch:
         return self._boundary
 
     def next_probe(self) -> list[int]:
-        """Positions (0-based, ascending) to ask for now; again the same while unanswered; empty when done."""
+        """Positions (0-based, ascending) to ask for now, from what is known now: the same again while nothing
+        was answered, empty when done.
+        """
         positions = self._next()
         if positions and not self._asked.issuperset(positions):
             self._asked.update(positions)
-            self._pending = positions
             self.rounds += 1
         return positions
 
@@ -76,15 +76,8 @@ class PrefixSearch:
                 self._boundary = min(self._boundary, position)
             elif self._state[position] == _UNKNOWN:
                 self._state[position] = _PRESENT
-        self._pending = [position for position in self._pending if self._open(position)]
-
-    def _open(self, position: int) -> bool:
-        """Whether the answer for ``position`` is still wanted."""
-        return position < self._boundary and self._state[position] == _UNKNOWN
 
     def _next(self) -> list[int]:
-        if self._pending:
-            return self._pending
         low = self._state.rfind(_PRESENT, 0, self._boundary) + 1
         width = self._boundary - low
         if width > 0:

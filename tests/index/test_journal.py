@@ -1,0 +1,165 @@
+"""The journal: a log cut anywhere replays to what was whole, and forged bytes are never believed."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.index.block_info import BlockInfo, InfoTable, pack_groups
+from skymemory.index.journal import Record, RecordOp, decode_records, encode_record
+from skymemory.index.radix import RadixIndex
+from skymemory.index.snapshot import Snapshot, pack_snapshot
+
+HASHES = [bytes([n]) * 32 for n in range(1, 6)]
+INFOS = [BlockInfo(n, n * 100, n, float(n), n, -n, ("hop", "rotation")[n % 2], 9, bytes([n % 2])) for n in range(5)]
+RECORDS = [
+    Record(RecordOp.ADD, tuple(HASHES), tuple(INFOS)),
+    Record(RecordOp.REMOVE, (HASHES[2], HASHES[4])),
+    Record(RecordOp.ADD, (HASHES[2],), (INFOS[0],), 2, HASHES[1]),
+    Record(RecordOp.REMOVE_CONTEXT, context=b"\1"),
+    Record(RecordOp.CLEAR),
+    Record(RecordOp.ADD),
+    Record(RecordOp.REMOVE),
+]
+
+
+def encode(record: Record) -> bytes:
+    return encode_record(
+        record.op,
+        record.hashes,
+        record.infos,
+        start=record.start,
+        parent=record.parent,
+        context=record.context,
+    )
+
+
+LOG = [encode(record) for record in RECORDS]
+
+
+def test_every_cut_of_the_log_keeps_the_whole_records_before_it() -> None:
+    log = b"".join(LOG)
+    ends = [sum(map(len, LOG[: n + 1])) for n in range(len(LOG))]
+    for cut in range(len(log) + 1):
+        whole = sum(end <= cut for end in ends)
+        assert decode_records(log[:cut]) == (RECORDS[:whole], ends[whole - 1] if whole else 0)
+
+
+@given(st.integers(0, sum(map(len, LOG)) * 8 - 1), st.binary(max_size=40))
+def test_a_flipped_bit_and_a_torn_tail_end_the_log_there(bit: int, tail: bytes) -> None:
+    log = bytearray(b"".join(LOG) + tail)
+    log[bit // 8] ^= 1 << bit % 8
+    records, consumed = decode_records(log)
+    assert consumed <= bit // 8
+    assert records == RECORDS[: len(records)]
+
+
+@given(st.binary(max_size=100))
+def test_garbage_is_an_empty_log(garbage: bytes) -> None:
+    assert decode_records(garbage) == ([], 0)
+
+
+def test_replaying_gives_the_same_index() -> None:
+    direct, replayed = RadixIndex(), RadixIndex()
+    direct.add(HASHES, INFOS)
+    direct.remove(HASHES[2])
+    direct.remove(HASHES[4])
+    direct.add([HASHES[2]], [INFOS[0]], 2, HASHES[1])
+    for record in RECORDS[:3]:
+        replayed.apply(record)
+    assert replayed.snapshot() == direct.snapshot()
+    assert replayed.longest_prefix(HASHES) == 4
+    replayed.apply(RECORDS[3])
+    assert list(replayed) == [HASHES[0], HASHES[2]]
+    replayed.apply(RECORDS[4])
+    assert len(replayed) == 0
+
+
+def framed(op: int, body: bytes, version: int = 1) -> bytes:
+    blank = struct.pack("<BBHII", 0x5B, op, version, len(body), 0)
+    return blank[:8] + struct.pack("<I", zlib.crc32(blank + body)) + body
+
+
+def add_body(start: int, blocks: int, groups: int, parent: bytes, rest: bytes) -> bytes:
+    return struct.pack("<III32s", start, blocks, groups, parent) + rest
+
+
+TABLE = InfoTable()
+ROW = TABLE.pack(INFOS[0])
+GROUPS = pack_groups(TABLE.groups)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        framed(1, b"", version=2),
+        framed(0, b""),
+        framed(9, b""),
+        framed(1, b"short"),
+        framed(1, add_body(0, 1, 1, bytes(32), GROUPS + HASHES[0] + ROW[:-1])),
+        framed(1, add_body(0, 2, 1, bytes(32), GROUPS + HASHES[0] + ROW)),
+        framed(1, add_body(0, 2**32 - 1, 1, bytes(32), GROUPS + HASHES[0] + ROW)),
+        framed(1, add_body(0, 1, 2, bytes(32), GROUPS + HASHES[0] + ROW)),
+        framed(1, add_body(0, 1, 2**32 - 1, bytes(32), GROUPS + HASHES[0] + ROW)),
+        framed(1, add_body(0, 1, 0, bytes(32), HASHES[0] + ROW)),
+        framed(1, add_body(0, 1, 1, HASHES[1], GROUPS + HASHES[0] + ROW)),
+        framed(1, add_body(2**32 - 1, 1, 1, HASHES[1], GROUPS + HASHES[0] + ROW)),
+        framed(1, add_body(0, 1, 1, bytes(32), b"\1\0\0\0\0\0\0\xff" + HASHES[0] + ROW)),
+        framed(1, add_body(0, 1, 1, bytes(32), b"\xff\0\0")),
+        framed(1, add_body(0, 1, 1, bytes(32), b"\xff\xff\xff\0\0\0\0")),
+        framed(2, HASHES[0] + b"x"),
+    ],
+)
+def test_intact_records_that_contradict_themselves_are_malformed(record: bytes) -> None:
+    with pytest.raises(MalformedPacket):
+        decode_records(LOG[0] + record)
+
+
+@pytest.mark.parametrize(
+    ("op", "fields"),
+    [
+        (RecordOp.ADD, {"hashes": HASHES, "infos": INFOS[:1]}),
+        (RecordOp.ADD, {"hashes": HASHES, "infos": INFOS, "start": 1}),
+        (RecordOp.ADD, {"hashes": HASHES[:1], "infos": INFOS[:1], "start": 1, "parent": b"short"}),
+        (RecordOp.REMOVE, {"hashes": [b"short"]}),
+    ],
+)
+def test_records_that_cannot_be_are_not_written(op: RecordOp, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput):
+        encode_record(op, **fields)
+
+
+def snapshot_of(runs: list[tuple[int, bytes | None, int]], hashes: list[bytes]) -> bytes:
+    return pack_snapshot(Snapshot(runs, b"".join(hashes), InfoTable(TABLE.groups, ROW * len(hashes))))
+
+
+def test_snapshot_of_is_one_when_nothing_is_wrong() -> None:
+    good = snapshot_of([(0, None, 2), (3, HASHES[2], 1)], [*HASHES[:2], HASHES[3]])
+    assert RadixIndex.restore(good).longest_prefix(HASHES) == 2
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        snapshot_of([(0, None, 2)], [HASHES[0]] * 2),
+        snapshot_of([(0, None, 3)], HASHES[:2]),
+        snapshot_of([(0, None, 1)], HASHES[:2]),
+        snapshot_of([(0, None, 2), (5, HASHES[4], 0)], HASHES[:2]),
+        snapshot_of([(0, HASHES[4], 2)], HASHES[:2]),
+        snapshot_of([(2**32 - 2, HASHES[4], 2)], HASHES[:2]),
+        snapshot_of([(0, None, 2), (3, HASHES[0], 1)], HASHES[:3]),
+        snapshot_of([(4, HASHES[1], 2)], HASHES[:2]),
+        snapshot_of([(4, HASHES[4], 1), (5, HASHES[4], 1)], HASHES[:2]),
+        pack_snapshot(Snapshot([(0, None, 1)], HASHES[0], InfoTable([], ROW))),
+        pack_snapshot(Snapshot([(0, None, 1)], b"", InfoTable(TABLE.groups, ROW))),
+    ],
+)
+def test_forged_snapshots_are_malformed(forged: bytes) -> None:
+    with pytest.raises(MalformedPacket):
+        RadixIndex.restore(forged)

@@ -1,0 +1,109 @@
+"""RadixIndex against a naive twin: adds, removals, holes, branches, snapshots and replayed journals in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skymemory.index.journal import RecordOp, decode_records, encode_record
+from skymemory.index.radix import BlockInfo, RadixIndex
+from skymemory.kv.block import hash_blocks
+
+DEPTH = 6
+PROMPTS = [
+    hash_blocks(bytes(32), [n >> at & 1 for at in range(DEPTH)], 1) for n in range(2**DEPTH)
+]  # every path of a binary tree: 126 blocks
+CONTEXTS = (b"", b"one", b"two")
+
+
+@dataclass
+class NaiveIndex:
+    """One look-up per block."""
+
+    infos: dict[bytes, BlockInfo] = field(default_factory=dict)
+
+    def longest_prefix(self, hashes: list[bytes]) -> int:
+        for at, block_hash in enumerate(hashes):
+            if block_hash not in self.infos:
+                return at
+        return len(hashes)
+
+    def orphans(self) -> list[bytes]:
+        reached = {one for prompt in PROMPTS for one in prompt[: self.longest_prefix(prompt)]}
+        return sorted(set(self.infos) - reached)
+
+
+STEPS = st.one_of(
+    st.tuples(
+        st.just("add"), st.integers(0, 2**DEPTH - 1), st.integers(0, DEPTH), st.integers(0, DEPTH), st.integers(0, 2)
+    ),
+    st.tuples(st.just("remove"), st.integers(0, 2**DEPTH - 1), st.integers(0, DEPTH - 1)),
+    st.tuples(st.just("remove context"), st.integers(0, 2)),
+    st.tuples(st.just("restore")),
+    st.tuples(st.just("ask"), st.integers(0, 2**DEPTH - 1)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEPS, max_size=40))
+def test_same_as_the_naive_twin(steps: list[tuple[object, ...]]) -> None:
+    index, naive, log = RadixIndex(), NaiveIndex(), bytearray()
+    for number, step in enumerate(steps):
+        match step:
+            case ("add", int(prompt), int(first), int(last), int(context)):
+                hashes = PROMPTS[prompt][min(first, last) : max(first, last)]
+                start = min(first, last) if hashes else 0
+                parent = PROMPTS[prompt][start - 1] if start else None
+                infos = [
+                    BlockInfo(number, at, at, 0.5, -at, at, "hop", 9, CONTEXTS[context]) for at in range(len(hashes))
+                ]
+                new = index.add(hashes, infos, start, parent)
+                assert new == len(set(hashes) - set(naive.infos))
+                naive.infos.update(zip(hashes, infos, strict=True))
+                log += encode_record(RecordOp.ADD, hashes, infos, start=start, parent=parent)
+            case ("remove", int(prompt), int(at)):
+                block_hash = PROMPTS[prompt][at]
+                assert index.remove(block_hash) == (naive.infos.pop(block_hash, None) is not None)
+                log += encode_record(RecordOp.REMOVE, [block_hash])
+            case ("remove context", int(context)):
+                gone = {one for one, info in naive.infos.items() if info.context == CONTEXTS[context]}
+                assert set(index.remove_context(CONTEXTS[context])) == gone
+                for block_hash in gone:
+                    del naive.infos[block_hash]
+                log += encode_record(RecordOp.REMOVE_CONTEXT, context=CONTEXTS[context])
+            case ("restore",):
+                index = RadixIndex.restore(index.snapshot())
+            case ("ask", int(prompt)):
+                assert index.longest_prefix(PROMPTS[prompt]) == naive.longest_prefix(PROMPTS[prompt])
+    replayed = RadixIndex()
+    records, consumed = decode_records(log)
+    assert consumed == len(log)
+    for record in records:
+        replayed.apply(record)
+    for one in (index, replayed):
+        assert len(one) == len(naive.infos)
+        assert {block_hash: one.get(block_hash) for block_hash in one} == naive.infos
+        assert sorted(one.orphans()) == naive.orphans()
+        for hashes in PROMPTS:
+            assert one.longest_prefix(hashes) == naive.longest_prefix(hashes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sets(st.integers(0, 59), max_size=12), st.integers(0, 60), st.booleans())
+def test_long_prompts_with_holes(holes: set[int], cut: int, fill: bool) -> None:
+    hashes = hash_blocks(bytes(32), list(range(60)), 1)
+    other = hash_blocks(bytes(32), [1000, *range(60)], 1)
+    info = BlockInfo(1, 1, 1, 1.0, 0, 0, "hop", 9)
+    index = RadixIndex()
+    index.add(hashes, [info] * 60)
+    for hole in holes:
+        index.remove(hashes[hole])
+    expected = min([*holes, cut])
+    assert index.longest_prefix(hashes[:cut] + other[: 60 - cut]) == expected
+    if fill:
+        for hole in holes:
+            index.add([hashes[hole]], [info], hole, hashes[hole - 1] if hole else None)
+        assert index.longest_prefix(hashes) == 60
+        assert len(index._forest.runs()) == 1
