@@ -1,3 +1,43 @@
-"""SkyMemory: a KV-cache memory hierarchy for LLM inference that reaches up to satellites in low Earth orbit."""
+"""SkyMemory: a KV-cache memory hierarchy for LLM inference that reaches up to satellites in low Earth orbit.
+
+The public names below are loaded when they are first used, so that a satellite never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from skymemory import errors
+
+if TYPE_CHECKING:
+    from skymemory.engine.huggingface import KVCManager
+    from skymemory.kv.context import CacheContext
+    from skymemory.store.memory import MemoryStore
 
 __version__ = "0.1.0"
+__all__ = ["CacheContext", "KVCManager", "MemoryStore", "errors"]
+
+_HOME = {
+    "CacheContext": "skymemory.kv.context",
+    "KVCManager": "skymemory.engine.huggingface",
+    "MemoryStore": "skymemory.store.memory",
+}
+_EXTRA = {"KVCManager": "hf"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'skymemory' has no attribute {name!r}: it offers {', '.join(__all__)}")
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if name not in _EXTRA or (error.name or "").startswith("skymemory"):
+            raise
+        raise errors.MissingExtra(
+            f"skymemory.{name} needs {error.name}: pip install 'skymemory[{_EXTRA[name]}]'"
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from skymemory.cache.blocks import BlockSink, BlockSource, PhaseClock
 from skymemory.cache.results import LoadResult
 from skymemory.cache.value import PAYLOAD_AT, ForeignBlock, block_header, open_block
-from skymemory.errors import InvalidInput, MalformedPacket, SkyMemoryError, ValueTooLarge
+from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, SkyMemoryError, ValueTooLarge
 from skymemory.kv.block import BlockHash, Tokens, hash_blocks
 from skymemory.kv.codec.base import Codec
 from skymemory.kv.codec.raw import RAW
@@ -25,6 +25,8 @@ from skymemory.store.base import LoadTicket, Presence, Store
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
 """What a broken tier may raise; programming errors (TypeError, AttributeError …) still surface."""
+
+_WRONG = ("corrupt", "foreign")
 
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
@@ -83,7 +85,7 @@ class BlockCache:
         self._readable = {
             known.codec_id: known for known in (RAW, *readable, codec) if known.lossless or not context.lossless
         }
-        self._clock = clock
+        self.clock = clock
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
         """Chained hashes of the full blocks of ``tokens``."""
@@ -103,7 +105,7 @@ class BlockCache:
         ``limit_tokens`` bounds the tokens counted as supplied (default: all but the last). Blocks behind the first
         one that fails are not used. ``account=False`` keeps this load out of the token counters.
         """
-        phase = PhaseClock(self._clock, seconds if seconds is not None else {})
+        phase = PhaseClock(self.clock, seconds if seconds is not None else {})
         count = len(tokens)
         limit_tokens = max(0, count - 1) if limit_tokens is None else min(limit_tokens, count)
         wanted = min(count // self.layout.block_tokens, -(-limit_tokens // self.layout.block_tokens))
@@ -155,7 +157,7 @@ class BlockCache:
         Stops at the first block that the codec cannot take, so that presence stays prefix-closed. Raises
         ValueTooLarge when a block can never fit the store; any other failure of the tier stores nothing.
         """
-        phase = PhaseClock(self._clock, seconds if seconds is not None else {})
+        phase = PhaseClock(self.clock, seconds if seconds is not None else {})
         value_bytes = PAYLOAD_AT + self.layout.block_bytes
         batch = max(1, STORE_BATCH_BYTES // value_bytes)
         rooms = [bytearray(value_bytes) for _ in range(min(batch, len(indices)))]
@@ -223,7 +225,8 @@ class BlockCache:
                 failure = self._place(sink, batch.start + offset, block_hash, value)
                 if failure:
                     tally.failed[failure] += 1
-                    self._forget(block_hash)
+                    if failure in _WRONG:
+                        self._forget(block_hash)
                     return
                 tally.tiers.append((keys[offset].tier if keys else "") or self.store.name)
                 tally.size_bytes += value.nbytes
@@ -234,13 +237,15 @@ class BlockCache:
             codec_id, payload = open_block(value, block_hash, self.layout)
             codec = self._readable.get(codec_id)
             if codec is None:
-                return "foreign"
+                return "codec not readable"
             if codec is RAW and payload.nbytes == self.layout.block_bytes:
                 sink.place(index, payload)
                 return ""
             block = memoryview(bytearray(self.layout.block_bytes))
             codec.decode(payload, self.layout, block)
             sink.place(index, block)
+        except CodecUnavailable:
+            return "codec not installed"
         except ForeignBlock:
             return "foreign"
         except MalformedPacket:

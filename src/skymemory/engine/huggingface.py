@@ -1,0 +1,265 @@
+"""KVCManager for Hugging Face transformers: the interface of the disclosure, exactly.
+
+inputs = tokenizer(prompt, return_tensors="pt")
+out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt))
+kvc.add_blocks(prompt)
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections import deque
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from skymemory.cache.blocks import PhaseClock
+from skymemory.cache.manager import BlockCache
+from skymemory.cache.results import LoadResult, StoreResult
+from skymemory.engine.identity import (
+    check_supported,
+    model_identity,
+    probe_layout,
+    tokenizer_digest,
+    weights_digest,
+)
+from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens
+from skymemory.engine.quantizers import codec_of, readable_codecs
+from skymemory.engine.witness import TokenIds, Witness, flat_ids, foreign_length, shared_prefix
+from skymemory.errors import InvalidInput
+from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
+from skymemory.metrics import Counters
+from skymemory.store.base import Store
+from skymemory.store.memory import MemoryStore
+
+GROW_TOKENS = 256
+"""Room left behind a prompt for what is generated; past it the cache is moved once, to a larger room."""
+KEEP_CACHES = 2
+"""Caches handed out that are kept alive until ``add_blocks`` comes for them: ``generate`` itself keeps none."""
+
+
+class KVCManager:
+    """The KV cache of one model in one store. All methods may be called from any thread, one at a time.
+
+    Parameters:
+        model: a decoder-only transformers model with full attention in every layer, else UnsupportedModel.
+        tokenizer: needed for prompts as text; the token-id forms work without.
+        store: any tier (``skymemory.open_store``); by default 1 GiB of memory in this process. Closed with the
+            manager only if the manager made it.
+        codec: "raw" (lossless), "quanto8" or "hqq8" (half the bytes, small loss; needs ``skymemory[hf]``).
+        block_tokens: tokens per block; part of the identity.
+        weights: a revision that names the weights; by default the SHA-256 of all their bytes (about 1 s for 2.2 GB).
+        adapter: name and revision of a LoRA adapter in use; tenant_salt: separates tenants.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        store: Store | None = None,
+        *,
+        codec: str = "raw",
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        weights: str | None = None,
+        adapter: str = "",
+        tenant_salt: bytes = b"",
+        counters: Counters | None = None,
+    ) -> None:
+        chosen = codec_of(codec)
+        check_supported(model)
+        if hasattr(model, "peft_config") and not adapter:
+            raise InvalidInput("the model carries an adapter: name it and its revision with adapter=…")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.layout = probe_layout(model, block_tokens)
+        self.context = CacheContext(
+            model=model_identity(model),
+            weights=weights if weights is not None else weights_digest(model),
+            tokenizer=tokenizer_digest(tokenizer),
+            kv_dtype=self.layout.dtype,
+            layout=self.layout.describe(),
+            lossless=chosen.lossless,
+            block_tokens=block_tokens,
+            adapter=adapter,
+            tenant_salt=tenant_salt,
+        )
+        self._owns_store = store is None
+        self.store: Store = store if store is not None else MemoryStore()
+        self.blocks = BlockCache(
+            self.context, self.layout, self.store, chosen, readable=readable_codecs(chosen), counters=counters
+        )
+        self.last = LoadResult(prompt_tokens=0)
+        """Where the last ``get_cache`` took its tokens from, and how long it took."""
+        self.last_stored = StoreResult(prompt_tokens=0)
+        self._pool = RoomPool()
+        self._kept: deque[SkyCache] = deque()
+        self._handed: weakref.WeakSet[SkyCache] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._forward_options = _forward_options(model)
+        self._witness = Witness()
+        self._hook = model.register_forward_pre_hook(self._witness, with_kwargs=True)
+        self._closed = False
+
+    @property
+    def counters(self) -> Counters:
+        """``lookup_tokens_total`` = ``computed_tokens_total`` + Σ over tiers of ``hit_tokens_total``, always."""
+        return self.blocks.counters
+
+    def get_cache(self, prompt: str) -> SkyCache:
+        """The longest cached prefix of ``prompt``, ready for ``generate(**tokenizer(prompt), past_key_values=…)``.
+
+        Empty on a miss, never None, and always leaving at least one token to compute. Pass it to one generate only,
+        which fills it. ``.result`` (and ``kvc.last``) says how many tokens came from where.
+        """
+        seconds: dict[str, float] = {}
+        return self._get(self._tokenize(prompt, seconds), seconds)
+
+    def get_cache_ids(self, ids: TokenIds) -> SkyCache:
+        """``get_cache`` for token ids."""
+        return self._get(flat_ids(ids), {})
+
+    def add_blocks(self, prompt: str) -> StoreResult:
+        """Store the full blocks of ``prompt`` that are not stored yet.
+
+        After a generate with ``get_cache(prompt)`` they are taken from what it computed; otherwise the model runs over
+        the part that is missing. A prompt shorter than a block stores nothing, and the result says so.
+        """
+        seconds: dict[str, float] = {}
+        return self._add(self._tokenize(prompt, seconds), None, seconds)
+
+    def add_blocks_ids(
+        self,
+        ids: TokenIds,
+        past_key_values: Cache | None = None,
+    ) -> StoreResult:
+        """``add_blocks`` for token ids, which may go on into what was generated.
+
+        ``past_key_values``: a cache that holds the keys and values of these tokens from the first on, of a
+        single sequence. One of ours is checked against what the model was seen to put in; of a foreign one only
+        shapes and length can be.
+        """
+        return self._add(flat_ids(ids), past_key_values, {})
+
+    def close(self) -> None:
+        """Let go of the model and of what is kept; closes the store if this manager made it. May be repeated."""
+        with self._lock:
+            self._hook.remove()
+            self._kept.clear()
+            if self._owns_store and not self._closed:
+                self.store.close()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tokenize(self, prompt: str, seconds: dict[str, float]) -> Tokens:
+        if self.tokenizer is None:
+            raise InvalidInput("no tokenizer was given: use get_cache_ids and add_blocks_ids, or pass one")
+        if not isinstance(prompt, str):
+            raise InvalidInput(f"a prompt must be text, got {type(prompt).__name__}: one prompt at a time")
+        with PhaseClock(self.blocks.clock, seconds)("tokenize"):
+            return np.asarray(self.tokenizer(prompt)["input_ids"], dtype=np.int64)
+
+    def _get(self, ids: Tokens, seconds: dict[str, float]) -> SkyCache:
+        with self._lock:
+            self._check_open()
+            while len(self._kept) >= KEEP_CACHES:
+                self._kept.popleft()  # before making the new one, which may then use its memory
+            cache = self._load(ids, max(0, len(ids) - 1), seconds, account=True)
+            cache.witness = self._witness
+            self.last = cache.result
+            self._kept.append(cache)
+            self._handed.add(cache)
+            return cache
+
+    def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
+        """A cache filled with the longest stored prefix, at most ``limit_tokens``."""
+        blocks = -(-(len(ids) + GROW_TOKENS) // self.layout.block_tokens)
+        cache = SkyCache(self.layout, blocks * self.layout.block_tokens, self.model.device, self._pool)
+        result = self.blocks.load(ids, lambda found: cache, limit_tokens=limit_tokens, seconds=seconds, account=account)
+        cache.fill(ids[: result.cached_tokens])
+        cache.result = result
+        return cache
+
+    def _add(self, ids: Tokens, given: Cache | None, seconds: dict[str, float]) -> StoreResult:
+        with self._lock:
+            self._check_open()
+            phase = PhaseClock(self.blocks.clock, seconds)
+            with phase("hash"):
+                hashes = self.blocks.hashes(ids)
+            with phase("lookup"):
+                missing = self.blocks.missing(hashes) if hashes else []
+            stored = size_bytes = prefilled = 0
+            remaining = missing
+            if remaining:
+                source, covered = self._computed(ids, given)
+                ready = [index for index in remaining if index < covered]
+                remaining = remaining[len(ready) :]
+                if source is not None and ready:
+                    stored, size_bytes = self.blocks.save(hashes, ready, source, seconds)
+            if remaining and stored == len(missing) - len(remaining):
+                source, prefilled = self._prefill(ids[: (remaining[-1] + 1) * self.layout.block_tokens], phase)
+                more, more_bytes = self.blocks.save(hashes, remaining, source, seconds)
+                stored, size_bytes = stored + more, size_bytes + more_bytes
+            self.last_stored = StoreResult(
+                prompt_tokens=len(ids),
+                blocks=len(hashes),
+                present_blocks=len(hashes) - len(missing),
+                stored_blocks=stored,
+                refused_blocks=len(missing) - stored,
+                prefilled_tokens=prefilled,
+                size_bytes=size_bytes,
+                raw_bytes=stored * self.layout.block_bytes,
+                seconds=seconds,
+            )
+            return self.last_stored
+
+    def _computed(self, ids: Tokens, given: Cache | None) -> tuple[CacheSource | None, int]:
+        """Where the first blocks of ``ids`` are already computed, and how many of them."""
+        tokens = self.layout.block_tokens
+        if given is not None and not isinstance(given, SkyCache):
+            held = min(foreign_length(given, self.layout), len(ids))
+            return CacheSource(given, self.layout), held // tokens
+        candidates = [given] if given is not None else list(self._handed)
+        best: SkyCache | None = None
+        most = 0
+        for cache in candidates:
+            shared = shared_prefix(cache.tokens(), ids)
+            if shared > most:
+                best, most = cache, shared
+        if best is None:
+            return None, 0
+        if best in self._kept:  # it has served; from now on it lives as long as its user holds it
+            self._kept.remove(best)
+        return CacheSource(best, self.layout), most // tokens
+
+    def _prefill(self, ids: Tokens, phase: PhaseClock) -> tuple[CacheSource, int]:
+        """Run the model over the part of ``ids`` that is not stored; the cache, and how many tokens that was."""
+        with phase("prefill"):
+            cache = self._load(ids, len(ids), {}, account=False)
+            start = cache.get_seq_length()
+            tail = torch.from_numpy(ids[start:]).to(self.model.device)[None]
+            if tail.shape[1]:
+                with torch.inference_mode():
+                    self.model(input_ids=tail, past_key_values=cache, use_cache=True, **self._forward_options)
+        return CacheSource(cache, self.layout), tail.shape[1]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInput("this KVCManager is closed: make a new one")
+
+
+def _forward_options(model: PreTrainedModel) -> dict[str, Any]:
+    """Ask for the logits of the last token only, where the model can be asked."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

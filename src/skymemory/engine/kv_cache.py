@@ -1,0 +1,228 @@
+"""SkyCache: the transformers cache that is handed to ``generate``; prefilled in place, growing in place.
+
+transformers' own DynamicCache concatenates, so that its first step would copy everything that was just loaded.
+Here all layers share one tensor (layers, 2, kv_heads, room_tokens, head_dim) with room to grow: blocks are copied
+into it once, and new tokens are written behind them. Whatever else is done to a layer (crop, beams, offloading)
+falls back to what DynamicLayer does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from skymemory.cache.results import LoadResult
+from skymemory.kv.layout import KVLayout
+
+# Blocks are only read from these buffers, never written to.
+warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+Tokens = npt.NDArray[np.int64]
+
+
+class RoomPool:
+    """Memory for caches, used again: first touch of fresh memory costs more than the copy into it.
+
+    An array is free when nothing but the pool refers to it, which torch guarantees to say truly: a tensor made by
+    ``from_numpy`` holds its array until the last view of its storage is gone. At most ``keep`` arrays are kept.
+    """
+
+    _GRAIN_BYTES = 8 << 20
+
+    def __init__(self, keep: int = 2) -> None:
+        self._keep = keep
+        self._arrays: list[npt.NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """At least ``size_bytes`` bytes, contents undefined."""
+        with self._lock:
+            counts = zip(self._arrays, _references(self._arrays), strict=True)
+            free = [array for array, count in counts if count <= _FREE and len(array) >= size_bytes]
+            best = min(free, key=len, default=None)
+            if best is not None and len(best) <= 4 * max(size_bytes, self._GRAIN_BYTES):
+                return torch.from_numpy(best)
+            rounded = -(-size_bytes // self._GRAIN_BYTES) * self._GRAIN_BYTES
+            array = _fresh(rounded)
+            if len(self._arrays) >= self._keep:
+                self._arrays.pop(0)
+            if self._keep:
+                self._arrays.append(array)
+            return torch.from_numpy(array)
+
+    def warm(self, size_bytes: int) -> None:
+        """Touch memory for one cache of ``size_bytes`` ahead of time."""
+        self.take(size_bytes).zero_()
+
+
+def _references(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
+    return [sys.getrefcount(array) for array in arrays]
+
+
+_FREE = _references([np.empty(1, np.uint8)])[0]
+"""What ``_references`` says of an array that only its list holds, in whatever Python this is."""
+
+
+def _fresh(size_bytes: int) -> npt.NDArray[np.uint8]:
+    room = mmap.mmap(-1, size_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(room, np.uint8)
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer whose keys and values live in ``room`` (2, kv_heads, room_tokens, head_dim) as long as they fit."""
+
+    def __init__(self, room: torch.Tensor) -> None:
+        super().__init__()
+        self._room: torch.Tensor | None = room
+        self._in_place: torch.Tensor | None = None  # the keys that we made; anyone else's mean: leave the room
+        self.dtype, self.device = room.dtype, room.device
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._in_place = self.keys
+
+    def fill(self, tokens: int) -> None:
+        """Declare the first ``tokens`` of the room to be the layer's contents."""
+        room = self._room
+        if room is None or not tokens:
+            return
+        self.keys, self.values = room[0, None, :, :tokens], room[1, None, :, :tokens]
+        self._in_place, self.is_initialized = self.keys, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append, in place where there is room; see DynamicLayer."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        room = self._room
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if (
+            room is None
+            or self.keys is not self._in_place
+            or key_states.shape[0] != 1
+            or end > room.shape[2]
+            or key_states.dtype != room.dtype
+            or key_states.device != room.device
+            or (torch.is_grad_enabled() and key_states.requires_grad)
+        ):
+            self._room = self._in_place = None
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            return keys, values
+        room[0, :, start:end] = key_states[0]
+        room[1, :, start:end] = value_states[0]
+        self.fill(end)
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        """Forget everything; the room is kept for what comes next."""
+        super().reset()
+        self._in_place = None
+
+
+class SkyCache(DynamicCache):  # type: ignore[misc]
+    """A DynamicCache that knows which tokens it holds and where they came from.
+
+    ``result`` says where the prefix came from. ``tokens()`` is what the model was seen to put in, or None when
+    that is not known; only a cache that knows its tokens is ever stored from.
+    """
+
+    def __init__(self, layout: KVLayout, room_tokens: int, device: torch.device, pool: RoomPool) -> None:
+        dtype = TORCH_DTYPES[layout.dtype]
+        shape = (layout.layers, 2, layout.kv_heads, room_tokens, layout.head_dim)
+        if device.type == "cpu":
+            room = pool.take(layout.token_bytes * room_tokens)[: layout.token_bytes * room_tokens]
+            self._room = room.view(dtype).view(shape)
+        else:
+            self._room = torch.empty(shape, dtype=dtype, device=device)
+        super().__init__()
+        self.layer_class_to_replicate = None
+        self.layers = [GrowingLayer(self._room[layer]) for layer in range(layout.layers)]
+        self.result = LoadResult(prompt_tokens=0)
+        self.witness: object = None
+        """Whoever may ``note`` tokens: the one hook that watches the one model this cache is for."""
+        self._layout = layout
+        self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] | None = []
+
+    def place(self, index: int, block: memoryview) -> None:
+        """Copy one block's raw bytes to its place: the sink of ``BlockCache.load``."""
+        tokens = self._layout.block_tokens
+        source = torch.frombuffer(block, dtype=self._room.dtype).view(self._layout.shape)
+        self._room[:, :, :, index * tokens : (index + 1) * tokens].copy_(source)
+
+    def fill(self, tokens: Tokens) -> None:
+        """Declare ``tokens`` to be what the placed blocks hold, from the first on."""
+        for layer in self.layers:
+            layer.fill(len(tokens))
+        self._seen = [tokens] if len(tokens) else []
+
+    def note(self, input_ids: torch.Tensor | None, plain: bool) -> None:
+        """The model is about to append ``input_ids`` (1, n); ``plain`` is False if it does so in some special way."""
+        if not plain or input_ids is None or input_ids.dim() != 2 or input_ids.shape[0] != 1:
+            self._seen = None
+        elif self._seen is not None:
+            self._seen.append(input_ids[0].detach().clone())
+
+    def tokens(self) -> Tokens | None:
+        """The token ids whose keys and values are here, or None if that is not known for sure."""
+        if self._seen is None:
+            return None
+        seen = _joined(self._seen)
+        self._seen = [seen]
+        lengths = {layer.get_seq_length() for layer in self.layers}
+        return seen if lengths == {len(seen)} else None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self._seen is not None:
+            self._seen = [_joined(self._seen)[: self.get_seq_length()]]
+
+    def reset(self) -> None:
+        super().reset()
+        self._seen = []
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._seen = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._seen = None
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._seen = None
+
+
+class CacheSource:
+    """Blocks out of any transformers cache of one sequence: the source of ``BlockCache.save``."""
+
+    def __init__(self, cache: Cache, layout: KVLayout) -> None:
+        self._layers = [(layer.keys.detach(), layer.values.detach()) for layer in cache.layers]
+        self._layout = layout
+
+    def read(self, index: int, out: memoryview) -> None:
+        tokens = self._layout.block_tokens
+        span = slice(index * tokens, (index + 1) * tokens)
+        target = torch.frombuffer(out, dtype=TORCH_DTYPES[self._layout.dtype]).view(self._layout.shape)
+        for layer, (keys, values) in enumerate(self._layers):
+            target[layer, 0].copy_(keys[0, :, span])
+            target[layer, 1].copy_(values[0, :, span])
+
+
+def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
+    arrays = [part.cpu().numpy() if isinstance(part, torch.Tensor) else part for part in parts]
+    return np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)

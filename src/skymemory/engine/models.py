@@ -1,0 +1,98 @@
+"""Models to demonstrate and test with: built from a configuration with seeded random weights, or loaded from a path.
+
+Random weights compute as fast and cache as large as trained ones; what they say is noise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from skymemory.engine.kv_cache import TORCH_DTYPES
+from skymemory.errors import InvalidInput
+
+TINYLLAMA_SHAPE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+"""The shape of TinyLlama-1.1B, the model of the paper's §5: 1.1 billion parameters, 22.5 KB of KV per token."""
+
+SMALL_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+}
+"""Large enough to have grouped heads and several layers, small enough for tests."""
+
+_WEIGHT_STD = 0.02
+_PIECE = 1 << 22  # numbers converted at a time: stays in the processor's cache
+
+
+def build_tinyllama(seed: int = 0, *, dtype: str = "bfloat16", context_tokens: int = 8192) -> LlamaForCausalLM:
+    """TinyLlama-1.1B's shape with random weights: 2.2 GB in 16 bit, a few seconds."""
+    return build_llama({**TINYLLAMA_SHAPE, "max_position_embeddings": context_tokens}, seed, dtype=dtype)
+
+
+def build_small(seed: int = 0, *, dtype: str = "float32", vocab_size: int = 1024) -> LlamaForCausalLM:
+    """A small Llama for comparing tokens with and without the cache. Larger weights, so that its choices vary."""
+    shape = {**SMALL_SHAPE, "vocab_size": vocab_size, "max_position_embeddings": 8192}
+    return build_llama(shape, seed, dtype=dtype, weight_std=0.1)
+
+
+def build_llama(
+    shape: dict[str, Any], seed: int = 0, *, dtype: str = "float32", weight_std: float = _WEIGHT_STD
+) -> LlamaForCausalLM:
+    """A Llama of this ``shape`` (fields of LlamaConfig), in eval mode on the CPU; the same seed, the same weights.
+
+    Weights are uniform with standard deviation ``weight_std``: their raw bits are drawn in place and converted.
+    """
+    if dtype not in TORCH_DTYPES:
+        raise InvalidInput(f"dtype {dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
+    config = LlamaConfig(**{"tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, **shape})
+    config.dtype = TORCH_DTYPES[dtype]
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(TORCH_DTYPES[dtype]).to_empty(device="cpu")
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its tables are computed, not weights
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                _randomise(parameter.view(-1), weight_std, generator)
+    # Random weights end a sentence at random: let every run have the length it asked for.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def load_model(path: str | Path, *, dtype: str = "bfloat16") -> PreTrainedModel:
+    """A causal language model saved by transformers in the folder ``path``; nothing is fetched from anywhere."""
+    if not (Path(path) / "config.json").is_file():
+        raise InvalidInput(f"no model in {str(path)!r}: expected a folder with config.json, as save_pretrained writes")
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(path), dtype=TORCH_DTYPES[dtype], local_files_only=True).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInput(f"the model in {str(path)!r} cannot be loaded: {error}") from error
+
+
+def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) -> None:
+    """Fill with uniform numbers of standard deviation ``std`` from 16 random bits each."""
+    scale = std * 3**0.5 / 2**15
+    for piece in weights.split(_PIECE):
+        bits = torch.empty(-(-len(piece) // 4), dtype=torch.int64)
+        bits.random_(-(2**63), None, generator=generator)
+        piece.copy_(bits.view(torch.int16)[: len(piece)])
+        piece.mul_(scale)
