@@ -95,9 +95,12 @@ def test_only_one_may_start_or_stop(directory: RunDirectory) -> None:
     other = RunDirectory(directory.path).locked()
     with directory.locked(), pytest.raises(ConstellationError, match="starting or stopping"), other:
         pytest.fail("two hold the lock")
+    assert not directory.path.exists(), "nothing is left behind"
+    directory.create()
+    directory.write_plan(make_plan())
     with directory.locked():
-        directory.clear()
-        assert not directory.path.exists(), "nothing is left behind"
+        pass
+    assert sorted(path.name for path in directory.path.iterdir()) == ["constellation.json", "lock"]
     with directory.locked():
         pass
 
@@ -108,8 +111,8 @@ def test_clearing_leaves_what_is_not_ours(directory: RunDirectory) -> None:
     directory.write_plan(make_plan())
     directory.log_path("host-0").write_text("x", "utf-8")
     with directory.locked():
-        directory.clear()
-    assert list(directory.path.iterdir()) == [mine]
+        directory.sweep()
+    assert sorted(directory.path.iterdir()) == sorted([mine, directory.path / "lock"])
 
 
 def test_no_plan_is_no_constellation_and_a_dead_one_neither(

@@ -33,10 +33,13 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from skymemory.testbed.host_process import run_host
+    from skymemory.testbed.plan import check_ip
     from skymemory.testbed.plan_file import load_plan
     from skymemory.testbed.run_directory import RunDirectory
 
     plan = load_plan(args.plan)
+    if args.listen is not None:
+        check_ip(args.listen, "--listen")
     run_host(
         plan,
         plan.host_named(args.host),

@@ -14,6 +14,7 @@ from contextlib import suppress
 from skymemory.errors import ConstellationError
 from skymemory.testbed.child import READY, STAY
 from skymemory.testbed.plan import ConstellationPlan, HostShare
+from skymemory.testbed.ports import check_host_ports
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.wiring import host_spec
 from skymemory.transport.udp_host import serve_host
@@ -79,7 +80,11 @@ def run_host(
         if earlier is not None and earlier.alive and earlier.pid != os.getpid():
             raise ConstellationError(f"{host.name} runs already, as process {earlier.pid}, in {directory.path}")
         directory.write_record(host.name, os.getpid())
-    asyncio.run(_serve(plan, host, listen, supervisor_fd, say))
+    try:
+        asyncio.run(_serve(plan, host, listen, supervisor_fd, say))
+    except OSError as error:
+        check_host_ports(plan, host, listen)
+        raise ConstellationError(f"{host.name} cannot serve its satellites: {error}") from error
     # After a crash the record stays, so that `status` can tell a host that died from one that was stopped.
     if directory is not None:
         directory.forget(host.name)

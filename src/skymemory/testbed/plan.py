@@ -48,6 +48,14 @@ def _require(holds: bool, message: str) -> None:
         raise InvalidInput(message)
 
 
+def check_ip(text: str, where: str) -> None:
+    """Raise ``InvalidInput`` unless ``text`` is an IPv4 address."""
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError as error:
+        raise InvalidInput(f"{where}: ip {text!r}: expected an IPv4 address such as 127.0.0.1") from error
+
+
 @dataclass(frozen=True, slots=True)
 class HostShare:
     """One host process's part: it runs all satellites of ``planes``, one UDP port each, from ``base_port``
@@ -64,10 +72,7 @@ class HostShare:
             re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", self.name) is not None,
             f"host name {self.name!r}: expected letters, digits, dots and dashes",
         )
-        try:
-            ipaddress.IPv4Address(self.ip)
-        except ValueError as error:
-            raise InvalidInput(f"{self.name}: ip {self.ip!r}: expected an IPv4 address such as 127.0.0.1") from error
+        check_ip(self.ip, self.name)
         _require(
             1 <= self.base_port <= MAX_PORT,
             f"{self.name}: base port {self.base_port}: expected 1 to {MAX_PORT}",

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterable
 
 from skymemory.errors import ConstellationError
-from skymemory.testbed.plan import DEFAULT_BASE_PORT, ConstellationPlan
+from skymemory.testbed.plan import DEFAULT_BASE_PORT, ConstellationPlan, HostShare
 
 _LAST_BASE_PORT = 32_768
 """From here on kernels hand out ports to clients, which come and go."""
@@ -28,22 +28,28 @@ def _bind_error(address: tuple[str, int]) -> int:
 def check_ports(plan: ConstellationPlan) -> None:
     """Raise ``ConstellationError`` naming the first satellite of the plan whose port cannot be bound here."""
     for host in plan.hosts:
-        for satellite, (ip, port) in plan.addresses_of(host):
-            number = _bind_error((ip, port))
-            if number == 0:
-                continue
-            where = f"UDP port {port} on {ip} ({host.name}, plane {satellite.plane}, slot {satellite.slot})"
-            if number == errno.EADDRINUSE:
-                raise ConstellationError(
-                    f"{where} is taken by another process: stop it, or choose other ports "
-                    "with --base-port PORT or --base-port auto"
-                )
-            if number == errno.EADDRNOTAVAIL:
-                raise ConstellationError(
-                    f"{ip} of {host.name} is not an address of this computer: run that host's share "
-                    "there with `skymemory satellite`"
-                )
-            raise ConstellationError(f"{where} cannot be used: {errno.errorcode.get(number, number)}")
+        check_host_ports(plan, host)
+
+
+def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> None:
+    """The same for one host, which may ``listen`` on another address than the plan's."""
+    for satellite, (planned_ip, port) in plan.addresses_of(host):
+        ip = listen or planned_ip
+        number = _bind_error((ip, port))
+        if number == 0:
+            continue
+        where = f"UDP port {port} on {ip} ({host.name}, plane {satellite.plane}, slot {satellite.slot})"
+        if number == errno.EADDRINUSE:
+            raise ConstellationError(
+                f"{where} is taken by another process: stop it, or choose other ports "
+                "with --base-port PORT or --base-port auto"
+            )
+        if number == errno.EADDRNOTAVAIL:
+            raise ConstellationError(
+                f"{ip} of {host.name} is not an address of this computer: run that host's share "
+                "there with `skymemory satellite`"
+            )
+        raise ConstellationError(f"{where} cannot be used: {errno.errorcode.get(number, number)}")
 
 
 def _all_free(ip: str, ports: Iterable[int]) -> bool:

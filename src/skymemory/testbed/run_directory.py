@@ -113,6 +113,11 @@ class RunDirectory:
         try:
             yield
         finally:
+            # What we alone made, we remove: an empty directory would look like a constellation that was.
+            if [path.name for path in self.path.glob("*")] == ["lock"]:
+                (self.path / "lock").unlink()
+                with suppress(OSError):
+                    self.path.rmdir()
             os.close(handle)
 
     def _lock(self) -> int:
@@ -195,14 +200,7 @@ class RunDirectory:
         return "\n".join(text.strip().splitlines()[-lines:])
 
     def sweep(self) -> None:
-        """Remove what an earlier constellation left: plan, pid files, index and logs."""
+        """Remove what a constellation leaves: plan, pid files, index and logs. Call it with the lock held."""
         for pattern in ("*.pid", "*.log", ".*.pid.*", PLAN_NAME, INDEX_NAME, f"{INDEX_NAME}.*"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        """Sweep, then remove the lock, which the caller holds, and the folder if that leaves it empty."""
-        self.sweep()
-        (self.path / "lock").unlink(missing_ok=True)
-        with suppress(OSError):
-            self.path.rmdir()

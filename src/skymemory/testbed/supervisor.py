@@ -119,7 +119,7 @@ def start(
         check_ports(plan)
         children: list[Child] = []
         with ExitStack() as undo:
-            undo.callback(directory.clear)
+            undo.callback(directory.sweep)
             undo.callback(end_children, children)
             directory.sweep()
             directory.write_plan(plan)
@@ -151,7 +151,7 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None])
                 say(f"{child.host.name} died ({child.exit_words()}); {directory.log_tail(child.host.name)}")
         with directory.locked():
             end_children(started.children)
-            directory.clear()
+            directory.sweep()
     return 0 if gate.closed else 1
 
 
@@ -164,7 +164,7 @@ def stop(directory: RunDirectory, grace_s: float = 3.0) -> tuple[int, int]:
     with directory.locked(), SignalGate():
         living = list(directory.living().values())
         forced = end_processes(living, grace_s)
-        directory.clear()
+        directory.sweep()
     return len(living), forced
 
 

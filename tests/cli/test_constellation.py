@@ -1,0 +1,123 @@
+"""``skymemory constellation`` and ``satellite`` as far as they go without processes: options, plans,
+complaints.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skymemory.cli.main import main
+from skymemory.testbed.plan import Faults
+from skymemory.testbed.plan_file import load_plan
+
+
+@pytest.fixture(autouse=True)
+def run_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("SKYMEMORY_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def _main(words: str) -> int:
+    try:
+        return main(words.split())
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("up --preset starlink-c", "unknown constellation preset 'starlink-c'"),
+        ("up --servers 96", "96"),
+        ("up --hosts 6", "6 hosts for 5 planes"),
+        ("up --hosts 0", "0 hosts for 5 planes"),
+        ("up --strategy spiral", "spiral"),
+        ("up --access radio", "radio"),
+        ("up --delay fast", "expected real, off, or a factor"),
+        ("up --memory-per-satellite 1KiB", "hold no chunk"),
+        ("up --memory-per-satellite lots", "'lots' is not a size"),
+        ("up --chunk 64KiB", "a datagram carries"),
+        ("up --loss 2", "expected 0 to 1 or 0% to 100%"),
+        ("up --loss 101%", "expected 0 to 1 or 0% to 100%"),
+        ("up --fault-seed -1", "fault seed -1"),
+        ("up --base-port nine", "expected a number such as 26000, or auto"),
+        ("up --base-port 65450", "the last port is 65535"),
+        ("up --time-scale nan", "time scale nan"),
+        ("up --frobnicate", "unrecognized arguments: --frobnicate"),
+        ("status --patience soon", "'soon' is not a duration"),
+        ("plan --out p.json --host 10.0.0.1", "expected an address and a port"),
+        ("plan --out p.json --host ten:1", "expected an IPv4 address"),
+    ],
+)
+def test_bad_input_is_told_with_what_was_expected(
+    words: str, complaint: str, capsys: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
+    assert _main(f"constellation {words}") == 2
+    said = capsys.readouterr()
+    assert complaint in said.err and "Traceback" not in said.err
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("action", ["status", "rotate", "status --json"])
+def test_no_constellation_running_says_how_to_start_one(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _main(f"constellation {action}") == 1
+    assert "start one with `skymemory constellation up`" in capsys.readouterr().err
+
+
+def test_down_with_nothing_up_is_fine(capsys: pytest.CaptureFixture[str], run_dir: Path) -> None:
+    assert _main("constellation down") == 0
+    assert "nothing was running" in capsys.readouterr().out
+    assert not run_dir.exists()
+
+
+def test_the_plan_of_five_computers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "sky.json"
+    hosts = " ".join(f"--host 10.0.0.{n}:26000" for n in range(1, 6))
+    faults = "--loss 1% --duplicate 2% --reorder 0.03 --corrupt 0 --fault-seed 7"
+    assert _main(f"constellation plan --out {out} {hosts} --delay x2 --servers 9 --access gateway {faults}") == 0
+    plan = load_plan(out)
+    assert [host.ip for host in plan.hosts] == [f"10.0.0.{n}" for n in range(1, 6)]
+    assert (plan.delay_scale, plan.servers, plan.access) == (2.0, 9, "gateway")
+    assert plan.faults == Faults(0.01, 0.02, 0.03, 0.0, 7)
+    said = capsys.readouterr().out
+    assert "on 10.0.0.5: skymemory satellite --plan sky.json --host 4" in said
+    assert "not authenticated" in said
+
+
+def test_attach_and_forget(capsys: pytest.CaptureFixture[str], tmp_path: Path, run_dir: Path) -> None:
+    out = tmp_path / "sky.json"
+    assert _main(f"constellation plan --out {out} --host 127.0.0.1:1") == 0
+    assert _main(f"constellation attach {out}") == 0
+    assert load_plan(run_dir / "constellation.json") == load_plan(out)
+    assert _main("constellation down") == 0
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--plan {plan} --host 5", "no host '5' in the plan"),
+        ("--plan {plan} --host 0 --listen nowhere", "'nowhere'"),
+        ("--plan {none} --host 0", "cannot read the plan"),
+        ("--plan {bad} --host 0", "did you mean 'servers'"),
+        ("--host 0", "--plan"),
+    ],
+)
+def test_a_satellite_that_cannot_start_says_why(
+    words: str, complaint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, bad = tmp_path / "p.json", tmp_path / "bad.json"
+    assert _main(f"constellation plan --out {plan} --host 127.0.0.1:26000") == 0
+    bad.write_text(json.dumps({**json.loads(plan.read_text("utf-8")), "server": 3}), "utf-8")
+    assert _main("satellite " + words.format(plan=plan, bad=bad, none=tmp_path / "none.json")) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_map_is_the_same_as_that_of_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _main("constellation layout --servers 9") == 0
+    by_alias = capsys.readouterr().out
+    assert _main("layout --servers 9") == 0
+    assert capsys.readouterr().out == by_alias
