@@ -1,0 +1,112 @@
+"""The compiled helper under AddressSanitizer and UndefinedBehaviorSanitizer, fed with hostile bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import skymemory.native
+
+SOURCES = Path(skymemory.native.__file__).parent
+FUZZ = """
+import importlib.util, random, socket, struct, sys, zlib
+spec = importlib.util.spec_from_file_location("_fast", sys.argv[1])
+fast = importlib.util.module_from_spec(spec); spec.loader.exec_module(fast)
+dice = random.Random(5)
+for kind in ("tables", "pclmul", "vpclmul"):
+    if fast.crc_select(kind):
+        for length in range(600):
+            data = dice.randbytes(length)
+            assert fast.crc32(data) == zlib.crc32(data)
+fast.crc_select("best")
+key, chunks, chunk, size = bytes(32), 5, 48, 209
+value = dice.randbytes(size); crc = zlib.crc32(value)
+sums = fast.crc32_chunks(value, chunk)
+assert fast.crc32_join(sums, chunk, size) == crc
+def data(i, part=None):
+    part = value[i * chunk : (i + 1) * chunk] if part is None else part
+    words = (i + 1, chunks, len(part), zlib.crc32(part), size, crc, 3, 1, 1, 0, 0, 0, 0)
+    ref = struct.pack(">32sIIIIIIHHBBHii", key, *words)
+    packet = bytearray(struct.pack(">HHHIHI", 0x08C0, 0xC000, 132 + len(part) - 7, 0, 0, 0) + bytes(44) + ref)
+    packet[16], packet[17] = 1, 0x42
+    fast.seal_headers(packet, 132, 16)
+    return packet + part
+out, arrived, crcs = bytearray(size), bytearray(chunks), bytearray(4 * chunks)
+run = b"".join(data(i) for i in range(chunks))
+assert fast.place_segments(run, 180, key, chunks, chunk, size, crc, out, arrived, crcs) == (5, 0, 0, 0) and out == value
+for _ in range(20000):
+    packet = data(dice.randrange(chunks), dice.choice((None, None, dice.randbytes(dice.randrange(200)))))
+    for _ in range(dice.randrange(4)):
+        packet[dice.randrange(len(packet))] = dice.choice((0, 1, 255, dice.randrange(256)))
+    if dice.random() < 0.3:
+        struct.pack_into(">I", packet, 60 + dice.choice((32, 36, 40, 48)), dice.choice((0, 6, 2**31, 2**32 - 1)))
+    if dice.random() < 0.7 and len(packet) >= 132:
+        head = packet[:132]; fast.seal_headers(head, 132, 16); packet[:132] = head
+    if dice.random() < 0.3:
+        packet = packet[: dice.randrange(len(packet) + 1)]
+        if len(packet) >= 7 and dice.random() < 0.7:
+            struct.pack_into(">H", packet, 4, len(packet) - 7)
+    packet = bytes(packet)
+    arrived = bytearray(chunks)
+    segment = dice.choice((180, len(packet) or 1, dice.randrange(1, 200)))
+    fast.verify_segments(packet, segment)
+    fast.place_segments(packet, segment, key, chunks, chunk, size, crc, out, arrived, crcs)
+a, b = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+a.bind(("127.0.0.1", 0)); a.setsockopt(17, 104, 1); port = a.getsockname()[1]
+scratch = bytearray(4 * 65536)
+for sizes in ([700] * 90 + [3], [0, 0], [65000], [9, 700, 700], []):
+    rows = bytes(12 * len(sizes))
+    assert fast.send_batch(b.fileno(), "127.0.0.1", port, rows, 12, [bytes(n) for n in sizes]) == len(sizes)
+    got = 0
+    while arrivals := fast.recv_batch(a.fileno(), scratch, 4):
+        got += sum(size for _, size, _, _, _ in arrivals)
+    assert got == sum(sizes) + len(rows)
+for bad in (lambda: fast.send_batch(b.fileno(), "127.0.0.1", port, bytes(24), 12, [b"", "x"]),
+            lambda: fast.send_batch(b.fileno(), "no", port, b"", 1, None), lambda: fast.recv_batch(0, scratch, 5)):
+    try:
+        bad()
+    except (TypeError, ValueError):
+        continue
+    raise SystemExit("accepted")
+print("sound")
+"""
+
+
+def _built(folder: Path) -> tuple[Path, dict[str, str]]:
+    compiler = shutil.which("gcc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("no gcc here")
+    runtime = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip("this gcc has no AddressSanitizer")
+    library = folder / "_fast.so"
+    flags = ["-shared", "-fPIC", "-O1", "-g", "-std=c11", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
+    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    include = sysconfig.get_paths()["include"]
+    if not (Path(include) / "Python.h").exists():
+        pytest.skip("no Python headers here")
+    sources = sorted(str(path) for path in SOURCES.glob("*.c"))
+    built = subprocess.run(
+        [compiler, *flags, f"-I{include}", *sources, "-o", str(library)], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    environment = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    return library, os.environ | environment
+
+
+def test_hostile_bytes_touch_no_memory_but_their_own(tmp_path: Path) -> None:
+    library, environment = _built(tmp_path)
+    script = tmp_path / "fuzz.py"
+    script.write_text(FUZZ)
+    ran = subprocess.run(
+        [sys.executable, str(script), str(library)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, "sound"), ran.stderr[-3000:]
