@@ -8,6 +8,7 @@ delivers such a run in one receive and names the segment length. Sources: udp(7)
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,13 @@ Arrival = tuple[int, int, int, str, int]
 """Offset in the scratch buffer, bytes, bytes of a segment (at least 1), host, port."""
 
 
+def _borrow(fd: int) -> socket.socket:
+    """The socket ``fd`` as an object, to be detached, not closed."""
+    if fd < 0:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM, 0, fileno=fd)
+
+
 def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
     """All that waits at socket ``fd``, at most ``slots`` runs, run ``i`` at ``i * 65,536`` of writable
     ``scratch``.
@@ -47,7 +55,7 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
     if slots < 1 or len(view) < slots * SLOT_BYTES:
         raise ValueError(f"{len(view)} bytes of scratch for {slots} slots: expected {SLOT_BYTES} for each of 1 or more")
     arrivals: list[Arrival] = []
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM, 0, fileno=fd)
+    sock = _borrow(fd)
     try:
         for slot in range(slots):
             at = slot * SLOT_BYTES
@@ -116,7 +124,7 @@ def send_batch(
     sizes = [sum(map(len, part)) for part in parts]
     if max(sizes, default=0) > MAX_RUN_BYTES:
         raise ValueError(f"a segment of {max(sizes)} bytes: a datagram has at most {MAX_RUN_BYTES}")
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM, 0, fileno=fd)
+    sock = _borrow(fd)
     try:
         return _send_runs(sock, (host, port), parts, sizes)
     finally:
