@@ -11,8 +11,8 @@ from skymemory.protocol import messages
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
-from skymemory.protocol.messages import Selection
 from skymemory.protocol.outbox import CREDIT_UNIT_BYTES, Operation, Request
+from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import TELEMETRY_BYTES
 from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, ReadTransfer, WriteTransfer
 from skymemory.protocol.wire import Op, SkyHeader, Status
@@ -20,7 +20,8 @@ from skymemory.protocol.wire import Op, SkyHeader, Status
 _SANE_RTT_US = 60_000_000
 _ECHO_AT = TELEMETRY_BYTES + 24
 _ANSWERS: dict[Op, Op] = {
-    Op.HAS: Op.PRESENCE, Op.EVICT: Op.EVICTED, Op.PING: Op.PONG, Op.LIST: Op.LISTED, Op.ADVANCE: Op.ADVANCED,
+    Op.GET: Op.DATA, Op.HAS: Op.PRESENCE, Op.EVICT: Op.EVICTED, Op.PING: Op.PONG, Op.LIST: Op.LISTED,
+    Op.ADVANCE: Op.ADVANCED,
 }  # fmt: skip
 
 
@@ -99,6 +100,8 @@ class Answers:
             return self._missed(request, transfer, Selection.unpack(body), now_s)
         elif transfer is None and header.op is _ANSWERS.get(request.op):
             return Verdict(request.operation, body=bytes(body), header=header)
+        elif transfer is None and request.op is Op.GET and header.op is Op.MISS:
+            return Verdict(request.operation, "missing", header=header)
         else:
             self._counters.add("packets_unexpected")
         return None

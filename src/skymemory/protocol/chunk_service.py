@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,11 +11,16 @@ from skymemory.metrics import Counters
 from skymemory.protocol import messages
 from skymemory.protocol.chunk_store import ChunkName, ChunkStore
 from skymemory.protocol.departures import Departures
-from skymemory.protocol.messages import Packet, Selection
+from skymemory.protocol.messages import Packet
+from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, SKY_BYTES, ChunkRef, Op, SkyHeader, Status
 
-OnStored = Callable[[ChunkName, bytes, Op], None]
-"""Told of every chunk stored: its name, its packed reference and the operation that brought it."""
+OnStored = Callable[[ChunkName, bytes, Op, float], None]
+"""Told of every chunk stored: its name, its packed reference, the operation that brought it, and the time."""
+
+_NUMBERS = struct.Struct(">IIIIIIHH")
+_NUMBERS_AT = 32
+"""Of the packed reference: everything between the key and the strategy."""
 
 
 @dataclass(slots=True)
@@ -55,46 +60,42 @@ class ChunkService:
         for segment in segments:
             ref = bytes(segment[body_at:payload_at])
             request_id = int.from_bytes(segment[start + 16 : start + 20], "big")
-            key, index = ref[:32], int.from_bytes(ref[32:36], "big") - 1
             run = runs.get(request_id)
             try:
-                self._check_place(ref)
-                if run is None or run.key != key:
-                    ChunkRef.unpack(ref)
+                if run is None or run.key != ref[:_NUMBERS_AT]:
+                    header = SkyHeader.unpack(segment, start)
+                    index = ChunkRef.unpack(ref).index
                     if run is not None:
                         self._acknowledge(run, now_s)
-                    run = runs[request_id] = _Run(SkyHeader.unpack(segment, start), key)
+                    run = runs[request_id] = _Run(header, ref[:_NUMBERS_AT])
+                else:
+                    index = _checked_index(ref)
+                self._check_place(ref)
             except (MalformedPacket, InvalidInput):
                 self._counters.add("packets_malformed")
                 continue
-            name = (key, index)
-            op = run.header.op
-            outcome = self._store.put(name, ref, bytes(segment[payload_at:]))
-            (run.taken if outcome.stored else run.refused).append(index)
-            self._count(op, outcome.stored, outcome.replaced, len(outcome.evicted))
-            if outcome.stored:
-                self._on_stored(name, ref, op)
+            self._store_chunk(run, (run.key, index), ref, bytes(segment[payload_at:]), now_s)
         for run in runs.values():
             self._acknowledge(run, now_s)
 
-    def _count(self, op: Op, stored: bool, replaced: bool, evicted: int) -> None:
-        if not stored:
+    def _store_chunk(self, run: _Run, name: ChunkName, ref: bytes, payload: bytes, now_s: float) -> None:
+        outcome = self._store.put(name, ref, payload)
+        if outcome.evicted:
+            self._counters.add("chunks_evicted", len(outcome.evicted))
+        if not outcome.stored:
             self._counters.add("chunks_refused")
+            run.refused.append(name[1])
             return
-        self._counters.add("chunks_migrated_in" if op is Op.MIGRATE else "chunks_set")
-        if replaced:
+        run.taken.append(name[1])
+        self._counters.add("chunks_migrated_in" if run.header.op is Op.MIGRATE else "chunks_set")
+        if outcome.replaced:
             self._counters.add("chunks_replaced")
-        if evicted:
-            self._counters.add("chunks_evicted", evicted)
+        self._on_stored(name, ref, run.header.op, now_s)
 
     def _acknowledge(self, run: _Run, now_s: float) -> None:
         for indices, status in ((run.taken, Status.OK), (run.refused, Status.FULL)):
-            if indices:
-                ordered = sorted(set(indices))
-                steps = [b - a for a, b in itertools.pairwise(ordered)]
-                stride = steps[0] if steps and len(set(steps)) == 1 else 1
-                body = Selection.of(run.key, ordered, stride).pack()
-                self._departures.reply(run.header, Op.ACK, body, now_s, status)
+            for selection in Selection.cover(run.key, indices):
+                self._departures.reply(run.header, Op.ACK, selection.pack(), now_s, status)
 
     def get(self, packet: Packet, now_s: float) -> None:
         """What we hold of the selection as DATA, what we do not as one MISS."""
@@ -129,3 +130,16 @@ class ChunkService:
         keys = self._store.keys_after(after, limit)
         entries = [(key, presence) for key in keys if (presence := self._store.presence(key)) is not None]
         self._departures.reply(packet.header, Op.LISTED, messages.pack_listed(entries), now_s)
+
+
+def _checked_index(ref: bytes) -> int:
+    """The 0-based index of a packed reference; what ``ChunkRef.unpack`` refuses is refused, without building one."""
+    number, chunks, length, _, value_bytes, _, servers, server = _NUMBERS.unpack_from(ref, _NUMBERS_AT)
+    if (
+        not 1 <= number <= chunks <= max(1, value_bytes)
+        or not servers
+        or server != (number - 1) % servers + 1
+        or length > value_bytes
+    ):
+        raise MalformedPacket("chunk reference out of range")
+    return int(number) - 1

@@ -12,6 +12,9 @@ from skymemory.protocol.wire import CHUNK_REF_BYTES, TAG_BYTES, TAG_OFFSET, Chun
 ChunkName = tuple[bytes, int]
 """(key, 0-based index)."""
 
+_VERSION = slice(48, 56)
+"""Of a packed reference: length and CRC of the whole value, which tell two values of one key apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
@@ -44,8 +47,9 @@ class ChunkStore:
     def put(self, name: ChunkName, ref: bytes, payload: bytes) -> PutOutcome:
         """Store a chunk as the most recently used one, evicting the oldest as needed.
 
-        A chunk that could not fit even alone is refused and nothing is evicted for it. Storing what is there already
-        replaces it: every operation is idempotent.
+        Refused is a chunk that could not fit even alone (nothing is evicted for it), and one for which another chunk
+        of the same value would have to go: the value does not fit, and half of it is worth nothing. Storing what is
+        there already replaces it: every operation is idempotent.
         """
         size = len(payload) + CHUNK_REF_BYTES
         outcome = PutOutcome(stored=size <= self.limit_bytes)
@@ -56,6 +60,9 @@ class ChunkStore:
             outcome.replaced = True
         while self.used_bytes + size > self.limit_bytes:
             oldest = next(iter(self._recency))
+            if oldest[0] == name[0] and self._recency[oldest].ref[_VERSION] == ref[_VERSION]:
+                outcome.stored = False
+                return outcome
             self.remove(oldest)
             outcome.evicted.append(oldest)
         self._recency[name] = StoredChunk(ref, payload)

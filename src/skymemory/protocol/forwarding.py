@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId, Torus
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.space_packet import COMMAND_BYTES, TELEMETRY_BYTES
-from skymemory.protocol.wire import GROUND_SHELL, HOP_LIMIT_OFFSET, Address, Status
+from skymemory.protocol.wire import GROUND_SHELL, HOP_LIMIT_OFFSET, SKY_BYTES, Address, Status
 
 LinkEnd = Hashable
 """``SatelliteId`` of a neighbour, or the transport's token for a ground host."""
@@ -24,10 +24,12 @@ def header_start(view: memoryview) -> int:
 
 
 def same_journey(view: memoryview, segment_bytes: int) -> bool:
-    """Whether all segments have one operation, status and destination, so that one look serves them all."""
+    """Whether all segments are whole and have one operation, status and destination, so that one look serves all."""
     if len(view) <= segment_bytes:
         return True
     start = header_start(view)
+    if 0 < len(view) % segment_bytes < start + SKY_BYTES or segment_bytes < start + SKY_BYTES:
+        return False
     kind, journey = view[0], bytes(view[start : start + 8])
     return all(
         view[at] == kind and view[at + start : at + start + 8] == journey

@@ -3,10 +3,15 @@
 When the box moves, chunks whose server is now elsewhere are sent to that satellite, a window at a time, and sent again
 until acknowledged. Only then does the copy here start to age; it is deleted a grace period later, so that a reader who
 still looks here finds it. No table and no coordinator: each satellite computes all of it from the clock.
+
+A *stray* is a chunk that is here although it belongs elsewhere: brought by a writer who did not know of the last move,
+handed over by a satellite whose clock is ahead, or not taken by a satellite that is full or dead. Strays are looked at
+again when their time has come; so two satellites that disagree about the moves do not toss chunks to and fro.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,9 +21,13 @@ from skymemory.protocol.chunk_store import ChunkName, ChunkStore
 
 BURST_CHUNKS = 10
 """Chunks of one MIGRATE request: as many as one segmentation-offload send carries."""
+_MOST_ATTEMPTS = 6
+_RETRY_S = 10.0
+"""After how long a satellite that was full or did not answer is tried again."""
+_MOST_QUEUED = 1 << 20
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Burst:
     """One MIGRATE request in flight: chunks of one key for one satellite."""
 
@@ -30,26 +39,32 @@ class Burst:
 
 
 class Handover:
-    """What leaves this satellite: queued, in flight, and copied but not yet deleted."""
+    """What leaves this satellite: strays, queued, in flight, and copied but not yet deleted."""
 
     def __init__(self, window_bursts: int, timeout_s: float, grace_s: float) -> None:
+        self.grace_s = grace_s
+        self.retransmitted = 0
         self._window_bursts = window_bursts
         self._timeout_s = timeout_s
-        self._grace_s = grace_s
         self._queue: deque[tuple[SatelliteId, list[ChunkName]]] = deque()
+        self._queued: set[ChunkName] = set()
         self._in_flight: dict[int, Burst] = {}
         self._doomed: dict[ChunkName, float] = {}
+        self._strays: dict[ChunkName, float] = {}
+        self._stray_times: list[tuple[float, ChunkName]] = []
         self._next_request_id = 1
-        self.retransmitted = 0
 
     @property
     def idle(self) -> bool:
-        """Nothing queued or in flight (copies may still await deletion)."""
-        return not self._queue and not self._in_flight
+        """Nothing queued, in flight or astray (copies may still await deletion)."""
+        return not (self._queue or self._in_flight or self._strays)
 
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> None:
         """Queue everything that ``where`` (packed tag → satellite) puts elsewhere; forget older plans."""
         self._queue.clear()
+        self._queued.clear()
+        self._strays.clear()
+        self._stray_times.clear()
         on_its_way = {name for burst in self._in_flight.values() for name in burst.names}
         for tag in store.tags():
             destination = where(tag)
@@ -66,27 +81,52 @@ class Handover:
         """Queue chunks for a satellite, in bursts of one key each."""
         by_key: dict[bytes, list[ChunkName]] = {}
         for name in names:
-            by_key.setdefault(name[0], []).append(name)
+            if name not in self._queued and len(self._queued) < _MOST_QUEUED:
+                self._queued.add(name)
+                by_key.setdefault(name[0], []).append(name)
         for same_key in by_key.values():
             same_key.sort()
             for at in range(0, len(same_key), BURST_CHUNKS):
                 self._queue.append((destination, same_key[at : at + BURST_CHUNKS]))
 
     def keep(self, name: ChunkName) -> None:
-        """The chunk was stored here anew: it is not to be deleted any more."""
+        """The chunk was stored here anew: what was acknowledged of an earlier one does not doom it."""
         self._doomed.pop(name, None)
+        self._strays.pop(name, None)
+        for burst in self._in_flight.values():
+            if name in burst.names:
+                burst.names.remove(name)
+
+    def stray(self, name: ChunkName, due_s: float) -> None:
+        """The chunk is here and belongs elsewhere; look at it again at ``due_s``."""
+        if name not in self._strays and name not in self._queued:
+            self._strays[name] = due_s
+            heapq.heappush(self._stray_times, (due_s, name))
+
+    def strays_due(self, now_s: float) -> list[ChunkName]:
+        """Each is returned once."""
+        due = []
+        while self._stray_times and self._stray_times[0][0] <= now_s:
+            time_s, name = heapq.heappop(self._stray_times)
+            if self._strays.get(name) == time_s:
+                del self._strays[name]
+                due.append(name)
+        return due
 
     def bursts_to_send(self, now_s: float) -> list[Burst]:
         """Bursts that are due: fresh ones while the window is open, and those not acknowledged in time."""
         due = []
-        for burst in self._in_flight.values():
-            if burst.deadline_s <= now_s:
-                burst.attempts += 1
-                burst.deadline_s = now_s + self._timeout_s * min(2**burst.attempts, 32)
-                self.retransmitted += len(burst.names)
-                due.append(burst)
+        for burst in [burst for burst in self._in_flight.values() if burst.deadline_s <= now_s]:
+            if burst.attempts == _MOST_ATTEMPTS or not burst.names:
+                self.refused(burst.request_id, now_s)
+                continue
+            burst.deadline_s = now_s + self._timeout_s * 2**burst.attempts
+            burst.attempts += 1
+            self.retransmitted += len(burst.names)
+            due.append(burst)
         while self._queue and len(self._in_flight) < self._window_bursts:
             destination, names = self._queue.popleft()
+            self._queued.difference_update(names)
             burst = Burst(self._next_request_id, destination, names, now_s + self._timeout_s)
             self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
             self._in_flight[burst.request_id] = burst
@@ -94,7 +134,7 @@ class Handover:
         return due
 
     def forget(self, burst: Burst, gone: Iterable[ChunkName]) -> None:
-        """Chunks that were evicted or deleted meanwhile need no journey."""
+        """Chunks that have arrived, or were evicted or deleted meanwhile, need no journey."""
         absent = set(gone)
         burst.names = [name for name in burst.names if name not in absent]
         if not burst.names:
@@ -107,13 +147,16 @@ class Handover:
             return 0
         done = set(names).intersection(burst.names)
         for name in done:
-            self._doomed[name] = now_s + self._grace_s
+            self._doomed.pop(name, None)
+            self._doomed[name] = now_s + self.grace_s
         self.forget(burst, done)
         return len(done)
 
-    def refused(self, request_id: int) -> None:
-        """The other satellite cannot take the burst: what is there stays here until it is evicted or asked for."""
-        self._in_flight.pop(request_id, None)
+    def refused(self, request_id: int, now_s: float) -> None:
+        """The other satellite cannot take the burst: its chunks stay here, and it is tried again later."""
+        burst = self._in_flight.pop(request_id, None)
+        for name in burst.names if burst is not None else ():
+            self.stray(name, now_s + _RETRY_S)
 
     def to_delete(self, now_s: float) -> list[ChunkName]:
         """Copied chunks whose grace is over; each is returned once."""
@@ -130,4 +173,6 @@ class Handover:
         times = [burst.deadline_s for burst in self._in_flight.values()]
         if self._doomed:
             times.append(next(iter(self._doomed.values())))
+        if self._stray_times:
+            times.append(self._stray_times[0][0])
         return min(times) if times else None

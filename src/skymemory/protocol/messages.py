@@ -20,7 +20,7 @@ from skymemory.protocol.space_packet import (
     pack_telemetry,
     parse_header,
 )
-from skymemory.protocol.wire import MAX_CHUNK_BYTES, SKY_BYTES, PlacementTag, SkyHeader
+from skymemory.protocol.wire import MAX_MOVES, SKY_BYTES, PlacementTag, SkyHeader
 
 Buffer = bytes | bytearray | memoryview
 
@@ -28,7 +28,6 @@ KEY_BYTES = 32
 MAX_KEYS_PER_PACKET = 180
 """Keys of one HAS, EVICT or LISTED: their packet stays as small as one with a chunk of the default size."""
 
-_SELECTION = struct.Struct(">32sIII")
 _KEYS = struct.Struct(">HH")
 _PRESENCE = struct.Struct(">IIIIIHHBBHii")
 _LIST = struct.Struct(">32sHH")
@@ -43,54 +42,6 @@ HOUSEKEEPING_FIELDS = (
     "pushed_slot_moves", "pushed_plane_moves",
 )  # fmt: skip
 """What a PONG reports, in this order; new fields are appended, a reader takes what it knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Some chunks of one key: those of ``first, first + stride, …`` whose bit is set (bit 0 is the lowest of byte 0).
-
-    A server of ``S`` holds chunks ``server, server + S, …``, so one selection names all that a satellite should send.
-    """
-
-    key: bytes
-    first: int
-    stride: int
-    count: int
-    bitmap: bytes
-
-    @classmethod
-    def of(cls, key: bytes, indices: Sequence[int], stride: int = 1) -> Selection:
-        """The selection of exactly ``indices`` (0-based, ascending, congruent modulo ``stride``)."""
-        if not indices:
-            raise InvalidInput("a selection of no chunks: expected at least one")
-        first = indices[0]
-        count = (indices[-1] - first) // stride + 1
-        bits = 0
-        for index in indices:
-            step, rest = divmod(index - first, stride)
-            if rest or step < 0:
-                raise InvalidInput(f"chunk {index} is not on the grid {first} + {stride}·n")
-            bits |= 1 << step
-        return cls(key, first, stride, count, bits.to_bytes((count + 7) // 8, "little"))
-
-    def indices(self) -> list[int]:
-        bits = int.from_bytes(self.bitmap, "little")
-        if bits == (1 << self.count) - 1:
-            return list(range(self.first, self.first + self.stride * self.count, self.stride))
-        return [self.first + self.stride * step for step in range(self.count) if bits >> step & 1]
-
-    def pack(self) -> bytes:
-        return _SELECTION.pack(self.key, self.first + 1, self.stride, self.count) + self.bitmap
-
-    @classmethod
-    def unpack(cls, body: Buffer) -> Selection:
-        if len(body) < _SELECTION.size:
-            raise MalformedPacket(f"selection of {len(body)} bytes: expected at least {_SELECTION.size}")
-        key, first, stride, count = _SELECTION.unpack_from(body)
-        bitmap = bytes(body[_SELECTION.size :])
-        if first < 1 or stride < 1 or not 1 <= count <= 8 * MAX_CHUNK_BYTES or len(bitmap) != (count + 7) // 8:
-            raise MalformedPacket(f"selection from {first} by {stride}, {count} bits in {len(bitmap)} bytes")
-        return cls(key, first - 1, stride, count, bitmap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +61,8 @@ class Presence:
     def pack(self) -> bytes:
         tag = self.tag
         return _PRESENCE.pack(
-            self.index + 1, self.chunks, self.length_bytes, self.value_bytes, self.value_crc, tag.servers, tag.server + 1,
-            tag.strategy, 0, min(self.held, 0xFFFF), tag.slot_moves, tag.plane_moves,
+            self.index + 1, self.chunks, self.length_bytes, self.value_bytes, self.value_crc, tag.servers,
+            tag.server + 1, tag.strategy, 0, min(self.held, 0xFFFF), tag.slot_moves, tag.plane_moves,
         )  # fmt: skip
 
     @classmethod
@@ -195,6 +146,8 @@ def unpack_moves(body: Buffer) -> tuple[int, int]:
     if len(body) != _MOVES.size:
         raise MalformedPacket(f"ADVANCE of {len(body)} bytes: expected {_MOVES.size}")
     slot_moves, plane_moves = _MOVES.unpack(body)
+    if max(abs(slot_moves), abs(plane_moves)) > MAX_MOVES:
+        raise MalformedPacket(f"{slot_moves} and {plane_moves} moves: expected {MAX_MOVES} at most")
     return slot_moves, plane_moves
 
 

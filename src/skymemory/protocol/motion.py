@@ -49,7 +49,10 @@ class MoveClock:
             for period_s in (self.slot_period_s, self.plane_period_s)
             if math.isfinite(period_s)
         ]
-        return now_s + min(waits) / self.time_scale if waits else None
+        if not waits:
+            return None
+        # Rounding must not name a time that is not later, or at which the move has not happened yet, for ever.
+        return max(now_s + min(waits) / self.time_scale, math.nextafter(now_s, math.inf))
 
     def push(self, slot_moves: int, plane_moves: int) -> MoveClock:
         return replace(self, pushed=(self.pushed[0] + slot_moves, self.pushed[1] + plane_moves))
@@ -72,6 +75,8 @@ class SkyMap:
         """Raises ``InvalidInput`` for an unknown strategy code or more servers than satellites."""
         found = self._placements.get((strategy, servers))
         if found is None:
+            if len(self._placements) > 256:
+                self._placements.clear()
             name = STRATEGY_NAMES.get(strategy)
             if name is None:
                 raise InvalidInput(f"placement strategy {strategy}: expected one of {STRATEGY_NAMES}")

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.messages import Selection
 from skymemory.protocol.pacing import Window
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.selection import Selection
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, WriteTransfer
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
 

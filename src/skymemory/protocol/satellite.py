@@ -21,11 +21,13 @@ from skymemory.protocol.chunk_store import ChunkName, ChunkStore
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
 from skymemory.protocol.handover import Burst, Handover
-from skymemory.protocol.messages import Buffer, Packet, Selection
+from skymemory.protocol.messages import Buffer, Packet
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.segments import SegmentBatch
+from skymemory.protocol.selection import Selection
+from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import SKY_BYTES, Address, Op, Status
+from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, SKY_BYTES, Address, Op, Status
 
 _CARRIERS = (Op.SET, Op.MIGRATE)
 
@@ -83,16 +85,15 @@ class SatelliteMachine:
         ``data`` is only read during the call. Malformed packets are counted and dropped; nothing raises.
         """
         view = memoryview(data)
-        count = -(-len(view) // segment_bytes) if segment_bytes > 0 else 0
+        count = -(-len(view) // segment_bytes) if segment_bytes > 0 else 1
         self.counters.add("packets_received", count)
-        if count == 0:
-            self.counters.add("packets_malformed")
-            return
-        if same_journey(view, segment_bytes):
+        if segment_bytes < COMMAND_PREFIX_BYTES:
+            self.counters.add("packets_malformed", max(1, count))
+        elif same_journey(view, segment_bytes):
             self._receive(view, segment_bytes, source, now_s)
-            return
-        for at in range(0, len(view), segment_bytes):
-            self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
+        else:
+            for at in range(0, len(view), segment_bytes):
+                self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Batches with the link each leaves by; they are handed out once."""
@@ -146,7 +147,7 @@ class SatelliteMachine:
         forwarded = self._router.forward(view, segment_bytes, destination, source)
         if isinstance(forwarded, Status):
             self.counters.add("packets_unroutable")
-            packet = self._parse(view[:segment_bytes]) if forwarded is Status.HOP_LIMIT else None
+            packet = self._parse(view[:segment_bytes])
             if packet is not None and packet.header.op.is_command:
                 self._departures.reply(packet.header, Op.UNREACHABLE, b"", now_s, forwarded)
             return
@@ -164,6 +165,9 @@ class SatelliteMachine:
 
     def _deliver(self, segments: list[memoryview], start: int, now_s: float) -> None:
         if segments[0][start + 1] in _CARRIERS:
+            if start != COMMAND_BYTES:
+                self.counters.add("packets_malformed", len(segments))
+                return
             self._chunks.set(segments, start, now_s)
             if not self.handover.idle:
                 self._hand_over(now_s)
@@ -181,12 +185,14 @@ class SatelliteMachine:
             except MalformedPacket:
                 self.counters.add("packets_malformed")
 
-    def _stored(self, name: ChunkName, ref: bytes, op: Op) -> None:
-        """A chunk came in: it stays, or goes on at once where the box has moved on meanwhile."""
+    def _stored(self, name: ChunkName, ref: bytes, op: Op, now_s: float) -> None:
+        """A chunk came in: it stays, or goes on where the box has moved on meanwhile.
+
+        Whoever handed it over may know of a move that we do not know of yet: then it stays for a while.
+        """
         self.handover.keep(name)
-        home = self._whereabouts.home(ref)
-        if home != self.config.address:
-            self.handover.enqueue(home, [name])
+        if self._whereabouts.home(ref) != self.config.address:
+            self.handover.stray(name, now_s + self.handover.grace_s if op is Op.MIGRATE else now_s)
 
     def _get(self, packet: Packet, now_s: float) -> None:
         if self.backlog_bytes > self.config.max_backlog_bytes:
@@ -205,8 +211,9 @@ class SatelliteMachine:
 
     def _ack(self, packet: Packet, now_s: float) -> None:
         """Another satellite took (or refused) chunks we handed over."""
-        if packet.header.status is Status.FULL:
-            self.handover.refused(packet.header.request_id)
+        if packet.header.status is not Status.OK:
+            self.handover.refused(packet.header.request_id, now_s)
+            self._hand_over(now_s)
             return
         selection = Selection.unpack(packet.body)
         names = [(selection.key, index) for index in selection.indices()]
@@ -216,6 +223,8 @@ class SatelliteMachine:
 
     def _unreachable(self, packet: Packet, now_s: float) -> None:
         self.counters.add("packets_unroutable")
+        self.handover.refused(packet.header.request_id, now_s)
+        self._hand_over(now_s)
 
     def housekeeping(self) -> dict[str, int]:
         """Counters and gauges by the names of ``HOUSEKEEPING_FIELDS``; the transport may add its own."""
@@ -235,8 +244,16 @@ class SatelliteMachine:
             self.handover.plan(self.store, self._whereabouts.home_of_tag, self.config.address)
 
     def _hand_over(self, now_s: float) -> None:
-        for burst in self.handover.bursts_to_send(now_s):
-            self._send_burst(burst, now_s)
+        elsewhere: dict[SatelliteId, list[ChunkName]] = {}
+        for name in self.handover.strays_due(now_s):
+            chunk = self.store.peek(name)
+            if chunk is not None and (home := self._whereabouts.home(chunk.ref)) != self.config.address:
+                elsewhere.setdefault(home, []).append(name)
+        for home, names in elsewhere.items():
+            self.handover.enqueue(home, names)
+        while bursts := self.handover.bursts_to_send(now_s):
+            for burst in bursts:
+                self._send_burst(burst, now_s)
 
     def _send_burst(self, burst: Burst, now_s: float) -> None:
         found: list[tuple[ChunkName, bytes, bytes]] = []

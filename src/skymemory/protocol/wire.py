@@ -38,6 +38,10 @@ MAX_CHUNK_BYTES = MAX_PACKET_BYTES - TELEMETRY_PREFIX_BYTES - CHUNK_REF_BYTES
 """The largest chunk: one datagram carries one chunk (65,375 bytes)."""
 
 
+MAX_MOVES = 1 << 30
+"""Moves beyond this, either way, are refused: sums of two stay within the 32 bits of the wire."""
+
+
 class Op(IntEnum):
     """Operations. Below 0x40 requests (commands), above answers (telemetry)."""
 
@@ -139,10 +143,10 @@ class ChunkRef:
             raise MalformedPacket(f"chunk reference of {len(body)} bytes: expected {CHUNK_REF_BYTES}")
         (key, number, chunks, length, crc, value_bytes, value_crc, servers, server, strategy, _flags, _spare,
          slot_moves, plane_moves) = CHUNK_REF.unpack_from(body)  # fmt: skip
-        if not 1 <= number <= chunks or not 1 <= server <= servers:
+        if not 1 <= number <= chunks or not servers or server != (number - 1) % servers + 1:
             raise MalformedPacket(f"chunk {number} of {chunks} on server {server} of {servers}: out of range")
-        if length > value_bytes or length > MAX_CHUNK_BYTES:
-            raise MalformedPacket(f"chunk of {length} bytes in a value of {value_bytes}: expected no more than it")
+        if length > value_bytes or length > MAX_CHUNK_BYTES or chunks > max(1, value_bytes):
+            raise MalformedPacket(f"chunk of {length} bytes, one of {chunks}, in a value of {value_bytes}")
         tag = PlacementTag(strategy, servers, server - 1, slot_moves, plane_moves)
         return cls(key, number - 1, chunks, length, crc, value_bytes, value_crc, tag)
 
@@ -187,6 +191,8 @@ class SkyHeader:
             known_op, known_status = Op(op), Status(status)
         except ValueError as error:
             raise MalformedPacket(f"operation {op:#x}, status {status}: not known to version {VERSION}") from error
+        if max(abs(slot_moves), abs(plane_moves)) > MAX_MOVES:
+            raise MalformedPacket(f"{slot_moves} and {plane_moves} moves: expected {MAX_MOVES} at most")
         return cls(
             known_op, Address.unpack(destination), Address.unpack(source), ground, request_id, known_status,
             hop_limit, hop_count, congestion, timestamp_us, slot_moves, plane_moves, credit, key_id, flags,

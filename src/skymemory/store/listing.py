@@ -9,7 +9,8 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.kv.value import ValueHeader, unpack_header
 from skymemory.protocol import messages
-from skymemory.protocol.messages import KEY_BYTES, Presence, Selection
+from skymemory.protocol.messages import KEY_BYTES, Presence
+from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.store.driver import ClientDriver
 
