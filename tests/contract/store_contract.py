@@ -1,0 +1,276 @@
+"""The contract suite of every tier: subclass ``StoreContract`` and give a ``tier`` fixture.
+
+class TestMemory(StoreContract):
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        yield Tier(MemoryStore(1 << 20), budget_bytes=1 << 20)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.store.base import Presence, Store
+
+
+@dataclass
+class Tier:
+    """A store under test, empty, and what it promises beyond the least."""
+
+    store: Store
+    budget_bytes: int | None = None
+    """Exact byte budget, if the store has one: eviction is then checked."""
+    pins: bool = True
+    leases: bool = True
+    """Loads and stores that are open hold off eviction."""
+    sizes: tuple[int, ...] = (0, 1, 100, 6144, 6145, 40_000)
+    """Value sizes to try."""
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(4, "big") * 8
+
+
+def value(number: int, size_bytes: int = 1000) -> bytes:
+    return random.Random(number).randbytes(size_bytes)
+
+
+class StoreContract:
+    @pytest.fixture
+    def tier(self) -> Tier:
+        raise TypeError("a contract suite needs a tier fixture")
+
+    @pytest.fixture
+    def store(self, tier: Tier) -> Store:
+        return tier.store
+
+    def test_is_a_store(self, store: Store) -> None:
+        assert isinstance(store, Store)
+        assert store.name
+
+    def test_what_was_put_is_got_in_the_order_asked(self, tier: Tier) -> None:
+        items = [(key(i), value(i, size)) for i, size in enumerate(tier.sizes)]
+        assert tier.store.put_many(items) == [True] * len(items)
+        order = [key(i) for i in reversed(range(len(items)))]
+        got = tier.store.get_many(order)
+        assert [bytes(v) if v is not None else None for v in got] == [v for _, v in reversed(items)]
+
+    def test_an_absent_key_is_a_miss_and_not_an_error(self, store: Store) -> None:
+        store.put_many([(key(1), b"here")])
+        got = store.get_many([key(0), key(1), key(2)])
+        assert [None if v is None else bytes(v) for v in got] == [None, b"here", None]
+        assert store.lookup([key(0), key(1)]) == [Presence.MISS, Presence.HIT]
+
+    def test_nothing_asked_nothing_given(self, store: Store) -> None:
+        assert store.lookup([]) == [] and store.prefix([]) == 0
+        assert store.get_many([]) == [] and store.put_many([]) == [] and store.delete([]) == []
+
+    def test_a_second_put_replaces_the_first(self, store: Store) -> None:
+        store.put_many([(key(1), b"old value"), (key(2), b"other")])
+        assert store.put_many([(key(1), b"new")]) == [True]
+        got = store.get_many([key(1), key(2)])
+        assert [bytes(v) for v in got if v is not None] == [b"new", b"other"]
+
+    def test_a_key_may_be_asked_twice(self, store: Store) -> None:
+        store.put_many([(key(1), b"twice")])
+        assert [bytes(v) for v in store.get_many([key(1), key(1)]) if v is not None] == [b"twice"] * 2
+
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_any_bytes_may_be_put(self, store: Store, kind: type) -> None:
+        assert store.put_many([(key(1), kind(b"some bytes"))]) == [True]
+        assert store.get_many([key(1)]) == [b"some bytes"]
+
+    def test_prefix_counts_the_leading_keys_with_holes_behind(self, store: Store) -> None:
+        chain = [key(i) for i in range(12)]
+        assert store.prefix(chain) == 0
+        store.put_many([(chain[i], value(i)) for i in (0, 1, 2, 4, 5, 9)])
+        assert store.prefix(chain) == 3
+        assert store.prefix(chain[4:]) == 2
+        assert store.prefix(chain[3:]) == 0
+        store.put_many([(chain[3], value(3))])
+        assert store.prefix(chain) == 6
+
+    def test_delete_says_what_was_there(self, store: Store) -> None:
+        store.put_many([(key(i), value(i)) for i in range(3)])
+        assert store.delete([key(1), key(7)]) == [True, False]
+        assert store.lookup([key(0), key(1), key(2)]) == [Presence.HIT, Presence.MISS, Presence.HIT]
+        assert store.get_many([key(1)]) == [None]
+        assert store.delete([key(1)]) == [False]
+
+    def test_the_value_put_may_change_afterwards(self, store: Store) -> None:
+        mine = bytearray(value(1, 20_000))
+        store.put_many([(key(1), mine)])
+        mine[:] = bytes(len(mine))
+        assert store.get_many([key(1)]) == [value(1, 20_000)]
+
+    def test_a_view_is_a_snapshot(self, store: Store) -> None:
+        store.put_many([(key(1), value(1, 20_000)), (key(2), value(2, 20_000))])
+        (view,) = store.get_many([key(1)])
+        assert view is not None and view.readonly
+        store.put_many([(key(1), value(3, 20_000))])
+        store.delete([key(1), key(2)])
+        store.put_many([(key(n), value(n, 20_000)) for n in range(4, 8)])
+        store.get_many([key(n) for n in range(4, 8)])
+        assert view == value(1, 20_000)
+
+    def test_a_load_reports_tier_bytes_and_seconds(self, store: Store) -> None:
+        store.put_many([(key(1), value(1))])
+        ticket = store.prepare_load([key(1), key(2)])
+        assert ticket.report is None
+        store.complete_load(ticket)
+        assert ticket.report is not None
+        hit, miss = ticket.report.keys
+        assert hit.tier == store.name and hit.size_bytes == 1000 and not hit.reason
+        assert not miss.tier and miss.size_bytes == 0 and miss.reason
+        assert ticket.report.size_bytes == 1000 and 0 <= hit.seconds <= ticket.report.seconds + 1e-6
+        store.release(ticket)
+        store.release(ticket)
+
+    def test_a_store_in_progress_is_pending(self, store: Store) -> None:
+        ticket = store.prepare_store([(key(1), value(1))])
+        assert store.lookup([key(1)]) == [Presence.PENDING]
+        assert store.prefix([key(1)]) == 0 and store.get_many([key(1)]) == [None]
+        assert store.complete_store(ticket) == [True]
+        assert store.lookup([key(1)]) == [Presence.HIT]
+
+    def test_a_ticket_is_completed_once(self, store: Store) -> None:
+        load = store.prepare_load([key(1)])
+        store.complete_load(load)
+        with pytest.raises(InvalidInput, match="ticket"):
+            store.complete_load(load)
+        given_up = store.prepare_load([key(1)])
+        store.release(given_up)
+        with pytest.raises(InvalidInput, match="ticket"):
+            store.complete_load(given_up)
+        put = store.prepare_store([(key(1), b"x")])
+        store.complete_store(put)
+        with pytest.raises(InvalidInput, match="ticket"):
+            store.complete_store(put)
+
+    @pytest.mark.parametrize("wrong", [b"short", "text" * 8, 7, None, bytearray(32)])
+    def test_a_bad_key_is_refused(self, store: Store, wrong: object) -> None:
+        for call in (store.lookup, store.prefix, store.prepare_load, store.touch, store.delete):
+            with pytest.raises(InvalidInput):
+                call([wrong])  # type: ignore[list-item]
+        with pytest.raises(InvalidInput):
+            store.prepare_store([(wrong, b"")])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("wrong", ["text", 5, None, memoryview(b"0123456789")[::2]])
+    def test_a_bad_value_is_refused(self, store: Store, wrong: object) -> None:
+        with pytest.raises(InvalidInput):
+            store.put_many([(key(1), wrong)])  # type: ignore[list-item]
+        assert store.lookup([key(1)]) == [Presence.MISS]
+
+    def test_estimates_are_seconds(self, store: Store) -> None:
+        store.put_many([(key(1), value(1)), (key(2), value(2, 40_000))])
+        small = store.estimate_load_s([key(1)], now_s=0.0)
+        both = store.estimate_load_s([key(1), key(2)], now_s=0.0)
+        assert 0 <= small <= both < math.inf
+        assert store.estimate_load_s([key(1), key(3)], now_s=0.0) == math.inf
+
+    def test_stats_are_numbers(self, store: Store) -> None:
+        store.put_many([(key(1), value(1))])
+        store.get_many([key(1), key(2)])
+        stats = store.stats()
+        assert stats and all(isinstance(name, str) and isinstance(n, int | float) for name, n in stats.items())
+
+    def test_touch_takes_any_keys(self, store: Store) -> None:
+        store.put_many([(key(1), value(1))])
+        store.touch([key(1), key(9)])
+        assert store.get_many([key(1)]) == [value(1)]
+
+    def test_threads_do_not_mix_values_up(self, store: Store) -> None:
+        wrong: list[int] = []
+
+        def work(worker: int) -> None:
+            for turn in range(8):
+                number = worker * 100 + turn
+                store.put_many([(key(number), value(number))])
+                if store.get_many([key(number)]) not in ([value(number)], [None]):
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+    def test_closed_is_closed(self, store: Store) -> None:
+        store.close()
+        store.close()
+        with pytest.raises(InvalidInput, match="closed"):
+            store.get_many([key(1)])
+
+    def test_a_value_that_can_never_fit_is_refused_with_the_limit(self, tier: Tier) -> None:
+        if tier.budget_bytes is None:
+            pytest.skip("no exact budget")
+        with pytest.raises(ValueTooLarge, match=r"budget|fit"):
+            tier.store.put_many([(key(1), bytes(tier.budget_bytes + 1))])
+        assert tier.store.lookup([key(1)]) == [Presence.MISS]
+
+    def test_the_budget_holds_and_the_oldest_goes_first(self, tier: Tier) -> None:
+        if tier.budget_bytes is None:
+            pytest.skip("no exact budget")
+        size = tier.budget_bytes // 4
+        for number in range(4):
+            assert tier.store.put_many([(key(number), value(number, size))]) == [True]
+        tier.store.get_many([key(0)])
+        assert tier.store.put_many([(key(4), value(4, size))]) == [True]
+        presence = tier.store.lookup([key(number) for number in range(5)])
+        assert presence == [Presence.HIT, Presence.MISS, Presence.HIT, Presence.HIT, Presence.HIT]
+
+    def test_a_chain_loses_its_end_first(self, tier: Tier) -> None:
+        if tier.budget_bytes is None:
+            pytest.skip("no exact budget")
+        size = tier.budget_bytes // 8
+        chain = [key(number) for number in range(8)]
+        tier.store.put_many([(k, value(i, size)) for i, k in enumerate(chain)])
+        for number in range(100, 103):
+            tier.store.put_many([(key(number), value(number, size))])
+        left = [present is Presence.HIT for present in tier.store.lookup(chain)]
+        assert left == [True] * 5 + [False] * 3
+        tier.store.get_many(chain[:3])
+        for number in range(103, 106):
+            tier.store.put_many([(key(number), value(number, size))])
+        assert tier.store.prefix(chain) == 3
+
+    def test_a_chain_longer_than_the_budget_keeps_its_beginning(self, tier: Tier) -> None:
+        if tier.budget_bytes is None:
+            pytest.skip("no exact budget")
+        size = tier.budget_bytes // 4
+        chain = [key(number) for number in range(6)]
+        stored = tier.store.put_many([(k, value(i, size)) for i, k in enumerate(chain)])
+        assert stored == [True] * 4 + [False] * 2
+        assert tier.store.prefix(chain) == 4
+
+    def test_a_lease_protects_what_is_there(self, tier: Tier) -> None:
+        if tier.budget_bytes is None or not tier.leases:
+            pytest.skip("no leases against a budget")
+        size = tier.budget_bytes // 2
+        tier.store.put_many([(key(1), value(1, size)), (key(2), value(2, size))])
+        lease = tier.store.prepare_load([key(1), key(2)])
+        assert tier.store.put_many([(key(3), value(3, size))]) == [False]
+        assert [bytes(v) for v in tier.store.complete_load(lease) if v is not None] == [value(1, size), value(2, size)]
+        assert tier.store.put_many([(key(3), value(3, size))]) == [True]
+
+    def test_a_pin_protects_until_it_is_taken_out(self, tier: Tier) -> None:
+        if not tier.pins or tier.budget_bytes is None:
+            assert tier.store.pin([key(9)], 10.0) == [False]
+            return
+        size = tier.budget_bytes // 4
+        tier.store.put_many([(key(1), value(1, size))])
+        assert tier.store.pin([key(1), key(9)], 1000.0) == [True, False]
+        for number in range(2, 9):
+            assert tier.store.put_many([(key(number), value(number, size))]) == [True]
+        assert tier.store.lookup([key(1)]) == [Presence.HIT]
+        assert tier.store.pin([key(1)], 0.0) == [True]
+        for number in range(9, 14):
+            tier.store.put_many([(key(number), value(number, size))])
+        assert tier.store.lookup([key(1)]) == [Presence.MISS]

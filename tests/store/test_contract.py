@@ -1,0 +1,18 @@
+"""The memory store under the contract of every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.contract.store_contract import StoreContract, Tier
+
+from skymemory.store.memory import MemoryStore
+
+
+class TestMemory(StoreContract):
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        store = MemoryStore(256_000)
+        yield Tier(store, budget_bytes=256_000)
+        store.close()

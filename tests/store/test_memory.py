@@ -1,0 +1,100 @@
+"""What the memory store does beyond the contract: leases that end, hostile eviction, its own account."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.contract.store_contract import key, value
+
+from skymemory.errors import InvalidInput
+from skymemory.store.base import Presence
+from skymemory.store.memory import MemoryStore
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_budget_must_be_above_zero() -> None:
+    with pytest.raises(InvalidInput, match="above 0"):
+        MemoryStore(0)
+
+
+def test_a_lease_ends_by_itself() -> None:
+    clock = Clock()
+    store = MemoryStore(2000, lease_s=30.0, clock=clock)
+    store.put_many([(key(1), value(1)), (key(2), value(2))])
+    forgotten = store.prepare_load([key(1), key(2)])
+    assert store.put_many([(key(3), value(3))]) == [False]
+    clock.now_s = 31.0
+    assert store.put_many([(key(3), value(3))]) == [True]
+    assert store.lookup([key(2)]) == [Presence.MISS]
+    assert forgotten.report is None
+
+
+def test_a_store_that_took_too_long_stores_nothing() -> None:
+    clock = Clock()
+    store = MemoryStore(2000, lease_s=30.0, clock=clock)
+    late = store.prepare_store([(key(1), value(1))])
+    clock.now_s = 31.0
+    assert store.complete_store(late) == [False]
+    assert store.stats()["used_bytes"] == 0
+
+
+def test_a_pin_ends_by_itself_and_has_a_budget() -> None:
+    clock = Clock()
+    store = MemoryStore(4000, pin_fraction=0.5, clock=clock)
+    store.put_many([(key(n), value(n)) for n in range(4)])
+    assert store.pin([key(0), key(1), key(2)], 60.0) == [True, True, False]
+    clock.now_s = 61.0
+    assert store.pin([key(2)], 60.0) == [True]
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "lease", "complete", "release", "delete", "touch", "pin"]),
+        st.integers(0, 7),
+        st.integers(1, 900),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(OPERATIONS)
+def test_hostile_eviction_never_takes_what_is_leased_and_never_breaks_the_budget(
+    operations: list[tuple[str, int, int]],
+) -> None:
+    store = MemoryStore(2000)
+    last: dict[int, bytes] = {}
+    leases: list[tuple[object, int, bytes | None]] = []
+    for step, (verb, number, size) in enumerate(operations):
+        if verb == "put":
+            data = value(step, size)
+            if store.put_many([(key(number), data)]) == [True]:
+                last[number] = data
+                leases = [(t, n, data if n == number else expected) for t, n, expected in leases]
+        elif verb == "lease":
+            there = store.lookup([key(number)]) == [Presence.HIT]
+            leases.append((store.prepare_load([key(number)]), number, last[number] if there else None))
+        elif verb == "complete" and leases:
+            ticket, _, expected = leases.pop(0)
+            (got,) = store.complete_load(ticket)  # type: ignore[arg-type]
+            assert expected is None or got == expected
+        elif verb == "release" and leases:
+            store.release(leases.pop()[0])  # type: ignore[arg-type]
+        elif verb == "delete":
+            store.delete([key(number)])
+            leases = [(t, n, None if n == number else expected) for t, n, expected in leases]
+        elif verb == "touch":
+            store.touch([key(number)])
+        elif verb == "pin":
+            store.pin([key(number)], size)
+        stats = store.stats()
+        assert 0 <= stats["used_bytes"] <= 2000
+        held = [v for v in store.get_many([key(n) for n in range(8)]) if v is not None]
+        assert stats["used_bytes"] == sum(map(len, held)) and stats["entries"] == len(held)
