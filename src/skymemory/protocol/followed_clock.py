@@ -21,6 +21,8 @@ class FollowedClock:
     def moves(self, now_s: float) -> Moves:
         moves = self._clock.moves(now_s)
         if moves != self._latest:
+            if moves in self._before:
+                self._before.remove(moves)
             if self._latest is not None:
                 self._before.appendleft(self._latest)
             self._latest = moves

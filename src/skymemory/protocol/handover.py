@@ -21,7 +21,8 @@ from skymemory.protocol.chunk_store import ChunkName, ChunkStore
 
 BURST_CHUNKS = 10
 """Chunks of one MIGRATE request: as many as one segmentation-offload send carries."""
-_MOST_ATTEMPTS = 6
+_MOST_ATTEMPTS = 12
+_MOST_BACKOFF = 4
 _RETRY_S = 10.0
 """After how long a satellite that was full or did not answer is tried again."""
 _MOST_QUEUED = 1 << 20
@@ -120,7 +121,7 @@ class Handover:
             if burst.attempts == _MOST_ATTEMPTS or not burst.names:
                 self.refused(burst.request_id, now_s)
                 continue
-            burst.deadline_s = now_s + self._timeout_s * 2**burst.attempts
+            burst.deadline_s = now_s + self._timeout_s * min(2**burst.attempts, _MOST_BACKOFF)
             burst.attempts += 1
             self.retransmitted += len(burst.names)
             due.append(burst)

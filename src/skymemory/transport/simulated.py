@@ -14,16 +14,19 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import cast
 
-from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.segments import SegmentBatch
+from skymemory.protocol.space_packet import MAX_PACKET_BYTES
 from skymemory.transport.faults import FaultInjector
 
 GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
 """One-way seconds from one end of a link to the other."""
+_MAX_RUN_SEGMENTS = 64
 
 
 def no_delay(sender: Node, receiver: Node) -> float:
@@ -37,6 +40,7 @@ class _Arrival:
     receiver: Node = field(compare=False)
     sender: Node = field(compare=False)
     data: bytes = field(compare=False)
+    segment_bytes: int = field(compare=False)
 
 
 class SimulatedConstellation:
@@ -44,8 +48,9 @@ class SimulatedConstellation:
 
     def __init__(
         self, sky: SkyMap, memory_bytes: int, clock: MoveClock | None = None, delay_s: LinkDelay = no_delay,
-        faults: FaultInjector | None = None,
+        faults: FaultInjector | None = None, routing: RoutingMode = "greedy", offload: bool = True,
     ) -> None:  # fmt: skip
+        """``offload`` False delivers every datagram by itself, as a kernel without receive offload does."""
         self.sky = sky
         self.clock = clock or MoveClock()
         self.now_s = 0.0
@@ -54,6 +59,8 @@ class SimulatedConstellation:
         self._memory_bytes = memory_bytes
         self._delay_s = delay_s
         self._faults = faults
+        self._routing: RoutingMode = routing
+        self._offload = offload
         self._arrivals: list[_Arrival] = []
         self._order = count()
         self.satellites = {here: self._new_satellite(here) for here in sky.torus.satellites()}
@@ -63,10 +70,13 @@ class SimulatedConstellation:
         self._timers: dict[Node, float] = {}
 
     def _new_satellite(self, here: SatelliteId) -> SatelliteMachine:
-        return SatelliteMachine(SatelliteConfig(here, self._memory_bytes), self.sky, self.clock, self.now_s)
+        return SatelliteMachine(
+            SatelliteConfig(here, self._memory_bytes, self._routing), self.sky, self.clock, self.now_s
+        )
 
     def kill(self, satellite: SatelliteId) -> None:
-        """From now on it neither hears nor speaks; its memory is lost."""
+        """From now on it neither hears nor speaks; its memory is lost. Said already is said."""
+        self.flush()
         self._dead.add(satellite)
         self._timers.pop(satellite, None)
 
@@ -113,8 +123,8 @@ class SimulatedConstellation:
         for node in [*self._touched, *self._clients]:
             machine = self._machine(node)
             for batch, to in machine.datagrams_to_send(self.now_s):
-                for data in batch.datagrams():
-                    self._send(data, node, cast(Node, to))
+                if node not in self._dead:
+                    self._send(batch, node, cast(Node, to))
             timer_s = None if node in self._dead else machine.next_timer_s()
             if timer_s is None:
                 self._timers.pop(node, None)
@@ -122,22 +132,46 @@ class SimulatedConstellation:
                 self._timers[node] = timer_s
         self._touched.clear()
 
-    def _send(self, data: bytes, sender: Node, receiver: Node) -> None:
-        self.datagrams_sent += 1
-        self.bytes_sent += len(data)
-        flights = self._faults.apply(data) if self._faults is not None else [(data, 0.0)]
-        for copy, extra_s in flights:
-            time_s = self.now_s + self._delay_s(sender, receiver) + extra_s
-            heapq.heappush(self._arrivals, _Arrival(time_s, next(self._order), receiver, sender, copy))
+    def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
+        """Datagrams of one batch that nothing befalls arrive together, as receive offload delivers them."""
+        link_s = self._delay_s(sender, receiver)
+        run: list[bytes] = []
+        for data in batch.datagrams():
+            self.datagrams_sent += 1
+            self.bytes_sent += len(data)
+            for copy, extra_s in self._faults.apply(data) if self._faults is not None else ((data, 0.0),):
+                if extra_s > 0 or not self._offload:
+                    self._arrive([copy], link_s + extra_s, sender, receiver)
+                    continue
+                if run and not _joins(run, copy):
+                    self._arrive(run, link_s, sender, receiver)
+                    run = []
+                run.append(copy)
+        if run:
+            self._arrive(run, link_s, sender, receiver)
+
+    def _arrive(self, run: list[bytes], delay_s: float, sender: Node, receiver: Node) -> None:
+        data = run[0] if len(run) == 1 else b"".join(run)
+        arrival = _Arrival(self.now_s + delay_s, next(self._order), receiver, sender, data, len(run[0]))
+        heapq.heappush(self._arrivals, arrival)
 
     def _deliver(self, arrival: _Arrival) -> None:
         receiver, sender = arrival.receiver, arrival.sender
+        data, segment_bytes = arrival.data, arrival.segment_bytes
         if isinstance(receiver, SatelliteId):
             if receiver not in self._dead:
                 self._touched.add(receiver)
-                self.satellites[receiver].receive_datagram(arrival.data, sender, self.now_s)
+                self.satellites[receiver].receive_batch(data, segment_bytes, sender, self.now_s)
         else:
-            self._clients[receiver].receive_datagram(arrival.data, self.now_s)
+            self._clients[receiver].receive_batch(data, segment_bytes, self.now_s)
+
+
+def _joins(run: list[bytes], data: bytes) -> bool:
+    """Whether receive offload would deliver ``data`` with the run: equally long, or shorter and the last."""
+    segment_bytes = len(run[0])
+    if len(run[-1]) != segment_bytes or not 0 < len(data) <= segment_bytes:
+        return False
+    return len(run) < _MAX_RUN_SEGMENTS and (len(run) + 1) * segment_bytes <= MAX_PACKET_BYTES
 
 
 class SimulatedClient:
@@ -148,6 +182,7 @@ class SimulatedClient:
         self.machine = machine
         self.lock = nullcontext()
         """Virtual time has one thread."""
+        self._unclaimed: dict[int, Finished] = {}
 
     def now_s(self) -> float:
         return self._constellation.now_s
@@ -155,14 +190,17 @@ class SimulatedClient:
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Let time pass until all these operations have ended."""
         waiting, finished = set(numbers), dict[int, Finished]()
-        while waiting:
+        while True:
             self._constellation.flush()
             while (event := self.machine.next_event()) is not None:
-                finished[event.number] = event
-                waiting.discard(event.number)
-            if waiting and not self._constellation.step(math.inf):
+                self._unclaimed[event.number] = event
+            for number in waiting & self._unclaimed.keys():
+                finished[number] = self._unclaimed.pop(number)
+            waiting -= finished.keys()
+            if not waiting:
+                return finished
+            if not self._constellation.step(math.inf):
                 raise RuntimeError(f"operations {sorted(waiting)} wait for nothing: a fault of the client machine")
-        return finished
 
     def close(self) -> None:
         """Nothing to release."""
