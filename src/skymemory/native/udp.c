@@ -1,5 +1,7 @@
 /* Many datagrams a system call, with segmentation offload both ways. Twin and contract: twin_udp.py. */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include "fast.h"
 
 #ifndef __linux__
