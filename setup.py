@@ -6,7 +6,7 @@ setup(
     ext_modules=[
         Extension(
             "skymemory.native._fast",
-            sources=[f"src/skymemory/native/{name}.c" for name in ("_fast", "crc", "segments", "udp")],
+            sources=[f"src/skymemory/native/{name}.c" for name in ("_fast", "crc", "crc_calls", "segments", "udp")],
             depends=["src/skymemory/native/fast.h"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],
             optional=True,

@@ -12,10 +12,16 @@
 #define SKY_RELEASE_BYTES 16384
 
 /* crc.c */
+#define SKY_POLYNOMIAL 0xEDB88320u
+#define SKY_ONE 0x80000000u /* the polynomial 1: bit 31 is the coefficient of x^0 */
+uint32_t sky_multiply(uint32_t a, uint32_t b);
+uint32_t sky_power_of_x(uint64_t exponent);
 void sky_crc_init(void);
 const char *sky_crc_kind(void);
 int sky_crc_select(const char *kind);
 uint32_t sky_crc32(uint32_t crc, const uint8_t *data, size_t size);
+
+/* crc_calls.c */
 PyObject *sky_py_crc32(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *sky_py_crc32_combine(PyObject *self, PyObject *args);
 PyObject *sky_py_crc32_chunks(PyObject *self, PyObject *args);

@@ -15,14 +15,10 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#ifndef UDP_SEGMENT
-#define UDP_SEGMENT 103
-#endif
-#ifndef UDP_GRO
-#define UDP_GRO 104
-#endif
-#ifndef SOL_UDP
+#ifndef UDP_GRO /* younger than some C libraries' headers */
 #define SOL_UDP 17
+#define UDP_SEGMENT 103
+#define UDP_GRO 104
 #endif
 
 enum {
@@ -95,13 +91,13 @@ PyObject *sky_py_recv_batch(PyObject *self, PyObject *args)
     Py_ssize_t slots;
     if (!PyArg_ParseTuple(args, "iw*n:recv_batch", &fd, &scratch, &slots))
         return NULL;
-    PyObject *result = NULL;
     if (slots < 1 || scratch.len / SLOT_BYTES < slots) {
         PyErr_Format(PyExc_ValueError, "%zd bytes of scratch for %zd slots: expected %d for each of 1 or more",
                      scratch.len, slots, (int)SLOT_BYTES);
         PyBuffer_Release(&scratch);
         return NULL;
     }
+    PyObject *result = NULL;
     unsigned wanted = (unsigned)(slots < MAX_SLOTS ? slots : MAX_SLOTS);
     struct mmsghdr *messages = PyMem_Calloc(wanted, sizeof *messages);
     struct iovec *parts = PyMem_Malloc(wanted * sizeof *parts);
