@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from skymemory.engine.huggingface import KVCManager
     from skymemory.kv.context import CacheContext
     from skymemory.store.memory import MemoryStore
+    from skymemory.testbed.connect import open_store
 
 __version__ = "0.1.0"
-__all__ = ["CacheContext", "KVCManager", "MemoryStore", "errors"]
+__all__ = ["CacheContext", "KVCManager", "MemoryStore", "errors", "open_store"]
 
 _HOME = {
     "CacheContext": "skymemory.kv.context",
     "KVCManager": "skymemory.engine.huggingface",
     "MemoryStore": "skymemory.store.memory",
+    "open_store": "skymemory.testbed.connect",
 }
 _EXTRA = {"KVCManager": "hf"}
 

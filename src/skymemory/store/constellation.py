@@ -281,6 +281,13 @@ class ConstellationStore(TwoPhase):
             self._driver.run(asked)
         self._catalog.remove([info.key for info in infos])
 
+    def synchronise(self) -> bool:
+        """Ask the centre how far the box has moved (an operator may have pushed it); whether it answered."""
+        centre = self._sky.centre_at(self._driver.machine.moves(self._driver.now_s()))
+        with self._driver.lock:
+            number = self._driver.machine.ask(Op.PING, b"", centre, self._driver.now_s())
+            return self._driver.run([number])[number].ok
+
     def names(self) -> list[NamedValue]:
         """The named values (``store.named``) that the box holds now."""
         moves = self._driver.machine.moves(self._driver.now_s())

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Literal, cast
+from urllib.parse import parse_qsl
 
 from skymemory.errors import InvalidInput
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.store.base import Store
 from skymemory.store.constellation import ConstellationStore, SkySettings
+from skymemory.store.memory import MemoryStore
 from skymemory.store.shared_index import SharedIndex
 from skymemory.testbed.plan import ACCESS_MODES, ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.wiring import client_ip, clock_of, shell_of, sky_of
 from skymemory.transport.udp_client import UdpClient
+from skymemory.units import parse_size
 
 Access = Literal["los", "gateway"]
 
@@ -53,7 +57,36 @@ def open_constellation(
     if chosen not in ACCESS_MODES:
         raise InvalidInput(f"access {chosen!r}: expected one of {', '.join(ACCESS_MODES)}")
     index = SharedIndex(directory.index_path) if use_index else None
-    return store_of(plan, access=chosen, index=index, give_up_s=give_up_s)
+    store = store_of(plan, access=chosen, index=index, give_up_s=give_up_s)
+    store.synchronise()
+    return store
+
+
+def open_store(where: str = "constellation") -> Store:
+    """A store by its address.
+
+    ``memory`` or ``memory://4GiB`` (in this process), ``constellation`` (this user's, as started by
+    ``skymemory constellation up``), ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``.
+    """
+    kind, _, rest = where.partition("://")
+    place, _, query = rest.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if kind == "memory":
+        _no_others(options, (), where)
+        return MemoryStore(parse_size(place)) if place else MemoryStore()
+    if kind == "constellation":
+        _no_others(options, ("index", "access"), where)
+        use_index = options.get("index", "yes") not in ("no", "0", "off")
+        return open_constellation(Path(place) if place else None, use_index=use_index, access=options.get("access"))
+    raise InvalidInput(
+        f"store {where!r}: expected memory[://SIZE] or constellation[://RUN_DIR][?index=no&access=gateway]"
+    )
+
+
+def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> None:
+    for option in options:
+        if option not in known:
+            raise InvalidInput(f"store {where!r}: unknown option {option!r}, expected {', '.join(known) or 'none'}")
 
 
 def store_of(
