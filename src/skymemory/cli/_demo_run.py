@@ -21,6 +21,7 @@ from skymemory.cli._demo_table import Narrator, print_table_3
 from skymemory.cli.demo import DEMO_CODECS
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.identity import weights_digest
 from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, build_small, build_tinyllama, load_model
 from skymemory.engine.tokenizer import load_tokenizer, train_tokenizer
 from skymemory.errors import CodecUnavailable, InvalidInput
@@ -70,7 +71,8 @@ def _constellation(narrator: Narrator) -> Iterator[tuple[ConstellationPlan, RunD
         started = start(directory, plan, confirm=confirm_all_answer)
         narrator.say(
             f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} "
-            f"processes, {plan.servers} servers by {plan.strategy}, round trip {expected_round_trip_s(plan, 'los') * 1e3:.1f} ms"
+            f"processes, {plan.servers} servers by {plan.strategy}, "
+            f"round trip {format_duration(expected_round_trip_s(plan, 'los'))}"
         )
         yield plan, directory
     finally:
