@@ -11,7 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints.txt
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
 
 help: ## what there is to make
