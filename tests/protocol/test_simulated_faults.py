@@ -1,0 +1,158 @@
+"""Loss, duplication, reordering, corruption and death over virtual time: identical bytes or an honest failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol import messages
+from skymemory.protocol.wire import Op
+from skymemory.transport.faults import FaultInjector
+
+FAULTS = {
+    "loss 1 %": {"loss": 0.01},
+    "loss 5 %": {"loss": 0.05},
+    "duplication": {"duplicate": 0.3},
+    "reordering": {"reorder": 0.5, "reorder_delay_s": 0.03},
+    "all of it": {"loss": 0.03, "duplicate": 0.1, "reorder": 0.2, "corrupt": 0.02},
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS)
+@pytest.mark.parametrize("access", ["los", "gateway"])
+@pytest.mark.parametrize("seed", range(3))
+def test_bytes_survive(world, value_of, faults, access, seed):
+    sky = world(access, faults=FaultInjector(seed=seed, **FAULTS[faults]))
+    value = value_of(1_500_000, seed)
+    stored, info = sky.put("v", value)
+    assert stored.ok, stored.report
+    for _ in range(3):
+        read, out = sky.get(info)
+        assert read.ok, read.report
+        assert out == value
+
+
+def test_twenty_megabytes_through_five_percent_loss(world, value_of):
+    sky = world(faults=FaultInjector(loss=0.05, duplicate=0.02, reorder=0.02, seed=11))
+    value = value_of(20_000_000)
+    stored, info = sky.put("v", value)
+    read, out = sky.get(info)
+    assert stored.ok and read.ok and out == value
+    assert read.report.retransmitted_chunks < 0.3 * info.chunks
+
+
+@pytest.mark.parametrize("access", ["los", "gateway"])
+def test_thirty_percent_corruption_never_yields_wrong_bytes(world, value_of, access):
+    successes = 0
+    for seed in range(8):
+        sky = world(access, faults=FaultInjector(corrupt=0.3, seed=seed))
+        value = value_of(600_000, seed)
+        stored, info = sky.put("v", value)
+        for _ in range(3):
+            read, out = sky.get(info)
+            assert not read.ok or out == value
+            assert read.ok or read.report.failure in ("timeout", "unreachable", "missing")
+            successes += stored.ok and read.ok
+        assert sky.counted("packets_malformed") > 0
+        for machine in sky.sim.satellites.values():
+            for index in range(info.chunks):
+                chunk = machine.store.peek((info.key, index))
+                assert chunk is None or chunk.payload == value[index * 6144 : (index + 1) * 6144]
+    if access == "los":
+        assert successes > 12
+
+
+def test_a_retransmission_asks_only_for_what_is_missing(world, value_of):
+    sky = world(faults=FaultInjector(loss=0.02, seed=3))
+    stored, info = sky.put("v", value_of(2_900_000))
+    read, _ = sky.get(info)
+    assert stored.ok and read.ok
+    assert stored.report.retransmitted_chunks < 0.15 * info.chunks
+    assert read.report.retransmitted_chunks + read.report.duplicate_chunks < 0.2 * info.chunks
+
+
+# --- death ---
+
+
+@pytest.mark.parametrize("access", ["los", "gateway"])
+def test_killed_between_put_and_get(world, value_of, access):
+    sky = world(access)
+    value = value_of(500_000)
+    _, info = sky.put("v", value)
+    victim = sky.homes(info, (0, 0))[1][0]
+    assert victim != sky.sky.centre
+    sky.sim.kill(victim)
+    read, _ = sky.get(info)
+    assert not read.ok and read.report.failure == "timeout" and read.report.seconds < 1.0
+    again, _ = sky.get(info)
+    assert again.report.failure == "unreachable" and again.report.seconds == 0.0
+    sky.sim.revive(victim)
+    sky.settle(1.5)
+    lost, _ = sky.get(info)
+    assert lost.report.failure == "missing" and lost.report.seconds < 0.2
+    stored, info = sky.put("v", value)
+    read, out = sky.get(info)
+    assert stored.ok and read.ok and out == value
+
+
+def test_values_elsewhere_do_not_suffer_from_a_death(world, value_of):
+    sky = world()
+    _, wide = sky.put("wide", value_of(200_000))
+    narrow_value = value_of(20_000)
+    _, narrow = sky.put("narrow", narrow_value, servers=1)
+    victim = sky.homes(wide, (0, 0))[7][0]
+    sky.sim.kill(victim)
+    outs = [bytearray(wide.value_bytes), bytearray(narrow.value_bytes)]
+    numbers = [sky.host.machine.get(i, memoryview(o), sky.now_s) for i, o in zip((wide, narrow), outs, strict=True)]
+    done = sky.host.run(numbers)
+    assert [done[number].ok for number in numbers] == [False, True] and outs[1] == narrow_value
+
+
+@pytest.mark.parametrize("operation", ["get", "put"])
+def test_killed_in_the_middle(world, value_of, operation):
+    sky = world(window_bytes=150_000, credit_bytes=65_536)
+    value = value_of(3_000_000)
+    if operation == "get":
+        _, info = sky.put("v", value)
+        number = sky.host.machine.get(info, memoryview(bytearray(len(value))), sky.now_s)
+    else:
+        number, info = sky.begin_put("v", value)
+    begun_s = sky.now_s
+    sky.sim.settle(begun_s + 1.5 * sky.link_s)
+    assert not sky.host.machine._events
+    sky.sim.kill(sky.homes(info, (0, 0))[3][0])
+    finished = sky.host.run([number])[number]
+    assert finished.report.failure == "timeout"
+    assert sky.now_s - begun_s < 1.5
+    assert sky.host.machine.next_timer_s() is None
+
+
+def test_a_dead_gateway_is_a_failure_too(world, value_of):
+    sky = world("gateway")
+    _, info = sky.put("v", value_of(100_000))
+    sky.sim.kill(sky.sky.centre)
+    read, _ = sky.get(info)
+    assert read.report.failure == "timeout" and read.report.seconds < 1.0
+
+
+def test_no_satellite_answers_at_all(world, value_of):
+    sky = world()
+    for satellite in sky.torus.satellites():
+        sky.sim.kill(satellite)
+    stored, _ = sky.put("v", value_of(100_000))
+    assert stored.report.failure == "timeout" and stored.report.seconds < 1.0
+    answer = sky.ask(Op.PING, b"", SatelliteId(0, 0))
+    assert answer.report.failure == "timeout" and answer.report.seconds < 1.0
+
+
+def test_a_satellite_that_lost_its_memory_is_a_miss_and_the_rest_can_be_evicted(world, value_of):
+    sky = world()
+    _, info = sky.put("v", value_of(200_000))
+    victim = sky.homes(info, (0, 0))[2][0]
+    sky.sim.kill(victim)
+    sky.sim.revive(victim)
+    read, _ = sky.get(info)
+    assert read.report.failure == "missing"
+    body = messages.pack_keys([info.key])
+    freed = [messages.unpack_count(sky.ask(Op.EVICT, body, here).body) for here in list(sky.spread(info))]
+    assert sum(freed) == info.chunks - 4 and not sky.spread(info)
