@@ -146,6 +146,10 @@ class KVCManager:
         """
         return self._add(flat_ids(ids), past_key_values, {})
 
+    def warm(self, tokens: int) -> None:
+        """Touch the memory for one prompt of ``tokens`` now, rather than in the first ``get_cache``."""
+        self._pool.warm(self._room_tokens(tokens) * self.layout.token_bytes)
+
     def close(self) -> None:
         """Let go of the model and of what is kept; closes the store if this manager made it. May be repeated."""
         with self._lock:
@@ -185,8 +189,7 @@ class KVCManager:
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
         """A cache filled with the longest stored prefix, at most ``limit_tokens``."""
-        blocks = -(-(len(ids) + GROW_TOKENS) // self.layout.block_tokens)
-        cache = SkyCache(self.layout, blocks * self.layout.block_tokens, self.model.device, self._pool)
+        cache = SkyCache(self.layout, self._room_tokens(len(ids)), self.model.device, self._pool)
         result = self.blocks.load(ids, lambda found: cache, limit_tokens=limit_tokens, seconds=seconds, account=account)
         cache.fill(ids[: result.cached_tokens])
         cache.result = result
@@ -254,6 +257,10 @@ class KVCManager:
                 with torch.inference_mode():
                     self.model(input_ids=tail, past_key_values=cache, use_cache=True, **self._forward_options)
         return CacheSource(cache, self.layout), tail.shape[1]
+
+    def _room_tokens(self, prompt_tokens: int) -> int:
+        """Whole blocks with room to grow behind the prompt."""
+        return -(-(prompt_tokens + GROW_TOKENS) // self.layout.block_tokens) * self.layout.block_tokens
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,0 +1,61 @@
+"""How far the model's next word moves when its prefix comes from the cache: nothing in float32, rounding in 16 bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.witness import TokenIds, flat_ids
+
+
+@dataclass(frozen=True, slots=True)
+class LogitDistance:
+    """Next-token logits with the cache against those without, in the units of the logits."""
+
+    max_abs: float
+    rms: float
+    spread: float
+    """Standard deviation of the logits themselves: what ``rms`` is to be compared with."""
+    same_choice: bool
+    """Whether greedy decoding would choose the same next token."""
+    choice_margin: float
+    """By how much the chosen token leads without the cache."""
+
+    def describe(self) -> str:
+        """One line for people and logs."""
+        choice = "same" if self.same_choice else "another"
+        return (
+            f"logits differ by {self.rms:.2g} rms, {self.max_abs:.2g} at most (their spread is {self.spread:.2g}); "
+            f"{choice} next token, which led by {self.choice_margin:.2g}"
+        )
+
+
+def logit_distance(without: torch.Tensor, with_cache: torch.Tensor) -> LogitDistance:
+    """Distance between two rows of logits of one vocabulary."""
+    reference, other = without.detach().float().flatten(), with_cache.detach().float().flatten()
+    difference = (reference - other).abs()
+    best = reference.topk(2).values
+    return LogitDistance(
+        max_abs=float(difference.max()),
+        rms=float(difference.square().mean().sqrt()),
+        spread=float(reference.std()),
+        same_choice=bool(reference.argmax() == other.argmax()),
+        choice_margin=float(best[0] - best[1]),
+    )
+
+
+def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | None = None) -> torch.Tensor:
+    """Logits of the token after ``ids``; with ``kvc``, from the prefix it has and the rest computed."""
+    tokens = torch.from_numpy(flat_ids(ids)).to(model.device)[None]
+    cache = kvc.get_cache_ids(ids) if kvc is not None else None
+    start = cache.get_seq_length() if cache is not None else 0
+    with torch.inference_mode():
+        return model(input_ids=tokens[:, start:], past_key_values=cache, use_cache=cache is not None).logits[0, -1]
+
+
+def measure_logit_distance(kvc: KVCManager, ids: TokenIds) -> LogitDistance:
+    """Runs the model of ``kvc`` over ``ids`` without and with its cache, and compares the next-token logits."""
+    return logit_distance(next_token_logits(kvc.model, ids), next_token_logits(kvc.model, ids, kvc))

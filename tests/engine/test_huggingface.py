@@ -1,0 +1,303 @@
+"""KVCManager as the disclosure uses it: same tokens with and without, whatever the store does."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore  # noqa: E402
+from transformers.cache_utils import DynamicCache  # noqa: E402
+
+from skymemory import KVCManager  # noqa: E402
+from skymemory.engine.models import build_small  # noqa: E402
+from skymemory.engine.tokenizer import train_tokenizer  # noqa: E402
+from skymemory.errors import InvalidInput  # noqa: E402
+from skymemory.store.memory import MemoryStore  # noqa: E402
+
+pytestmark = pytest.mark.engine
+BLOCK = 16
+
+
+def generate(model: Any, tokenizer: Any, prompt: str, cache: Any = None, new: int = 12, **options: Any) -> list[int]:
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
+    return out[0].tolist()
+
+
+def manager(model: Any, tokenizer: Any, store: Any = None, **options: Any) -> KVCManager:
+    return KVCManager(model, tokenizer, store, block_tokens=BLOCK, **options)
+
+
+@pytest.fixture
+def kvc(model: Any, tokenizer: Any) -> Any:
+    with manager(model, tokenizer) as kvc:
+        yield kvc
+
+
+def test_the_example_of_the_disclosure(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    prompt = document[:900]
+    without = generate(model, tokenizer, prompt)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt), max_new_tokens=12, do_sample=False)
+    added = kvc.add_blocks(prompt)
+    assert out[0].tolist() == without
+    assert kvc.last.cached_tokens == 0 and added.stored_blocks == added.blocks > 10
+    assert added.prefilled_tokens == 0, "what generate computed must not be computed again"
+    assert generate(model, tokenizer, prompt, kvc.get_cache(prompt)) == without
+    assert kvc.last.loaded_blocks == added.blocks and kvc.last.computed_tokens < BLOCK
+    assert list(kvc.last.seconds) == ["tokenize", "hash", "lookup", "fetch", "decode"]
+    assert kvc.add_blocks(prompt).present_blocks == added.blocks
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 1])
+def test_every_length_leaves_a_token_and_keeps_the_output(model: Any, kvc: KVCManager, length: int) -> None:
+    ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(length))
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    without = model.generate(ids, **options)
+    added = kvc.add_blocks_ids(ids)
+    assert added.stored_blocks == length // BLOCK
+    assert added.prefilled_tokens == length // BLOCK * BLOCK
+    cache = kvc.get_cache_ids(ids)
+    assert cache.get_seq_length() == min(length // BLOCK * BLOCK, length - 1)
+    assert cache.result.computed_tokens == length - cache.get_seq_length() >= 1
+    assert model.generate(ids, past_key_values=cache, **options).tolist() == without.tolist()
+
+
+def test_prompts_that_share_a_beginning(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    first, second = document[:800] + " And what is a box?", document[:800] + " Who moves the chunks?"
+    without = generate(model, tokenizer, second)
+    generate(model, tokenizer, first, kvc.get_cache(first))
+    kvc.add_blocks(first)
+    assert generate(model, tokenizer, second, kvc.get_cache(second)) == without
+    assert kvc.last.cached_tokens > 100
+    added = kvc.add_blocks(second)
+    assert added.prefilled_tokens == 0 and added.present_blocks > 0
+    assert kvc.get_cache(second).result.loaded_blocks == added.blocks
+
+
+def test_a_prompt_never_generated_is_computed_only_where_it_is_missing(kvc: KVCManager, document: str) -> None:
+    kvc.add_blocks(document[:600])
+    before = kvc.last_stored.blocks
+    added = kvc.add_blocks(document[:1200])
+    assert added.present_blocks == before and added.stored_blocks == added.blocks - before
+    assert added.prefilled_tokens == added.stored_blocks * BLOCK
+    counters = kvc.counters
+    assert counters.total("lookup_tokens_total") == 0, "storing is not looking up"
+
+
+def test_a_hole_is_filled(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    prompt = document[:900]
+    blocks = kvc.add_blocks(prompt).blocks
+    hashes = kvc.blocks.hashes(tokenizer(prompt)["input_ids"])
+    kvc.store.delete([hashes[5], hashes[9]])
+    without = generate(model, tokenizer, prompt)
+    assert generate(model, tokenizer, prompt, kvc.get_cache(prompt)) == without
+    assert kvc.last.loaded_blocks == 5
+    added = kvc.add_blocks(prompt)
+    assert added.stored_blocks == 2 and added.prefilled_tokens == 0
+    assert kvc.get_cache(prompt).result.loaded_blocks == blocks
+
+
+def test_generated_tokens_can_be_stored_too(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    prompt = document[:500]
+    answer = generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=3 * BLOCK)
+    added = kvc.add_blocks_ids(answer)
+    assert added.prefilled_tokens == 0 and added.stored_blocks == (len(answer) - 1) // BLOCK
+    follow = answer + [7, 8, 9]
+    with_cache = model.generate(torch.tensor([follow]), past_key_values=kvc.get_cache_ids(follow), max_new_tokens=8)
+    assert kvc.last.cached_tokens == (len(answer) - 1) // BLOCK * BLOCK
+    assert with_cache.tolist() == model.generate(torch.tensor([follow]), max_new_tokens=8).tolist()
+
+
+def test_past_the_room_the_output_is_the_same(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    prompt = document[:300]
+    kvc.add_blocks(prompt)
+    without = generate(model, tokenizer, prompt, new=400)
+    assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=400) == without
+    assert kvc.add_blocks_ids(without).prefilled_tokens == 0
+
+
+def test_what_generate_changes_is_not_what_is_stored(
+    model: Any, tokenizer: Any, document: str, kvc: KVCManager
+) -> None:
+    prompt = document[:700]
+    kvc.add_blocks(prompt)
+    first = kvc.get_cache(prompt)
+    before = first.layers[0].keys.clone()
+    for layer in kvc.get_cache(prompt).layers:
+        layer.keys.fill_(9.0)
+        layer.values.fill_(9.0)
+    generate(model, tokenizer, prompt, first)
+    again = kvc.get_cache(prompt)
+    assert torch.equal(again.layers[0].keys, before)
+
+
+def test_memory_is_used_again_only_when_nobody_looks(
+    model: Any, tokenizer: Any, document: str, kvc: KVCManager
+) -> None:
+    prompt = document[:700]
+    kvc.add_blocks(prompt)
+    kept = kvc.get_cache(prompt).layers[1].values
+    truth = kept.clone()
+    for _ in range(6):
+        generate(model, tokenizer, document[100:900], kvc.get_cache(document[100:900]))
+        gc.collect()
+    assert torch.equal(kept, truth)
+
+
+def test_a_copied_cache_is_a_cache(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    prompt = document[:700]
+    without = generate(model, tokenizer, prompt)
+    kvc.add_blocks(prompt)
+    cache = kvc.get_cache(prompt)
+    assert generate(model, tokenizer, prompt, copy.deepcopy(cache)) == without
+    assert generate(model, tokenizer, prompt, cache) == without
+
+
+def test_a_wrong_prompt_is_never_stored(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    asked, other = document[:600], document[1000:1600]
+    generate(model, tokenizer, other, kvc.get_cache(asked))
+    added = kvc.add_blocks(asked)
+    assert added.prefilled_tokens > 0, "what was computed was for another text"
+    assert generate(model, tokenizer, asked, kvc.get_cache(asked)) == generate(model, tokenizer, asked)
+
+
+def test_a_masked_generate_is_never_stored(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    inputs = tokenizer(document[:400], return_tensors="pt", return_token_type_ids=False)
+    inputs["attention_mask"][0, :7] = 0
+    model.generate(**inputs, past_key_values=kvc.get_cache(document[:400]), max_new_tokens=4)
+    assert kvc.add_blocks(document[:400]).prefilled_tokens > 0
+
+
+def test_beams_work_and_are_not_stored_from(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    prompt = document[:400]
+    without = generate(model, tokenizer, prompt, num_beams=2)
+    assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), num_beams=2) == without
+    assert kvc.add_blocks(prompt).prefilled_tokens > 0
+
+
+def test_a_cache_that_the_user_filled(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    ids = torch.tensor([tokenizer(document[:600])["input_ids"]])
+    own = DynamicCache()
+    with torch.inference_mode():
+        model(input_ids=ids, past_key_values=own, use_cache=True)
+    added = kvc.add_blocks_ids(ids, own)
+    assert added.prefilled_tokens == 0 and added.stored_blocks == ids.shape[1] // BLOCK
+    theirs, ours = own.layers[2].keys, kvc.get_cache_ids(ids).layers[2].keys
+    assert torch.equal(theirs[:, :, : ours.shape[2]], ours)
+    short = DynamicCache()
+    with torch.inference_mode():
+        model(input_ids=ids[:, : 2 * BLOCK] + 1, past_key_values=short, use_cache=True)
+    added = kvc.add_blocks_ids(ids + 1, short)
+    assert added.prefilled_tokens == (added.blocks - 2) * BLOCK
+    with pytest.raises(InvalidInput, match="cache"):
+        kvc.add_blocks_ids(ids + 2, DynamicCache())
+    with pytest.raises(InvalidInput, match="shape"):
+        kvc.add_blocks_ids(ids + 2, DynamicCache([(torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16))] * 3))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_a_lying_store_never_changes_the_output(
+    model: Any, tokenizer: Any, document: str, fault: str, rate: float
+) -> None:
+    prompt = document[:700]
+    without = generate(model, tokenizer, prompt, new=6)
+    with manager(model, tokenizer, HostileStore(fault, rate, seed=3), weights="w") as kvc:
+        kvc.add_blocks(prompt)
+        for _ in range(2):
+            assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=6) == without
+            last = kvc.last
+            assert last.prompt_tokens == last.computed_tokens + sum(last.hit_tokens.values())
+            kvc.add_blocks(prompt)
+        counters = kvc.counters
+        assert counters.total("failed_blocks_total") > 0
+        assert counters.total("lookup_tokens_total") == (
+            counters.total("computed_tokens_total") + counters.total("hit_tokens_total")
+        )
+
+
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_a_failing_store_never_changes_the_output(model: Any, tokenizer: Any, document: str, outage: str) -> None:
+    prompt = document[:500]
+    without = generate(model, tokenizer, prompt, new=6)
+    with manager(model, tokenizer, HostileStore(outage=outage), weights="w") as kvc:
+        kvc.add_blocks(prompt)
+        assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=6) == without
+
+
+def test_another_model_or_tokenizer_is_a_miss(model: Any, tokenizer: Any, document: str) -> None:
+    store, prompt = MemoryStore(), document[:500]
+    with manager(model, tokenizer, store) as kvc:
+        blocks = kvc.add_blocks(prompt).blocks
+    same = build_small()
+    others = [
+        (build_small(seed=1), tokenizer, {}),
+        (build_small(vocab_size=1100), tokenizer, {}),
+        (build_small(dtype="bfloat16"), tokenizer, {}),
+        (same, train_tokenizer(900), {}),
+        (same, tokenizer, {"weights": "v2"}),
+        (same, tokenizer, {"adapter": "lora@3"}),
+        (same, tokenizer, {"tenant_salt": b"another tenant"}),
+        (same, tokenizer, {"codec": "quanto8"}),
+    ]
+    for other, its_tokenizer, options in others:
+        with manager(other, its_tokenizer, store, **options) as kvc:
+            assert kvc.get_cache(prompt).get_seq_length() == 0, options
+    with KVCManager(same, tokenizer, store, block_tokens=BLOCK * 2) as kvc:
+        assert kvc.get_cache(prompt).get_seq_length() == 0
+    with manager(same, tokenizer, store) as kvc:
+        assert kvc.get_cache(prompt).result.loaded_blocks == blocks, "the same weights, loaded anew, are the same"
+
+
+def test_two_managers_on_one_model(model: Any, tokenizer: Any, document: str) -> None:
+    prompt = document[:500]
+    with manager(model, tokenizer) as one, manager(model, tokenizer) as two:
+        generate(model, tokenizer, prompt, one.get_cache(prompt))
+        assert one.add_blocks(prompt).prefilled_tokens == 0
+        assert two.add_blocks(prompt).prefilled_tokens > 0
+
+
+def test_caches_nobody_comes_for_are_let_go(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+    prompts = [document[start : start + 400] for start in range(0, 2400, 400)]
+    for prompt in prompts:
+        generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=2)
+    gc.collect()
+    assert len(kvc._handed) <= 2
+    assert kvc.add_blocks(prompts[-1]).prefilled_tokens == 0
+    assert kvc.add_blocks(prompts[0]).prefilled_tokens > 0
+
+
+def test_bad_input_is_refused_with_what_to_do(model: Any, tokenizer: Any) -> None:
+    with manager(model, None) as kvc:
+        with pytest.raises(InvalidInput, match="get_cache_ids"):
+            kvc.get_cache("text")
+        for wrong in ([[1, 2], [3, 4]], [1.5, 2.5], torch.zeros(2, 3, dtype=torch.long)):
+            with pytest.raises(InvalidInput, match="one sequence"):
+                kvc.get_cache_ids(wrong)
+        with pytest.raises(InvalidInput, match="tokens must be in"):
+            kvc.add_blocks_ids(np.full(BLOCK, -1))
+        assert kvc.get_cache_ids([]).get_seq_length() == 0
+        assert kvc.add_blocks_ids([1, 2]).blocks == 0
+    with pytest.raises(InvalidInput, match="closed"):
+        kvc.get_cache_ids([1])
+    kvc.close()
+    with manager(model, tokenizer) as kvc, pytest.raises(InvalidInput, match="one prompt"):
+        kvc.get_cache(["a", "b"])  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="choose one of"):
+        manager(model, tokenizer, codec="zip")
+
+
+def test_close_leaves_the_users_store_open_and_the_model_as_it_was(tokenizer: Any, document: str) -> None:
+    model, store = build_small(), MemoryStore()
+    with manager(model, tokenizer, store) as kvc:
+        kvc.add_blocks(document[:300])
+    assert store.stats()["entries"] > 0
+    assert not model._forward_pre_hooks

@@ -1,0 +1,147 @@
+"""What is in a name: digests that change when the numbers would, and models we refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from skymemory import KVCManager  # noqa: E402
+from skymemory.engine.identity import (  # noqa: E402
+    check_supported,
+    model_identity,
+    probe_layout,
+    tokenizer_digest,
+    weights_digest,
+)
+from skymemory.engine.models import build_small  # noqa: E402
+from skymemory.errors import InvalidInput, UnsupportedModel  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+def test_the_layout_is_what_the_model_writes(model: Any) -> None:
+    layout = probe_layout(model, 64)
+    assert (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens) == (3, 2, 16, 64)
+    assert layout.dtype == "float32"
+    assert probe_layout(build_small(dtype="bfloat16"), 64).dtype == "bfloat16"
+
+
+def test_the_weights_digest_sees_a_single_bit() -> None:
+    model = build_small()
+    before = weights_digest(model)
+    assert before == weights_digest(build_small()) != weights_digest(build_small(seed=1))
+    weight = model.model.layers[1].mlp.up_proj.weight.data
+    weight.view(torch.int32)[3, 5] ^= 1
+    assert weights_digest(model) != before
+    weight.view(torch.int32)[3, 5] ^= 1
+    assert weights_digest(model) == before
+
+
+def test_the_weights_digest_sees_names_and_shapes() -> None:
+    one, other = torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
+    other.weight.data = one.weight.data.reshape(4, 2)
+    assert weights_digest(one) != weights_digest(other)
+    assert weights_digest(torch.nn.ModuleDict({"a": one})) != weights_digest(torch.nn.ModuleDict({"b": one}))
+
+
+def test_the_weights_digest_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skymemory.engine.identity._PIECE_BYTES", 1000)
+    assert weights_digest(build_small()) == weights_digest(build_small())
+
+
+def test_the_model_identity_is_the_same_wherever_it_was_loaded_from(tmp_path: Any) -> None:
+    model = build_small()
+    model.save_pretrained(tmp_path / "here")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "here")
+    assert model_identity(again) == model_identity(model)
+    assert weights_digest(again) == weights_digest(model)
+    assert model_identity(build_small(vocab_size=1030)) != model_identity(model)
+    again.config.rope_parameters["rope_theta"] = 5e5
+    assert model_identity(again) != model_identity(model)
+
+
+def test_the_tokenizer_digest_sees_its_special_tokens(tokenizer: Any) -> None:
+    from skymemory.engine.tokenizer import train_tokenizer
+
+    again = train_tokenizer(1024)
+    assert tokenizer_digest(again) == tokenizer_digest(tokenizer)
+    again.add_tokens(["<sky>"])
+    assert tokenizer_digest(again) != tokenizer_digest(tokenizer)
+    assert tokenizer_digest(None) == "token ids"
+
+
+def unsupported() -> list[tuple[str, Any]]:
+    mistral = transformers.MistralConfig(**TINY, sliding_window=16)
+    gemma = transformers.Gemma2Config(**TINY, head_dim=8, sliding_window=16)
+    mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=128)
+    t5 = transformers.T5Config(d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16, vocab_size=128)
+    dynamic = transformers.LlamaConfig(
+        **TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    )
+    return [
+        ("sliding", transformers.MistralForCausalLM(mistral)),
+        ("Sliding", transformers.Gemma2ForCausalLM(gemma)),
+        ("do not keep", transformers.MambaForCausalLM(mamba)),
+        ("decoder-only", transformers.T5ForConditionalGeneration(t5)),
+        ("length of the text", transformers.LlamaForCausalLM(dynamic)),
+    ]
+
+
+def test_models_we_cannot_serve_are_refused_loudly() -> None:
+    for reason, model in unsupported():
+        with pytest.raises(UnsupportedModel, match=reason):
+            KVCManager(model.eval())
+
+
+@pytest.mark.parametrize("implementation", ["quantized", "static", "offloaded"])
+def test_other_caches_are_refused(implementation: str) -> None:
+    model = build_small()
+    model.generation_config.cache_implementation = implementation
+    with pytest.raises(UnsupportedModel, match="cache_implementation"):
+        check_supported(model)
+
+
+def test_a_model_in_training_that_drops_out_is_refused() -> None:
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=128, n_positions=64)
+    ).train()
+    with pytest.raises(InvalidInput, match="eval"):
+        check_supported(model)
+
+
+def test_models_of_other_families_are_served() -> None:
+    gpt2 = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=128, n_positions=128)
+    families = [
+        transformers.GPT2LMHeadModel(gpt2),
+        transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TINY)),
+        transformers.MistralForCausalLM(transformers.MistralConfig(**TINY, sliding_window=None)),
+    ]
+    ids = torch.randint(3, 120, (1, 50), generator=torch.Generator().manual_seed(1))
+    for model in families:
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        without = model.eval().generate(ids, **options)
+        with KVCManager(model, block_tokens=8) as kvc:
+            kvc.add_blocks_ids(ids)
+            cache = kvc.get_cache_ids(ids)
+            assert cache.result.cached_tokens == 48
+            assert model.generate(ids, past_key_values=cache, **options).tolist() == without.tolist()
+
+
+def test_an_adapter_must_be_named() -> None:
+    model = build_small()
+    model.peft_config = {"default": object()}
+    with pytest.raises(InvalidInput, match="adapter="):
+        KVCManager(model)

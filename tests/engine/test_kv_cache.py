@@ -1,0 +1,127 @@
+"""SkyCache and its memory: in place while it can, a DynamicCache when it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers.cache_utils import DynamicCache  # noqa: E402
+
+from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache  # noqa: E402
+from skymemory.kv.layout import KVLayout  # noqa: E402
+
+pytestmark = pytest.mark.engine
+LAYOUT = KVLayout(layers=2, kv_heads=3, head_dim=4, block_tokens=8, dtype="float32")
+CPU = torch.device("cpu")
+
+
+def fresh(room_tokens: int = 32, pool: RoomPool | None = None) -> SkyCache:
+    return SkyCache(LAYOUT, room_tokens, CPU, pool or RoomPool())
+
+
+def step(cache: Any, tokens: int, seed: int) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(1, 3, tokens, 4, generator=generator) for _ in range(4)]
+    cache.update(made[0], made[1], 0)
+    return cache.update(made[2], made[3], 1)
+
+
+@pytest.mark.parametrize("steps", [[5], [8, 1, 1, 1], [20, 12], [20, 13, 4], [40, 3]])
+def test_it_holds_what_a_dynamic_cache_holds(steps: list[int]) -> None:
+    ours, theirs = fresh(), DynamicCache()
+    for number, tokens in enumerate(steps):
+        assert all(map(torch.equal, step(ours, tokens, number), step(theirs, tokens, number)))
+    assert ours.get_seq_length() == theirs.get_seq_length() == sum(steps)
+    in_place = ours.layers[0].keys.untyped_storage().data_ptr() == ours._room.untyped_storage().data_ptr()
+    assert in_place == (sum(steps) <= 32)
+
+
+def test_crop_and_beams_are_as_transformers_has_them() -> None:
+    ours, theirs = fresh(), DynamicCache()
+    for cache in (ours, theirs):
+        step(cache, 9, 0)
+        cache.crop(-4)
+        step(cache, 2, 1)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([1, 0]))
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
+    assert ours.tokens() is None
+    ours.reset()
+    assert ours.get_seq_length() == 0 and step(ours, 3, 2)[0].shape[2] == 3
+
+
+def test_it_knows_its_tokens_only_when_it_saw_them() -> None:
+    cache = fresh()
+    assert cache.tokens() is not None and len(cache.tokens()) == 0
+    cache.note(torch.tensor([[4, 5, 6]]), plain=True)
+    assert cache.tokens() is None, "announced, not there"
+    cache = fresh()
+    cache.note(torch.tensor([[4, 5, 6]]), plain=True)
+    step(cache, 3, 0)
+    assert cache.tokens().tolist() == [4, 5, 6]
+    cache.crop(-2)
+    cache.note(torch.tensor([[9]]), plain=True)
+    step(cache, 1, 1)
+    assert cache.tokens().tolist() == [4, 9]
+    step(cache, 1, 2)
+    assert cache.tokens() is None, "something came that was not announced"
+
+
+@pytest.mark.parametrize("ids", [None, torch.zeros(2, 3, dtype=torch.long), torch.zeros(3, dtype=torch.long)])
+def test_what_is_not_one_plain_sequence_is_not_known(ids: Any) -> None:
+    cache = fresh()
+    cache.note(ids, plain=True)
+    step(cache, 3, 0)
+    assert cache.tokens() is None
+
+
+def test_blocks_go_in_and_come_out() -> None:
+    cache = fresh()
+    blocks = [np.random.default_rng(i).standard_normal(LAYOUT.shape).astype(np.float32).tobytes() for i in range(3)]
+    for index, block in enumerate(blocks):
+        cache.place(index, memoryview(block))
+    cache.fill(np.arange(23))
+    assert cache.get_seq_length() == 23 and cache.tokens().tolist() == list(range(23))
+    step(cache, 1, 0)
+    out = bytearray(LAYOUT.block_bytes)
+    for index, block in enumerate(blocks[:2]):
+        CacheSource(cache, LAYOUT).read(index, memoryview(out))
+        assert out == block
+
+
+def test_gradients_leave_the_room_alone() -> None:
+    cache = fresh()
+    keys = torch.ones(1, 3, 2, 4, requires_grad=True)
+    got, _ = cache.update(keys, keys, 0)
+    got.sum().backward()
+    assert keys.grad is not None and not cache._room.requires_grad
+
+
+def test_memory_is_lent_to_one_at_a_time() -> None:
+    pool = RoomPool(keep=2)
+    first = pool.take(100)
+    address = first.data_ptr()
+    view = first[10:20].view(2, 5)
+    assert pool.take(100).data_ptr() != address
+    del first
+    assert pool.take(100).data_ptr() != address, "a view is still out"
+    del view
+    assert pool.take(100).data_ptr() in {address} | {array.ctypes.data for array in pool._arrays}
+    small = pool.take(100)
+    assert len(pool.take(200 << 20)) >= 200 << 20
+    assert small.numel() >= 100
+
+
+def test_a_large_room_is_not_spent_on_a_small_prompt() -> None:
+    pool = RoomPool(keep=2)
+    large = pool.take(100 << 20)
+    address = large.data_ptr()
+    del large
+    assert pool.take(1000).data_ptr() != address
+    pool.warm(1000)
