@@ -33,8 +33,12 @@ class SharedIndex:
         return len(self._index)
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """Leading keys that are all present; ``keys`` may begin anywhere in a chain."""
         self._follow()
-        return self._index.longest_prefix(keys)
+        count = self._index.longest_prefix(keys)
+        if count == 0 and keys and keys[0] in self._index:  # they do not begin at a chain's first block
+            return next((at for at, key in enumerate(keys) if key not in self._index), len(keys))
+        return count
 
     def infos(self, keys: Sequence[bytes]) -> list[BlockInfo | None]:
         """What is known of each key."""
@@ -42,18 +46,26 @@ class SharedIndex:
         return [self._index.get(key) for key in keys]
 
     def add(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> None:
-        """Add a chain. One that contradicts what is known replaces it."""
+        """Add a chain. Depths are a caller's hint: a chain that contradicts what is known replaces it, and where its
+        parent contradicts it too, it is entered as a chain of its own.
+        """
+
+        def attempt(depth: int, before: bytes | None) -> bytes:
+            self._index.add(keys, infos, depth, before)
+            return encode_record(RecordOp.ADD, keys, infos, start=depth, parent=before)
 
         def change() -> bytes:
             try:
-                self._index.add(keys, infos, start, parent)
+                return attempt(start, parent)
             except InvalidInput:
-                for key in keys:
-                    self._index.remove(key)
-                removal = encode_record(RecordOp.REMOVE, keys)
-                self._index.add(keys, infos, start, parent)
-                return removal + encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
-            return encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
+                gone = [key for key in keys if self._index.remove(key)]
+                removal = encode_record(RecordOp.REMOVE, gone) if gone else b""
+            for depth, before in ((start, parent), (0, None)):
+                try:
+                    return removal + attempt(depth, before)
+                except InvalidInput:
+                    continue
+            return removal
 
         self._write(change)
 

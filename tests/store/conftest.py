@@ -1,0 +1,67 @@
+"""Constellations for the store tests: over virtual time, and as a real host over real sockets in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from skymemory.constellation.presets import preset_named
+from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.motion import SkyMap
+from skymemory.store.constellation import ConstellationStore, SkySettings
+from skymemory.store.shared_index import SharedIndex
+from skymemory.testbed.plan import local_hosts, make_plan
+from skymemory.testbed.ports import free_base_port
+from skymemory.testbed.wiring import clock_of, host_spec, sky_of
+from skymemory.transport.simulated import SimulatedConstellation
+from skymemory.transport.udp_client import UdpClient
+from skymemory.transport.udp_host import UdpHost
+
+PRESET = "testbed-19x5"
+
+
+def simulated(memory_bytes: int = 8 << 20, one_way_s: float = 0.002) -> SimulatedConstellation:
+    preset = preset_named(PRESET)
+    return SimulatedConstellation(SkyMap(preset.torus, preset.centre), memory_bytes, delay_s=lambda a, b: one_way_s)
+
+
+def store_over(
+    constellation: SimulatedConstellation, ground: int = 1, index: SharedIndex | None = None, **settings: object
+) -> ConstellationStore:
+    driver = constellation.connect(ClientConfig(ground, expected_rtt_s=0.004))
+    return ConstellationStore(driver, constellation.sky, SkySettings(**settings), index=index)  # type: ignore[arg-type]
+
+
+@contextmanager
+def udp_store(index: SharedIndex | None = None) -> Iterator[ConstellationStore]:
+    """All 95 satellites behind real sockets, their event loop in a thread of this process."""
+    plan = make_plan(
+        PRESET, hosts=local_hosts(PRESET, 1, free_base_port(95)), delay_scale=0.0, memory_per_satellite_bytes=8 << 20
+    )
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
+    hosts: list[UdpHost] = []
+
+    def serve() -> None:
+        asyncio.set_event_loop(loop)
+        hosts.append(UdpHost(host_spec(plan, plan.hosts[0]), loop))
+        ready.set()
+        loop.run_forever()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    client = UdpClient(ClientConfig(9), sky_of(plan), clock_of(plan), plan.addresses())
+    store = ConstellationStore(
+        client, sky_of(plan), SkySettings(memory_per_satellite_bytes=plan.memory_per_satellite_bytes), index=index
+    )
+    try:
+        yield store
+    finally:
+        store.close()
+        loop.call_soon_threadsafe(hosts[0].close)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

@@ -1,0 +1,165 @@
+"""What the contract does not ask of every tier: sharing, probing, holes, rotation, dead satellites, limits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.store.conftest import simulated, store_over, udp_store
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.protocol.messages import pack_moves
+from skymemory.protocol.wire import Op
+from skymemory.store.base import Presence
+from skymemory.store.constellation import ConstellationStore
+from skymemory.store.named import get_named, put_named
+from skymemory.store.shared_index import SharedIndex
+from skymemory.transport.simulated import SimulatedConstellation
+
+KEYS = [bytes([number]) * 32 for number in range(1, 21)]
+VALUES = [os.urandom(1000 * number + 7) for number in range(1, 21)]
+ITEMS = list(zip(KEYS, VALUES, strict=True))
+
+
+def same(got: list[memoryview | None], wanted: list[bytes]) -> bool:
+    return [None if value is None else bytes(value) for value in got] == wanted
+
+
+def rotate(constellation: SimulatedConstellation, slot_moves: int, plane_moves: int = 0) -> None:
+    operator = constellation.connect(constellation_config(99))
+    asked = [
+        operator.machine.ask(Op.ADVANCE, pack_moves(slot_moves, plane_moves), satellite, constellation.now_s)
+        for satellite in constellation.satellites
+    ]
+    operator.run(asked)
+
+
+def constellation_config(ground: int):  # type: ignore[no-untyped-def]
+    from skymemory.protocol.client import ClientConfig
+
+    return ClientConfig(ground)
+
+
+def test_two_processes_share_the_index_file(tmp_path: Path) -> None:
+    sky = simulated()
+    writer = store_over(sky, 1, SharedIndex(tmp_path / "index"))
+    reader = store_over(sky, 2, SharedIndex(tmp_path / "index"))
+    assert reader.prefix(KEYS) == 0
+    writer.prefix(KEYS)
+    assert all(writer.put_many(ITEMS))
+    assert reader.prefix(KEYS) == len(KEYS)
+    assert same(reader.get_many(KEYS), VALUES)
+    assert writer.delete(KEYS[5:6]) == [True]
+    assert reader.prefix(KEYS) == 5
+    assert reader.lookup(KEYS[4:7]) == [Presence.HIT, Presence.MISS, Presence.HIT]
+
+
+@pytest.mark.parametrize("strategy", ["rotation", "hop", "rotation_hop", "cost", "baseline"])
+@pytest.mark.parametrize("moves", [(0, 0), (1, 0), (-3, 1), (7, -2)])
+def test_what_one_stores_another_finds_without_an_index(strategy: str, moves: tuple[int, int]) -> None:
+    if strategy == "hop" and moves != (0, 0):
+        moves = (0, 0)  # hop stays where it was set; a host on board travels with it and sees no moves
+    sky = simulated()
+    assert all(store_over(sky, 1, SharedIndex(), strategy=strategy).put_many(ITEMS))
+    if moves != (0, 0):
+        rotate(sky, *moves)
+        sky.settle(sky.now_s + 5)
+    finder = store_over(sky, 2, strategy=strategy)
+    finder.synchronise()
+    assert finder.prefix(KEYS) == len(KEYS)
+    assert same(finder.get_many(KEYS), VALUES)
+    assert finder.prefix([b"?" * 32, *KEYS]) == 0
+
+
+def test_a_value_with_a_hole_is_a_miss_and_its_remains_are_evicted() -> None:
+    sky = simulated()
+    store = store_over(sky, index=SharedIndex())
+    store.put_many(ITEMS)
+    holder = next(machine for machine in sky.satellites.values() if machine.store.presence(KEYS[19]) is not None)
+    held = holder.store.presence(KEYS[19])
+    assert held is not None and holder.store.remove((KEYS[19], held.index))
+    assert store.get_many(KEYS[18:]) == [VALUES[18], None]
+    assert store.stats()["values_evicted_lazily"] == 1
+    assert all(machine.store.presence(KEYS[19]) is None for machine in sky.satellites.values())
+    assert store.lookup([KEYS[19]]) == [Presence.MISS]
+
+
+def test_a_killed_satellite_is_a_miss_within_a_second_and_at_once_after_that() -> None:
+    sky = simulated()
+    store = store_over(sky, index=SharedIndex())
+    store.put_many(ITEMS)
+    sky.kill(SatelliteId(2, 9))
+    began_s = sky.now_s
+    assert store.get_many([KEYS[19]]) == [None]
+    assert sky.now_s - began_s < 1.0
+    began_s = sky.now_s
+    assert store.get_many([KEYS[18]]) == [None]
+    assert sky.now_s == began_s
+
+
+def test_readers_find_everything_before_during_and_after_a_rotation() -> None:
+    sky = simulated(one_way_s=0.01)
+    store = store_over(sky, index=SharedIndex())
+    store.put_many(ITEMS)
+    operator = sky.connect(constellation_config(99))
+    for turn in range(1, 12):
+        for satellite in sky.satellites:
+            operator.machine.ask(Op.ADVANCE, pack_moves(turn, 0), satellite, sky.now_s)
+        for _ in range(4):
+            assert same(store.get_many(KEYS), VALUES)
+    sky.settle(sky.now_s + 5)
+    assert sum(len(machine.store) for machine in sky.satellites.values()) == sum(
+        -(-len(value) // 6144) for value in VALUES
+    )
+
+
+def test_a_value_larger_than_the_constellation_is_refused_with_the_limit() -> None:
+    store = store_over(simulated(), memory_per_satellite_bytes=1 << 20)
+    with pytest.raises(ValueTooLarge, match=r"at most .* fit"):
+        store.prepare_store([(KEYS[0], bytes(11 << 20))])
+
+
+def test_more_servers_than_satellites_and_unknown_strategies_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="95"):
+        store_over(simulated(), servers=96)
+    with pytest.raises(InvalidInput, match="rotation_hop"):
+        store_over(simulated(), strategy="nearest")
+
+
+def test_named_values_are_listed_deleted_and_never_confused() -> None:
+    sky = simulated()
+    store = store_over(sky, index=SharedIndex())
+    assert put_named(store, "a/long name.bin", b"x" * 50_000).ok
+    assert put_named(store, "empty", b"").ok
+    store.put_many(ITEMS[:2])
+    finder: ConstellationStore = store_over(sky, 2)
+    assert [(v.name, v.size_bytes) for v in finder.names()] == [("a/long name.bin", 50_000), ("empty", 0)]
+    found = get_named(finder, "a/long name.bin")
+    assert found.value == b"x" * 50_000
+    missing = get_named(finder, "nothing")
+    assert missing.value is None and missing.reason == "absent"
+
+
+def test_a_torn_index_tail_is_cut_off_by_the_next_writer(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    sky = simulated()
+    store_over(sky, 1, SharedIndex(path)).put_many(ITEMS[:3])
+    with path.open("ab") as file:
+        file.write(b"\x5b\x01\x01\x00torn")
+    reader = store_over(sky, 2, SharedIndex(path))
+    assert reader.lookup(KEYS[:4]) == [Presence.HIT] * 3 + [Presence.MISS]
+    reader.put_many(ITEMS[3:5])
+    assert store_over(sky, 3, SharedIndex(path)).lookup(KEYS[:6]) == [Presence.HIT] * 5 + [Presence.MISS]
+
+
+def test_buffers_are_used_again_only_after_release() -> None:
+    with udp_store(SharedIndex()) as store:
+        store.put_many(ITEMS)
+        first = store.prepare_load(KEYS[:1])
+        kept = store.complete_load(first)[0]
+        assert store.get_many(KEYS[1:2]) == [VALUES[1]] and kept == VALUES[0]
+        store.release(first)
+        second = store.prepare_load(KEYS[:1])
+        assert store.complete_load(second) == [VALUES[0]]
