@@ -176,6 +176,21 @@ def test_a_masked_generate_is_never_stored(model: Any, tokenizer: Any, document:
     assert kvc.add_blocks(document[:400]).prefilled_tokens > 0
 
 
+def test_a_hidden_token_is_seen_even_where_positions_are_not(model: Any, tokenizer: Any, kvc: KVCManager) -> None:
+    ids = torch.arange(3, 3 + 4 * BLOCK)[None]
+    mask = torch.ones_like(ids)
+    mask[0, 5] = 0
+    with torch.inference_mode():
+        model(input_ids=ids, attention_mask=mask, past_key_values=kvc.get_cache_ids(ids), use_cache=True)
+        assert kvc.add_blocks_ids(ids).prefilled_tokens == 4 * BLOCK
+        model(
+            input_ids=ids + 1,
+            position_ids=torch.arange(4 * BLOCK)[None] + 3,
+            past_key_values=kvc.get_cache_ids(ids + 1),
+        )
+    assert kvc.add_blocks_ids(ids + 1).prefilled_tokens == 4 * BLOCK
+
+
 def test_beams_work_and_are_not_stored_from(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
     prompt = document[:400]
     without = generate(model, tokenizer, prompt, num_beams=2)
@@ -273,6 +288,8 @@ def test_caches_nobody_comes_for_are_let_go(model: Any, tokenizer: Any, document
     assert len(kvc._handed) <= 2
     assert kvc.add_blocks(prompts[-1]).prefilled_tokens == 0
     assert kvc.add_blocks(prompts[0]).prefilled_tokens > 0
+    gc.collect()
+    assert len(kvc._handed) <= 1, "the one that has served is let go at once"
 
 
 def test_bad_input_is_refused_with_what_to_do(model: Any, tokenizer: Any) -> None:

@@ -56,6 +56,15 @@ def test_crop_and_beams_are_as_transformers_has_them() -> None:
     assert ours.get_seq_length() == 0 and step(ours, 3, 2)[0].shape[2] == 3
 
 
+def test_keys_that_someone_else_put_there_are_kept() -> None:
+    ours, theirs = fresh(), DynamicCache()
+    for cache in (ours, theirs):
+        step(cache, 4, 0)
+        cache.layers[0].keys = cache.layers[0].keys * 2
+        step(cache, 1, 1)
+    assert torch.equal(ours.layers[0].keys, theirs.layers[0].keys)
+
+
 def test_it_knows_its_tokens_only_when_it_saw_them() -> None:
     cache = fresh()
     assert cache.tokens() is not None and len(cache.tokens()) == 0
