@@ -131,7 +131,7 @@ def test_two_ups_at_once_make_one_constellation(sky: Sky) -> None:
     both = [sky.start("constellation", "up", "--base-port", "auto", "--hosts", "2") for _ in range(2)]
     errors = [process.communicate(timeout=30)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 1]
-    assert re.search("already running|starting or stopping|taken by another", "".join(errors))
+    assert re.search("already running|starting or stopping", "".join(errors))
     assert len(sky.processes()) == 2 and sky.status()["healthy"]
 
 
@@ -207,7 +207,8 @@ def test_foreground_stops_with_ctrl_c_and_with_its_supervisor(sky: Sky) -> None:
 
 
 def test_a_run_directory_left_by_a_crash_is_no_obstacle_and_its_numbers_are_not_touched(sky: Sky) -> None:
-    with subprocess.Popen(["sleep", "60"]) as bystander:
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
         sky.run_dir.mkdir()
         record = json.dumps({"pid": bystander.pid, "start": "an earlier boot/1"})
         (sky.run_dir / "host-0.pid").write_text(record, "utf-8")
@@ -217,7 +218,9 @@ def test_a_run_directory_left_by_a_crash_is_no_obstacle_and_its_numbers_are_not_
         assert list(sky.host_pids()) == ["host-0"]
         assert sky("constellation", "down").returncode == 0
         assert bystander.poll() is None
+    finally:
         bystander.kill()
+        bystander.wait()
 
 
 def test_five_computers_share_a_plan(sky: Sky, tmp_path: Path) -> None:

@@ -230,6 +230,24 @@ def test_a_taken_port_is_named_before_anything_starts(
     check_ports(plan)
 
 
+def test_somebody_faster_on_the_same_ports_is_no_obstacle_when_any_will_do(
+    behave: Behaviours, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[int] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", 0))
+        taken, free = other.getsockname()[1] - 10, free_base_port(95)
+        monkeypatch.setattr(supervisor, "free_base_port", lambda count: taken if len(offered) < 2 else free)
+
+        def plan_at(base_port: int) -> ConstellationPlan:
+            offered.append(base_port)
+            return make_plan(hosts=local_hosts("testbed-19x5", 2, base_port))
+
+        started = supervisor.start_on_free_ports(directory, plan_at, 95)
+    assert offered == [taken, taken, free]
+    assert started.plan.hosts[0].base_port == free
+
+
 def test_hosts_of_other_computers_are_not_started_here(directory: RunDirectory) -> None:
     remote = make_plan(hosts=(HostShare("far", "192.0.2.1", 26_000, (0, 1, 2, 3, 4)),))
     with pytest.raises(ConstellationError, match="skymemory satellite"):

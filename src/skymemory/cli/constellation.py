@@ -139,15 +139,23 @@ def _up(args: argparse.Namespace) -> int:
     from skymemory.constellation.presets import preset_named
     from skymemory.testbed.control import confirm_all_answer
     from skymemory.testbed.plan import DEFAULT_HOSTS, local_hosts
-    from skymemory.testbed.ports import free_base_port
-    from skymemory.testbed.supervisor import start, watch
+    from skymemory.testbed.supervisor import start, start_on_free_ports, watch
 
     directory = _directory(args)
     torus = preset_named(args.preset).torus
     hosts = min(DEFAULT_HOSTS, torus.planes) if args.hosts is None else args.hosts
-    base_port = free_base_port(torus.size) if args.base_port is None else args.base_port
-    plan = _plan_of(args, local_hosts(args.preset, hosts, base_port))
-    started = start(directory, plan, foreground=args.foreground, confirm=confirm_all_answer)
+
+    def plan_at(base_port: int) -> ConstellationPlan:
+        return _plan_of(args, local_hosts(args.preset, hosts, base_port))
+
+    if args.base_port is None:
+        started = start_on_free_ports(
+            directory, plan_at, torus.size, foreground=args.foreground, confirm=confirm_all_answer
+        )
+    else:
+        started = start(directory, plan_at(args.base_port), foreground=args.foreground, confirm=confirm_all_answer)
+    plan = started.plan
+    base_port = plan.hosts[0].base_port
     print(
         f"{plan.preset} is up: {torus.size} satellites in {hosts} processes on ports {base_port} to "
         f"{base_port + torus.size - 1}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s",

@@ -66,7 +66,8 @@ def open_store(where: str = "constellation") -> Store:
     """A store by its address.
 
     ``memory`` or ``memory://4GiB`` (in this process), ``constellation`` (this user's, as started by
-    ``skymemory constellation up``), ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``.
+    ``skymemory constellation up``), ``constellation:///run/dir`` or
+    ``constellation:///run/dir?index=no&access=gateway``.
     """
     kind, _, rest = where.partition("://")
     place, _, query = rest.partition("?")

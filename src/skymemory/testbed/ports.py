@@ -1,15 +1,19 @@
-"""Are the UDP ports of a plan free? Asked before any process is started, so that the answer can name the
-port.
-"""
+"""Are the UDP ports of a plan free? Asked before any process is started, so that the answer can name one."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Iterable
 
 from skymemory.errors import ConstellationError
 from skymemory.testbed.plan import DEFAULT_BASE_PORT, ConstellationPlan, HostShare
+
+
+class PortTaken(ConstellationError):
+    """A port of the plan is somebody else's."""
+
 
 _LAST_BASE_PORT = 32_768
 """From here on kernels hand out ports to clients, which come and go."""
@@ -40,7 +44,7 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
             continue
         where = f"UDP port {port} on {ip} ({host.name}, plane {satellite.plane}, slot {satellite.slot})"
         if number == errno.EADDRINUSE:
-            raise ConstellationError(
+            raise PortTaken(
                 f"{where} is taken by another process: stop it, or choose other ports "
                 "with --base-port PORT or --base-port auto"
             )
@@ -57,8 +61,14 @@ def _all_free(ip: str, ports: Iterable[int]) -> bool:
 
 
 def free_base_port(count: int, ip: str = "127.0.0.1") -> int:
-    """The lowest base port, in steps from the default one, with ``count`` free UDP ports in a row."""
-    for base_port in range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50)):
+    """A base port with ``count`` free UDP ports in a row, between the default one and those of clients.
+
+    Where the search begins depends on the process, so that two that search at once find different ones.
+    """
+    candidates = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
+    first = os.getpid() % max(1, len(candidates))
+    order: list[int] = [*candidates[first:], *candidates[:first]]
+    for base_port in order:
         if _all_free(ip, range(base_port, base_port + count)):
             return base_port
     raise ConstellationError(

@@ -15,12 +15,13 @@ from pathlib import Path
 from skymemory.errors import ConstellationError
 from skymemory.testbed.child import READY, Child, end_children, end_processes, spawn
 from skymemory.testbed.plan import ConstellationPlan
-from skymemory.testbed.ports import check_ports
+from skymemory.testbed.ports import PortTaken, check_host_ports, check_ports, free_base_port
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.signals import SignalGate
 
 START_PATIENCE_S = 30.0
 POLL_S = 0.05
+FREE_PORT_ATTEMPTS = 5
 
 
 class AlreadyRunning(ConstellationError):
@@ -75,14 +76,18 @@ def _refuse_if_running(directory: RunDirectory) -> None:
     )
 
 
-def _failed(child: Child, directory: RunDirectory) -> ConstellationError:
+def _failed(child: Child, plan: ConstellationPlan, directory: RunDirectory) -> ConstellationError:
     words = child.exit_words()
+    try:
+        check_host_ports(plan, child.host)
+    except PortTaken as taken:
+        return taken
     tail = directory.log_tail(child.host.name)
     log = f"; its log ends:\n{tail}" if tail else "; its log is empty"
     return ConstellationError(f"{child.host.name} did not start ({words}), so all hosts were stopped{log}")
 
 
-def _await_ready(children: list[Child], directory: RunDirectory, gate: SignalGate) -> None:
+def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunDirectory, gate: SignalGate) -> None:
     """Until each child has said that its satellites listen."""
     deadline_s = time.monotonic() + START_PATIENCE_S
     with selectors.DefaultSelector() as selector:
@@ -94,7 +99,7 @@ def _await_ready(children: list[Child], directory: RunDirectory, gate: SignalGat
                 child = key.data
                 selector.unregister(child.line)
                 if child.line.recv(len(READY)) != READY:
-                    raise _failed(child, directory)
+                    raise _failed(child, plan, directory)
             if time.monotonic() > deadline_s:
                 late = ", ".join(key.data.host.name for key in selector.get_map().values())
                 raise ConstellationError(f"{late} not ready after {START_PATIENCE_S:.0f} s: all hosts stopped")
@@ -126,7 +131,7 @@ def start(
             for host in plan.hosts:
                 gate.check()
                 children.append(spawn(host, directory.plan_path, directory))
-            _await_ready(children, directory, gate)
+            _await_ready(children, plan, directory, gate)
             if confirm is not None:
                 confirm(plan)
             gate.check()
@@ -135,6 +140,25 @@ def start(
                     child.release()
             undo.pop_all()
     return Started(plan, time.monotonic() - began_s, children if foreground else [])
+
+
+def start_on_free_ports(
+    directory: RunDirectory,
+    plan_at: Callable[[int], ConstellationPlan],
+    satellites: int,
+    *,
+    foreground: bool = False,
+    confirm: Callable[[ConstellationPlan], None] | None = None,
+) -> Started:
+    """``start`` with the plan that ``plan_at`` makes for a free base port; another one if somebody was
+    faster.
+    """
+    for _ in range(FREE_PORT_ATTEMPTS - 1):
+        try:
+            return start(directory, plan_at(free_base_port(satellites)), foreground=foreground, confirm=confirm)
+        except PortTaken:
+            continue
+    return start(directory, plan_at(free_base_port(satellites)), foreground=foreground, confirm=confirm)
 
 
 def watch(directory: RunDirectory, started: Started, say: Callable[[str], None]) -> int:
