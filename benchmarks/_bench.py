@@ -51,7 +51,12 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     widths = [max(len(str(row[at])) for row in [header, *rows]) for at in range(len(header))]
     print(f"\n{title}")
     for row in [header, ["-" * width for width in widths], *rows]:
-        print("  ".join(f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}" for at, (cell, width) in enumerate(zip(row, widths, strict=True))))
+        print(
+            "  ".join(
+                f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}"
+                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+        )
 
 
 def median_s(run: Callable[[], object], repeats: int) -> float:
@@ -64,11 +69,15 @@ def median_s(run: Callable[[], object], repeats: int) -> float:
 
 
 @contextmanager
-def constellation(preset: str = "testbed-19x5", hosts: int = 5, **options: Any) -> Iterator[tuple[ConstellationPlan, Path]]:
+def constellation(
+    preset: str = "testbed-19x5", hosts: int = 5, **options: Any
+) -> Iterator[tuple[ConstellationPlan, Path]]:
     """A constellation of processes on free ports; stopped and gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="skymemory-bench-"))
     directory = RunDirectory(folder)
-    plan = make_plan(preset, hosts=local_hosts(preset, hosts, free_base_port(preset_named(preset).torus.size)), **options)
+    plan = make_plan(
+        preset, hosts=local_hosts(preset, hosts, free_base_port(preset_named(preset).torus.size)), **options
+    )
     try:
         start(directory, plan)
         yield plan, folder

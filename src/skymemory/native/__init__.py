@@ -1,7 +1,7 @@
 """The hot loops: in C where the helper was compiled, in Python (the twin) everywhere else.
 
 ``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose files
-(``twin``, ``twin_segments``, ``twin_udp``) say what each function does.
+(``twin``, ``twin_segments``, ``twin_runs``, ``twin_udp``) say what each function does.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ try:
         raise ImportError("SKYMEMORY_PURE_PYTHON asks for the twin")
     from skymemory.native import _fast
     from skymemory.native._fast import (
+        bulk_headers,
         crc32,
         crc32_combine,
         crc32_join,
+        open_run,
+        place_runs,
         place_segments,
         recv_batch,
         seal_headers,
@@ -35,9 +38,12 @@ try:
     NATIVE = True
 except ImportError:
     from skymemory.native.twin import (
+        bulk_headers,
         crc32,
         crc32_combine,
         crc32_join,
+        open_run,
+        place_runs,
         place_segments,
         recv_batch,
         seal_headers,
@@ -51,10 +57,13 @@ __all__ = [
     "NATIVE",
     "SLOT_BYTES",
     "Arrival",
+    "bulk_headers",
     "crc32",
     "crc32_chunks",
     "crc32_combine",
     "crc32_join",
+    "open_run",
+    "place_runs",
     "place_segments",
     "recv_batch",
     "seal_headers",

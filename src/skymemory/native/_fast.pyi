@@ -14,6 +14,12 @@ def place_segments(
     data: Buffer, segment_bytes: int, key: bytes, chunks: int, chunk_bytes: int, value_bytes: int, value_crc: int,
     out: Buffer, arrived: Buffer, crcs: Buffer,
 ) -> tuple[int, int, int, int]: ...  # fmt: skip
+def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -> bytearray: ...
+def open_run(data: Buffer, segment_bytes: int) -> tuple[list[int], list[tuple[bytes, bytes]], int] | None: ...
+def place_runs(
+    runs: list[tuple[memoryview, int]], first: int, requests: set[int], key: bytes, chunks: int, chunk_bytes: int,
+    value_bytes: int, value_crc: int, out: Buffer, arrived: Buffer, crcs: Buffer,
+) -> list[tuple[int, int, int, int, int, int, int]]: ...  # fmt: skip
 def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[tuple[int, int, int, str, int]]: ...
 def send_batch(
     fd: int, host: str, port: int, headers: Buffer, header_bytes: int, payloads: Sequence[Buffer] | None

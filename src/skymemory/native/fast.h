@@ -27,10 +27,17 @@ PyObject *sky_py_crc32_combine(PyObject *self, PyObject *args);
 PyObject *sky_py_crc32_chunks(PyObject *self, PyObject *args);
 PyObject *sky_py_crc32_join(PyObject *self, PyObject *args);
 
-/* segments.c */
+/* headers.c */
 PyObject *sky_py_seal_headers(PyObject *self, PyObject *args);
+PyObject *sky_py_bulk_headers(PyObject *self, PyObject *args);
+
+/* segments.c */
 PyObject *sky_py_verify_segments(PyObject *self, PyObject *args);
 PyObject *sky_py_place_segments(PyObject *self, PyObject *args);
+
+/* runs.c */
+PyObject *sky_py_open_run(PyObject *self, PyObject *args);
+PyObject *sky_py_place_runs(PyObject *self, PyObject *args);
 
 /* udp.c */
 PyObject *sky_py_recv_batch(PyObject *self, PyObject *args);

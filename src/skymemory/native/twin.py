@@ -2,8 +2,8 @@
 
 CRC-32 is the one of zlib and Ethernet (reflected polynomial 0xEDB88320). Combination follows from
 linearity: the CRC of ``a + b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial,
-plus (XOR) that of ``b``. The loops over packets are in ``twin_segments``, those over datagrams in
-``twin_udp``.
+plus (XOR) that of ``b``. The loops over packets are in ``twin_segments`` and ``twin_runs``, those over
+datagrams in ``twin_udp``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from skymemory.native.twin_runs import bulk_headers, open_run, place_runs
 from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
 from skymemory.native.twin_udp import recv_batch, send_batch
 
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
     Crcs = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 __all__ = [
+    "bulk_headers",
     "crc32",
     "crc32_chunks",
     "crc32_combine",
     "crc32_join",
+    "open_run",
+    "place_runs",
     "place_segments",
     "recv_batch",
     "seal_headers",

@@ -36,7 +36,7 @@ _ZEROS = bytes(MUTABLE_END - MUTABLE_AT)
 _NATIVE_CRC = struct.Struct("=I")
 
 
-def _header_crc(packet: memoryview, sky: int, end: int) -> int:
+def header_crc(packet: memoryview, sky: int, end: int) -> int:
     """CRC-32 of ``packet[:end]`` without the CRC itself and with the forwarders' four bytes as zeros."""
     crc = zlib.crc32(packet[: sky + MUTABLE_AT])
     crc = zlib.crc32(_ZEROS, crc)
@@ -56,10 +56,10 @@ def seal_headers(headers: Buffer, header_bytes: int, sky_offset: int) -> None:
         raise ValueError(f"{len(rows)} bytes of headers in rows of {header_bytes}, SKY header at {sky_offset}")
     for at in range(0, len(rows), header_bytes):
         row = rows[at : at + header_bytes]
-        _CRC.pack_into(row, sky_offset + CRC_AT, _header_crc(row, sky_offset, header_bytes))
+        _CRC.pack_into(row, sky_offset + CRC_AT, header_crc(row, sky_offset, header_bytes))
 
 
-def _check_header(packet: memoryview) -> tuple[int, int]:
+def check_header(packet: memoryview) -> tuple[int, int]:
     """Reason code, and where the chunk reference stands (0: the operation carries no payload)."""
     size = len(packet)
     if size < COMMAND_BYTES:
@@ -76,7 +76,7 @@ def _check_header(packet: memoryview) -> tuple[int, int]:
     end = prefix + REF_BYTES if carries else size
     if end > size:
         return MALFORMED, 0
-    if _header_crc(packet, sky, end) != _CRC.unpack_from(packet, sky + CRC_AT)[0]:
+    if header_crc(packet, sky, end) != _CRC.unpack_from(packet, sky + CRC_AT)[0]:
         return HEADER_CRC, 0
     if not carries:
         return OK, 0
@@ -85,7 +85,8 @@ def _check_header(packet: memoryview) -> tuple[int, int]:
     return OK, prefix
 
 
-def _segments(data: Buffer, segment_bytes: int) -> list[memoryview]:
+def segments(data: Buffer, segment_bytes: int) -> list[memoryview]:
+    """The packets of a run."""
     if segment_bytes < 1:
         raise ValueError(f"segments of {segment_bytes} bytes: expected 1 or more")
     view = memoryview(data).cast("B")
@@ -99,8 +100,8 @@ def verify_segments(data: Buffer, segment_bytes: int) -> bytes:
     must meet; for every other operation it covers the packet to its end.
     """
     codes = bytearray()
-    for packet in _segments(data, segment_bytes):
-        code, ref = _check_header(packet)
+    for packet in segments(data, segment_bytes):
+        code, ref = check_header(packet)
         if ref and zlib.crc32(packet[ref + REF_BYTES :]) != _CRC.unpack_from(packet, ref + 44)[0]:
             code = PAYLOAD_CRC
         codes.append(code)
@@ -128,8 +129,8 @@ def place_segments(
     if len(target) < value_bytes or len(flags) < chunks or len(sums) < 4 * chunks:
         raise ValueError("out, arrived or crcs: too small for the value")
     placed = duplicates = corrupt = foreign = 0
-    for packet in _segments(data, segment_bytes):
-        code, ref = _check_header(packet)
+    for packet in segments(data, segment_bytes):
+        code, ref = check_header(packet)
         if code:
             corrupt += 1
             continue

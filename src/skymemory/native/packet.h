@@ -1,0 +1,80 @@
+/* The frozen bytes as the loops see them (wire.py says what they mean), and what segments.c lends to its neighbours. */
+#ifndef SKYMEMORY_PACKET_H
+#define SKYMEMORY_PACKET_H
+
+#include "fast.h"
+
+#include <string.h>
+
+enum { OK, MALFORMED, HEADER_CRC, PAYLOAD_CRC };
+
+enum {
+    PRIMARY_WORD = 0x0800 | 0x0C0, /* version 0, secondary header, our APID; the type bit is masked out */
+    VERSION = 1,
+    UNSEGMENTED = 3,
+    COMMAND_BYTES = 8,
+    TELEMETRY_BYTES = 16,
+    SKY_BYTES = 44,
+    REF_BYTES = 72,
+    MUTABLE_AT = 20,
+    MUTABLE_END = 24,
+    CRC_AT = 40,
+    REQUEST_AT = 16, /* within the SKY header */
+    TIMESTAMP_AT = 24,
+    OP_SET = 0x01,
+    OP_MIGRATE = 0x05,
+    OP_DATA = 0x42,
+    KEY_BYTES = 32,
+    REF_NUMBER_AT = 32,
+    REF_CHUNKS_AT = 36,
+    REF_LENGTH_AT = 40,
+    REF_CRC_AT = 44,
+    REF_VALUE_BYTES_AT = 48,
+    REF_VALUE_CRC_AT = 52,
+    REF_TAG_AT = 56,
+    LONGEST_BULK_HEADER = TELEMETRY_BYTES + SKY_BYTES + REF_BYTES,
+};
+
+static inline uint32_t be16(const uint8_t *p)
+{
+    return (uint32_t)p[0] << 8 | p[1];
+}
+
+static inline uint32_t be32(const uint8_t *p)
+{
+    return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
+}
+
+static inline void put16(uint8_t *p, uint32_t value)
+{
+    p[0] = (uint8_t)(value >> 8), p[1] = (uint8_t)value;
+}
+
+static inline void put32(uint8_t *p, uint32_t value)
+{
+    put16(p, value >> 16), put16(p + 2, value);
+}
+
+/* The value whose chunks are awaited, and the tally of what came. */
+typedef struct {
+    const uint8_t *key;
+    uint64_t chunks, chunk_bytes, value_bytes;
+    uint32_t value_crc;
+    uint8_t *out, *arrived, *crcs;
+    Py_ssize_t placed, duplicates, corrupt, foreign;
+} Value;
+
+/* headers.c: CRC of packet[0:end] without the CRC field, the forwarders' four bytes taken as zero. */
+uint32_t sky_header_crc(const uint8_t *packet, size_t sky, size_t end);
+/* The reason code of a packet's headers; *ref is where its chunk reference stands, 0 where it carries no payload. */
+int sky_check_header(const uint8_t *packet, size_t size, size_t *ref);
+int sky_payload_is_sound(const uint8_t *packet, size_t size, size_t ref);
+
+/* segments.c: -1 and an exception for segments of no length. */
+Py_ssize_t sky_count_segments(const Py_buffer *data, Py_ssize_t segment);
+/* Whether the buffers can hold the value whose geometry is given; with an exception if not. */
+int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssize_t chunk_bytes, Py_ssize_t value_bytes,
+                   unsigned long value_crc, const Py_buffer *out, const Py_buffer *arrived, const Py_buffer *crcs);
+void sky_place_all(Value *value, const uint8_t *data, size_t size, size_t segment, Py_ssize_t count);
+
+#endif

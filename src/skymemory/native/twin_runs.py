@@ -1,0 +1,124 @@
+"""Python twin of the calls that take whole runs: what a satellite opens, what a client places, headers by the burst.
+
+A *run* is what receive offload delivers: packets of ``segment_bytes`` each, the last maybe shorter. These calls only
+take the plain case, a run whose packets all belong together; for anything else they say so, and the caller looks at
+the packets one by one.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING, Final
+
+from skymemory.native.twin_segments import (
+    COMMAND_BYTES,
+    CRC_AT,
+    DATA,
+    REF_BYTES,
+    SKY_BYTES,
+    TELEMETRY_BYTES,
+    UNSEGMENTED,
+    check_header,
+    header_crc,
+    place_segments,
+    segments,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Run = tuple[memoryview, int]
+"""Packets end to end, and the bytes of each (the last maybe shorter)."""
+Tally = tuple[int, int, int, int, int, int, int]
+"""Request id, last echoed timestamp, runs; then chunks placed, duplicates, corrupt and foreign."""
+
+_SAME_JOURNEY: Final = 20
+_ANSWER = slice(TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 20)
+_NUMBERS = struct.Struct(">IIIIIIHH")
+_NUMBERS_AT, _COMMON_AT = 32, 48
+_COUNT_AND_LENGTH = struct.Struct(">HH")
+_WORD = struct.Struct(">I")
+
+
+def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -> bytearray:
+    """The sealed headers of a burst: ``prefix`` (up to the end of the SKY header), then one reference, for each of
+    ``refs`` (72 bytes each). Sequence counts go up from ``sequence``, lengths follow from the references.
+    """
+    first, bodies = bytes(prefix), memoryview(refs).cast("B")
+    if sky_offset < 6 or len(first) < sky_offset + SKY_BYTES or len(bodies) % REF_BYTES or sequence < 0:
+        raise ValueError(
+            f"{len(bodies)} bytes of references after a prefix of {len(first)}, SKY header at {sky_offset}, "
+            f"sequence {sequence}"
+        )
+    headers, width = bytearray(), len(first) + REF_BYTES
+    for at in range(0, len(bodies), REF_BYTES):
+        length = _WORD.unpack_from(bodies, at + 40)[0] + width - 7
+        if length > 0xFFFF:
+            raise ValueError("a chunk that no packet carries")
+        row = bytearray(first + bytes(bodies[at : at + REF_BYTES]))
+        _COUNT_AND_LENGTH.pack_into(row, 2, UNSEGMENTED << 14 | (sequence & 0x3FFF), length)
+        _WORD.pack_into(row, sky_offset + CRC_AT, header_crc(memoryview(row), sky_offset, width))
+        headers += row
+        sequence += 1
+    return headers
+
+
+def open_run(data: Buffer, segment_bytes: int) -> tuple[list[int], list[tuple[bytes, bytes]], int] | None:
+    """Verify and take apart a run of SET or MIGRATE packets: 0-based indices, (reference, payload) of each, and the
+    bytes of all these. None unless all are sound, of one request and one value on one server, in ascending order.
+    """
+    indices: list[int] = []
+    chunks: list[tuple[bytes, bytes]] = []
+    size_bytes = 0
+    ref_at, payload_at = COMMAND_BYTES + SKY_BYTES, COMMAND_BYTES + SKY_BYTES + REF_BYTES
+    journey, value = b"", (b"", 0, b"")
+    for packet in segments(data, segment_bytes):
+        code, ref_found = check_header(packet)
+        if code or ref_found != ref_at or packet[COMMAND_BYTES + 1] == DATA:
+            return None
+        ref, payload = bytes(packet[ref_at:payload_at]), bytes(packet[payload_at:])
+        number, total, length, crc, value_bytes, _, servers, server = _NUMBERS.unpack_from(ref, _NUMBERS_AT)
+        its_journey = bytes(packet[COMMAND_BYTES : COMMAND_BYTES + _SAME_JOURNEY])
+        its_value = (ref[:_NUMBERS_AT], total, ref[_COMMON_AT:])
+        if not indices:
+            journey, value = its_journey, its_value
+        after = indices[-1] + 1 if indices else 0
+        if its_journey != journey or its_value != value or not after < number <= total <= max(1, value_bytes):
+            return None
+        if length > value_bytes or not servers or server != (number - 1) % servers + 1 or zlib.crc32(payload) != crc:
+            return None
+        indices.append(number - 1)
+        chunks.append((ref, payload))
+        size_bytes += REF_BYTES + len(payload)
+    return (indices, chunks, size_bytes) if indices else None
+
+
+def place_runs(
+    runs: list[Run], first: int, requests: set[int], key: bytes, chunks: int, chunk_bytes: int, value_bytes: int,
+    value_crc: int, out: Buffer, arrived: Buffer, crcs: Buffer,
+) -> list[Tally]:  # fmt: skip
+    """``place_segments`` for the runs from ``first`` on, up to the first that is not DATA for one of ``requests`` in
+    all its segments. Consecutive runs of one request are counted together.
+    """
+    if first < 0:
+        raise ValueError(f"first run {first}: expected 0 or more")
+    value = (key, chunks, chunk_bytes, value_bytes, value_crc, out, arrived, crcs)
+    place_segments(b"", 1, *value)  # refuses a value that the buffers cannot hold
+    tallies: list[Tally] = []
+    for data, segment_bytes in runs[first:]:
+        packets = segments(data, segment_bytes)
+        if not packets or len(packets[0]) < TELEMETRY_BYTES + SKY_BYTES or packets[0][_ANSWER.start] != DATA:
+            break
+        answer = bytes(packets[0][_ANSWER])
+        request, echo = (_WORD.unpack_from(packets[0], TELEMETRY_BYTES + at)[0] for at in (16, 24))
+        if request not in requests or any(packet[_ANSWER] != answer for packet in packets):
+            break
+        counts = place_segments(data, segment_bytes, *value)
+        if tallies and tallies[-1][0] == request:
+            _, _, taken, *before = tallies.pop()
+            counts = (before[0] + counts[0], before[1] + counts[1], before[2] + counts[2], before[3] + counts[3])
+        else:
+            taken = 0
+        tallies.append((request, echo, taken + 1, *counts))
+    return tallies

@@ -1,0 +1,205 @@
+"""Whole runs: opened, placed and given headers alike by both implementations, and never otherwise than one by one."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skymemory.native import twin
+from skymemory.protocol import wire
+from skymemory.protocol.messages import bulk_prefix
+from skymemory.protocol.segments import bulk_batch, pack_refs
+from skymemory.protocol.wire import Address, Op, SkyHeader
+
+KEY = bytes(range(32))
+CHUNK, CHUNKS, SERVERS, VALUE_BYTES = 48, 11, 3, 48 * 10 + 17
+VALUE = bytes(n * 7 % 251 for n in range(VALUE_BYTES))
+VALUE_CRC = zlib.crc32(VALUE)
+SET_BYTES, DATA_BYTES = 8 + 44 + 72 + CHUNK, 16 + 44 + 72 + CHUNK
+_settings = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=250)
+
+
+def packets(op: Op, indices: list[int], request_id: int = 9, timestamp_us: int = 5) -> list[bytes]:
+    """What the protocol itself builds."""
+    header = SkyHeader(op, Address(1, 2), Address(3, 4), 7, request_id, timestamp_us=timestamp_us)
+    refs = pack_refs(
+        KEY, indices, twin.crc32_chunks(VALUE, CHUNK), CHUNK, VALUE_BYTES, VALUE_CRC, SERVERS, 1, (5, -2)
+    )  # fmt: skip
+    payloads = [VALUE[index * CHUNK : (index + 1) * CHUNK] for index in indices]
+    return bulk_batch(header, refs, payloads, 0x3FFE, 12.5).datagrams()
+
+
+def resealed(packet: bytes, changes: dict[int, bytes]) -> bytes:
+    """The packet with bytes of its headers changed and its checksum made right again."""
+    changed = bytearray(packet)
+    for at, new in changes.items():
+        changed[at : at + len(new)] = new
+    sky = 8 if changed[0] & 0x10 else 16
+    head = changed[: sky + 116]
+    twin.seal_headers(head, len(head), sky)
+    return bytes(head + changed[sky + 116 :])
+
+
+@pytest.mark.parametrize(("op", "sky"), [(Op.SET, 8), (Op.DATA, 16)])
+def test_headers_of_a_burst_are_those_of_its_packets(impl: ModuleType, op: Op, sky: int) -> None:
+    header = SkyHeader(op, Address(1, 2), Address(3, 4), 7, 9, timestamp_us=5)
+    refs = pack_refs(KEY, range(CHUNKS), twin.crc32_chunks(VALUE, CHUNK), CHUNK, VALUE_BYTES, VALUE_CRC, 3, 1, (5, -2))
+    headers = impl.bulk_headers(bulk_prefix(header, 12.5), refs.tobytes(), 0x3FFE, sky)
+    assert isinstance(headers, bytearray)
+    width = sky + 44 + 72
+    for index in range(CHUNKS):
+        packet = headers[index * width : (index + 1) * width] + VALUE[index * CHUNK : (index + 1) * CHUNK]
+        assert twin.verify_segments(packet, len(packet)) == b"\0"
+        word, count, length = struct.unpack_from(">HHH", packet)
+        assert (word >> 12 & 1, count >> 14, count & 0x3FFF) == (op is Op.SET, 3, (0x3FFE + index) & 0x3FFF)
+        assert length + 7 == len(packet)
+    assert impl.bulk_headers(bytes(60), b"", 0, 16) == bytearray()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "refs", "sequence", "sky"),
+    [(60, 71, 0, 16), (59, 72, 0, 16), (60, 72, -1, 16), (60, 72, 0, -1), (60, 72, 0, 2**62), (43, 72, 0, 0)],
+)
+def test_headers_that_cannot_be_are_refused(impl: ModuleType, prefix: int, refs: int, sequence: int, sky: int) -> None:
+    with pytest.raises(ValueError, match="references"):
+        impl.bulk_headers(bytes(prefix), bytes(refs), sequence, sky)
+    with pytest.raises(ValueError, match="no packet carries"):
+        impl.bulk_headers(bytes(60), b"\xff" * 72, 0, 16)
+
+
+@pytest.mark.parametrize("op", [Op.SET, Op.MIGRATE])
+def test_a_run_is_opened(impl: ModuleType, op: Op) -> None:
+    run = packets(op, [1, 4, 7, 10])
+    indices, chunks, size_bytes = impl.open_run(b"".join(run), SET_BYTES)
+    assert indices == [1, 4, 7, 10]
+    assert [ref for ref, _ in chunks] == [packet[52:124] for packet in run]
+    assert [payload for _, payload in chunks] == [packet[124:] for packet in run]
+    assert size_bytes == sum(len(packet) - 52 for packet in run)
+    assert all(type(part) is bytes for chunk in chunks for part in chunk)
+
+
+def test_whatever_is_not_one_run_is_left_alone(impl: ModuleType) -> None:
+    one, four, seven = packets(Op.SET, [1, 4, 7])
+    other = packets(Op.SET, [7], request_id=10)[0]
+    last = packets(Op.SET, [10])[0]
+    for run in (
+        b"", one[:40], one[:-1], one + one, four + one, one + four[:-1], one + other, packets(Op.DATA, [1])[0],
+        one + packets(Op.MIGRATE, [4])[0], one + packets(Op.SET, [5])[0], last + seven,
+        one + four[:-1] + bytes([four[-1] ^ 1]), one[:20] + b"\x99" + one[21:],
+    ):  # fmt: skip
+        assert impl.open_run(run, SET_BYTES) is None, run
+    assert impl.open_run(one + last, SET_BYTES) is not None
+    forwarded = four[:28] + b"\x3e\x02\x00\x07" + four[32:]
+    assert impl.open_run(one + forwarded, SET_BYTES) is not None, "what forwarders change does not matter"
+    for at, new in ((32, 0), (32, 12), (36, 0), (48, 3), (56, 0), (58, 1)):
+        size = 2 if at >= 56 else 4
+        damaged = resealed(one, {52 + at: new.to_bytes(size, "big")})
+        assert impl.open_run(damaged, SET_BYTES) is None, (at, new)
+    with pytest.raises(ValueError, match="segments of 0"):
+        impl.open_run(one, 0)
+
+
+class Target:
+    """Where a value is put together."""
+
+    def __init__(self) -> None:
+        self.out, self.arrived = bytearray(VALUE_BYTES), bytearray(CHUNKS)
+        self.crcs = np.zeros(CHUNKS, dtype=np.uint32)
+
+    def place(self, impl: ModuleType, runs: list[tuple[memoryview, int]], first: int, requests: set[int]) -> object:
+        return impl.place_runs(
+            runs, first, requests, KEY, CHUNKS, CHUNK, VALUE_BYTES, VALUE_CRC, self.out, self.arrived, self.crcs
+        )
+
+    def state(self) -> tuple[bytes, bytes, bytes]:
+        return bytes(self.out), bytes(self.arrived), self.crcs.tobytes()
+
+
+def run(*parts: bytes) -> tuple[memoryview, int]:
+    return memoryview(b"".join(parts)), len(parts[0])
+
+
+def test_runs_of_awaited_requests_are_placed_and_tallied(impl: ModuleType) -> None:
+    to = Target()
+    runs = [
+        run(*packets(Op.DATA, [9, 0])),
+        run(*packets(Op.DATA, [0, 1, 2], 9, 100), *packets(Op.DATA, [3], 9, 100)),
+        run(*packets(Op.DATA, [4, 4], 9, 200)),
+        run(*packets(Op.DATA, [5], 8, 300)),
+        run(*packets(Op.DATA, [6], 9, 400)),
+        run(*packets(Op.DATA, [7], 77)),
+        run(*packets(Op.DATA, [8])),
+    ]
+    assert to.place(impl, runs, 1, {8, 9}) == [
+        (9, 200, 2, 5, 1, 0, 0),
+        (8, 300, 1, 1, 0, 0, 0),
+        (9, 400, 1, 1, 0, 0, 0),
+    ]
+    assert bytes(to.arrived) == b"\1\1\1\1\1\1\1\0\0\0\0"
+    assert to.place(impl, runs, 5, {8, 9}) == []
+    assert to.place(impl, runs, 6, {8, 9}) == [(9, 5, 1, 1, 0, 0, 0)]
+    assert to.place(impl, runs, 7, {9}) == []
+
+
+def test_a_run_that_answers_two_requests_is_left_alone(impl: ModuleType) -> None:
+    to, before = Target(), Target().state()
+    one, two = packets(Op.DATA, [1])[0], packets(Op.DATA, [2], 8)[0]
+    for data in (run(one, two), run(one, one[:20]), (memoryview(one[:59]), 200), (memoryview(one), 50), run(b"x"),
+                 run(packets(Op.SET, [1])[0])):  # fmt: skip
+        assert to.place(impl, [data], 0, {8, 9}) == []
+    assert to.state() == before
+
+
+@pytest.mark.parametrize("bad", [[("x",)], [(b"x", 0)], ["no tuple"], [(b"x", "1")]])
+def test_what_is_no_run_is_an_error(impl: ModuleType, bad: list[object]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Target().place(impl, bad, 0, {9})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="first run"):
+        Target().place(impl, [], -1, {9})
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> tuple[memoryview, int]:
+    """A run in which some packets are of another operation or request, damaged, cut, or wrong and well sealed."""
+    op = draw(st.sampled_from([Op.SET, Op.MIGRATE, Op.DATA]))
+    indices = draw(st.lists(st.sampled_from([1, 4, 7, 10]), min_size=1, max_size=4))
+    if draw(st.booleans()):
+        indices = sorted(set(indices))
+    run = packets(op, indices, draw(st.sampled_from([8, 9])))
+    sky = 8 if op.is_command else 16
+    if draw(st.integers(0, 3)) == 0:
+        which = draw(st.integers(0, len(run) - 1))
+        at = draw(st.sampled_from([32, 36, 40, 44, 48, 52, 56, 58, 60, 64, 68]))
+        word = draw(st.sampled_from([0, 1, 2, 3, 48, 2**31, 2**32 - 1])).to_bytes(4, "big")
+        run[which] = resealed(run[which], {sky + 44 + at: word[-2:] if at in (56, 58) else word})
+    if draw(st.integers(0, 3)) == 0:
+        run.insert(draw(st.integers(0, len(run))), packets(draw(st.sampled_from([Op.SET, Op.DATA])), [10], 8)[0])
+    data = bytearray(b"".join(run))
+    if draw(st.integers(0, 2)) == 0:
+        data[draw(st.integers(0, len(data) - 1))] ^= draw(st.integers(1, 255))
+    if draw(st.integers(0, 3)) == 0:
+        del data[draw(st.integers(0, len(data))) :]
+    segment = draw(st.sampled_from([sky + 116 + CHUNK, SET_BYTES, DATA_BYTES, 60, 1, 2**40]))
+    return memoryview(bytes(data)), segment
+
+
+@_settings
+@given(st.lists(hostile(), min_size=1, max_size=3))
+def test_hostile_runs_are_judged_alike(fast: ModuleType, runs: list[tuple[memoryview, int]]) -> None:
+    one, other = Target(), Target()
+    assert one.place(fast, runs, 0, {9}) == other.place(twin, runs, 0, {9})
+    assert one.state() == other.state()
+    for data, segment in runs:
+        opened = fast.open_run(data, segment)
+        assert opened == twin.open_run(data, segment)
+        if opened is not None:
+            assert set(twin.verify_segments(data, segment)) == {0}
+            for index, (ref, payload) in zip(*opened[:2], strict=True):
+                found = wire.ChunkRef.unpack(ref)
+                assert (found.index, found.length_bytes, found.crc) == (index, len(payload), zlib.crc32(payload))
