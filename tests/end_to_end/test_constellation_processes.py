@@ -83,7 +83,7 @@ def sky(tmp_path: Path) -> Iterator[Sky]:
 
 
 def test_up_status_rotate_down(sky: Sky, tmp_path: Path) -> None:
-    assert re.search(r"95 satellites in 5 processes on ports \d+ to \d+", sky.up().stdout)
+    assert re.search(r"95 satellites in 5 host processes on ports \d+ to \d+", sky.up().stdout)
     status = sky.status()
     assert status["healthy"] and [host["answering"] for host in status["hosts"]] == [19] * 5
     assert sum(host["memory_bytes"] for host in status["hosts"]) < 300e6

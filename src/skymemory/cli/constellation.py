@@ -135,6 +135,10 @@ def _directory(args: argparse.Namespace) -> RunDirectory:
     return RunDirectory(args.run_dir)
 
 
+def _processes(count: int) -> str:
+    return "1 host process" if count == 1 else f"{count} host processes"
+
+
 def _up(args: argparse.Namespace) -> int:
     from skymemory.constellation.presets import preset_named
     from skymemory.testbed.control import confirm_all_answer
@@ -157,7 +161,7 @@ def _up(args: argparse.Namespace) -> int:
     plan = started.plan
     base_port = plan.hosts[0].base_port
     print(
-        f"{plan.preset} is up: {torus.size} satellites in {hosts} processes on ports {base_port} to "
+        f"{plan.preset} is up: {torus.size} satellites in {_processes(hosts)} on ports {base_port} to "
         f"{base_port + torus.size - 1}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s",
         flush=True,
     )
@@ -184,7 +188,7 @@ def _down(args: argparse.Namespace) -> int:
     if not stopped:
         print(f"nothing was running in {directory.path}")
     else:
-        print(f"stopped {stopped} host processes" + (f", {forced} of them by force" if forced else ""))
+        print(f"stopped {_processes(stopped)}" + (f", {forced} of them by force" if forced else ""))
     return 0
 
 
