@@ -13,6 +13,8 @@ What a codec costs and loses on a real block: ``skymemory.kv.codec.base.measure`
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,17 @@ from skymemory.kv.layout import KVLayout
 _SCALE_BYTES = 4
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch to this thread: a block is too small to be worth waiting for a second one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Quanto8:
     """8 bits by optimum-quanto's ``qint8`` tensors."""
 
@@ -34,6 +47,7 @@ class Quanto8:
     codec_id = 8
     lossless = False
 
+    @_one_thread()
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:
         quanto = _quanto()
         rows = _rows(block, layout)
@@ -43,6 +57,7 @@ class Quanto8:
         quantized = quanto.quantize_weight(rows, qtype=quanto.qint8, axis=0, scale=scale, optimized=False)
         return bytes(quantized._data.numpy().tobytes()) + _floats(quantized._scale)
 
+    @_one_thread()
     def decode(self, payload: bytes | bytearray | memoryview, layout: KVLayout, out: memoryview) -> None:
         quanto = _quanto()
         data, (scale,) = _parts(payload, layout, torch.int8, scales=1)
@@ -57,6 +72,7 @@ class Hqq8:
     codec_id = 9
     lossless = False
 
+    @_one_thread()
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:
         data, meta = _hqq().quantize(
             _rows(block, layout),
@@ -69,6 +85,7 @@ class Hqq8:
         )
         return bytes(data.numpy().tobytes()) + _floats(meta["scale"]) + _floats(meta["zero"])
 
+    @_one_thread()
     def decode(self, payload: bytes | bytearray | memoryview, layout: KVLayout, out: memoryview) -> None:
         data, (scale, zero) = _parts(payload, layout, torch.uint8, scales=2)
         meta = {
