@@ -110,7 +110,8 @@ def hostile(draw: st.DrawFn, to_ground: bool = False) -> bytes:
     there = Address(*HERE, 0xFF if to_ground else 0).pack()
     sky = SKY.pack(
         1, op, 0, status, there if draw(st.integers(0, 9)) else draw(addresses), draw(addresses), draw(GROUNDS),
-        draw(st.one_of(st.integers(1, 4), u32)), draw(u8), draw(u8), 0, draw(u32), draw(i32), draw(i32), draw(u16), 0, 0,
+        draw(st.one_of(st.integers(1, 4), u32)), draw(u8), draw(u8), 0, draw(u32), draw(i32), draw(i32), draw(u16),
+        0, 0,
     )  # fmt: skip
     payload = b""
     if op in (Op.SET, Op.MIGRATE, Op.DATA):
@@ -372,7 +373,7 @@ def test_selections_cover_exactly(key, indices, data):
         read = Selection.unpack(body)
     except MalformedPacket:
         return
-    assert 0 <= min(read.indices()) and max(read.indices()) < 2**32 - 1
+    assert min(read.indices()) >= 0 and max(read.indices()) < 2**32 - 1
 
 
 @given(first=st.integers(0, 1000), stride=st.integers(1, 5000), steps=st.sets(st.integers(0, 300), min_size=1))
