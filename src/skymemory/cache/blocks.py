@@ -1,10 +1,15 @@
-"""What an engine lends the cache: a sink for loaded blocks, a source of blocks to store, a clock by phase."""
+"""What an engine lends the cache: a sink for loaded blocks, a source of blocks to store; and a load's own notes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from skymemory.kv.block import BlockHash
+from skymemory.store.base import LoadTicket
 
 
 class BlockSink(Protocol):
@@ -35,3 +40,24 @@ class PhaseClock:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + self._clock() - started_s
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedBatch:
+    """Consecutive blocks of a prompt that are fetched together."""
+
+    start: int
+    hashes: list[BlockHash]
+    ticket: LoadTicket | None
+    """None where the store failed to give one."""
+
+
+@dataclass(slots=True)
+class LoadTally:
+    """What a load has come to so far."""
+
+    tiers: list[str] = field(default_factory=list)
+    """The tier of each block placed, in order."""
+    failed: Counter[str] = field(default_factory=Counter)
+    size_bytes: int = 0
+    retransmitted: int = 0

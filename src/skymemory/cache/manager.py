@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from skymemory.cache.blocks import BlockSink, BlockSource, PhaseClock
+from skymemory.cache.blocks import BlockSink, BlockSource, LeasedBatch, LoadTally, PhaseClock
 from skymemory.cache.results import LoadResult
 from skymemory.cache.value import PAYLOAD_AT, ForeignBlock, block_header, open_block
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, SkyMemoryError, ValueTooLarge
@@ -21,7 +20,7 @@ from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 from skymemory.metrics import Counters
-from skymemory.store.base import LoadTicket, Presence, Store
+from skymemory.store.base import Presence, Store
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
 """What a broken tier may raise; programming errors (TypeError, AttributeError …) still surface."""
@@ -31,23 +30,6 @@ _WRONG = ("corrupt", "foreign")
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
 """Bytes in flight at most, loading and storing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    start: int
-    hashes: list[BlockHash]
-    ticket: LoadTicket | None
-    """None where the store failed to give one."""
-
-
-@dataclass(slots=True)
-class _Tally:
-    tiers: list[str] = field(default_factory=list)
-    """The tier of each block placed, in order."""
-    failed: Counter[str] = field(default_factory=Counter)
-    size_bytes: int = 0
-    retransmitted: int = 0
 
 
 class BlockCache:
@@ -113,7 +95,7 @@ class BlockCache:
             hashes = self.hashes(tokens)
         with phase("lookup"):
             found = self._prefix(hashes[:wanted])
-        tally = _Tally()
+        tally = LoadTally()
         if found:
             sink = open_sink(found)
             for batch in self._lease(hashes[:found]):
@@ -191,20 +173,20 @@ class BlockCache:
             self._tier_failed()
             return 0
 
-    def _lease(self, hashes: list[BlockHash]) -> list[_Batch]:
+    def _lease(self, hashes: list[BlockHash]) -> list[LeasedBatch]:
         """Leases for all of ``hashes`` at once, in batches of bounded bytes; fewer where the store fails."""
         size = max(1, LOAD_BATCH_BYTES // (PAYLOAD_AT + self.layout.block_bytes))
         batches = []
         for start in range(0, len(hashes), size):
             part = hashes[start : start + size]
             try:
-                batches.append(_Batch(start, part, self.store.prepare_load(part)))
+                batches.append(LeasedBatch(start, part, self.store.prepare_load(part)))
             except TIER_FAILURES:
                 self._tier_failed()
-                batches.append(_Batch(start, part, None))
+                batches.append(LeasedBatch(start, part, None))
         return batches
 
-    def _load_batch(self, batch: _Batch, sink: BlockSink, tally: _Tally, phase: PhaseClock) -> None:
+    def _load_batch(self, batch: LeasedBatch, sink: BlockSink, tally: LoadTally, phase: PhaseClock) -> None:
         values: list[memoryview | None] = []
         with phase("fetch"):
             if batch.ticket is not None:
@@ -282,7 +264,7 @@ class BlockCache:
         except TIER_FAILURES:
             self._tier_failed()
 
-    def _release(self, batch: _Batch) -> None:
+    def _release(self, batch: LeasedBatch) -> None:
         if batch.ticket is not None:
             try:
                 self.store.release(batch.ticket)
