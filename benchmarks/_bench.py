@@ -22,9 +22,8 @@ import skymemory
 from skymemory import native
 from skymemory.constellation.presets import preset_named
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
-from skymemory.testbed.ports import free_base_port
 from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.supervisor import start, stop
+from skymemory.testbed.supervisor import start_on_free_ports, stop
 
 
 def versions() -> dict[str, str]:
@@ -75,12 +74,13 @@ def constellation(
     """A constellation of processes on free ports; stopped and gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="skymemory-bench-"))
     directory = RunDirectory(folder)
-    plan = make_plan(
-        preset, hosts=local_hosts(preset, hosts, free_base_port(preset_named(preset).torus.size)), **options
-    )
     try:
-        start(directory, plan)
-        yield plan, folder
+        started = start_on_free_ports(
+            directory,
+            lambda base_port: make_plan(preset, hosts=local_hosts(preset, hosts, base_port), **options),
+            preset_named(preset).torus.size,
+        )
+        yield started.plan, folder
     finally:
         stop(directory)
         shutil.rmtree(folder, ignore_errors=True)

@@ -30,9 +30,8 @@ from skymemory.store.shared_index import SharedIndex
 from skymemory.testbed.connect import expected_round_trip_s, store_of
 from skymemory.testbed.control import confirm_all_answer, rotate
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
-from skymemory.testbed.ports import free_base_port
 from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.supervisor import start, stop
+from skymemory.testbed.supervisor import start_on_free_ports, stop
 from skymemory.units import format_duration, format_size
 
 BLOCK_TOKENS = 128
@@ -66,9 +65,13 @@ def _constellation(narrator: Narrator) -> Iterator[tuple[ConstellationPlan, RunD
     folder = Path(tempfile.mkdtemp(prefix="skymemory-demo-"))
     directory = RunDirectory(folder)
     try:
-        base_port = free_base_port(preset_named(DEFAULT_PRESET).torus.size)
-        plan = make_plan(hosts=local_hosts(DEFAULT_PRESET, 5, base_port), delay_scale=1.0)
-        started = start(directory, plan, confirm=confirm_all_answer)
+        started = start_on_free_ports(
+            directory,
+            lambda base_port: make_plan(hosts=local_hosts(DEFAULT_PRESET, 5, base_port), delay_scale=1.0),
+            preset_named(DEFAULT_PRESET).torus.size,
+            confirm=confirm_all_answer,
+        )
+        plan = started.plan
         narrator.say(
             f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} "
             f"processes, {plan.servers} servers by {plan.strategy}, "

@@ -21,16 +21,24 @@ from skymemory.transport.udp_socket import BatchSocket
 
 Endpoint = tuple[str, int]
 
+DRAIN_BYTES_PER_S = 400e6
+"""What this side surely takes in a second: beside what its receive buffer holds, so much may be under way on long
+beams. A machine that cannot keep up loses datagrams and halves its window.
+"""
+
 
 class UdpClient:
-    """Drives a ``ClientMachine`` over UDP. Safe to share between threads; operations of one call run together."""
+    """Drives a ``ClientMachine`` over UDP. Safe to share between threads; operations of one call run together.
+
+    The config's ``window_bytes`` is replaced by what the socket's real receive buffer and the round trip allow.
+    """
 
     def __init__(
         self, config: ClientConfig, sky: SkyMap, clock: MoveClock, satellites: Mapping[SatelliteId, Endpoint],
         bind_ip: str = "127.0.0.1",
     ) -> None:  # fmt: skip
         self._sock = BatchSocket(bind_ip, 0)
-        window_bytes = min(config.window_bytes, self._sock.receive_buffer_bytes // 2)
+        window_bytes = self._sock.receive_buffer_bytes // 2 + int(config.expected_rtt_s * DRAIN_BYTES_PER_S)
         self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock)
         self._satellites = dict(satellites)
         self._wall_offset_s = time.time() - time.monotonic()

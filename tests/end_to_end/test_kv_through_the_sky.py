@@ -1,0 +1,184 @@
+"""Values through real processes and sockets: whole, through faults, past a dead host, with the index and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "skymemory"]
+BIG_BYTES = 20_000_000
+
+
+class Sky:
+    """The command with a run directory and a working folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.environment = {**os.environ, "SKYMEMORY_RUN_DIR": str(self.run_dir)}
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, *words], env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=100
+        )
+
+    def up(self, *words: str) -> None:
+        answer = self("constellation", "up", "--base-port", "auto", *words)
+        assert answer.returncode == 0, answer.stderr
+
+    def python(self, code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code], env=self.environment, cwd=self.folder, capture_output=True, text=True,
+            timeout=100,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def sky(tmp_path: Path) -> Iterator[Sky]:
+    made = Sky(tmp_path)
+    yield made
+    made("constellation", "down")
+
+
+@pytest.fixture(scope="module")
+def big() -> bytes:
+    return os.urandom(BIG_BYTES)
+
+
+def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big: bytes) -> None:
+    sky.up("--delay", "real")
+    (sky.folder / "big.bin").write_bytes(big)
+    put = sky("kv", "put", "big.bin", "--json")
+    assert put.returncode == 0, put.stderr
+    assert json.loads(put.stdout)["bytes"] == BIG_BYTES
+    for options in ([], ["--no-index"], ["--access", "gateway"], ["--no-index", "--access", "gateway"]):
+        got = sky("kv", "get", "big.bin", "-o", "copy.bin", *options)
+        assert got.returncode == 0, got.stderr
+        assert (sky.folder / "copy.bin").read_bytes() == big
+        (sky.folder / "copy.bin").unlink()
+    assert sky("constellation", "rotate", "--slots", "2", "--planes", "1").returncode == 0
+    got = sky("kv", "get", "big.bin", "-o", "copy.bin", "--no-index")
+    assert got.returncode == 0, got.stderr
+    assert (sky.folder / "copy.bin").read_bytes() == big
+    assert [entry["key"] for entry in json.loads(sky("kv", "list", "--json").stdout)] == ["big.bin"]
+    assert sky("kv", "delete", "big.bin").returncode == 0
+    gone = sky("kv", "get", "big.bin", "-o", "copy.bin")
+    assert gone.returncode == 1 and "not in the constellation" in gone.stderr
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ["--loss", "1%"],
+        ["--loss", "5%"],
+        ["--loss", "5%", "--duplicate", "5%", "--reorder", "10%", "--fault-seed", "3"],
+    ],
+)
+def test_loss_duplication_and_reordering_change_nothing(sky: Sky, big: bytes, faults: list[str]) -> None:
+    sky.up("--delay", "off", *faults)
+    (sky.folder / "big.bin").write_bytes(big)
+    put = sky("kv", "put", "big.bin", "--json")
+    assert put.returncode == 0, put.stderr
+    got = sky("kv", "get", "big.bin", "-o", "copy.bin", "--json")
+    assert got.returncode == 0, got.stderr
+    assert (sky.folder / "copy.bin").read_bytes() == big
+    assert json.loads(put.stdout)["retransmitted_chunks"] + json.loads(got.stdout)["retransmitted_chunks"] > 0
+
+
+def test_heavy_corruption_never_gives_wrong_bytes(sky: Sky) -> None:
+    sky.up("--delay", "off", "--corrupt", "30%")
+    read = 0
+    for number in range(6):
+        data = os.urandom(90_000)
+        (sky.folder / f"{number}.bin").write_bytes(data)
+        if sky("kv", "put", f"{number}.bin").returncode == 0:
+            got = sky("kv", "get", f"{number}.bin", "-o", "copy.bin")
+            if got.returncode == 0:
+                assert (sky.folder / "copy.bin").read_bytes() == data
+                read += 1
+    assert read > 0, "nothing came through at all: the test says nothing"
+
+
+def test_a_host_killed_between_put_and_get_is_a_miss_within_a_second(sky: Sky) -> None:
+    sky.up("--delay", "real")
+    (sky.folder / "file.bin").write_bytes(os.urandom(3_000_000))
+    assert sky("kv", "put", "file.bin").returncode == 0
+    pid = json.loads((sky.run_dir / "host-2.pid").read_text("utf-8"))["pid"]
+    os.kill(pid, signal.SIGKILL)
+    code = (
+        "import time; from skymemory import open_store; from skymemory.store.named import get_named\n"
+        "store = open_store(); began = time.perf_counter(); found = get_named(store, 'file.bin')\n"
+        "print(found.value is None, time.perf_counter() - began)"
+    )
+    answer = sky.python(code)
+    assert answer.returncode == 0, answer.stderr
+    missed, seconds = answer.stdout.split()
+    assert missed == "True" and float(seconds) < 1.0
+
+
+def test_no_constellation_and_bad_options_are_told_in_one_line(sky: Sky) -> None:
+    none = sky("kv", "get", "anything")
+    assert none.returncode == 1 and "skymemory constellation up" in none.stderr and len(none.stderr.splitlines()) == 1
+    absent = sky("kv", "put", "absent.bin")
+    assert absent.returncode != 0 and len(absent.stderr.splitlines()) == 1
+    sky.up("--delay", "off", "--memory-per-satellite", "1MiB")
+    (sky.folder / "large.bin").write_bytes(bytes(12 << 20))
+    large = sky("kv", "put", "large.bin")
+    assert large.returncode == 2 and "at most" in large.stderr
+
+
+_MODEL = """
+import time, torch
+torch.set_num_threads(1)
+from skymemory import KVCManager, open_store
+from skymemory.engine.models import build_small
+from skymemory.engine.tokenizer import shipped_document, train_tokenizer
+tokenizer = train_tokenizer(1024)
+model = build_small(vocab_size=len(tokenizer))
+prompt = shipped_document()[:3000]
+options = {"max_new_tokens": 20, "do_sample": False}
+inputs = tokenizer(prompt, return_tensors="pt")
+def tokens(out): return out[0, inputs.input_ids.shape[1]:].tolist()
+plain = tokens(model.generate(**inputs, **options))
+store = open_store("PLACE")
+"""
+
+
+@pytest.mark.engine
+def test_a_prompt_of_one_process_is_served_to_another_and_survives_a_dead_host(sky: Sky) -> None:
+    pytest.importorskip("transformers", reason="needs skymemory[hf]")
+    sky.up("--delay", "real")
+    added = sky.python(
+        _MODEL.replace("PLACE", "constellation") + "with KVCManager(model, tokenizer, store=store) as kvc:\n"
+        "    out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt), **options)\n"
+        "    result = kvc.add_blocks(prompt)\n"
+        "    assert result.stored_blocks == result.blocks > 3 and result.prefilled_tokens == 0, result\n"
+        "    assert tokens(out) == plain"
+    )
+    assert added.returncode == 0, added.stderr
+    served = (
+        "with KVCManager(model, tokenizer, store=store) as kvc:\n"
+        "    began = time.perf_counter(); cache = kvc.get_cache(prompt); seconds = time.perf_counter() - began\n"
+        "    out = model.generate(**inputs, past_key_values=cache, **options)\n"
+        "    print(cache.result.cached_tokens, seconds, tokens(out) == plain)"
+    )
+    run_dir = sky.run_dir
+    for place in ("constellation", "constellation://?index=no"):
+        answer = sky.python(_MODEL.replace("PLACE", place) + served)
+        assert answer.returncode == 0, answer.stderr
+        cached, _, equal = answer.stdout.split()
+        assert int(cached) >= 3 * 128 and equal == "True"
+    os.kill(json.loads((run_dir / "host-2.pid").read_text("utf-8"))["pid"], signal.SIGKILL)
+    time.sleep(0.2)
+    answer = sky.python(_MODEL.replace("PLACE", "constellation") + served)
+    assert answer.returncode == 0, answer.stderr
+    cached, seconds, equal = answer.stdout.split()
+    assert cached == "0" and float(seconds) < 1.0 and equal == "True"
