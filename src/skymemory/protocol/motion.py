@@ -40,19 +40,23 @@ class MoveClock:
         )
 
     def next_move_s(self, now_s: float) -> float | None:
-        """When the moves change next; None if the clock stands still."""
+        """A time at which the moves have just changed; None if the clock stands still.
+
+        Never a rounding too early: a timer set to it finds that there is something to do.
+        """
         if self.time_scale <= 0:
             return None
         elapsed_s = (now_s - self.epoch_s) * self.time_scale
-        waits = [
-            (math.floor(elapsed_s / period_s) + 1) * period_s - elapsed_s
-            for period_s in (self.slot_period_s, self.plane_period_s)
-            if math.isfinite(period_s)
-        ]
-        if not waits:
+        periods_s = [period_s for period_s in (self.slot_period_s, self.plane_period_s) if math.isfinite(period_s)]
+        if not periods_s:
             return None
-        # Rounding must not name a time that is not later, or at which the move has not happened yet, for ever.
-        return max(now_s + min(waits) / self.time_scale, math.nextafter(now_s, math.inf))
+        next_s = min((math.floor(elapsed_s / period_s) + 1) * period_s for period_s in periods_s)
+        time_s = max(self.epoch_s + next_s / self.time_scale, math.nextafter(now_s, math.inf))
+        moves, step_s = self.moves(now_s), math.ulp(max(abs(time_s), abs(self.epoch_s)))
+        while self.moves(time_s) == moves:
+            time_s += step_s
+            step_s *= 2
+        return time_s
 
     def push(self, slot_moves: int, plane_moves: int) -> MoveClock:
         return replace(self, pushed=(self.pushed[0] + slot_moves, self.pushed[1] + plane_moves))

@@ -1,0 +1,90 @@
+"""Round trips, timeouts, windows, and which satellite is under suspicion."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.links import Links
+from skymemory.protocol.pacing import RTO_CEILING_S, RTO_FLOOR_S, RoundTrip, Window
+
+HERE = SatelliteId(1, 2)
+
+
+def test_the_timeout_follows_the_round_trip():
+    trip = RoundTrip(expected_s=0.008)
+    assert trip.timeout_s() == pytest.approx(0.066)
+    for _ in range(100):
+        trip.sample(0.010)
+    assert trip.smoothed_s == pytest.approx(0.010)
+    assert trip.timeout_s() == pytest.approx(0.010 + RTO_FLOOR_S)
+    for jitter_s in (0.01, 0.09) * 50:
+        trip.sample(jitter_s)
+    assert 0.1 < trip.timeout_s() < 0.4
+    trip.sample(60.0)
+    assert trip.timeout_s() == RTO_CEILING_S
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50))
+def test_the_smoothed_round_trip_is_among_the_samples(samples):
+    trip = RoundTrip()
+    for sample in samples:
+        trip.sample(sample)
+    assert min(samples) - 1e-9 <= trip.smoothed_s <= max(samples) + 1e-9
+    assert RTO_FLOOR_S <= trip.timeout_s() <= RTO_CEILING_S
+
+
+def test_loss_halves_the_window_once_a_round_trip_and_answers_open_it():
+    window = Window(1_000_000, 64_000)
+    window.sent(500_000)
+    window.lost(1.0, 0.05)
+    window.lost(1.02, 0.05)
+    assert window.size_bytes == 500_000
+    window.lost(1.06, 0.05)
+    assert window.size_bytes == 250_000 and not window.admits(1)
+    for turn in range(10):
+        window.lost(2.0 + turn, 0.05)
+    assert window.size_bytes == 64_000
+    window.answered(500_000)
+    assert window.size_bytes == 314_000 and window.in_flight_bytes == 0
+    window.sent(2_000_000)
+    window.answered(2_000_000)
+    assert window.size_bytes == window.limit_bytes == 1_000_000
+
+
+def test_credit_bounds_the_window():
+    window = Window(100_000, 64_000)
+    window.offer(4_000_000)
+    assert window.size_bytes == 4_000_000
+    window.lost(0.0, 0.01)
+    window.offer(1_000_000)
+    assert window.size_bytes == 1_000_000
+    window.offer(0)
+    assert window.size_bytes == window.limit_bytes == 64_000
+
+
+@given(st.lists(st.tuples(st.sampled_from(["sent", "answered", "given_up", "offer", "lost"]), st.integers(0, 10**7))))
+def test_a_window_never_closes_for_good(steps):
+    window = Window(1 << 20, 1 << 16)
+    for at, (verb, size) in enumerate(steps):
+        if verb == "lost":
+            window.lost(float(at), 0.1)
+        else:
+            getattr(window, verb)(size)
+        assert window.in_flight_bytes >= 0 and window.size_bytes >= 1 << 16
+        assert window.size_bytes <= max(window.limit_bytes, 1 << 16)
+    window.given_up(window.in_flight_bytes)
+    assert window.admits(10**9)
+
+
+def test_suspicion_ends_with_a_word_or_with_time():
+    links = Links(1 << 20, 1 << 20, 0.008, suspect_s=1.0)
+    assert not links.is_suspect(HERE, 0.0)
+    links.suspect(HERE, 5.0)
+    assert links.is_suspect(HERE, 5.9) and not links.is_suspect(HERE, 6.0)
+    links.suspect(HERE, 7.0)
+    links.heard(HERE, None, 7.1)
+    assert not links.is_suspect(HERE, 7.2)
+    assert links.silent_since_s(HERE, 6.0) == 7.1 and links.silent_since_s(HERE, 8.0) == 8.0
