@@ -151,7 +151,7 @@ def check_store(machine: SatelliteMachine, honest: bool) -> None:
     store = machine.store
     assert 0 <= store.used_bytes <= MEMORY_BYTES
     total = 0
-    for (key, index), chunk in store._recency.items():
+    for (key, index), chunk in store.items():
         total += len(chunk.payload) + len(chunk.ref)
         ref = ChunkRef.unpack(chunk.ref)
         assert (ref.key, ref.index, ref.length_bytes) == (key, index, len(chunk.payload))
@@ -241,7 +241,7 @@ def test_a_batch_does_what_its_packets_do(packets):
         run.append(packet)
     for packet in packets:
         apart.receive_datagram(packet, GROUND, 0.0)
-    assert list(together.store._recency.items()) == list(apart.store._recency.items())
+    assert list(together.store.items()) == list(apart.store.items())
     assert together.counters.as_dict() == apart.counters.as_dict()
     assert together.moves == apart.moves
 

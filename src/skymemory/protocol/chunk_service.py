@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
-from skymemory.protocol.chunk_store import ChunkName, ChunkStore
+from skymemory.protocol.chunk_store import Chunk, ChunkStore, PutOutcome
 from skymemory.protocol.departures import Departures
-from skymemory.protocol.messages import Packet
+from skymemory.protocol.messages import KEY_BYTES, Packet
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, SKY_BYTES, ChunkRef, Op, SkyHeader, Status
 
-OnStored = Callable[[ChunkName, bytes, Op, float], None]
-"""Told of every chunk stored: its name, its packed reference, the operation that brought it, and the time."""
+OnStored = Callable[[bytes, list[int], bytes, Op, float], None]
+"""Told of chunks stored: key, indices, the packed reference of one of them (all have the same placement tag), the
+operation that brought them, and the time.
+"""
 
-_NUMBERS = struct.Struct(">IIIIIIHH")
-_NUMBERS_AT = 32
-"""Of the packed reference: everything between the key and the strategy."""
+OpenedRun = tuple[list[int], list[Chunk], int]
+"""Indices, chunks, and what they count in memory."""
+
+_JOURNEY_BYTES = 20
+"""Of the SKY header: version, operation, flags, status, addresses, ground host and request id."""
 
 
 @dataclass(slots=True)
-class _Run:
-    """Chunks of one key that one request brought: acknowledged together."""
+class _Request:
+    """Chunks of one key that one request brought: acknowledged together, when the transport asks what to send."""
 
     header: SkyHeader
     key: bytes
@@ -36,7 +39,7 @@ class _Run:
 class ChunkService:
     """Answers requests from a ``ChunkStore``.
 
-    ``on_stored`` may raise ``InvalidInput`` to refuse a chunk whose placement is impossible; it is asked before.
+    ``check_place`` may raise ``InvalidInput`` to refuse a chunk whose placement is impossible; it is asked before.
     """
 
     def __init__(
@@ -48,69 +51,87 @@ class ChunkService:
         self._counters = counters
         self._on_stored = on_stored
         self._check_place = check_place
+        self._unanswered: dict[bytes, _Request] = {}
+
+    def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
+        """SET and MIGRATE, as ``native.open_run`` took them apart; ``start`` is where the SKY header begins."""
+        indices, chunks, size_bytes = opened
+        ref = chunks[0][0]
+        try:
+            request = self._request(view, start, ref)
+            self._check_place(ref)
+        except (MalformedPacket, InvalidInput):
+            self._counters.add("packets_malformed", len(indices))
+            return
+        outcome = self._store.put_run(request.key, indices, chunks, size_bytes)
+        if outcome is None:
+            for index, (its_ref, payload) in zip(indices, chunks, strict=True):
+                self._store_chunk(request, index, its_ref, payload, now_s)
+            return
+        request.taken += indices
+        self._count(outcome, request.header.op, len(indices))
+        self._on_stored(request.key, indices, ref, request.header.op, now_s)
 
     def set(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        """SET and MIGRATE: store each chunk, answer once per run of chunks of one request.
-
-        ``segments`` are whole packets whose checksums have been verified, ``start`` is where the SKY header begins.
-        """
-        runs: dict[int, _Run] = {}
+        """SET and MIGRATE of any keys and requests: whole packets whose checksums have been verified."""
         body_at = start + SKY_BYTES
         payload_at = body_at + CHUNK_REF_BYTES
         for segment in segments:
             ref = bytes(segment[body_at:payload_at])
-            request_id = int.from_bytes(segment[start + 16 : start + 20], "big")
-            run = runs.get(request_id)
             try:
-                if run is None or run.key != ref[:_NUMBERS_AT]:
-                    header = SkyHeader.unpack(segment, start)
-                    index = ChunkRef.unpack(ref).index
-                    if run is not None:
-                        self._acknowledge(run, now_s)
-                    run = runs[request_id] = _Run(header, ref[:_NUMBERS_AT])
-                else:
-                    index = _checked_index(ref)
+                index = ChunkRef.unpack(ref).index
+                request = self._request(segment, start, ref)
                 self._check_place(ref)
             except (MalformedPacket, InvalidInput):
                 self._counters.add("packets_malformed")
                 continue
-            self._store_chunk(run, (run.key, index), ref, bytes(segment[payload_at:]), now_s)
-        for run in runs.values():
-            self._acknowledge(run, now_s)
+            self._store_chunk(request, index, ref, bytes(segment[payload_at:]), now_s)
 
-    def _store_chunk(self, run: _Run, name: ChunkName, ref: bytes, payload: bytes, now_s: float) -> None:
-        outcome = self._store.put(name, ref, payload)
-        if outcome.evicted:
-            self._counters.add("chunks_evicted", len(outcome.evicted))
+    def _request(self, packet: memoryview, start: int, ref: bytes) -> _Request:
+        """What the packet belongs to: same operation, addresses, ground host, request id and key."""
+        name = bytes(packet[start : start + _JOURNEY_BYTES]) + ref[:KEY_BYTES]
+        found = self._unanswered.get(name)
+        if found is None:
+            found = self._unanswered[name] = _Request(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
+        return found
+
+    def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
+        outcome = self._store.put((request.key, index), ref, payload)
+        self._count(outcome, request.header.op, 1)
         if not outcome.stored:
-            self._counters.add("chunks_refused")
-            run.refused.append(name[1])
+            request.refused.append(index)
             return
-        run.taken.append(name[1])
-        self._counters.add("chunks_migrated_in" if run.header.op is Op.MIGRATE else "chunks_set")
-        if outcome.replaced:
-            self._counters.add("chunks_replaced")
-        self._on_stored(name, ref, run.header.op, now_s)
+        request.taken.append(index)
+        self._on_stored(request.key, [index], ref, request.header.op, now_s)
 
-    def _acknowledge(self, run: _Run, now_s: float) -> None:
-        for indices, status in ((run.taken, Status.OK), (run.refused, Status.FULL)):
-            for selection in Selection.cover(run.key, indices):
-                self._departures.reply(run.header, Op.ACK, selection.pack(), now_s, status)
+    def _count(self, outcome: PutOutcome, op: Op, chunks: int) -> None:
+        if outcome.evicted:
+            self._counters.add("chunks_evicted", outcome.evicted)
+        if not outcome.stored:
+            self._counters.add("chunks_refused", chunks)
+            return
+        self._counters.add("chunks_migrated_in" if op is Op.MIGRATE else "chunks_set", chunks)
+        if outcome.replaced:
+            self._counters.add("chunks_replaced", outcome.replaced)
+
+    def acknowledge(self, now_s: float) -> None:
+        """Answer what has been stored or refused since the last time: one ACK a request, mostly."""
+        if not self._unanswered:
+            return
+        for request in self._unanswered.values():
+            for indices, status in ((request.taken, Status.OK), (request.refused, Status.FULL)):
+                for selection in Selection.cover(request.key, indices):
+                    self._departures.reply(request.header, Op.ACK, selection.pack(), now_s, status)
+        self._unanswered.clear()
 
     def get(self, packet: Packet, now_s: float) -> None:
         """What we hold of the selection as DATA, what we do not as one MISS."""
         selection = Selection.unpack(packet.body)
-        refs, payloads, missing = [], [], []
-        for index in selection.indices():
-            chunk = self._store.get((selection.key, index))
-            if chunk is None:
-                missing.append(index)
-            else:
-                refs.append(chunk.ref)
-                payloads.append(chunk.payload)
-        if payloads:
-            self._counters.add("chunks_served", len(payloads))
-            self._departures.reply_chunks(packet.header, refs, payloads, now_s)
+        indices = selection.indices()
+        chunks, missing = self._store.get_run(selection.key, indices)
+        if chunks:
+            self._counters.add("chunks_served", len(chunks))
+            self._departures.reply_chunks(packet.header, chunks, now_s)
         if missing:
             self._counters.add("chunks_missed", len(missing))
             body = Selection.of(selection.key, missing, selection.stride).pack()
@@ -130,16 +151,3 @@ class ChunkService:
         keys = self._store.keys_after(after, limit)
         entries = [(key, presence) for key in keys if (presence := self._store.presence(key)) is not None]
         self._departures.reply(packet.header, Op.LISTED, messages.pack_listed(entries), now_s)
-
-
-def _checked_index(ref: bytes) -> int:
-    """The 0-based index of a packed reference; what ``ChunkRef.unpack`` refuses is refused, without building one."""
-    number, chunks, length, _, value_bytes, _, servers, server = _NUMBERS.unpack_from(ref, _NUMBERS_AT)
-    if (
-        not 1 <= number <= chunks <= max(1, value_bytes)
-        or not servers
-        or server != (number - 1) % servers + 1
-        or length > value_bytes
-    ):
-        raise MalformedPacket("chunk reference out of range")
-    return int(number) - 1

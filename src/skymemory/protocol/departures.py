@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
+from skymemory.protocol.chunk_store import Chunk
 from skymemory.protocol.forwarding import LinkEnd, Router
-from skymemory.protocol.messages import Buffer
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import Address, Op, SkyHeader, Status
@@ -46,21 +46,22 @@ class Departures:
         packet = messages.build_packet(self._answer(request, op, status), bytes(body), self._take_sequence(1), now_s)
         self._send(single(packet), request.source)
 
-    def reply_chunks(self, request: SkyHeader, refs: Sequence[bytes], payloads: Sequence[Buffer], now_s: float) -> None:
+    def reply_chunks(self, request: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> None:
         """DATA: one packet per chunk."""
-        header = self._answer(request, Op.DATA, Status.OK)
-        self._send(bulk_batch(header, refs, payloads, self._take_sequence(len(refs)), now_s), request.source)
+        self._send(self._bulk(self._answer(request, Op.DATA, Status.OK), chunks, now_s), request.source)
 
-    def migrate(
-        self, there: Address, request_id: int, refs: Sequence[bytes], payloads: Sequence[Buffer], now_s: float
-    ) -> None:
+    def migrate(self, there: Address, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
         """MIGRATE: one packet per chunk, to another satellite."""
         slot_moves, plane_moves = self._whereabouts.moves
         header = SkyHeader(
             Op.MIGRATE, there, self._address, 0, request_id, slot_moves=slot_moves, plane_moves=plane_moves,
             credit=self._credit,
         )  # fmt: skip
-        self._send(bulk_batch(header, refs, payloads, self._take_sequence(len(refs)), now_s), there)
+        self._send(self._bulk(header, chunks, now_s), there)
+
+    def _bulk(self, header: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> SegmentBatch:
+        refs, payloads = zip(*chunks, strict=True)
+        return bulk_batch(header, b"".join(refs), payloads, self._take_sequence(len(chunks)), now_s)
 
     def _answer(self, request: SkyHeader, op: Op, status: Status) -> SkyHeader:
         slot_moves, plane_moves = self._whereabouts.moves

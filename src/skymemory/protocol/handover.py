@@ -67,16 +67,15 @@ class Handover:
         self._strays.clear()
         self._stray_times.clear()
         on_its_way = {name for burst in self._in_flight.values() for name in burst.names}
-        for tag in store.tags():
+        for tag, names in store.names_by_tag().items():
             destination = where(tag)
             if destination == here:
-                for name in store.names_of_tag(tag):
+                for name in names:
                     self._doomed.pop(name, None)
             else:
-                names = (
-                    name for name in store.names_of_tag(tag) if name not in on_its_way and name not in self._doomed
+                self.enqueue(
+                    destination, (name for name in names if name not in on_its_way and name not in self._doomed)
                 )
-                self.enqueue(destination, names)
 
     def enqueue(self, destination: SatelliteId, names: Iterable[ChunkName]) -> None:
         """Queue chunks for a satellite, in bursts of one key each."""
@@ -90,13 +89,17 @@ class Handover:
             for at in range(0, len(same_key), BURST_CHUNKS):
                 self._queue.append((destination, same_key[at : at + BURST_CHUNKS]))
 
-    def keep(self, name: ChunkName) -> None:
-        """The chunk was stored here anew: what was acknowledged of an earlier one does not doom it."""
-        self._doomed.pop(name, None)
-        self._strays.pop(name, None)
-        for burst in self._in_flight.values():
-            if name in burst.names:
-                burst.names.remove(name)
+    def keep(self, key: bytes, indices: Iterable[int]) -> None:
+        """These chunks were stored here anew: what was acknowledged of earlier ones does not doom them."""
+        if not (self._doomed or self._strays or self._in_flight):
+            return
+        for index in indices:
+            name = (key, index)
+            self._doomed.pop(name, None)
+            self._strays.pop(name, None)
+            for burst in self._in_flight.values():
+                if name in burst.names:
+                    burst.names.remove(name)
 
     def stray(self, name: ChunkName, due_s: float) -> None:
         """The chunk is here and belongs elsewhere; look at it again at ``due_s``."""

@@ -57,6 +57,7 @@ class SatelliteMachine:
         self.backlog_bytes = 0
         """Set by the transport: bytes it was given and has not sent yet."""
         self._address = Address(config.address.plane, config.address.slot)
+        self._address_word = self._address.pack().to_bytes(4, "big")
         self._whereabouts = Whereabouts(sky, clock, now_s)
         self._router = Router(config.address, sky.torus, config.routing)
         self._departures = Departures(
@@ -89,6 +90,8 @@ class SatelliteMachine:
         self.counters.add("packets_received", count)
         if segment_bytes < COMMAND_PREFIX_BYTES:
             self.counters.add("packets_malformed", max(1, count))
+        elif self._take_run(view, segment_bytes, source, now_s):
+            return
         elif same_journey(view, segment_bytes):
             self._receive(view, segment_bytes, source, now_s)
         else:
@@ -97,6 +100,7 @@ class SatelliteMachine:
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Batches with the link each leaves by; they are handed out once."""
+        self._chunks.acknowledge(now_s)
         return self._departures.take()
 
     def next_timer_s(self) -> float | None:
@@ -114,6 +118,26 @@ class SatelliteMachine:
         self._hand_over(now_s)
 
     # --- arrival ---
+
+    def _take_run(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> bool:
+        """The plain case of what is stored here: sound chunks of one request. False: not that, nothing done yet."""
+        at = COMMAND_BYTES
+        if (
+            len(view) < COMMAND_PREFIX_BYTES
+            or header_start(view) != at
+            or view[at + 1] not in _CARRIERS
+            or view[at + 4 : at + 8] != self._address_word
+        ):
+            return False
+        opened = native.open_run(view, segment_bytes)
+        if opened is None:
+            return False
+        if not isinstance(source, SatelliteId):
+            self._router.remember(int.from_bytes(view[at + 12 : at + 16], "big"), source)
+        self._chunks.set_run(view, at, opened, now_s)
+        if not self.handover.idle:
+            self._hand_over(now_s)
+        return True
 
     def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
         """Packets that all go to one destination: on, or in."""
@@ -185,14 +209,16 @@ class SatelliteMachine:
             except MalformedPacket:
                 self.counters.add("packets_malformed")
 
-    def _stored(self, name: ChunkName, ref: bytes, op: Op, now_s: float) -> None:
-        """A chunk came in: it stays, or goes on where the box has moved on meanwhile.
+    def _stored(self, key: bytes, indices: list[int], ref: bytes, op: Op, now_s: float) -> None:
+        """Chunks of one placement came in: they stay, or go on where the box has moved on meanwhile.
 
-        Whoever handed it over may know of a move that we do not know of yet: then it stays for a while.
+        Whoever handed them over may know of a move that we do not know of yet: then they stay for a while.
         """
-        self.handover.keep(name)
+        self.handover.keep(key, indices)
         if self._whereabouts.home(ref) != self.config.address:
-            self.handover.stray(name, now_s + self.handover.grace_s if op is Op.MIGRATE else now_s)
+            due_s = now_s + self.handover.grace_s if op is Op.MIGRATE else now_s
+            for index in indices:
+                self.handover.stray((key, index), due_s)
 
     def _get(self, packet: Packet, now_s: float) -> None:
         if self.backlog_bytes > self.config.max_backlog_bytes:
@@ -256,14 +282,9 @@ class SatelliteMachine:
                 self._send_burst(burst, now_s)
 
     def _send_burst(self, burst: Burst, now_s: float) -> None:
-        found: list[tuple[ChunkName, bytes, bytes]] = []
-        for name in burst.names:
-            chunk = self.store.peek(name)
-            if chunk is not None:
-                found.append((name, chunk.ref, chunk.payload))
+        found = {name: chunk for name in burst.names if (chunk := self.store.peek(name)) is not None}
         if len(found) < len(burst.names):
-            self.handover.forget(burst, set(burst.names) - {name for name, _, _ in found})
+            self.handover.forget(burst, set(burst.names) - found.keys())
         if found:
             there = Address(burst.destination.plane, burst.destination.slot)
-            refs, payloads = [ref for _, ref, _ in found], [payload for _, _, payload in found]
-            self._departures.migrate(there, burst.request_id, refs, payloads, now_s)
+            self._departures.migrate(there, burst.request_id, list(found.values()), now_s)

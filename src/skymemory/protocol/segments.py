@@ -6,7 +6,6 @@ gathers headers and payloads into segmentation-offload sends without a copy; the
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from skymemory import native
 from skymemory.protocol.messages import Buffer, bulk_prefix
-from skymemory.protocol.space_packet import COMMAND_BYTES, PRIMARY_BYTES, TELEMETRY_BYTES, UNSEGMENTED
+from skymemory.protocol.space_packet import COMMAND_BYTES, TELEMETRY_BYTES
 from skymemory.protocol.wire import CHUNK_REF_BYTES, SkyHeader
 
 _REF_ROWS = np.dtype(
@@ -24,8 +23,6 @@ _REF_ROWS = np.dtype(
         ("flags", "u1"), ("spare", ">u2"), ("slot_moves", ">i4"), ("plane_moves", ">i4"),
     ]
 )  # fmt: skip
-_REF_LENGTH = struct.Struct(">I")
-_REF_LENGTH_OFFSET = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +80,13 @@ def pack_refs(
 
 
 def bulk_batch(
-    header: SkyHeader, refs: np.ndarray | Sequence[bytes], payloads: Sequence[Buffer], sequence_count: int,
-    now_s: float,
-) -> SegmentBatch:  # fmt: skip
-    """One SET, MIGRATE or DATA packet per reference and payload, sealed; sequence counts from ``sequence_count``."""
-    count = len(payloads)
-    if isinstance(refs, np.ndarray):
-        body = refs
-    else:
-        body = np.frombuffer(b"".join(refs), dtype=np.uint8).reshape(count, CHUNK_REF_BYTES)
+    header: SkyHeader, refs: bytes | np.ndarray, payloads: Sequence[Buffer], sequence_count: int, now_s: float
+) -> SegmentBatch:
+    """One SET, MIGRATE or DATA packet per reference (``CHUNK_REF_BYTES`` each) and payload, sealed; sequence counts
+    from ``sequence_count``.
+    """
     prefix = bulk_prefix(header, now_s)
-    width = len(prefix) + CHUNK_REF_BYTES
-    headers = bytearray(count * width)
-    rows = np.frombuffer(headers, dtype=np.uint8).reshape(count, width)
-    rows[:, : len(prefix)] = np.frombuffer(prefix, dtype=np.uint8)
-    rows[:, len(prefix) :] = body
-    counts = UNSEGMENTED << 14 | (np.arange(sequence_count, sequence_count + count) & 0x3FFF)
-    rows[:, 2:4] = counts.astype(">u2").view(np.uint8).reshape(count, 2)
-    lengths = np.fromiter(map(len, payloads), dtype=np.int64, count=count) + (width - PRIMARY_BYTES - 1)
-    rows[:, 4:6] = lengths.astype(">u2").view(np.uint8).reshape(count, 2)
-    native.seal_headers(headers, width, COMMAND_BYTES if header.op.is_command else TELEMETRY_BYTES)
-    return SegmentBatch(headers, width, payloads)
+    sky_offset = COMMAND_BYTES if header.op.is_command else TELEMETRY_BYTES
+    bodies = refs if isinstance(refs, bytes) else refs.tobytes()
+    headers = native.bulk_headers(prefix, bodies, sequence_count, sky_offset)
+    return SegmentBatch(headers, len(prefix) + CHUNK_REF_BYTES, payloads)
