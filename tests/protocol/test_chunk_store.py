@@ -1,0 +1,149 @@
+"""A satellite's memory against a naive twin, and its rules one by one."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.wire import CHUNK_REF_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef, PlacementTag
+
+KEYS = [bytes([n]) * 32 for n in range(4)]
+
+
+def ref_of(key: bytes, index: int, payload: bytes, version: int = 1) -> bytes:
+    tag = PlacementTag(3, 10, index % 10, 0, 0)
+    return ChunkRef(key, index, 100, len(payload), zlib.crc32(payload), 5000, version, tag).pack()
+
+
+def put(store: ChunkStore, key: bytes, index: int, payload: bytes, version: int = 1) -> bool:
+    return store.put((key, index), ref_of(key, index, payload, version), payload).stored
+
+
+def room(chunks: int, payload_bytes: int = 100) -> ChunkStore:
+    return ChunkStore(chunks * (payload_bytes + CHUNK_REF_BYTES))
+
+
+verbs = st.one_of(
+    st.tuples(
+        st.just("put"), st.integers(0, 3), st.integers(0, 9), st.sampled_from([0, 1, 100, 100, 300]), st.integers(1, 2)
+    ),
+    st.tuples(st.just("get"), st.integers(0, 3), st.integers(0, 9)),
+    st.tuples(st.just("remove"), st.integers(0, 3), st.integers(0, 9)),
+    st.tuples(st.just("remove_key"), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=200)
+@given(steps=st.lists(verbs, max_size=60), limit=st.integers(0, 2500))
+def test_budget_contents_and_indexes_always_agree(steps, limit):
+    store, seen = ChunkStore(limit), {}
+    for verb, key_number, *rest in steps:
+        key = KEYS[key_number]
+        if verb == "put":
+            index, size, version = rest
+            payload = bytes([index, version]) * size
+            before = dict(store.items())
+            outcome = store.put((key, index), ref_of(key, index, payload, version), payload)
+            seen[key, index] = payload
+            after = dict(store.items())
+            gone = before.keys() - after.keys() - {(key, index)}
+            assert len(gone) == outcome.evicted
+            assert ((key, index) in after) == outcome.stored
+            assert outcome.replaced == int((key, index) in before)
+            if not outcome.stored and len(payload) + CHUNK_REF_BYTES > limit:
+                assert before == after
+        elif verb == "get":
+            chunks, missing = store.get_run(key, rest)
+            assert len(chunks) + len(missing) == 1
+            assert bool(chunks) == (store.peek((key, rest[0])) is not None)
+        elif verb == "remove":
+            there = store.peek((key, rest[0])) is not None
+            assert store.remove((key, rest[0])) is there
+        else:
+            held = sum(name[0] == key for name, _ in store.items())
+            assert store.remove_key(key) == held
+        items = dict(store.items())
+        assert len(items) == len(store)
+        assert store.used_bytes == sum(len(c.payload) + CHUNK_REF_BYTES for c in items.values()) <= max(limit, 0)
+        assert all(chunk.payload == seen[name] for name, chunk in items.items())
+        by_tag = store.names_by_tag()
+        assert sorted(name for names in by_tag.values() for name in names) == sorted(items)
+        for tag, names in by_tag.items():
+            assert all(items[name].ref[TAG_OFFSET : TAG_OFFSET + TAG_BYTES] == tag for name in names)
+        held_keys = sorted({name[0] for name in items})
+        assert store.keys_after(bytes(32), 9) == [key for key in held_keys if key > bytes(32)]
+        for key in KEYS:
+            presence = store.presence(key)
+            indices = sorted(index for its_key, index in items if its_key == key)
+            assert (presence is None) == (not indices)
+            if presence is not None:
+                assert (presence.index, presence.held) == (indices[0], len(indices))
+                assert presence.length_bytes == len(items[key, indices[0]].payload)
+
+
+def test_the_least_recently_used_value_goes_first():
+    store = room(6)
+    for key in KEYS[:3]:
+        put(store, key, 0, b"x" * 100)
+        put(store, key, 1, b"x" * 100)
+    store.get_run(KEYS[0], [0])
+    put(store, KEYS[3], 0, b"x" * 100)
+    put(store, KEYS[3], 1, b"x" * 100)
+    assert {name[0] for name, _ in store.items()} == {KEYS[0], KEYS[2], KEYS[3]}
+    assert store.peek((KEYS[2], 0)) is not None
+
+
+def test_looking_does_not_use():
+    store = room(2)
+    put(store, KEYS[0], 0, b"x" * 100)
+    put(store, KEYS[1], 0, b"x" * 100)
+    store.peek((KEYS[0], 0))
+    store.presence(KEYS[0])
+    put(store, KEYS[2], 0, b"x" * 100)
+    assert store.peek((KEYS[0], 0)) is None
+
+
+def test_a_value_never_pushes_itself_out():
+    store = room(4)
+    assert all(put(store, KEYS[0], index, b"x" * 100) for index in range(4))
+    assert not put(store, KEYS[0], 4, b"x" * 100)
+    assert len(store) == 4
+
+
+def test_an_older_version_makes_room_for_the_newer():
+    store = room(4)
+    assert all(put(store, KEYS[0], index, b"x" * 100, version=1) for index in range(4))
+    assert all(put(store, KEYS[0], index, b"y" * 100, version=2) for index in range(4, 8))
+    assert sorted(name[1] for name, _ in store.items()) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("size", [101, 5000])
+def test_what_could_not_fit_alone_evicts_nothing(size):
+    store = room(1)
+    assert put(store, KEYS[0], 0, b"x" * 100)
+    assert not put(store, KEYS[1], 0, b"x" * size)
+    assert store.peek((KEYS[0], 0)) is not None
+
+
+def test_a_run_is_stored_as_its_chunks_would_be():
+    payloads = [bytes([index]) * 100 for index in range(3)]
+    chunks = [(ref_of(KEYS[0], index, payload), payload) for index, payload in enumerate(payloads)]
+    size = 3 * (100 + CHUNK_REF_BYTES)
+    for others in range(8):
+        together, apart = room(7), room(7)
+        for store in (together, apart):
+            for index in range(others):
+                put(store, KEYS[1 + index % 2], index, b"o" * 100)
+        outcome = together.put_run(KEYS[0], [0, 1, 2], chunks, size)
+        singly = [apart.put((KEYS[0], index), *chunk) for index, chunk in enumerate(chunks)]
+        assert outcome is not None and outcome.stored
+        assert outcome.evicted == sum(one.evicted for one in singly)
+        assert dict(together.items()) == dict(apart.items())
+        again = together.put_run(KEYS[0], [0, 1, 2], chunks, size)
+        assert again is None or (again.replaced, again.evicted) == (3, 0)
+        assert together.used_bytes == apart.used_bytes
+    assert room(2).put_run(KEYS[0], [0, 1, 2], chunks, size) is None

@@ -1,0 +1,107 @@
+"""What leaves a satellite: bursts, repetitions, refusals, strays and deletions, by the clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.handover import BURST_CHUNKS, Handover
+
+KEY, OTHER = bytes(32), bytes([1]) * 32
+THERE, ELSEWHERE = SatelliteId(0, 1), SatelliteId(0, 2)
+
+
+def names(count: int, key: bytes = KEY) -> list[tuple[bytes, int]]:
+    return [(key, index) for index in range(count)]
+
+
+def drive(handover: Handover, until_s: float) -> list[tuple[float, list[int]]]:
+    """Let every timer fire; when which bursts were sent."""
+    sent = []
+    while (due_s := handover.next_timer_s()) is not None and due_s <= until_s:
+        bursts = handover.bursts_to_send(due_s)
+        sent.append((due_s, [burst.request_id for burst in bursts]))
+        handover.to_delete(due_s)
+        handover.strays_due(due_s)
+    return sent
+
+
+def test_bursts_have_one_key_and_a_window():
+    handover = Handover(window_bursts=2, timeout_s=0.1, grace_s=1.0)
+    assert handover.idle and handover.next_timer_s() is None
+    handover.enqueue(THERE, [*names(BURST_CHUNKS + 1), *names(3, OTHER)])
+    handover.enqueue(THERE, names(BURST_CHUNKS + 1))
+    first = handover.bursts_to_send(0.0)
+    assert [len(burst.names) for burst in first] == [BURST_CHUNKS, 1]
+    assert handover.bursts_to_send(0.0) == [] and not handover.idle
+    assert handover.acknowledged(first[0].request_id, first[0].names[:4], 0.01) == 4
+    assert handover.acknowledged(first[0].request_id, first[0].names, 0.01) == BURST_CHUNKS - 4
+    (second,) = handover.bursts_to_send(0.01)
+    assert second.names == names(3, OTHER) and second.destination == THERE
+
+
+def test_what_is_not_acknowledged_is_sent_again_and_then_later():
+    handover = Handover(2, 0.1, 1.0)
+    handover.enqueue(THERE, names(3))
+    (burst,) = handover.bursts_to_send(0.0)
+    handover.acknowledged(burst.request_id, [(KEY, 1)], 0.05)
+    times = [time_s for time_s, sent in drive(handover, 9.0) if sent]
+    assert times[:3] == pytest.approx([0.1, 0.3, 0.7]) and len(times) == 11
+    assert handover.retransmitted == 2 * 11
+    assert not handover.idle and handover.bursts_to_send(9.0) == []
+    assert sorted(handover.strays_due(60.0)) == [(KEY, 0), (KEY, 2)]
+    assert handover.idle
+
+
+def test_a_refused_burst_makes_way_and_is_tried_again_later():
+    handover = Handover(1, 0.1, 1.0)
+    handover.enqueue(THERE, names(2))
+    handover.enqueue(ELSEWHERE, names(1, OTHER))
+    (refused,) = handover.bursts_to_send(0.0)
+    handover.refused(refused.request_id, 0.01)
+    (following,) = handover.bursts_to_send(0.01)
+    assert following.destination == ELSEWHERE
+    handover.acknowledged(following.request_id, following.names, 0.02)
+    assert handover.strays_due(5.0) == [] and handover.next_timer_s() is not None
+    assert handover.strays_due(10.02) == names(2) and handover.strays_due(10.02) == []
+
+
+def test_copies_are_deleted_after_the_grace_in_order():
+    handover = Handover(4, 0.1, 1.0)
+    handover.enqueue(THERE, names(2))
+    (burst,) = handover.bursts_to_send(0.0)
+    handover.acknowledged(burst.request_id, [(KEY, 1)], 0.1)
+    handover.acknowledged(burst.request_id, [(KEY, 0)], 0.2)
+    assert handover.next_timer_s() == pytest.approx(1.1)
+    assert handover.to_delete(1.0) == []
+    assert handover.to_delete(1.15) == [(KEY, 1)]
+    assert handover.to_delete(9.0) == [(KEY, 0)] and handover.next_timer_s() is None
+
+
+def test_what_is_stored_anew_is_not_doomed_by_an_older_acknowledgement():
+    handover = Handover(4, 0.1, 1.0)
+    handover.enqueue(THERE, names(3))
+    (burst,) = handover.bursts_to_send(0.0)
+    handover.acknowledged(burst.request_id, [(KEY, 0)], 0.01)
+    handover.keep(KEY, [0, 1])
+    assert handover.acknowledged(burst.request_id, names(3), 0.02) == 1
+    assert handover.to_delete(9.0) == [(KEY, 2)]
+
+
+def test_strays_are_looked_at_once_and_only_while_they_are_strays():
+    handover = Handover(4, 0.1, 1.0)
+    handover.stray((KEY, 0), 5.0)
+    handover.stray((KEY, 0), 1.0)
+    handover.stray((KEY, 1), 2.0)
+    handover.keep(KEY, [1])
+    assert handover.strays_due(3.0) == []
+    handover.stray((KEY, 1), 4.0)
+    assert handover.strays_due(6.0) == [(KEY, 1), (KEY, 0)]
+    assert handover.idle and handover.next_timer_s() is None
+
+
+def test_acknowledgements_of_nothing_change_nothing():
+    handover = Handover(4, 0.1, 1.0)
+    assert handover.acknowledged(7, names(3), 0.0) == 0
+    handover.refused(7, 0.0)
+    assert handover.idle and handover.next_timer_s() is None
