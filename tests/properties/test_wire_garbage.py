@@ -439,7 +439,7 @@ def test_spread_out_chunks_are_acknowledged_without_a_bitmap_of_gigabytes():
     packets = []
     for number in (1, 2, 2**31, 2**32 - 1):
         ref = CHUNK_REF.pack(KEY, number, 2**32 - 1, 1, zlib.crc32(b"x"), 2**32 - 1, 9, 1, 1, 3, 0, 0, 0, 0)
-        packets += bulk_batch(header(Op.SET), [ref], [b"x"], 0, 0.0).datagrams()
+        packets += bulk_batch(header(Op.SET), ref, [b"x"], 0, 0.0).datagrams()
     machine.receive_batch(b"".join(packets), len(packets[0]), GROUND, 0.0)
     assert len(machine.store) == 4
     acknowledged = []
