@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
+from skymemory.native import Run
 from skymemory.protocol import messages
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
@@ -50,27 +51,40 @@ class Answers:
         self._resume = resume
 
     def data(
-        self, request: Request, transfer: ReadTransfer, view: memoryview, segment_bytes: int, now_s: float
-    ) -> Verdict | None:
-        """DATA packets that all claim to answer ``request``, not checked yet."""
-        placed, duplicates, corrupt, foreign = transfer.place(view, segment_bytes)
-        self._in_flight.answered(request, (placed + duplicates) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
-        if corrupt:
-            self._counters.add("packets_malformed", corrupt)
-        else:
-            self._heard(request, int.from_bytes(view[_ECHO_AT : _ECHO_AT + 4], "big"), now_s)
-        if foreign:
-            return Verdict(request.operation, "other version")
-        if transfer.missing == 0:
-            return Verdict(request.operation, "" if transfer.verified() else "corrupt")
-        if not transfer.arrived[request.indices[-1]]:
+        self, operation: Operation, transfer: ReadTransfer, runs: list[Run], first: int, now_s: float
+    ) -> tuple[int, Verdict | None]:
+        """Runs from ``first`` on, as far as they claim to be DATA for this operation; not checked yet. How many."""
+        tallies = transfer.place(runs, first, operation.requests)
+        size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
+        taken, failure = 0, ""
+        for request_id, echo_us, count, placed, duplicates, corrupt, foreign in tallies:
+            taken += count
+            request = self._in_flight.find(request_id)
+            if request is None:
+                continue
+            self._in_flight.answered(request, (placed + duplicates) * size_each)
+            if corrupt:
+                self._counters.add("packets_malformed", corrupt)
+            else:
+                self._heard(request, echo_us, now_s)
+            if foreign:
+                failure = "other version"
+            elif transfer.missing:
+                self._expect_rest(request, transfer, now_s)
+        if not failure and transfer.missing == 0 and not transfer.verified():
+            failure = "corrupt"
+        ended = failure or (transfer.missing == 0 and taken)
+        return taken, Verdict(operation, failure) if ended else None
+
+    def _expect_rest(self, request: Request, transfer: ReadTransfer, now_s: float) -> None:
+        arrived = transfer.arrived
+        if not arrived[request.indices[-1]]:
             self._in_flight.extend(request, now_s)
-        elif all(transfer.arrived[index] for index in request.indices):
+        elif all(map(arrived.__getitem__, request.indices)):
             self._in_flight.retire(request)
         else:
             # Satellites answer in order: what is missing before the last chunk was lost or overtaken.
             self._in_flight.hurry(request, now_s)
-        return None
 
     def control(self, view: memoryview, now_s: float) -> Verdict | None:
         """One packet whose checksums have been verified."""
@@ -120,8 +134,10 @@ class Answers:
             return Verdict(request.operation)
         if request.in_flight_bytes == 0:
             self._in_flight.retire(request)
-        else:
+        elif transfer.acknowledged[request.indices[-1]]:
             self._in_flight.hurry(request, now_s)
+        else:
+            self._in_flight.extend(request, now_s)
         return None
 
     def _missed(self, request: Request, transfer: ReadTransfer, selection: Selection, now_s: float) -> Verdict | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
 from skymemory.protocol.links import Links
@@ -15,6 +17,9 @@ _MOST_PATIENCE = 10
 _MOST_BACKOFF = 4
 """Repetitions come at 1, 2, 4, 4 … timeouts: the windows already slow us down, and a lossy path needs many tries."""
 
+_MODEST_BYTES_PER_S = 200e6
+"""A busy satellite (or we) may take what is queued as slowly as this before it looks like loss."""
+
 
 class InFlight:
     """All requests of a ground host that are not settled. ``give_up_s``: how long a silent satellite is waited for."""
@@ -24,6 +29,8 @@ class InFlight:
         self._outbox = outbox
         self._give_up_s = give_up_s
         self._requests: dict[int, Request] = {}
+        self._alarm_s = math.inf
+        """No deadline is earlier; deadlines are put off far more often than they pass."""
         self._next_request_id = 1
 
     def find(self, request_id: int) -> Request | None:
@@ -39,17 +46,22 @@ class InFlight:
     ) -> None:  # fmt: skip
         """A new request: ``size_bytes`` is what it puts on its way, up or down."""
         window = self.window(op, satellite)
-        timeout_s = min(self._links.round_trip(satellite).timeout_s(), self._give_up_s)
+        timeout_s = min(self._patience_s(satellite, window), self._give_up_s)
         request = Request(
             self._next_request_id, operation, satellite, op, indices, body, now_s, now_s + timeout_s, size_bytes,
             moves, window,
         )  # fmt: skip
         self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
+        self._alarm_s = min(self._alarm_s, request.deadline_s) if self._requests else request.deadline_s
         self._requests[request.request_id] = request
         operation.requests.add(request.request_id)
         operation.report.requests += 1
         window.sent(size_bytes)
         self._outbox.transmit(request, now_s)
+
+    def _patience_s(self, satellite: SatelliteId, window: Window) -> float:
+        """How long an answer may take: the round trip, and what is on its way before it at a modest rate."""
+        return self._links.round_trip(satellite).timeout_s() + window.in_flight_bytes / _MODEST_BYTES_PER_S
 
     # --- settling ---
 
@@ -79,18 +91,27 @@ class InFlight:
     # --- time ---
 
     def next_timer_s(self) -> float | None:
-        return min((request.deadline_s for request in self._requests.values()), default=None)
+        """When to look for what is overdue: not after the first deadline, sometimes before it."""
+        return self._alarm_s if self._requests else None
 
     def overdue(self, now_s: float) -> list[Request]:
-        return [request for request in self._requests.values() if request.deadline_s <= now_s]
+        """Each of these must be settled or sent again."""
+        if now_s < self._alarm_s:
+            return []
+        due = [request for request in self._requests.values() if request.deadline_s <= now_s]
+        later = (request.deadline_s for request in self._requests.values() if request.deadline_s > now_s)
+        self._alarm_s = min(later, default=math.inf)
+        return due
 
     def extend(self, request: Request, now_s: float) -> None:
         """It is being answered: the rest has a whole timeout from now."""
-        request.deadline_s = now_s + self._links.round_trip(request.satellite).timeout_s()
+        request.deadline_s = now_s + self._patience_s(request.satellite, request.window)
 
     def hurry(self, request: Request, now_s: float) -> None:
         """Part of the answer is here and the rest seems lost: ask again soon rather than at the timeout."""
         request.deadline_s = min(request.deadline_s, now_s + self._links.grace_s(request.satellite))
+        self._alarm_s = min(self._alarm_s, request.deadline_s)
+        request.gap_seen = True
 
     def give_up_or_repeat(self, request: Request, moves: Moves, now_s: float) -> bool:
         """An overdue request is settled, sent again, or (True) hopeless."""
@@ -107,15 +128,29 @@ class InFlight:
         if now_s >= silent_until_s or now_s >= request.begun_s + _MOST_PATIENCE * self._give_up_s:
             self._links.suspect(satellite, now_s)
             return True
-        self._repeat(request, wanted, moves, silent_until_s, now_s)
+        if not self._still_queued(request, now_s):
+            self._repeat(request, wanted, moves, silent_until_s, now_s)
         return False
+
+    def _still_queued(self, request: Request, now_s: float) -> bool:
+        """Whether it is late only because the satellite is busy with what it got before: it answers, and nothing that
+        was sent later. Then it has a whole timeout from the last answer.
+        """
+        satellite = request.satellite
+        if request.gap_seen or self._links.overtaken(satellite, request.sent_s):
+            return False
+        heard_s = self._links.silent_since_s(satellite, request.sent_s)
+        request.deadline_s = heard_s + self._patience_s(satellite, request.window)
+        return heard_s > request.sent_s and request.deadline_s > now_s
 
     def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:
         round_trip = self._links.round_trip(request.satellite)
         request.window.lost(now_s, round_trip.smoothed_s)
         wait_s = round_trip.timeout_s() * min(2 ** (request.attempts - 1), _MOST_BACKOFF)
         request.attempts += 1
+        request.gap_seen = False
         request.deadline_s = min(now_s + wait_s, silent_until_s)
+        self._alarm_s = min(self._alarm_s, request.deadline_s)
         request.operation.report.requests += 1
         request.operation.report.retransmitted_chunks += len(wanted)
         if isinstance(request.operation.transfer, ReadTransfer | WriteTransfer):

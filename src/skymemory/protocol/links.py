@@ -6,6 +6,8 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.pacing import RoundTrip, Window
 
 _WINDOW_FLOOR_BYTES = 64 * 1024
+_CLOCK_GRAIN_S = 2e-6
+"""Timestamps on the wire are whole microseconds."""
 
 
 class Links:
@@ -19,6 +21,7 @@ class Links:
         self._outbound: dict[SatelliteId, Window] = {}
         self._round_trips: dict[SatelliteId, RoundTrip] = {}
         self._heard_s: dict[SatelliteId, float] = {}
+        self._answered_sent_s: dict[SatelliteId, float] = {}
         self._suspect_until_s: dict[SatelliteId, float] = {}
 
     def outbound(self, beam: SatelliteId) -> Window:
@@ -44,10 +47,16 @@ class Links:
         self._suspect_until_s.pop(satellite, None)
         if round_trip_s is not None:
             self.round_trip(satellite).sample(round_trip_s)
+            sent_s = now_s - round_trip_s
+            self._answered_sent_s[satellite] = max(sent_s, self._answered_sent_s.get(satellite, sent_s))
 
     def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
         """Since when we have waited for a word, having asked at ``asked_s``."""
         return max(asked_s, self._heard_s.get(satellite, asked_s))
+
+    def overtaken(self, satellite: SatelliteId, sent_s: float) -> bool:
+        """Whether something sent later than ``sent_s`` has been answered: satellites serve in order of arrival."""
+        return self._answered_sent_s.get(satellite, sent_s) > sent_s + _CLOCK_GRAIN_S
 
     def suspect(self, satellite: SatelliteId, now_s: float) -> None:
         """It did not answer: for a while, operations that need it fail at once instead of waiting again."""

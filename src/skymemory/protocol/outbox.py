@@ -49,6 +49,10 @@ class Request:
     window: Window
     """The one it fills, whatever beam a later repetition takes."""
     attempts: int = 1
+    sent_s: float = 0.0
+    """When it was last transmitted."""
+    gap_seen: bool = False
+    """Later parts of its answer are here, earlier ones are not."""
 
 
 class Outbox:
@@ -71,25 +75,27 @@ class Outbox:
 
     def transmit(self, request: Request, now_s: float) -> None:
         """Queue the request's packets, as many as it still wants answered."""
+        request.sent_s = now_s
         transfer = request.operation.transfer
-        header = self._header(request, now_s)
         beam = self.beam(request.satellite)
         if isinstance(transfer, WriteTransfer):
             payloads = [transfer.payloads[index] for index in request.indices]
-            sequence = self._take_sequence(len(payloads))
-            batch = bulk_batch(header, transfer.refs[request.indices], payloads, sequence, now_s)
+            prefix = self._prefix(request, beam, 0, self._take_sequence(len(payloads)), now_s)
+            batch = prefixed_batch(prefix, transfer.refs[request.indices].tobytes(), payloads, self._sequence)
         else:
             if isinstance(transfer, ReadTransfer):
                 request.body = Selection.of(transfer.info.key, request.indices, transfer.info.servers).pack()
-            batch = single(messages.build_packet(header, request.body, self._take_sequence(1), now_s))
+            prefix = self._prefix(request, beam, len(request.body), self._take_sequence(1), now_s)
+            batch = single(messages.sealed(prefix + request.body, COMMAND_BYTES))
         self._batches.append((batch, beam))
 
-    def _header(self, request: Request, now_s: float) -> SkyHeader:
-        satellite, beam = request.satellite, self.beam(request.satellite)
-        return SkyHeader(
-            request.op, Address(satellite.plane, satellite.slot), Address(beam.plane, beam.slot, GROUND_SHELL),
-            self._ground, request.request_id, timestamp_us=int(now_s * 1e6) & 0xFFFFFFFF,
-            slot_moves=request.moves[0], plane_moves=request.moves[1], credit=self._credit,
+    def _prefix(self, request: Request, beam: SatelliteId, body_bytes: int, sequence: int, now_s: float) -> bytes:
+        """The headers, packed without a ``SkyHeader`` in between: a block takes dozens."""
+        satellite, (slot_moves, plane_moves) = request.satellite, request.moves
+        return pack_command(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes) + SKY.pack(
+            VERSION, request.op, 0, Status.OK, satellite.plane << 12 | satellite.slot,
+            GROUND_SHELL << 24 | beam.plane << 12 | beam.slot, self._ground, request.request_id, HOP_LIMIT, 0, 0,
+            int(now_s * 1e6) & 0xFFFFFFFF, slot_moves, plane_moves, self._credit, 0, 0,
         )  # fmt: skip
 
     def _take_sequence(self, count: int) -> int:
