@@ -52,10 +52,11 @@ def test_budget_contents_and_indexes_always_agree(steps, limit):
             after = dict(store.items())
             gone = before.keys() - after.keys() - {(key, index)}
             assert len(gone) == outcome.evicted
-            assert ((key, index) in after) == outcome.stored
-            assert outcome.replaced == int((key, index) in before)
-            if not outcome.stored and len(payload) + CHUNK_REF_BYTES > limit:
-                assert before == after
+            if len(payload) + CHUNK_REF_BYTES > limit:
+                assert before == after and not outcome.stored and outcome.replaced == 0
+            else:
+                assert ((key, index) in after) == outcome.stored
+                assert outcome.replaced == int((key, index) in before)
         elif verb == "get":
             chunks, missing = store.get_run(key, rest)
             assert len(chunks) + len(missing) == 1

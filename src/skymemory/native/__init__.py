@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skymemory.native import twin
+from skymemory.native.twin_runs import Run, Tally
 from skymemory.native.twin_udp import SLOT_BYTES, Arrival
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ __all__ = [
     "NATIVE",
     "SLOT_BYTES",
     "Arrival",
+    "Run",
+    "Tally",
     "bulk_headers",
     "crc32",
     "crc32_chunks",

@@ -14,6 +14,7 @@ from typing import Literal
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
+from skymemory.native import Run
 from skymemory.placement.locate import Moves
 from skymemory.protocol.answers import Answers, Verdict
 from skymemory.protocol.followed_clock import FollowedClock
@@ -36,8 +37,10 @@ from skymemory.protocol.transfer import (
 from skymemory.protocol.wire import TELEMETRY_PREFIX_BYTES, Op, SkyHeader
 
 _REQUEST_AT = TELEMETRY_BYTES + 16
-_ANSWER = slice(TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 20)
-"""Operation, status, addresses and request id: what the DATA packets of one answer have in common."""
+_OPERATION_AT = TELEMETRY_BYTES + 1
+_SOUND = b"\0"
+_LEAST_BURST_CHUNKS = 10
+"""A window that admits fewer chunks is waited for, unless nothing is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +144,16 @@ class ClientMachine:
 
     def receive_batch(self, data: Buffer, segment_bytes: int, now_s: float) -> None:
         """Take packets of ``segment_bytes`` each (the last may be shorter); bad ones are counted and dropped."""
-        view = memoryview(data)
-        if segment_bytes <= 0 or not len(view):
-            self.counters.add("packets_malformed")
-        elif self._is_one_answer(view, segment_bytes):
-            self._receive(view, segment_bytes, now_s)
-        else:
-            for at in range(0, len(view), segment_bytes):
-                self._receive(view[at : at + segment_bytes], segment_bytes, now_s)
+        self.receive_runs([(memoryview(data), segment_bytes)], now_s)
+
+    def receive_runs(self, runs: list[Run], now_s: float) -> None:
+        """``receive_batch`` for each of several."""
+        at = 0
+        while at < len(runs):
+            taken = self._take_data(runs, at, now_s)
+            if not taken:
+                self._take_apart(*runs[at], now_s)
+            at += max(1, taken)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
         """Batches with the satellite whose beam each takes; fills the windows first."""
@@ -168,29 +173,31 @@ class ClientMachine:
 
     # --- arrival ---
 
-    @staticmethod
-    def _is_one_answer(view: memoryview, segment_bytes: int) -> bool:
-        """Whether all segments belong to one request: receive offload also joins what merely came together."""
-        if len(view) <= segment_bytes:
-            return True
-        first = view[_ANSWER]
-        starts = range(segment_bytes, len(view), segment_bytes)
-        return all(view[at + _ANSWER.start : at + _ANSWER.stop] == first for at in starts)
+    def _take_data(self, runs: list[Run], first: int, now_s: float) -> int:
+        """The plain case: runs of DATA for requests of one operation. How many of the runs these are."""
+        view, segment_bytes = runs[first]
+        if len(view) <= TELEMETRY_PREFIX_BYTES or segment_bytes <= 0 or view[_OPERATION_AT] != Op.DATA:
+            return 0
+        request = self._in_flight.find(int.from_bytes(view[_REQUEST_AT : _REQUEST_AT + 4], "big"))
+        if request is None or not isinstance(request.operation.transfer, ReadTransfer):
+            return 0
+        taken, verdict = self._answers.data(request.operation, request.operation.transfer, runs, first, now_s)
+        self._finish(verdict, now_s)
+        return taken
 
-    def _receive(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
-        if len(view) > TELEMETRY_PREFIX_BYTES and view[_ANSWER.start] == Op.DATA:
-            request = self._in_flight.find(int.from_bytes(view[_REQUEST_AT : _REQUEST_AT + 4], "big"))
-            if request is not None and isinstance(request.operation.transfer, ReadTransfer):
-                transfer = request.operation.transfer
-                self._finish(self._answers.data(request, transfer, view, segment_bytes, now_s), now_s)
-                return
-        for code, at in zip(
-            native.verify_segments(view, segment_bytes), range(0, len(view), segment_bytes), strict=True
-        ):
-            if code:
+    def _take_apart(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
+        """Packets that merely came together: receive offload joins all that one satellite sends."""
+        if segment_bytes <= 0 or not len(view):
+            self.counters.add("packets_malformed")
+            return
+        for at in range(0, len(view), segment_bytes):
+            packet = view[at : at + segment_bytes]
+            if len(view) > segment_bytes and self._take_data([(packet, len(packet))], 0, now_s):
+                continue
+            if native.verify_segments(packet, len(packet)) != _SOUND:
                 self.counters.add("packets_malformed")
             else:
-                self._finish(self._answers.control(view[at : at + segment_bytes], now_s), now_s)
+                self._finish(self._answers.control(packet, now_s), now_s)
 
     # --- beginning and ending ---
 
@@ -252,16 +259,31 @@ class ClientMachine:
         stalled: deque[Burst] = deque()
         op = Op.GET if isinstance(transfer, ReadTransfer) else Op.SET
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
+        moves = self.moves(now_s)
         while transfer.pending:
             burst = transfer.pending.popleft()
-            if self._links.is_suspect(burst.satellite, now_s):
+            satellite, indices = burst.satellite, burst.indices
+            if self._links.is_suspect(satellite, now_s):
                 self._finish(Verdict(operation, "unreachable"), now_s)
                 return
-            size = len(burst.indices) * size_each
-            if self._in_flight.window(op, burst.satellite).admits(size):
-                self._in_flight.send(operation, burst.satellite, op, burst.indices, b"", size, self.moves(now_s), now_s)
-            else:
+            fits = self._admitted(op, burst, size_each)
+            if not fits:
                 stalled.append(burst)
                 if op is Op.GET:
                     break
+                continue
+            if fits < len(indices):
+                transfer.pending.appendleft(Burst(satellite, indices[fits:]))
+                indices = indices[:fits]
+            self._in_flight.send(operation, satellite, op, indices, b"", fits * size_each, moves, now_s)
         transfer.pending.extendleft(reversed(stalled))
+
+    def _admitted(self, op: Op, burst: Burst, size_each: int) -> int:
+        """How many chunks of the burst the window lets go now. What is asked for is not cut, what is sent may be."""
+        window, wanted = self._in_flight.window(op, burst.satellite), len(burst.indices)
+        if op is Op.GET:
+            return wanted if window.admits(wanted * size_each) else 0
+        fits = min(wanted, window.open_bytes // size_each)
+        if fits >= min(wanted, _LEAST_BURST_CHUNKS):
+            return fits
+        return 0 if window.in_flight_bytes else max(1, fits)

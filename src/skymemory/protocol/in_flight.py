@@ -141,6 +141,7 @@ class InFlight:
             return False
         heard_s = self._links.silent_since_s(satellite, request.sent_s)
         request.deadline_s = heard_s + self._patience_s(satellite, request.window)
+        self._alarm_s = min(self._alarm_s, request.deadline_s)
         return heard_s > request.sent_s and request.deadline_s > now_s
 
     def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:

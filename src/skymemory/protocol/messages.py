@@ -184,7 +184,15 @@ class Packet:
 
 def build_packet(header: SkyHeader, body: bytes, sequence_count: int, now_s: float) -> bytes:
     """A whole control packet, sealed."""
-    return bytes(_seal(_prefix(header, len(body), sequence_count, now_s) + body, header.op.is_command))
+    packet = _prefix(header, len(body), sequence_count, now_s) + body
+    return sealed(packet, COMMAND_BYTES if header.op.is_command else TELEMETRY_BYTES)
+
+
+def sealed(packet: bytes, sky_offset: int) -> bytes:
+    """The packet with its checksum; ``sky_offset`` is where the SKY header begins."""
+    writable = bytearray(packet)
+    native.seal_headers(writable, len(writable), sky_offset)
+    return bytes(writable)
 
 
 def parse_packet(data: Buffer) -> Packet:
@@ -213,12 +221,6 @@ def _prefix(header: SkyHeader, body_bytes: int, sequence_count: int, now_s: floa
     else:
         outer = pack_telemetry(now_s, sequence_count, TELEMETRY_BYTES + SKY_BYTES + body_bytes)
     return outer + header.pack()
-
-
-def _seal(packet: bytes, command: bool) -> bytearray:
-    sealed = bytearray(packet)
-    native.seal_headers(sealed, len(sealed), COMMAND_BYTES if command else TELEMETRY_BYTES)
-    return sealed
 
 
 def _counted(body: Buffer, width: int) -> int:

@@ -8,10 +8,11 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.pacing import Window
-from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.segments import SegmentBatch, prefixed_batch, single
 from skymemory.protocol.selection import Selection
+from skymemory.protocol.space_packet import COMMAND_BYTES, pack_command
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, WriteTransfer
-from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
+from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, GROUND_SHELL, HOP_LIMIT, SKY, VERSION, Op, Status
 
 CREDIT_UNIT_BYTES = 4096
 
@@ -80,8 +81,9 @@ class Outbox:
         beam = self.beam(request.satellite)
         if isinstance(transfer, WriteTransfer):
             payloads = [transfer.payloads[index] for index in request.indices]
-            prefix = self._prefix(request, beam, 0, self._take_sequence(len(payloads)), now_s)
-            batch = prefixed_batch(prefix, transfer.refs[request.indices].tobytes(), payloads, self._sequence)
+            sequence = self._take_sequence(len(payloads))
+            prefix = self._prefix(request, beam, 1, sequence, now_s)
+            batch = prefixed_batch(prefix, transfer.refs[request.indices].tobytes(), payloads, sequence)
         else:
             if isinstance(transfer, ReadTransfer):
                 request.body = Selection.of(transfer.info.key, request.indices, transfer.info.servers).pack()

@@ -13,8 +13,7 @@ import numpy as np
 
 from skymemory import native
 from skymemory.protocol.messages import Buffer, bulk_prefix
-from skymemory.protocol.space_packet import COMMAND_BYTES, TELEMETRY_BYTES
-from skymemory.protocol.wire import CHUNK_REF_BYTES, SkyHeader
+from skymemory.protocol.wire import CHUNK_REF_BYTES, SKY_BYTES, SkyHeader
 
 _REF_ROWS = np.dtype(
     [
@@ -85,8 +84,11 @@ def bulk_batch(
     """One SET, MIGRATE or DATA packet per reference (``CHUNK_REF_BYTES`` each) and payload, sealed; sequence counts
     from ``sequence_count``.
     """
-    prefix = bulk_prefix(header, now_s)
-    sky_offset = COMMAND_BYTES if header.op.is_command else TELEMETRY_BYTES
     bodies = refs if isinstance(refs, bytes) else refs.tobytes()
-    headers = native.bulk_headers(prefix, bodies, sequence_count, sky_offset)
+    return prefixed_batch(bulk_prefix(header, now_s), bodies, payloads, sequence_count)
+
+
+def prefixed_batch(prefix: bytes, refs: bytes, payloads: Sequence[Buffer], sequence_count: int) -> SegmentBatch:
+    """``bulk_batch`` from headers that are packed already, up to the end of the SKY header."""
+    headers = native.bulk_headers(prefix, refs, sequence_count, len(prefix) - SKY_BYTES)
     return SegmentBatch(headers, len(prefix) + CHUNK_REF_BYTES, payloads)

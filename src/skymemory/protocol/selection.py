@@ -45,6 +45,8 @@ class Selection:
         count = (indices[-1] - first) // stride + 1
         if count > MAX_SELECTION_BITS:
             raise InvalidInput(f"a selection over {count} steps: expected {MAX_SELECTION_BITS} at most")
+        if len(indices) == count and stride > 0 and list(indices) == list(range(first, indices[-1] + 1, stride)):
+            return cls(key, first, stride, count, ((1 << count) - 1).to_bytes((count + 7) // 8, "little"))
         bits = bytearray((count + 7) // 8)
         for index in indices:
             step, rest = divmod(index - first, stride)
@@ -66,6 +68,8 @@ class Selection:
         return selections
 
     def indices(self) -> list[int]:
+        if self.bitmap.count(0xFF) == self.count >> 3 and int.from_bytes(self.bitmap, "little") + 1 == 1 << self.count:
+            return list(range(self.first, self.first + self.stride * self.count, self.stride))
         steps = np.flatnonzero(np.unpackbits(np.frombuffer(self.bitmap, np.uint8), bitorder="little")[: self.count])
         return [self.first + self.stride * step for step in steps.tolist()]
 

@@ -11,6 +11,7 @@ import numpy as np
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.native import Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol.messages import KEY_BYTES, Buffer
 from skymemory.protocol.segments import pack_refs
@@ -19,7 +20,8 @@ from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, TELEMETRY_
 Where = Callable[[Moves], tuple[SatelliteId, ...]]
 """The satellite of each server of this value at the given moves."""
 
-WRITE_BURST_CHUNKS = 10
+WRITE_BURST_CHUNKS = 64
+"""Chunks of one SET request, which is answered as a whole; the windows may cut it."""
 CHUNK_OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
 """What a chunk weighs in the air beyond its payload."""
 _MAX_RENEWALS = 3
@@ -116,17 +118,18 @@ class ReadTransfer:
         for turn_bursts in rounds:
             self.pending.extend(turn_bursts)
 
-    def place(self, view: memoryview, segment_bytes: int) -> tuple[int, int, int, int]:
-        """Take DATA packets: ``(placed, duplicates, corrupt, foreign)`` counts of their chunks."""
+    def place(self, runs: list[Run], first: int, requests: set[int]) -> list[Tally]:
+        """Take the runs from ``first`` on that are DATA for these requests, and tell what was in them."""
         info = self.info
-        counts = native.place_segments(
-            view, segment_bytes, info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc,
+        tallies = native.place_runs(
+            runs, first, requests, info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc,
             self.out, self.arrived, self.crcs.data,
         )  # fmt: skip
-        self.missing -= counts[0]
-        self.report.duplicate_chunks += counts[1]
-        self.report.corrupt_chunks += counts[2]
-        return counts
+        for _, _, _, placed, duplicates, corrupt, _ in tallies:
+            self.missing -= placed
+            self.report.duplicate_chunks += duplicates
+            self.report.corrupt_chunks += corrupt
+        return tallies
 
     def absent(self, indices: list[int], satellite: SatelliteId, nearby: Sequence[Moves]) -> bool:
         """``satellite`` has not got these chunks: look where else they may be while the box is moving.

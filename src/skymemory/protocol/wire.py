@@ -25,6 +25,8 @@ SKY_BYTES = SKY.size
 MUTABLE_OFFSET, MUTABLE_BYTES = 20, 4
 """Within the SKY header: hop limit, hop count, congestion marks. Zero when the CRC is taken."""
 HOP_LIMIT_OFFSET = 20
+HOP_LIMIT = 64
+"""Links that a packet may take, as its sender sets it."""
 CRC_OFFSET = 40
 
 CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
@@ -161,7 +163,7 @@ class SkyHeader:
     ground: int
     request_id: int
     status: Status = Status.OK
-    hop_limit: int = 64
+    hop_limit: int = HOP_LIMIT
     hop_count: int = 0
     congestion: int = 0
     timestamp_us: int = 0

@@ -87,8 +87,8 @@ class UdpClient:
     def _receive_or_wait(self) -> None:
         """Take what is there; with nothing there, sleep until something comes or a timer is due."""
         machine = self.machine
-        arrivals = self._sock.receive()
-        if not arrivals:
+        runs = self._sock.receive_runs()
+        if not runs:
             due_s = machine.next_timer_s()
             wait_s = max(0.0, due_s - self.now_s()) if due_s is not None else 1.0
             if self._backlog:
@@ -96,10 +96,9 @@ class UdpClient:
             self._poll.poll(wait_s * 1e3)
             if self._backlog:
                 self._poll.modify(self._sock.fileno(), select.POLLIN)
-            arrivals = self._sock.receive()
+            runs = self._sock.receive_runs()
         now_s = self.now_s()
-        for view, segment_bytes, _ in arrivals:
-            machine.receive_batch(view, segment_bytes, now_s)
+        machine.receive_runs(runs, now_s)
         due_s = machine.next_timer_s()
         if due_s is not None and due_s <= now_s:
             machine.handle_timer(now_s)

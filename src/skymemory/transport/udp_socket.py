@@ -110,14 +110,21 @@ class BatchSocket:
         The views are good until this thread next calls ``receive`` of any socket.
         """
         view = _scratch(self._slots)
+        return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in self._arrivals(view)]
+
+    def receive_runs(self) -> list[native.Run]:
+        """As ``receive``, without the senders."""
+        view = _scratch(self._slots)
+        return [(view[at : at + size], segment) for at, size, segment, _, _ in self._arrivals(view)]
+
+    def _arrivals(self, scratch: memoryview) -> list[native.Arrival]:
         try:
-            arrivals = native.recv_batch(self._socket.fileno(), view, self._slots)
+            return native.recv_batch(self._socket.fileno(), scratch, self._slots)
         except OSError:
             if self._socket.fileno() < 0:
                 raise
             self.icmp_errors += 1
             return []
-        return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
         """Send as much as the kernel takes now; what is left, to be sent when the socket is writable again.
