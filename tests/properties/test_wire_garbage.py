@@ -318,6 +318,34 @@ def test_hostile_packets_at_a_client(packets, batched):
     end(machine)
 
 
+@settings(max_examples=200)
+@given(
+    runs=st.lists(
+        st.lists(st.sampled_from([*bulk(Op.DATA), *bulk(Op.DATA), *SOUND[-4:]]), min_size=1, max_size=5),
+        min_size=1, max_size=4,
+    ),
+    damage=st.lists(st.integers(0, 10**6), max_size=2),
+)  # fmt: skip
+def test_runs_at_a_client_do_what_their_packets_do(runs, damage):
+    joined = [bytearray(b"".join(run)) for run in runs]
+    for bit in damage:
+        data = joined[bit % len(joined)]
+        data[bit // 8 % len(data)] ^= 1 << bit % 8
+    sizes = [len(run[0]) for run in runs]
+    (together, out_together), (apart, out_apart) = client(), client()
+    together.receive_runs([(memoryview(data), size) for data, size in zip(joined, sizes, strict=True)], 0.001)
+    for data, size in zip(joined, sizes, strict=True):
+        for at in range(0, len(data), size):
+            apart.receive_datagram(data[at : at + size], 0.001)
+    assert out_together == out_apart
+    ended = [[(event.number, event.ok) for event in machine._events] for machine in (together, apart)]
+    assert ended[0] == ended[1]
+    assert together._links.inbound.in_flight_bytes == apart._links.inbound.in_flight_bytes
+    if not ended[0]:
+        for name in ("packets_malformed", "packets_unexpected"):
+            assert together.counters.get(name) == apart.counters.get(name)
+
+
 # --- round trips ---
 
 keys = st.binary(min_size=32, max_size=32)

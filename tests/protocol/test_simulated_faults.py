@@ -111,16 +111,16 @@ def test_values_elsewhere_do_not_suffer_from_a_death(world, value_of):
 @pytest.mark.parametrize("operation", ["get", "put"])
 def test_killed_in_the_middle(world, value_of, operation):
     sky = world(window_bytes=150_000, credit_bytes=65_536)
-    value = value_of(3_000_000)
+    value = value_of(6_000_000)
     if operation == "get":
-        _, info = sky.put("v", value)
+        _, info = sky.put("v", value, servers=2)
         number = sky.host.machine.get(info, memoryview(bytearray(len(value))), sky.now_s)
     else:
-        number, info = sky.begin_put("v", value)
+        number, info = sky.begin_put("v", value, servers=2)
     begun_s = sky.now_s
-    sky.sim.settle(begun_s + 1.5 * sky.link_s)
+    sky.sim.settle(begun_s + 2.5 * sky.link_s)
     assert not sky.host.machine._events
-    sky.sim.kill(sky.homes(info, (0, 0))[3][0])
+    sky.sim.kill(sky.homes(info, (0, 0))[1][0])
     finished = sky.host.run([number])[number]
     assert finished.report.failure == "timeout"
     assert sky.now_s - begun_s < 1.5
