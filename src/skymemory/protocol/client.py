@@ -8,6 +8,7 @@ transport calls ``receive_batch`` with what came, ``handle_timer`` when ``next_t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -156,10 +157,22 @@ class ClientMachine:
             at += max(1, taken)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
-        """Batches with the satellite whose beam each takes; fills the windows first."""
+        """Batches with the satellite whose beam each takes, as far as the windows let them."""
+        return list(self.each_to_send(now_s))
+
+    def each_to_send(self, now_s: float) -> Iterator[tuple[SegmentBatch, SatelliteId]]:
+        """``datagrams_to_send`` one by one: a batch is packed when the one before it is on its way. Take them all."""
         self._point_beam(now_s)
-        self._fill_windows(now_s)
-        return self._outbox.take()
+        yield from self._outbox.take()
+        for _ in range(len(self._waiting)):
+            operation = self._waiting.popleft()
+            operation.queued = False
+            transfer = operation.transfer
+            if operation.number in self._operations and transfer is not None:
+                for _ in self._send_bursts(operation, transfer, now_s):
+                    yield from self._outbox.take()
+                if operation.number in self._operations and transfer.pending:
+                    self._enqueue(operation)
 
     def next_timer_s(self) -> float | None:
         return self._in_flight.next_timer_s()
@@ -244,18 +257,10 @@ class ClientMachine:
             operation.queued = True
             self._waiting.append(operation)
 
-    def _fill_windows(self, now_s: float) -> None:
-        """Send bursts of the operations in the order they began, as far as the windows let them."""
-        for _ in range(len(self._waiting)):
-            operation = self._waiting.popleft()
-            operation.queued = False
-            transfer = operation.transfer
-            if operation.number in self._operations and transfer is not None:
-                self._send_bursts(operation, transfer, now_s)
-                if operation.number in self._operations and transfer.pending:
-                    self._enqueue(operation)
-
-    def _send_bursts(self, operation: Operation, transfer: ReadTransfer | WriteTransfer, now_s: float) -> None:
+    def _send_bursts(
+        self, operation: Operation, transfer: ReadTransfer | WriteTransfer, now_s: float
+    ) -> Iterator[None]:
+        """Hand burst after burst to the outbox, and stop at each."""
         stalled: deque[Burst] = deque()
         op = Op.GET if isinstance(transfer, ReadTransfer) else Op.SET
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
@@ -276,6 +281,7 @@ class ClientMachine:
                 transfer.pending.appendleft(Burst(satellite, indices[fits:]))
                 indices = indices[:fits]
             self._in_flight.send(operation, satellite, op, indices, b"", fits * size_each, moves, now_s)
+            yield
         transfer.pending.extendleft(reversed(stalled))
 
     def _admitted(self, op: Op, burst: Burst, size_each: int) -> int:

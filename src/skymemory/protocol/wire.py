@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol.space_packet import COMMAND_BYTES, MAX_PACKET_BYTES, TELEMETRY_BYTES
@@ -80,12 +81,14 @@ class Status(IntEnum):
     REFUSED = 4
 
 
+_OPS: dict[int, Op] = {op.value: op for op in Op}
+_STATUSES: dict[int, Status] = {status.value: status for status in Status}
+
 GROUND_SHELL = 0xFF
 """Addresses of this shell are ground hosts; plane and slot then name the gateway that reaches them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """A satellite (``shell`` 0) or, with ``shell`` 0xFF, a ground host behind the gateway ``(plane, slot)``."""
 
     plane: int
@@ -153,9 +156,11 @@ class ChunkRef:
         return cls(key, number - 1, chunks, length, crc, value_bytes, value_crc, tag)
 
 
-@dataclass(frozen=True, slots=True)
-class SkyHeader:
-    """The mission's own header. ``credit`` is in units of 4 KiB; ``timestamp_us`` is echoed by the answer."""
+class SkyHeader(NamedTuple):
+    """The mission's own header. ``credit`` is in units of 4 KiB; ``timestamp_us`` is echoed by the answer.
+
+    A tuple, as ``Address`` is: one is made for every control packet that comes and goes, in a third of the time.
+    """
 
     op: Op
     destination: Address
@@ -189,11 +194,10 @@ class SkyHeader:
          timestamp_us, slot_moves, plane_moves, credit, key_id, _crc) = SKY.unpack_from(data, offset)  # fmt: skip
         if version != VERSION:
             raise MalformedPacket(f"protocol version {version}: expected {VERSION}")
-        try:
-            known_op, known_status = Op(op), Status(status)
-        except ValueError as error:
-            raise MalformedPacket(f"operation {op:#x}, status {status}: not known to version {VERSION}") from error
-        if max(abs(slot_moves), abs(plane_moves)) > MAX_MOVES:
+        known_op, known_status = _OPS.get(op), _STATUSES.get(status)
+        if known_op is None or known_status is None:
+            raise MalformedPacket(f"operation {op:#x}, status {status}: not known to version {VERSION}")
+        if not (-MAX_MOVES <= slot_moves <= MAX_MOVES and -MAX_MOVES <= plane_moves <= MAX_MOVES):
             raise MalformedPacket(f"{slot_moves} and {plane_moves} moves: expected {MAX_MOVES} at most")
         return cls(
             known_op, Address.unpack(destination), Address.unpack(source), ground, request_id, known_status,

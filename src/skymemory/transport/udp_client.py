@@ -75,8 +75,11 @@ class UdpClient:
         self._sock.close()
 
     def _send(self) -> None:
-        for batch, satellite in self.machine.datagrams_to_send(self.now_s()):
-            self._backlog.append((self._satellites[satellite], batch))
+        for batch, satellite in self.machine.each_to_send(self.now_s()):
+            endpoint = self._satellites[satellite]
+            rest = batch if self._backlog else self._sock.send(batch, endpoint)
+            if rest is not None:
+                self._backlog.append((endpoint, rest))
         while self._backlog:
             endpoint, batch = self._backlog.popleft()
             rest = self._sock.send(batch, endpoint)

@@ -129,6 +129,8 @@ class UdpHost:
                     self._arrive_later(satellite, bytes(view), segment_bytes, source, 0.0)
                 else:
                     satellite.machine.receive_batch(view, segment_bytes, source, now_s)
+            if len(arrivals) == 1 and len(arrivals[0][0]) <= arrivals[0][1]:
+                break  # a lone datagram, nothing streams in: answer at once
         self._after(satellite)
 
     def _arrive_later(
