@@ -27,9 +27,7 @@ class Counters:
 
     def as_dict(self) -> dict[str, int]:
         """``{"name": n}`` or ``{"name{label}": n}``, sorted by name."""
-        return {
-            f"{name}{{{label}}}" if label else name: value for (name, label), value in sorted(self._values.items())
-        }
+        return {f"{name}{{{label}}}" if label else name: value for (name, label), value in sorted(self._values.items())}
 
 
 def exposition(counters: Mapping[str, int], prefix: str = "skymemory_") -> str:

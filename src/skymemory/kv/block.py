@@ -78,9 +78,7 @@ def _token_bytes(tokens: Tokens) -> tuple[bytes, int]:
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidInput(f"tokens must be a flat sequence of whole numbers ({error})") from None
     if array.ndim != 1:
-        raise InvalidInput(
-            f"tokens must have one dimension, got shape {array.shape}: pass one prompt at a time"
-        )
+        raise InvalidInput(f"tokens must have one dimension, got shape {array.shape}: pass one prompt at a time")
     if array.size == 0:
         return b"", 0
     if array.dtype.kind not in "iu":

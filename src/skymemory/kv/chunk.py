@@ -67,9 +67,7 @@ def join(parts: Sequence[Buffer], shape: ValueShape) -> bytearray:
         raise InvalidInput(f"{len(parts)} chunks given for a value of {shape.chunks}")
     for index, part in enumerate(parts):
         if memoryview(part).nbytes != shape.length_of(index):
-            raise InvalidInput(
-                f"chunk {index} has {memoryview(part).nbytes} bytes, expected {shape.length_of(index)}"
-            )
+            raise InvalidInput(f"chunk {index} has {memoryview(part).nbytes} bytes, expected {shape.length_of(index)}")
     return bytearray().join(parts)
 
 

@@ -51,20 +51,14 @@ class CacheContext:
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                raise InvalidInput(
-                    f"cache context: {name} is not encodable as UTF-8 ({error.reason})"
-                ) from None
+                raise InvalidInput(f"cache context: {name} is not encodable as UTF-8 ({error.reason})") from None
         if not isinstance(self.lossless, bool):
             raise InvalidInput(f"cache context: lossless must be True or False, got {self.lossless!r}")
         tokens = self.block_tokens
         if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= _MAX_BLOCK_TOKENS:
-            raise InvalidInput(
-                f"cache context: block_tokens must be a whole number from 1 on, got {tokens!r}"
-            )
+            raise InvalidInput(f"cache context: block_tokens must be a whole number from 1 on, got {tokens!r}")
         if not isinstance(self.tenant_salt, bytes):
-            raise InvalidInput(
-                f"cache context: tenant_salt must be bytes, got {type(self.tenant_salt).__name__}"
-            )
+            raise InvalidInput(f"cache context: tenant_salt must be bytes, got {type(self.tenant_salt).__name__}")
 
     def encode(self) -> bytes:
         """What is hashed: tag and version, then every field, texts with their length (little-endian).

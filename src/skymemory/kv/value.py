@@ -61,9 +61,7 @@ class ValueHeader:
         if name_bytes > MAX_NAME_BYTES:
             raise ValueTooLarge(f"a name of {name_bytes} bytes: the limit is {MAX_NAME_BYTES}")
         if self.layout is not None and self.layout.block_bytes != self.raw_bytes:
-            raise InvalidInput(
-                f"raw size {self.raw_bytes} is not the layout's {self.layout.block_bytes} bytes"
-            )
+            raise InvalidInput(f"raw size {self.raw_bytes} is not the layout's {self.layout.block_bytes} bytes")
 
     @property
     def dtype(self) -> str:
@@ -116,17 +114,11 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
     view = memoryview(start_of_value).cast("B")
     if len(view) < HEADER_BYTES:
         raise MalformedPacket(f"a stored value has at least {HEADER_BYTES} bytes, got {len(view)}")
-    magic, version, codec_id, dtype_id, raw_bytes, payload_bytes, *numbers, name_bytes, crc = (
-        _HEADER.unpack_from(view)
-    )
+    magic, version, codec_id, dtype_id, raw_bytes, payload_bytes, *numbers, name_bytes, crc = _HEADER.unpack_from(view)
     if magic != _MAGIC:
-        raise MalformedPacket(
-            f"not a stored value: it begins with {bytes(magic).hex()}, expected {_MAGIC.hex()}"
-        )
+        raise MalformedPacket(f"not a stored value: it begins with {bytes(magic).hex()}, expected {_MAGIC.hex()}")
     if version != HEADER_VERSION:
-        raise MalformedPacket(
-            f"stored value of version {version}, this release reads version {HEADER_VERSION}"
-        )
+        raise MalformedPacket(f"stored value of version {version}, this release reads version {HEADER_VERSION}")
     if name_bytes > MAX_NAME_BYTES or HEADER_BYTES + name_bytes > len(view):
         raise MalformedPacket(f"a stored value of {len(view)} bytes whose header says a name of {name_bytes}")
     front = bytearray(view[: HEADER_BYTES + name_bytes])
@@ -134,13 +126,9 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
     if native.crc32(front) != crc:
         raise MalformedPacket("the header of a stored value is damaged: its checksum differs")
     if dtype_id >= len(_DTYPES) or front[7] or any(front[42:_CRC_AT]):
-        raise MalformedPacket(
-            "the header of a stored value uses a dtype or reserved bytes unknown to this release"
-        )
+        raise MalformedPacket("the header of a stored value uses a dtype or reserved bytes unknown to this release")
     try:
-        layout = (
-            KVLayout(numbers[0], numbers[1], numbers[2], numbers[3], _DTYPES[dtype_id]) if dtype_id else None
-        )
+        layout = KVLayout(numbers[0], numbers[1], numbers[2], numbers[3], _DTYPES[dtype_id]) if dtype_id else None
         if layout is None and any(numbers):
             raise MalformedPacket("the header of a stored value has layout numbers but says plain bytes")
         name = front[HEADER_BYTES:].decode()

@@ -71,6 +71,4 @@ def measure(codec: Codec, block: Buffer, layout: KVLayout) -> CodecReport:
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.where(same, 0.0, before.astype(np.float64) - after.astype(np.float64))
     error = np.where(np.isfinite(error), np.abs(error), np.inf)
-    return CodecReport(
-        len(payload), layout.block_bytes, float(error.max()), float(np.sqrt(np.mean(error**2)))
-    )
+    return CodecReport(len(payload), layout.block_bytes, float(error.max()), float(np.sqrt(np.mean(error**2))))
