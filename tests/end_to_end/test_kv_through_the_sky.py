@@ -65,6 +65,10 @@ def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big:
         assert (sky.folder / "copy.bin").read_bytes() == big
         (sky.folder / "copy.bin").unlink()
     assert sky("constellation", "rotate", "--slots", "2", "--planes", "1").returncode == 0
+    plan = json.loads((sky.run_dir / "constellation.json").read_text("utf-8"))
+    assert (plan["pushed_slot_moves"], plan["pushed_plane_moves"]) == (2, 1)  # for hosts that start later
+    status = json.loads(sky("constellation", "status", "--json").stdout)
+    assert 0 < status["delay_error_p99_us"] < 50_000
     got = sky("kv", "get", "big.bin", "-o", "copy.bin", "--no-index")
     assert got.returncode == 0, got.stderr
     assert (sky.folder / "copy.bin").read_bytes() == big
@@ -90,6 +94,7 @@ def test_loss_duplication_and_reordering_change_nothing(sky: Sky, big: bytes, fa
     got = sky("kv", "get", "big.bin", "-o", "copy.bin", "--json")
     assert got.returncode == 0, got.stderr
     assert (sky.folder / "copy.bin").read_bytes() == big
+    assert json.loads(sky("constellation", "status", "--json").stdout)["faults_injected"] > 0
     assert json.loads(put.stdout)["retransmitted_chunks"] + json.loads(got.stdout)["retransmitted_chunks"] > 0
 
 

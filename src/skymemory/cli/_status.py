@@ -43,6 +43,18 @@ class StatusReport:
         """Sum of a housekeeping field over all satellites that answer."""
         return sum(answer.get(field, 0) for answer in self.answers.values() if answer)
 
+    def worst(self, field: str) -> int:
+        """The largest of a housekeeping field over all satellites that answer."""
+        return max((answer.get(field, 0) for answer in self.answers.values() if answer), default=0)
+
+    def per_host(self, field: str) -> int:
+        """Sum over hosts of a field that every satellite of a host reports alike."""
+        total = 0
+        for host in self.plan.hosts:
+            told = [answer for satellite, _ in self.plan.addresses_of(host) if (answer := self.answers.get(satellite))]
+            total += max((answer.get(field, 0) for answer in told), default=0)
+        return total
+
 
 def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) -> StatusReport:
     """Look at the processes of the run directory (or of none, for a plan file) and ask every satellite."""
@@ -82,8 +94,12 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
         "delay_scale": report.plan.delay_scale,
         "pushed_slot_moves": moves[0],
         "pushed_plane_moves": moves[1],
+        "delay_error_p99_us": report.worst("delay_error_p99_us"),
+        "faults_injected": report.per_host("faults_injected"),
         "hosts": hosts,
-        "totals": {field: report.total(field) for field in fields if not field.startswith(("pushed_", "delay_"))},
+        "totals": {
+            field: report.total(field) for field in fields if not field.startswith(("pushed_", "delay_", "faults_"))
+        },
     }
 
 
@@ -114,6 +130,10 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
             f"holding {report.total('chunks_held')} chunks, {format_size(report.total('memory_used_bytes'))} of "
             f"{format_size(report.total('memory_limit_bytes'))}; moved by hand: {moves[0]} slots, {moves[1]} planes"
         )
+        if plan.delay_scale > 0:
+            print(f"delays held to within {report.worst('delay_error_p99_us')} µs (99th percentile of the worst host)")
+        if plan.faults.any:
+            print(f"faults injected: {report.per_host('faults_injected')}")
     for host in report.hosts:
         if host.state == "dead":
             print(f"{host.name} is dead" + (f"; its log ends:\n{host.log_tail}" if host.log_tail else ""))

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -195,10 +196,13 @@ def _down(args: argparse.Namespace) -> int:
 def _rotate(args: argparse.Namespace) -> int:
     from skymemory.cli._status import print_rotation
     from skymemory.testbed.control import rotate
-    from skymemory.testbed.plan_file import load_plan
+    from skymemory.testbed.plan_file import load_plan, save_plan
 
-    plan = load_plan(args.plan) if args.plan else _directory(args).running_plan()
+    directory = _directory(args)
+    plan = load_plan(args.plan) if args.plan else directory.running_plan()
     report = rotate(plan, args.slots, args.planes)
+    moved = replace(plan, pushed_slot_moves=report.moves_after[0], pushed_plane_moves=report.moves_after[1])
+    save_plan(moved, args.plan or directory.plan_path)
     print_rotation(report, as_json=args.json)
     return 0 if report.complete else 1
 

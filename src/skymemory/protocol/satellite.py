@@ -56,6 +56,8 @@ class SatelliteMachine:
         self.handover = Handover(config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s)
         self.backlog_bytes = 0
         """Set by the transport: bytes it was given and has not sent yet."""
+        self.transport_figures: Callable[[], dict[str, int]] = dict
+        """Set by the transport: its own housekeeping (``delay_error_p99_us``, ``faults_injected``)."""
         self._address = Address(config.address.plane, config.address.slot)
         self._address_word = self._address.pack().to_bytes(4, "big")
         self._whereabouts = Whereabouts(sky, clock, now_s)
@@ -260,6 +262,7 @@ class SatelliteMachine:
             chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
             migrations_retransmitted=self.handover.retransmitted,
             pushed_slot_moves=self._whereabouts.pushed[0], pushed_plane_moves=self._whereabouts.pushed[1],
+            **self.transport_figures(),
         )  # fmt: skip
         return values
 

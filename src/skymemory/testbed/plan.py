@@ -24,6 +24,7 @@ DEFAULT_BASE_PORT = 26_000
 """Below the range from which kernels take ports for clients (32768 and up on Linux)."""
 DEFAULT_MEMORY_BYTES = 64 * 2**20
 MAX_PORT = 65_535
+MAX_PUSHED_MOVES = 1_000_000
 ACCESS_MODES = ("los", "gateway")
 _SCALE = re.compile(r"(?:[x×]\s*([0-9.]+)|([0-9.]+)\s*[x×])")
 
@@ -130,6 +131,9 @@ class ConstellationPlan:
     epoch_s: float = 0.0
     time_scale: float = 0.0
     faults: Faults = field(default_factory=Faults)
+    pushed_slot_moves: int = 0
+    pushed_plane_moves: int = 0
+    """Moves that operators added to the clock by hand: ``rotate`` writes them here, for hosts that start later."""
 
     def __post_init__(self) -> None:
         torus = preset_named(self.preset).torus
@@ -152,6 +156,10 @@ class ConstellationPlan:
             f"{self.memory_per_satellite_bytes} bytes of memory hold no chunk of {self.chunk_bytes}",
         )
         _require(math.isfinite(self.epoch_s), f"epoch {self.epoch_s}: expected Unix time in seconds")
+        _require(
+            max(abs(self.pushed_slot_moves), abs(self.pushed_plane_moves)) <= MAX_PUSHED_MOVES,
+            f"pushed moves {self.pushed_slot_moves}, {self.pushed_plane_moves}: at most {MAX_PUSHED_MOVES}",
+        )
         _require(
             0 <= self.time_scale <= 1e6,
             f"time scale {self.time_scale}: expected 0 (standing still) to 1000000",

@@ -32,7 +32,8 @@ def sky_of(plan: ConstellationPlan) -> SkyMap:
 def clock_of(plan: ConstellationPlan) -> MoveClock:
     """How far the box has moved, for satellites and clients alike."""
     shell = shell_of(plan)
-    return MoveClock(plan.epoch_s, slot_move_period_s(shell), plane_move_period_s(shell), plan.time_scale)
+    pushed = (plan.pushed_slot_moves, plan.pushed_plane_moves)
+    return MoveClock(plan.epoch_s, slot_move_period_s(shell), plane_move_period_s(shell), plan.time_scale, pushed)
 
 
 def host_spec(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> HostSpec:

@@ -24,6 +24,8 @@ from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_socket import BatchSocket
 
 Endpoint = tuple[str, int]
+_FIGURES_KEPT_S = 0.5
+"""Percentiles over many holds are not worked out anew for each of a host's satellites."""
 RECEIVE_ROUNDS = 4
 """Batches taken from one socket before the others get their turn."""
 
@@ -73,6 +75,8 @@ class UdpHost:
         self._beam_s: dict[tuple[int, int], float] = {}
         axes: tuple[Axis, Axis] = ("slot", "plane")
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
+        self._last_figures: dict[str, int] = {}
+        self._figures_until_s = 0.0
         self._satellites: dict[SatelliteId, _Satellite] = {}
         try:
             for name, endpoint in spec.mine.items():
@@ -89,6 +93,7 @@ class UdpHost:
             name, self.spec.memory_bytes, routing=self.spec.routing, credit_bytes=sock.receive_buffer_bytes // 2
         )  # fmt: skip
         satellite = _Satellite(SatelliteMachine(config, self.spec.sky, self.spec.clock, self.now_s()), sock)
+        satellite.machine.transport_figures = self._figures
         self._loop.add_reader(sock.fileno(), self._readable, satellite)
         self._arm(satellite)
         return satellite
@@ -241,14 +246,17 @@ class UdpHost:
         satellite.machine.handle_timer(self.now_s())
         self._after(satellite)
 
-    def report(self) -> dict[str, float]:
-        """How exact the holds were, and what faults did."""
-        figures: dict[str, float] = {}
-        if self._delays is not None:
-            figures.update(self._delays.report())
-        if self.spec.faults is not None:
-            figures["faults_injected"] = self.spec.faults.injected
-        return figures
+    def _figures(self) -> dict[str, int]:
+        """How exact the holds were, and what faults did: this host's, in every satellite's housekeeping."""
+        now_s = time.monotonic()
+        if now_s >= self._figures_until_s:
+            error_s = self._delays.report()["hold_error_p99_s"] if self._delays is not None else 0.0
+            self._last_figures = {
+                "delay_error_p99_us": round(error_s * 1e6),
+                "faults_injected": self.spec.faults.injected if self.spec.faults is not None else 0,
+            }
+            self._figures_until_s = now_s + _FIGURES_KEPT_S
+        return self._last_figures
 
 
 async def serve_host(spec: HostSpec, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
