@@ -23,6 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from _bench import constellation, print_table, redis_server, write_json
+from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.testbed.connect import open_constellation
+from skymemory.testbed.plan import ConstellationPlan, make_plan
+from skymemory.testbed.wiring import shell_of, sky_of
 
 PURE = "SKYMEMORY_PURE_PYTHON"
 DELAYED_ONE_WAY_S = 0.004
@@ -36,8 +40,6 @@ def redis_client(port: int, value: bytes) -> tuple[Any, Any]:
 
 
 def sky_client(folder: str, access: str, value: bytes) -> tuple[Any, Any]:
-    from skymemory.testbed.connect import open_constellation
-
     store = open_constellation(Path(folder), access=access)
     key = hashlib.sha256(b"block").digest()
 
@@ -113,6 +115,13 @@ def path(kind: str, where: tuple[Any, ...], value: bytes, pure: bool = False) ->
             process.terminate()
 
 
+def farthest_round_trip_s(plan: ConstellationPlan) -> float:
+    """By geometry, between the ground and the farthest satellite that holds chunks."""
+    servers = sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers).locate_all()  # type: ignore[index]
+    offsets = [plan.torus.delta(plan.centre, satellite) for satellite in servers]
+    return 2 * plan.delay_scale * max(shell_of(plan).slant_one_way_s(*offset) for offset in offsets)
+
+
 def measure(paths: dict[str, Connection], rounds: int, turn: int) -> dict[tuple[str, str], list[float]]:
     """Seconds of every timed run, by path and verb."""
     seconds: dict[tuple[str, str], list[float]] = {(name, verb): [] for name in paths for verb in ("read", "write")}
@@ -152,13 +161,10 @@ def main() -> None:
                 _, folder = stack.enter_context(constellation(delay_scale=0.0))
             paths["sky los, Python"] = stack.enter_context(path("sky", (str(folder), "los"), value, pure=True))
         if "delay" in wanted:
-            from skymemory.testbed.connect import expected_round_trip_s
-            from skymemory.testbed.plan import make_plan
-
-            scale = 2 * DELAYED_ONE_WAY_S / expected_round_trip_s(make_plan(), "los")
+            scale = 2 * DELAYED_ONE_WAY_S / farthest_round_trip_s(make_plan())
             with environment(pure=False):
                 plan, folder = stack.enter_context(constellation(delay_scale=scale))
-            round_trip_s = expected_round_trip_s(plan, "los")
+            round_trip_s = farthest_round_trip_s(plan)
             paths["sky los, delay"] = stack.enter_context(path("sky", (str(folder), "los"), value))
         seconds = measure(paths, options.rounds, options.turn)
     report(seconds, len(value), round_trip_s, options)
