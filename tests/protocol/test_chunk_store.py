@@ -48,7 +48,8 @@ def test_budget_contents_and_indexes_always_agree(steps, limit):
             payload = bytes([index, version]) * size
             before = dict(store.items())
             outcome = store.put((key, index), ref_of(key, index, payload, version), payload)
-            seen[key, index] = payload
+            if outcome.stored:
+                seen[key, index] = payload
             after = dict(store.items())
             gone = before.keys() - after.keys() - {(key, index)}
             assert len(gone) == outcome.evicted
