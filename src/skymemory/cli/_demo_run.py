@@ -22,9 +22,12 @@ from skymemory.cli.demo import DEMO_CODECS
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.identity import weights_digest
+from skymemory.engine.kv_cache import CacheSource
 from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, build_small, build_tinyllama, load_model
+from skymemory.engine.quantizers import codec_of
 from skymemory.engine.tokenizer import load_tokenizer, train_tokenizer
 from skymemory.errors import CodecUnavailable, InvalidInput
+from skymemory.kv.codec.base import measure
 from skymemory.store.constellation import ConstellationStore
 from skymemory.store.shared_index import SharedIndex
 from skymemory.testbed.connect import expected_round_trip_s, store_of
@@ -54,6 +57,7 @@ class Row:
     chunks_per_block: int
     satellites: int
     retransmitted: int
+    rms_error: float
     logit_distance: float
     same_tokens: int
     new_tokens: int
@@ -181,7 +185,7 @@ def _table(
     _generate(model, ids[:, :BLOCK_TOKENS], 2, None)  # warms what a first call sets up
     rows: list[Row] = []
     moved: dict[str, Any] = {}
-    reference = None
+    reference, block = None, b""
     revision = weights_digest(model)
     for codec in DEMO_CODECS:
         with _store(plan, directory) as store:
@@ -202,6 +206,8 @@ def _table(
                     reference = _last_logits(model, ids)
                 if not moved:
                     moved = _rotate(plan, narrator)
+                    block = _first_block(kvc, ids)  # as computed: the first codec is the lossless one
+                rms_error = measure(codec_of(codec), block, kvc.layout).rms_error
                 sky, sky_ttft_s, sky_total_s = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
                 result = kvc.last
                 distance = float((_last_logits(model, ids, kvc.get_cache_ids(ids)) - reference).abs().max())
@@ -211,7 +217,7 @@ def _table(
                     Row(
                         codec, plain_ttft_s, plain_total_s, sky_ttft_s, sky_total_s, result.cached_tokens,
                         result.prompt_tokens, value_bytes, chunks, min(plan.servers, chunks), result.retransmitted,
-                        distance, _common(plain, sky), new_tokens,
+                        rms_error, distance, _common(plain, sky), new_tokens,
                     )
                 )  # fmt: skip
                 fetch_s = result.seconds.get("fetch", 0.0)
@@ -221,6 +227,13 @@ def _table(
                     f"{format_duration(sky_ttft_s)}"
                 )
     return rows, moved
+
+
+def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
+    """The bytes of the prompt's first block."""
+    out = bytearray(kvc.layout.block_bytes)
+    CacheSource(kvc.get_cache_ids(ids), kvc.layout).read(0, memoryview(out))
+    return bytes(out)
 
 
 def _rotate(plan: ConstellationPlan, narrator: Narrator) -> dict[str, Any]:

@@ -43,20 +43,21 @@ def print_table_3(rows: Sequence[Row]) -> None:
     print(
         f"\nTable 3, here: {row.prompt_tokens} tokens of prompt, {row.new_tokens} generated (seconds)\n"
         f"{'quantization':<16}{'TTFT no KVC':>12}{'TTFT KVC':>10}{'':>7}{'all no KVC':>12}{'all KVC':>9}{'':>7}"
-        f"{'block':>10}{'chunks':>8}{'sats':>6}{'resent':>8}{'|Δlogit|':>10}{'same':>7}"
+        f"{'block':>10}{'chunks':>8}{'sats':>6}{'resent':>8}{'rms error':>11}{'|Δlogit|':>10}{'same':>7}"
     )
     for row in rows:
         print(
             f"{_NAMES[row.codec]:<16}{row.plain_ttft_s:>12.2f}{row.sky_ttft_s:>10.2f}"
             f"{_change(row.plain_ttft_s, row.sky_ttft_s):>7}{row.plain_total_s:>12.2f}{row.sky_total_s:>9.2f}"
             f"{_change(row.plain_total_s, row.sky_total_s):>7}{format_size(row.block_bytes):>10}"
-            f"{row.chunks_per_block:>8}{row.satellites:>6}{row.retransmitted:>8}{row.logit_distance:>10.3f}"
+            f"{row.chunks_per_block:>8}{row.satellites:>6}{row.retransmitted:>8}{row.rms_error:>11.4f}{row.logit_distance:>10.3f}"
             f"{f'{row.same_tokens}/{row.new_tokens}':>7}"
         )
         if row.codec in _PAPER:
             without, with_cache = _PAPER[row.codec]
             print(f"{'  the paper':<16}{'':>29}{without:>12.1f}{with_cache:>9.1f}{_change(without, with_cache):>7}")
     print(
+        "rms error: of the codec on a block's keys and values, read back.\n"
         "|Δlogit|: largest difference at the first new token from computing everything at once (in bfloat16 the split\n"
         "of the prefill alone changes rounding); same: leading tokens equal to those without the cache."
     )

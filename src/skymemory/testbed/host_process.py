@@ -65,7 +65,9 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     line = _Line(fd, stop) if fd is not None else None
 
-    def ready() -> None:
+    def ready(shortfall: str) -> None:
+        if shortfall:
+            say(f"{host.name}: {shortfall}; bursts may be lost and sent again")
         say(f"{host.name}: {len(host.planes) * plan.slots_per_plane} satellites listen")
         if line is not None:
             line.ready()

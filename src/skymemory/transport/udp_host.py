@@ -84,6 +84,8 @@ class UdpHost:
         except OSError:
             self.close()
             raise
+        self.shortfall = next((satellite.sock.shortfall for satellite in self._satellites.values()), "")
+        """What the kernel did not grant of the socket buffers, in words; empty if it granted all."""
         if self._delays is not None:
             loop.add_reader(self._delays.fileno(), self._release_due)
 
@@ -259,15 +261,17 @@ class UdpHost:
         return self._last_figures
 
 
-async def serve_host(spec: HostSpec, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
-    """Run one host's satellites until ``stop`` is set; ``on_ready`` is called once all sockets are bound.
+async def serve_host(spec: HostSpec, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+    """Run one host's satellites until ``stop`` is set.
+
+    ``on_ready`` is called once all sockets are bound, with what is wrong with their buffers (mostly nothing).
 
     Raises:
         OSError: a port is taken; nothing stays bound.
     """
     host = UdpHost(spec, asyncio.get_running_loop())
     try:
-        on_ready()
+        on_ready(host.shortfall)
         await stop.wait()
     finally:
         host.close()

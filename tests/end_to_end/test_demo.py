@@ -1,0 +1,69 @@
+"""The demo as a user runs it, in its quick form, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the demo needs skymemory[hf]")
+pytestmark = pytest.mark.engine
+
+DEMO = [sys.executable, "-m", "skymemory", "demo", "--quick"]
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of satellites whose plan is below ``folder``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if "satellite" in line and str(folder) in line:
+            found.append(line)
+    return found
+
+
+def test_the_quick_demo_serves_every_codec_from_the_sky_and_leaves_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    answer = subprocess.run([*DEMO, "--json"], env=environment, capture_output=True, text=True, timeout=110)
+    assert answer.returncode == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    assert report["identical"] is True
+    assert [row["codec"] for row in report["rows"]] == ["raw", "quanto8", "hqq8"]
+    for row in report["rows"]:
+        assert (row["tokens_from_sky"], row["prompt_tokens"], row["satellites"]) == (512, 524, 10)
+    raw, quanto, hqq = report["rows"]
+    assert raw["rms_error"] == 0 and 0 < quanto["rms_error"] < 0.05 and 0 < hqq["rms_error"] < 0.05
+    assert quanto["block_bytes"] < 0.6 * raw["block_bytes"] and hqq["block_bytes"] < 0.6 * raw["block_bytes"]
+    assert report["rotation"]["chunks_migrated"] > 0 and report["rotation"]["settled"] is True
+    assert processes_of(tmp_path) == [] and list(tmp_path.glob("skymemory-demo-*")) == []
+
+
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    demo = subprocess.Popen(DEMO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline_s = time.monotonic() + 60
+    while not processes_of(tmp_path) and demo.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert processes_of(tmp_path)
+    demo.send_signal(signal.SIGINT)
+    demo.communicate(timeout=30)
+    assert demo.returncode == 130
+    assert processes_of(tmp_path) == [] and list(tmp_path.glob("skymemory-demo-*")) == []
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"\xff\xfe\x00binary", "not UTF-8"), (b"a few words", "at least 129")])
+def test_a_document_that_is_no_text_or_too_short_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    document = tmp_path / "document"
+    document.write_bytes(content)
+    answer = subprocess.run([*DEMO, "--document", str(document)], capture_output=True, text=True, timeout=100)
+    assert answer.returncode == 2 and words in answer.stderr
+    assert "Traceback" not in answer.stderr
