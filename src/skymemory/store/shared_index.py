@@ -1,13 +1,15 @@
 """The local radix index, shared by the processes of one computer through an append-only journal.
 
 Every change is one record appended under a file lock; every reader replays what others appended before it looks. A
-tail torn by a crash is cut off by the next writer. Without a path the index lives and dies with the process.
+tail torn by a crash is cut off by the next writer. Where the journal was removed and the constellation started anew,
+the index begins anew with it. Without a path the index lives and dies with the process.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,34 +18,45 @@ from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, decode_records, encode_record
 from skymemory.index.radix import RadixIndex
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
 
 class SharedIndex:
-    """A ``RadixIndex`` that follows its journal file."""
+    """A ``RadixIndex`` that follows its journal file. May be used from any thread."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._index = RadixIndex()
+        self._path = path
         self._fd = -1
         self._replayed_bytes = 0
+        self._lock = threading.Lock()
+        """The file's lock keeps out other processes, not the threads of this one."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(path, _FLAGS, 0o600)
 
     def __len__(self) -> int:
-        self._follow()
-        return len(self._index)
+        with self._lock:
+            self._reopen()
+            self._follow()
+            return len(self._index)
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
         """Leading keys that are all present; ``keys`` may begin anywhere in a chain."""
-        self._follow()
-        count = self._index.longest_prefix(keys)
-        if count == 0 and keys and keys[0] in self._index:  # they do not begin at a chain's first block
-            return next((at for at, key in enumerate(keys) if key not in self._index), len(keys))
-        return count
+        with self._lock:
+            self._reopen()
+            self._follow()
+            count = self._index.longest_prefix(keys)
+            if count == 0 and keys and keys[0] in self._index:  # they do not begin at a chain's first block
+                return next((at for at, key in enumerate(keys) if key not in self._index), len(keys))
+            return count
 
     def infos(self, keys: Sequence[bytes]) -> list[BlockInfo | None]:
         """What is known of each key."""
-        self._follow()
-        return [self._index.get(key) for key in keys]
+        with self._lock:
+            self._reopen()
+            self._follow()
+            return [self._index.get(key) for key in keys]
 
     def add(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> None:
         """Add a chain. Depths are a caller's hint: a chain that contradicts what is known replaces it, and where its
@@ -92,19 +105,41 @@ class SharedIndex:
 
     def _write(self, change: Callable[[], bytes]) -> None:
         """Apply a change and append its records, with nobody else writing meanwhile."""
-        if self._fd < 0:
-            change()
-            return
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        with self._lock:
+            if self._fd < 0:
+                change()
+                return
+            self._reopen()
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                self._follow()
+                if os.fstat(self._fd).st_size > self._replayed_bytes:
+                    os.ftruncate(self._fd, self._replayed_bytes)  # a torn tail: its writer died
+                self._append(change())
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _append(self, record: bytes) -> None:
+        written = 0
         try:
-            self._follow()
-            if os.fstat(self._fd).st_size > self._replayed_bytes:
-                os.ftruncate(self._fd, self._replayed_bytes)  # a torn tail: its writer died
-            record = change()
-            os.write(self._fd, record)
-            self._replayed_bytes += len(record)
+            written = os.write(self._fd, record)
         finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            if written == len(record):
+                self._replayed_bytes += written
+            else:  # no room left: what others cannot read is not known here either
+                self._index, self._replayed_bytes = RadixIndex(), 0
+
+    def _reopen(self) -> None:
+        """Take the new journal where ours was removed. With its folder gone no constellation runs there: keep ours."""
+        if self._fd < 0 or self._path is None or os.fstat(self._fd).st_nlink:
+            return
+        try:
+            fresh = os.open(self._path, _FLAGS, 0o600)
+        except FileNotFoundError:
+            return
+        os.close(self._fd)
+        self._fd = fresh
+        self._index, self._replayed_bytes = RadixIndex(), 0
 
     def _follow(self) -> None:
         """Replay what has been appended since."""
