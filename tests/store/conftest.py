@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import SkyMap
-from skymemory.store.constellation import ConstellationStore, SkySettings
+from skymemory.store.constellation import ConstellationStore
 from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky_settings import SkySettings
 from skymemory.testbed.plan import local_hosts, make_plan
 from skymemory.testbed.ports import free_base_port
 from skymemory.testbed.wiring import clock_of, host_spec, sky_of

@@ -12,7 +12,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.protocol.messages import pack_moves
 from skymemory.protocol.wire import Op
-from skymemory.store.base import Presence
+from skymemory.store.base import LEASE_S, Presence
 from skymemory.store.constellation import ConstellationStore
 from skymemory.store.named import get_named, put_named
 from skymemory.store.shared_index import SharedIndex
@@ -163,3 +163,14 @@ def test_buffers_are_used_again_only_after_release() -> None:
         store.release(first)
         second = store.prepare_load(KEYS[:1])
         assert store.complete_load(second) == [VALUES[0]]
+
+
+def test_a_store_that_is_never_completed_is_pending_until_its_lease_ends() -> None:
+    sky = simulated()
+    store = store_over(sky, index=SharedIndex())
+    store.prepare_store(ITEMS[:1])
+    second = store.prepare_store(ITEMS[:2])
+    assert store.complete_store(second) == [True, True]
+    assert store.lookup(KEYS[:2]) == [Presence.PENDING, Presence.HIT]
+    sky.settle(sky.now_s + LEASE_S)
+    assert store.lookup(KEYS[:2]) == [Presence.HIT, Presence.HIT]

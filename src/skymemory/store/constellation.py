@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from skymemory.errors import InvalidInput, ValueTooLarge
-from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
+from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
 from skymemory.protocol.client import Finished
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
-from skymemory.protocol.motion import STRATEGY_CODES, SkyMap
+from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.transfer import ValueInfo
-from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
+from skymemory.protocol.wire import Op
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
@@ -37,21 +35,11 @@ from skymemory.store.catalog import Catalog
 from skymemory.store.driver import ClientDriver
 from skymemory.store.listing import NamedValue, list_names
 from skymemory.store.probing import Prober
+from skymemory.store.rooms import Rooms
 from skymemory.store.shared_index import SharedIndex
-from skymemory.units import format_size
+from skymemory.store.sky_settings import SkySettings
 
-_POOLED_BUFFERS = 4
 _GONE = ("missing", "corrupt", "other version")
-
-
-@dataclass(frozen=True, slots=True)
-class SkySettings:
-    """How values are laid out. ``memory_per_satellite_bytes`` 0: not known, nothing is refused for its size."""
-
-    strategy: str = "rotation_hop"
-    servers: int = 10
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    memory_per_satellite_bytes: int = 0
 
 
 class ConstellationStore(TwoPhase):
@@ -67,17 +55,14 @@ class ConstellationStore(TwoPhase):
         name: str = "constellation",
     ) -> None:
         self.settings = settings or SkySettings()
-        strategy = STRATEGY_CODES.get(self.settings.strategy)  # type: ignore[call-overload]
-        if strategy is None:
-            raise InvalidInput(f"strategy {self.settings.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
-        self._strategy: int = strategy
+        self._strategy = strategy = self.settings.strategy_code
         self._driver = driver
         self._sky = sky
         self._catalog = Catalog(index, Prober(driver, sky, strategy, self.settings.servers), self.settings.chunk_bytes)
         self._name = name
-        self._pending: set[bytes] = set()
-        self._open_tickets: set[int] = set()
-        self._pool: list[np.ndarray] = []
+        self._loads: set[LoadTicket] = set()
+        self._stores: set[StoreTicket] = set()
+        self._rooms = Rooms()
         self._counters = Counters()
         self._bytes_per_s = 1e9
         self._closed = False
@@ -91,8 +76,10 @@ class ConstellationStore(TwoPhase):
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)
         infos = self._catalog.find(keys)
+        now_s = self._driver.now_s()
+        pending = {key for ticket in list(self._stores) if ticket.expires_s > now_s for key, _ in ticket.items}
         return [
-            Presence.PENDING if key in self._pending else Presence.HIT if key in infos else Presence.MISS
+            Presence.PENDING if key in pending else Presence.HIT if key in infos else Presence.MISS
             for key in keys
         ]  # fmt: skip
 
@@ -103,18 +90,18 @@ class ConstellationStore(TwoPhase):
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = LoadTicket(self._check(keys), self._driver.now_s() + LEASE_S)
-        self._open_tickets.add(id(ticket))
+        self._loads.add(ticket)
         return ticket
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
-        if id(ticket) not in self._open_tickets:
+        if ticket not in self._loads:
             raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
-        self._open_tickets.discard(id(ticket))
+        self._loads.discard(ticket)
         started_s = self._driver.now_s()
         infos = self._catalog.take(ticket.keys)
         unique = list(infos.values())
-        room = self._room(sum(info.value_bytes for info in unique))
+        room = self._rooms.take(sum(info.value_bytes for info in unique))
         ticket.state = room
         outcomes, values = self._fetch(unique, room.data)
         seconds = self._driver.now_s() - started_s
@@ -167,58 +154,33 @@ class ConstellationStore(TwoPhase):
         return KeyReport(seconds=report.seconds, retransmitted=report.retransmitted_chunks, reason=report.failure)
 
     def release(self, ticket: LoadTicket) -> None:
-        self._open_tickets.discard(id(ticket))
-        if isinstance(ticket.state, np.ndarray):
-            self._pool.append(ticket.state)
-            ticket.state = None
-            if len(self._pool) > _POOLED_BUFFERS:
-                self._pool.sort(key=len)
-                del self._pool[0]
-
-    def _room(self, size_bytes: int) -> np.ndarray:
-        """A buffer to receive into: one that was released if it is large enough, whose pages are there already."""
-        for at, room in enumerate(self._pool):
-            if len(room) >= size_bytes:
-                return self._pool.pop(at)
-        return np.empty(max(size_bytes, 1), dtype=np.uint8)
+        self._loads.discard(ticket)
+        room, ticket.state = ticket.state, None
+        if isinstance(room, np.ndarray):
+            self._rooms.give_back(room)
 
     # --- storing ---
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
         items = check_items(items)
         self._check(())
-        limit_bytes = self._largest_value_bytes()
         for _, value in items:
-            size_bytes = memoryview(value).nbytes
-            if size_bytes > limit_bytes:
-                raise ValueTooLarge(
-                    f"a value of {format_size(size_bytes)} on {self.settings.servers} satellites of "
-                    f"{format_size(self.settings.memory_per_satellite_bytes)}: at most {format_size(limit_bytes)} fit; "
-                    "use more servers, more memory per satellite or smaller values"
-                )
+            self.settings.check_size(memoryview(value).nbytes)
         ticket = StoreTicket(items, self._driver.now_s() + LEASE_S)
-        self._open_tickets.add(id(ticket))
-        self._pending.update(key for key, _ in items)
+        self._stores.add(ticket)
         return ticket
 
-    def _largest_value_bytes(self) -> int:
-        settings = self.settings
-        if not settings.memory_per_satellite_bytes:
-            return (1 << 32) - 1
-        per_satellite = settings.memory_per_satellite_bytes // (settings.chunk_bytes + CHUNK_REF_BYTES)
-        return min((1 << 32) - 1, per_satellite * settings.servers * settings.chunk_bytes)
-
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
-        if id(ticket) not in self._open_tickets:
+        self._check(())
+        if ticket not in self._stores:
             raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
-        self._open_tickets.discard(id(ticket))
         started_s = self._driver.now_s()
         try:
             with self._driver.lock:
                 begun = {key: self._begin_put(key, value) for key, value in dict(ticket.items).items()}
                 finished = self._driver.run(begun.values())
         finally:
-            self._pending.difference_update(key for key, _ in ticket.items)
+            self._stores.discard(ticket)
         stored = {key: finished[number] for key, number in begun.items() if finished[number].ok}
         failed = [outcome.info for outcome in finished.values() if not outcome.ok and outcome.info is not None]
         for outcome in finished.values():

@@ -11,9 +11,10 @@ from skymemory.errors import InvalidInput
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.store.base import Store
-from skymemory.store.constellation import ConstellationStore, SkySettings
+from skymemory.store.constellation import ConstellationStore
 from skymemory.store.memory import MemoryStore
 from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky_settings import SkySettings
 from skymemory.testbed.plan import ACCESS_MODES, ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.wiring import client_ip, clock_of, shell_of, sky_of

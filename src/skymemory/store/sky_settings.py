@@ -1,0 +1,48 @@
+"""How values are laid out in the sky, and how large they may be there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
+from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.protocol.wire import CHUNK_REF_BYTES
+from skymemory.units import format_size
+
+_WIRE_LIMIT_BYTES = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SkySettings:
+    """``memory_per_satellite_bytes`` 0: not known, nothing is refused for its size (but by the wire's 4 GiB)."""
+
+    strategy: str = "rotation_hop"
+    servers: int = 10
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    memory_per_satellite_bytes: int = 0
+
+    @property
+    def strategy_code(self) -> int:
+        """Its number on the wire; InvalidInput for a strategy we do not know."""
+        code = STRATEGY_CODES.get(self.strategy)  # type: ignore[call-overload]
+        if code is None:
+            raise InvalidInput(f"strategy {self.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
+        return int(code)
+
+    @property
+    def largest_value_bytes(self) -> int:
+        """What fits when the satellites of a box hold nothing else."""
+        if not self.memory_per_satellite_bytes:
+            return _WIRE_LIMIT_BYTES
+        chunks = self.memory_per_satellite_bytes // (self.chunk_bytes + CHUNK_REF_BYTES)
+        return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes)
+
+    def check_size(self, size_bytes: int) -> None:
+        """Raises ``ValueTooLarge``, naming the limit, for a value that could never fit."""
+        if size_bytes > self.largest_value_bytes:
+            raise ValueTooLarge(
+                f"a value of {format_size(size_bytes)} on {self.servers} satellites of "
+                f"{format_size(self.memory_per_satellite_bytes)}: at most {format_size(self.largest_value_bytes)} fit; "
+                "use more servers, more memory per satellite or smaller values"
+            )
