@@ -174,3 +174,18 @@ def test_a_store_that_is_never_completed_is_pending_until_its_lease_ends() -> No
     assert store.lookup(KEYS[:2]) == [Presence.PENDING, Presence.HIT]
     sky.settle(sky.now_s + LEASE_S)
     assert store.lookup(KEYS[:2]) == [Presence.HIT, Presence.HIT]
+
+
+def test_an_interrupted_read_lets_go_of_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with udp_store(SharedIndex()) as store:
+        store.put_many(ITEMS)
+        client = store._driver
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "_receive_or_wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                store.get_many(KEYS)
+        assert client.machine.next_timer_s() is None
+        assert same(store.get_many(KEYS), VALUES)

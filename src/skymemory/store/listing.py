@@ -60,8 +60,9 @@ def _held(driver: ClientDriver, satellite: SatelliteId) -> Iterator[tuple[bytes,
         try:
             page = messages.unpack_listed(answer.body) if answer.ok else []
         except MalformedPacket:
-            page = []
-        if not page:
+            driver.machine.counters.add("packets_malformed")
+            return
+        if not page or page[-1][0] <= after:  # the end, or a satellite that would go on for ever
             return
         yield from page
         after = page[-1][0]

@@ -60,6 +60,7 @@ class Prober:
             try:
                 presences = messages.unpack_presences(answer.body) if answer.ok else []
             except MalformedPacket:
+                machine.counters.add("packets_malformed")
                 continue
             for key, presence in zip(asked[number], presences, strict=False):
                 info = value_info(key, presence) if presence is not None else None

@@ -59,19 +59,27 @@ class UdpClient:
         return self._lock
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
-        """Carry datagrams until all these operations have ended; how each did, by its number."""
+        """Carry datagrams until all these operations have ended; how each did, by its number.
+
+        Where it is interrupted (Ctrl-C), they are given up: nothing is received into their buffers any more.
+        """
         waiting, finished = set(numbers), dict[int, Finished]()
         with self._lock:
-            while True:
-                self._send()
-                while (event := self.machine.next_event()) is not None:
-                    self._unclaimed[event.number] = event
-                for number in [number for number in waiting if number in self._unclaimed]:
-                    finished[number] = self._unclaimed.pop(number)
-                    waiting.discard(number)
-                if not waiting:
-                    return finished
-                self._receive_or_wait()
+            try:
+                while True:
+                    self._send()
+                    while (event := self.machine.next_event()) is not None:
+                        self._unclaimed[event.number] = event
+                    for number in [number for number in waiting if number in self._unclaimed]:
+                        finished[number] = self._unclaimed.pop(number)
+                        waiting.discard(number)
+                    if not waiting:
+                        return finished
+                    self._receive_or_wait()
+            finally:
+                for number in waiting:
+                    self.machine.cancel(number)
+                    self._unclaimed.pop(number, None)
 
     def close(self) -> None:
         self._sock.close()
