@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from skymemory.protocol import chunk_store, messages, selection, wire
-from skymemory.protocol.departures import CREDIT_UNIT_BYTES
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.space_packet import COMMAND_BYTES, MAX_PACKET_BYTES, TELEMETRY_BYTES, pack_command
-from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader, Status
+from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Address, ChunkRef, Op, PlacementTag, SkyHeader, Status
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference/wire.md").read_text("utf-8")

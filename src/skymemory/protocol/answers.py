@@ -12,14 +12,12 @@ from skymemory.protocol import messages
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
-from skymemory.protocol.outbox import CREDIT_UNIT_BYTES, Operation, Request
+from skymemory.protocol.outbox import Operation, Request
 from skymemory.protocol.selection import Selection
-from skymemory.protocol.space_packet import TELEMETRY_BYTES
 from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, ReadTransfer, WriteTransfer
-from skymemory.protocol.wire import Op, SkyHeader, Status
+from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Op, SkyHeader, Status
 
 _SANE_RTT_US = 60_000_000
-_ECHO_AT = TELEMETRY_BYTES + 24
 _ANSWERS: dict[Op, Op] = {
     Op.GET: Op.DATA, Op.HAS: Op.PRESENCE, Op.EVICT: Op.EVICTED, Op.PING: Op.PONG, Op.LIST: Op.LISTED,
     Op.ADVANCE: Op.ADVANCED,

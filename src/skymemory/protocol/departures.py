@@ -10,10 +10,7 @@ from skymemory.protocol.chunk_store import Chunk
 from skymemory.protocol.forwarding import LinkEnd, Router
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
 from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import Address, Op, SkyHeader, Status
-
-CREDIT_UNIT_BYTES = 4096
-"""The unit of a header's ``credit``."""
+from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Address, Op, SkyHeader, Status
 
 
 class Departures:

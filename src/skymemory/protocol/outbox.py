@@ -12,9 +12,16 @@ from skymemory.protocol.segments import SegmentBatch, prefixed_batch, single
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import COMMAND_BYTES, pack_command
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, WriteTransfer
-from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, GROUND_SHELL, HOP_LIMIT, SKY, VERSION, Op, Status
-
-CREDIT_UNIT_BYTES = 4096
+from skymemory.protocol.wire import (
+    COMMAND_PREFIX_BYTES,
+    CREDIT_UNIT_BYTES,
+    GROUND_SHELL,
+    HOP_LIMIT,
+    SKY,
+    VERSION,
+    Op,
+    Status,
+)
 
 
 @dataclass(slots=True, eq=False)

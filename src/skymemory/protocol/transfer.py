@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,6 +74,20 @@ class Burst:
     indices: list[int]
 
 
+def _bursts_in_turn(chunks: int, satellites: Sequence[SatelliteId], servers: int, burst_chunks: int) -> deque[Burst]:
+    """All chunks of a value: the first burst of every server, then the second of every server, and so on."""
+    round_chunks = servers * burst_chunks
+    return deque(
+        Burst(satellites[server], list(range(first + server, min(first + round_chunks, chunks), servers)))
+        for first in range(0, chunks, round_chunks)
+        for server in range(min(servers, chunks - first))
+    )
+
+
+def _satellites(bursts: Iterable[Burst]) -> int:
+    return len({burst.satellite for burst in bursts})
+
+
 @dataclass(slots=True)
 class _Search:
     """Where a chunk that was not in its place has yet to be looked for, as seen at moves ``at``."""
@@ -98,25 +112,10 @@ class ReadTransfer:
         self.arrived = bytearray(info.chunks)
         self.crcs = np.zeros(info.chunks, dtype=np.uint32)
         self.missing = info.chunks
-        self.report = TransferReport(info.value_bytes, info.chunks)
+        self.pending = _bursts_in_turn(info.chunks, where(moves), info.servers, burst_chunks)
+        self.report = TransferReport(info.value_bytes, info.chunks, _satellites(self.pending))
         self._where = where
         self._searches: dict[int, _Search] = {}
-        self.pending: deque[Burst] = deque()
-        self._plan(moves, burst_chunks)
-
-    def _plan(self, moves: Moves, burst_chunks: int) -> None:
-        servers = self._where(moves)
-        stride = self.info.servers
-        rounds: list[list[Burst]] = []
-        for server in range(min(stride, self.info.chunks)):
-            indices = list(range(server, self.info.chunks, stride))
-            for turn, at in enumerate(range(0, len(indices), burst_chunks)):
-                if turn == len(rounds):
-                    rounds.append([])
-                rounds[turn].append(Burst(servers[server], indices[at : at + burst_chunks]))
-        self.report.satellites = len({burst.satellite for turn in rounds for burst in turn})
-        for turn_bursts in rounds:
-            self.pending.extend(turn_bursts)
 
     def place(self, runs: list[Run], first: int, requests: set[int]) -> list[Tally]:
         """Take the runs from ``first`` on that are DATA for these requests, and tell what was in them."""
@@ -203,16 +202,8 @@ class WriteTransfer:
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
         refs = pack_refs(key, range(chunks), crcs, chunk_bytes, len(view), value_crc, servers, strategy, moves)
         payloads = [view[at : at + chunk_bytes] for at in range(0, len(view), chunk_bytes)] or [view[:0]]
-        satellites = where(moves)
-        rounds: list[list[Burst]] = []
-        for server in range(min(servers, chunks)):
-            indices = list(range(server, chunks, servers))
-            for turn, at in enumerate(range(0, len(indices), WRITE_BURST_CHUNKS)):
-                if turn == len(rounds):
-                    rounds.append([])
-                rounds[turn].append(Burst(satellites[server], indices[at : at + WRITE_BURST_CHUNKS]))
-        pending = deque(burst for turn_bursts in rounds for burst in turn_bursts)
-        report = TransferReport(len(view), chunks, len({burst.satellite for burst in pending}))
+        pending = _bursts_in_turn(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
+        report = TransferReport(len(view), chunks, _satellites(pending))
         return cls(info, refs, payloads, bytearray(chunks), chunks, pending, report)
 
     def acknowledge(self, indices: list[int]) -> int:

@@ -29,6 +29,8 @@ HOP_LIMIT_OFFSET = 20
 HOP_LIMIT = 64
 """Links that a packet may take, as its sender sets it."""
 CRC_OFFSET = 40
+CREDIT_UNIT_BYTES = 4096
+"""The unit of a header's ``credit``."""
 
 CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
 CHUNK_REF_BYTES = CHUNK_REF.size
@@ -157,7 +159,7 @@ class ChunkRef:
 
 
 class SkyHeader(NamedTuple):
-    """The mission's own header. ``credit`` is in units of 4 KiB; ``timestamp_us`` is echoed by the answer.
+    """The mission's own header: ``credit`` counts ``CREDIT_UNIT_BYTES``, ``timestamp_us`` is echoed by the answer.
 
     A tuple, as ``Address`` is: one is made for every control packet that comes and goes, in a third of the time.
     """
