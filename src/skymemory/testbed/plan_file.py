@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,4 +130,6 @@ def save_plan(plan: ConstellationPlan, path: Path) -> None:
         scratch.write_text(to_json(plan), "utf-8")
         scratch.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
         raise InvalidInput(f"cannot write the plan {path}: {error.strerror}") from error

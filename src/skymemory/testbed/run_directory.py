@@ -201,6 +201,6 @@ class RunDirectory:
 
     def sweep(self) -> None:
         """Remove what a constellation leaves: plan, pid files, index and logs. Call it with the lock held."""
-        for pattern in ("*.pid", "*.log", ".*.pid.*", PLAN_NAME, INDEX_NAME, f"{INDEX_NAME}.*"):
+        for pattern in ("*.pid", "*.log", ".*.pid.*", PLAN_NAME, f".{PLAN_NAME}.*", INDEX_NAME):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
