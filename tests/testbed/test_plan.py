@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.constellation.presets import PRESETS
+from skymemory.constellation.presets import PRESETS, preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, UnknownPreset
+from skymemory.placement.layout import Strategy
+from skymemory.placement.locate import Placement
+from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.testbed.plan import (
     ConstellationPlan,
     Faults,
@@ -25,6 +28,7 @@ from skymemory.testbed.plan import (
     remote_hosts,
 )
 from skymemory.testbed.plan_file import from_json, load_plan, save_plan, to_json
+from skymemory.testbed.wiring import sky_of
 
 
 def test_the_default_is_the_papers_testbed() -> None:
@@ -200,3 +204,20 @@ def test_delays_that_are_none(text: str) -> None:
 def test_a_plan_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_plan().servers = 3  # type: ignore[misc]
+
+
+def test_a_plan_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(InvalidInput, match="cannot write the plan"):
+        save_plan(make_plan(), tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("strategy", ["rotation_hop", "cost"])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_what_runs_is_laid_out_as_the_map_says(preset: str, strategy: Strategy) -> None:
+    plan = make_plan(preset, strategy=strategy)
+    placement = Placement.for_preset(preset_named(preset), strategy)
+    assert sky_of(plan).servers_at(STRATEGY_CODES[strategy], plan.servers, (0, 0), (3, 1)) == placement.locate_all(
+        (0, 0), (3, 1)
+    )

@@ -25,8 +25,9 @@ def shell_of(plan: ConstellationPlan) -> Shell:
 
 
 def sky_of(plan: ConstellationPlan) -> SkyMap:
-    """Where every server is."""
-    return SkyMap(plan.torus, plan.centre)
+    """Where every server is; links as long as the preset's, which the ``cost`` placement weighs."""
+    shell = shell_of(plan)
+    return SkyMap(plan.torus, plan.centre, shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane"))
 
 
 def clock_of(plan: ConstellationPlan) -> MoveClock:
