@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from skymemory.testbed.plan import ConstellationPlan, HostShare
     from skymemory.testbed.run_directory import RunDirectory
 
-STARTUP_TARGET_S = 2.0
-
 
 def _base_port(text: str) -> int | None:
     if text == "auto":

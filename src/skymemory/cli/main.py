@@ -3,8 +3,8 @@ one line.
 
 A verb is a module ``cli/<verb>.py`` with ``add_parser(subparsers)`` and ``run(args) -> int``; a file whose
 name begins with an underscore is shared by verbs and is none itself. When the first argument names a verb
-only that file is imported, so a satellite starts without numpy, let alone torch; verbs import what is heavy
-inside ``run``.
+only that file is imported, so a map is drawn without numpy and a satellite starts without torch; verbs import
+what is heavy inside ``run``.
 """
 
 from __future__ import annotations

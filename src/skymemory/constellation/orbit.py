@@ -110,7 +110,7 @@ class Shell:
 
     def positions_m(self, now_s: float = 0.0) -> NDArray[np.float64]:
         """Inertial positions of all satellites, shape ``(planes, slots_per_plane, 3)``."""
-        import numpy as np  # here: a satellite process asks for delays only and starts without numpy
+        import numpy as np  # here: delays and maps need no numpy, and their verbs start without
 
         i_rad = math.radians(self.inclination_deg)
         plane = np.arange(self.planes)[:, None]

@@ -108,7 +108,7 @@ def plane_move_period_s(shell: Shell) -> float:
 
 def host_position_m(host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
     """Inertial position of the host, shape ``(3,)``."""
-    import numpy as np  # here and below: a satellite process never looks at the sky and starts without numpy
+    import numpy as np  # here and below: delays and maps need no numpy, and their verbs start without
 
     latitude = math.radians(host.latitude_deg)
     longitude = math.radians(host.longitude_deg) + earth_angle_rad(epoch_unix_s, now_s)
