@@ -75,10 +75,9 @@ class Answers:
         return taken, Verdict(operation, failure) if ended else None
 
     def _expect_rest(self, request: Request, transfer: ReadTransfer, now_s: float) -> None:
-        arrived = transfer.arrived
-        if not arrived[request.indices[-1]]:
+        if not transfer.arrived[request.indices[-1]]:
             self._in_flight.extend(request, now_s)
-        elif all(map(arrived.__getitem__, request.indices)):
+        elif transfer.has(request.indices):
             self._in_flight.retire(request)
         else:
             # Satellites answer in order: what is missing before the last chunk was lost or overtaken.
@@ -148,7 +147,8 @@ class Answers:
             return Verdict(request.operation, "missing")
         absent = set(indices)
         request.indices = [index for index in request.indices if index not in absent]
-        if all(transfer.arrived[index] for index in request.indices):
+        request.body = b""
+        if transfer.has(request.indices):
             self._in_flight.retire(request)
         self._resume(request.operation)
         return None

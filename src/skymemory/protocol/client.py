@@ -154,7 +154,13 @@ class ClientMachine:
             taken = self._take_data(runs, at, now_s)
             if not taken:
                 self._take_apart(*runs[at], now_s)
-            at += max(1, taken)
+                taken = 1
+            at += taken
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether something may be there to send; False only where nothing is."""
+        return bool(self._waiting) or self._outbox.filled
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
         """Batches with the satellite whose beam each takes, as far as the windows let them."""
@@ -195,7 +201,8 @@ class ClientMachine:
         if request is None or not isinstance(request.operation.transfer, ReadTransfer):
             return 0
         taken, verdict = self._answers.data(request.operation, request.operation.transfer, runs, first, now_s)
-        self._finish(verdict, now_s)
+        if verdict is not None:
+            self._finish(verdict, now_s)
         return taken
 
     def _take_apart(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
@@ -280,7 +287,8 @@ class ClientMachine:
             if fits < len(indices):
                 transfer.pending.appendleft(Burst(satellite, indices[fits:]))
                 indices = indices[:fits]
-            self._in_flight.send(operation, satellite, op, indices, b"", fits * size_each, moves, now_s)
+            body = transfer.info.key + burst.steps if burst.steps else b""
+            self._in_flight.send(operation, satellite, op, indices, body, fits * size_each, moves, now_s)
             yield
         transfer.pending.extendleft(reversed(stalled))
 

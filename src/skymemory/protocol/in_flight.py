@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
@@ -41,8 +42,8 @@ class InFlight:
         return self._links.outbound(self._outbox.beam(satellite)) if op is Op.SET else self._links.inbound
 
     def send(
-        self, operation: Operation, satellite: SatelliteId, op: Op, indices: list[int], body: bytes, size_bytes: int,
-        moves: Moves, now_s: float,
+        self, operation: Operation, satellite: SatelliteId, op: Op, indices: Sequence[int], body: bytes,
+        size_bytes: int, moves: Moves, now_s: float,
     ) -> None:  # fmt: skip
         """A new request: ``size_bytes`` is what it puts on its way, up or down."""
         window = self.window(op, satellite)
@@ -156,5 +157,6 @@ class InFlight:
         request.operation.report.retransmitted_chunks += len(wanted)
         if isinstance(request.operation.transfer, ReadTransfer | WriteTransfer):
             request.indices = wanted
+            request.body = b""
             request.moves = moves
         self._outbox.transmit(request, now_s)

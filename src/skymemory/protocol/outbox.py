@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
-from skymemory.protocol import messages
 from skymemory.protocol.pacing import Window
-from skymemory.protocol.segments import SegmentBatch, prefixed_batch, single
+from skymemory.protocol.segments import SegmentBatch, prefixed_batch
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import COMMAND_BYTES, pack_command
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, WriteTransfer
@@ -48,8 +49,9 @@ class Request:
     operation: Operation
     satellite: SatelliteId
     op: Op
-    indices: list[int]
+    indices: Sequence[int]
     body: bytes
+    """What follows the headers; of a read it may be empty, and is then packed when it is sent."""
     begun_s: float
     deadline_s: float
     in_flight_bytes: int
@@ -77,6 +79,10 @@ class Outbox:
         """The satellite we talk to for the sake of this one."""
         return satellite if self.gateway is None else self.gateway
 
+    @property
+    def filled(self) -> bool:
+        return bool(self._batches)
+
     def take(self) -> list[tuple[SegmentBatch, SatelliteId]]:
         batches, self._batches = self._batches, []
         return batches
@@ -92,10 +98,12 @@ class Outbox:
             prefix = self._prefix(request, beam, 1, sequence, now_s)
             batch = prefixed_batch(prefix, transfer.refs[request.indices].tobytes(), payloads, sequence)
         else:
-            if isinstance(transfer, ReadTransfer):
+            if isinstance(transfer, ReadTransfer) and not request.body:
                 request.body = Selection.of(transfer.info.key, request.indices, transfer.info.servers).pack()
-            prefix = self._prefix(request, beam, len(request.body), self._take_sequence(1), now_s)
-            batch = single(messages.sealed(prefix + request.body, COMMAND_BYTES))
+            body = request.body
+            packet = bytearray(self._prefix(request, beam, len(body), self._take_sequence(1), now_s) + body)
+            native.seal_headers(packet, len(packet), COMMAND_BYTES)
+            batch = SegmentBatch(packet, len(packet))
         self._batches.append((batch, beam))
 
     def _prefix(self, request: Request, beam: SatelliteId, body_bytes: int, sequence: int, now_s: float) -> bytes:

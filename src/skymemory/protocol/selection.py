@@ -17,6 +17,15 @@ MAX_SELECTION_BITS = 1 << 16
 """Steps of one selection: bounds what one GET can ask for before anything is allocated."""
 
 _SELECTION = struct.Struct(">32sIII")
+_STEPS = struct.Struct(">III")
+
+
+def pack_steps(indices: range) -> bytes:
+    """What follows the key in the selection of exactly these: it is the same for every key."""
+    count = len(indices)
+    if not 1 <= count <= MAX_SELECTION_BITS:
+        raise InvalidInput(f"a selection over {count} steps: expected 1 to {MAX_SELECTION_BITS}")
+    return _STEPS.pack(indices[0] + 1, indices.step, count) + ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
 
 
 @dataclass(frozen=True, slots=True)

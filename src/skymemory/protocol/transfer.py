@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from skymemory.native import Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol.messages import KEY_BYTES, Buffer
 from skymemory.protocol.segments import pack_refs
+from skymemory.protocol.selection import pack_steps
 from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, TELEMETRY_PREFIX_BYTES
 
 Where = Callable[[Moves], tuple[SatelliteId, ...]]
@@ -24,6 +27,9 @@ WRITE_BURST_CHUNKS = 64
 """Chunks of one SET request, which is answered as a whole; the windows may cut it."""
 CHUNK_OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
 """What a chunk weighs in the air beyond its payload."""
+_CRC_BYTES = 4
+_PLANNED_CHUNKS = 1 << 16
+"""The bursts of larger values are not remembered: working them out costs little beside the value."""
 _MAX_RENEWALS = 3
 """How often the search for one chunk begins anew because the box has moved again."""
 
@@ -66,22 +72,36 @@ class TransferReport:
     failure: str = ""
 
 
-@dataclass(slots=True)
-class Burst:
-    """Chunks to ask one satellite for, or to send to it, in one request."""
+class Burst(NamedTuple):
+    """Chunks to ask one satellite for, or to send to it, in one request. ``steps`` is what ``pack_steps`` makes of
+    them, or empty.
+    """
 
     satellite: SatelliteId
-    indices: list[int]
+    indices: Sequence[int]
+    steps: bytes = b""
 
 
-def _bursts_in_turn(chunks: int, satellites: Sequence[SatelliteId], servers: int, burst_chunks: int) -> deque[Burst]:
+def _bursts_in_turn(
+    chunks: int, satellites: Sequence[SatelliteId], servers: int, burst_chunks: int
+) -> Iterator[tuple[SatelliteId, range]]:
     """All chunks of a value: the first burst of every server, then the second of every server, and so on."""
     round_chunks = servers * burst_chunks
-    return deque(
-        Burst(satellites[server], list(range(first + server, min(first + round_chunks, chunks), servers)))
-        for first in range(0, chunks, round_chunks)
-        for server in range(min(servers, chunks - first))
+    for first in range(0, chunks, round_chunks):
+        for server in range(min(servers, chunks - first)):
+            yield satellites[server], range(first + server, min(first + round_chunks, chunks), servers)
+
+
+@lru_cache(maxsize=32)
+def _read_plan(
+    chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
+) -> tuple[tuple[Burst, ...], int]:
+    """The bursts of a read and the number of satellites it asks: the same for every value of one size in one place."""
+    bursts = tuple(
+        Burst(satellite, indices, pack_steps(indices))
+        for satellite, indices in _bursts_in_turn(chunks, satellites, servers, burst_chunks)
     )
+    return bursts, _satellites(bursts)
 
 
 def _satellites(bursts: Iterable[Burst]) -> int:
@@ -110,10 +130,12 @@ class ReadTransfer:
         self.info = info
         self.out = out
         self.arrived = bytearray(info.chunks)
-        self.crcs = np.zeros(info.chunks, dtype=np.uint32)
+        self.crcs = bytearray(info.chunks * _CRC_BYTES)
         self.missing = info.chunks
-        self.pending = _bursts_in_turn(info.chunks, where(moves), info.servers, burst_chunks)
-        self.report = TransferReport(info.value_bytes, info.chunks, _satellites(self.pending))
+        plan = _read_plan if info.chunks <= _PLANNED_CHUNKS else _read_plan.__wrapped__
+        bursts, satellites = plan(info.chunks, where(moves), info.servers, burst_chunks)
+        self.pending = deque(bursts)
+        self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self._where = where
         self._searches: dict[int, _Search] = {}
 
@@ -122,13 +144,20 @@ class ReadTransfer:
         info = self.info
         tallies = native.place_runs(
             runs, first, requests, info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc,
-            self.out, self.arrived, self.crcs.data,
+            self.out, self.arrived, self.crcs,
         )  # fmt: skip
         for _, _, _, placed, duplicates, corrupt, _ in tallies:
             self.missing -= placed
-            self.report.duplicate_chunks += duplicates
-            self.report.corrupt_chunks += corrupt
+            if duplicates or corrupt:
+                self.report.duplicate_chunks += duplicates
+                self.report.corrupt_chunks += corrupt
         return tallies
+
+    def has(self, indices: Sequence[int]) -> bool:
+        """Whether all of these have arrived."""
+        if isinstance(indices, range):
+            return 0 not in self.arrived[indices.start : indices.stop : indices.step]
+        return all(map(self.arrived.__getitem__, indices))
 
     def absent(self, indices: list[int], satellite: SatelliteId, nearby: Sequence[Moves]) -> bool:
         """``satellite`` has not got these chunks: look where else they may be while the box is moving.
@@ -164,7 +193,7 @@ class ReadTransfer:
         info = self.info
         if info.value_bytes == 0:
             return info.value_crc == 0
-        return native.crc32_join(self.crcs.data, info.chunk_bytes, info.value_bytes) == info.value_crc
+        return native.crc32_join(self.crcs, info.chunk_bytes, info.value_bytes) == info.value_crc
 
 
 @dataclass(slots=True)
@@ -202,7 +231,8 @@ class WriteTransfer:
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
         refs = pack_refs(key, range(chunks), crcs, chunk_bytes, len(view), value_crc, servers, strategy, moves)
         payloads = [view[at : at + chunk_bytes] for at in range(0, len(view), chunk_bytes)] or [view[:0]]
-        pending = _bursts_in_turn(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
+        bursts = _bursts_in_turn(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
+        pending = deque(Burst(satellite, list(indices)) for satellite, indices in bursts)
         report = TransferReport(len(view), chunks, _satellites(pending))
         return cls(info, refs, payloads, bytearray(chunks), chunks, pending, report)
 

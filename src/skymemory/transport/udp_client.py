@@ -64,15 +64,18 @@ class UdpClient:
         Where it is interrupted (Ctrl-C), they are given up: nothing is received into their buffers any more.
         """
         waiting, finished = set(numbers), dict[int, Finished]()
+        machine = self.machine
         with self._lock:
             try:
+                for number in waiting & self._unclaimed.keys():
+                    finished[number] = self._unclaimed.pop(number)
+                waiting -= finished.keys()
                 while True:
-                    self._send()
-                    while (event := self.machine.next_event()) is not None:
-                        self._unclaimed[event.number] = event
-                    for number in [number for number in waiting if number in self._unclaimed]:
-                        finished[number] = self._unclaimed.pop(number)
-                        waiting.discard(number)
+                    if machine.wants_to_send or self._backlog:
+                        self._send()
+                    while (event := machine.next_event()) is not None:
+                        (finished if event.number in waiting else self._unclaimed)[event.number] = event
+                        waiting.discard(event.number)
                     if not waiting:
                         return finished
                     self._receive_or_wait()
