@@ -37,6 +37,7 @@ from skymemory.protocol.transfer import (
 )
 from skymemory.protocol.wire import TELEMETRY_PREFIX_BYTES, Op, SkyHeader
 
+Transfer = ReadTransfer | WriteTransfer
 _REQUEST_AT = TELEMETRY_BYTES + 16
 _OPERATION_AT = TELEMETRY_BYTES + 1
 _SOUND = b"\0"
@@ -83,9 +84,7 @@ class ClientMachine:
         self._links = Links(config.window_bytes, config.credit_bytes, config.expected_rtt_s, config.suspect_s)
         self._outbox = Outbox(config.ground, config.window_bytes)
         self._in_flight = InFlight(self._links, self._outbox, config.give_up_s)
-        self._answers = Answers(
-            self._in_flight, self._links, self._clock, self.counters, config.ground, self._enqueue
-        )  # fmt: skip
+        self._answers = Answers(self._in_flight, self._links, self._clock, self.counters, config.ground, self._enqueue)
         self._operations: dict[int, Operation] = {}
         self._waiting: deque[Operation] = deque()
         self._events: deque[Finished] = deque()
@@ -225,15 +224,13 @@ class ClientMachine:
         sky = self._sky
         return lambda moves: sky.servers_at(strategy, servers, set_moves, moves)
 
-    def _register(
-        self, transfer: ReadTransfer | WriteTransfer | None, report: TransferReport, now_s: float
-    ) -> Operation:
+    def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
         operation = Operation(self._next_number, transfer, now_s, report)
         self._next_number += 1
         self._operations[operation.number] = operation
         return operation
 
-    def _begin(self, transfer: ReadTransfer | WriteTransfer, now_s: float) -> int:
+    def _begin(self, transfer: Transfer, now_s: float) -> int:
         operation = self._register(transfer, transfer.report, now_s)
         self._enqueue(operation)
         return operation.number
@@ -264,9 +261,7 @@ class ClientMachine:
             operation.queued = True
             self._waiting.append(operation)
 
-    def _send_bursts(
-        self, operation: Operation, transfer: ReadTransfer | WriteTransfer, now_s: float
-    ) -> Iterator[None]:
+    def _send_bursts(self, operation: Operation, transfer: Transfer, now_s: float) -> Iterator[None]:
         """Hand burst after burst to the outbox, and stop at each."""
         stalled: deque[Burst] = deque()
         op = Op.GET if isinstance(transfer, ReadTransfer) else Op.SET
@@ -294,9 +289,10 @@ class ClientMachine:
 
     def _admitted(self, op: Op, burst: Burst, size_each: int) -> int:
         """How many chunks of the burst the window lets go now. What is asked for is not cut, what is sent may be."""
-        window, wanted = self._in_flight.window(op, burst.satellite), len(burst.indices)
+        wanted = len(burst.indices)
         if op is Op.GET:
-            return wanted if window.admits(wanted * size_each) else 0
+            return wanted if self._links.inbound.admits(wanted * size_each) else 0
+        window = self._in_flight.window(op, burst.satellite)
         fits = min(wanted, window.open_bytes // size_each)
         if fits >= min(wanted, _LEAST_BURST_CHUNKS):
             return fits

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.pacing import RoundTrip, Window
 
 _WINDOW_FLOOR_BYTES = 64 * 1024
 _CLOCK_GRAIN_S = 2e-6
 """Timestamps on the wire are whole microseconds."""
+
+
+class _Peer:
+    """One satellite. Times before anything happened lie before all others."""
+
+    __slots__ = ("answered_sent_s", "heard_s", "round_trip", "suspect_until_s")
+
+    def __init__(self, expected_rtt_s: float) -> None:
+        self.round_trip = RoundTrip(expected_rtt_s)
+        self.heard_s = self.answered_sent_s = self.suspect_until_s = -math.inf
 
 
 class Links:
@@ -19,10 +31,7 @@ class Links:
         self._expected_rtt_s = expected_rtt_s
         self._suspect_s = suspect_s
         self._outbound: dict[SatelliteId, Window] = {}
-        self._round_trips: dict[SatelliteId, RoundTrip] = {}
-        self._heard_s: dict[SatelliteId, float] = {}
-        self._answered_sent_s: dict[SatelliteId, float] = {}
-        self._suspect_until_s: dict[SatelliteId, float] = {}
+        self._peers: dict[SatelliteId, _Peer] = {}
 
     def outbound(self, beam: SatelliteId) -> Window:
         """What may be on its way up this beam."""
@@ -32,9 +41,12 @@ class Links:
         return window
 
     def round_trip(self, satellite: SatelliteId) -> RoundTrip:
-        found = self._round_trips.get(satellite)
+        return self._peer(satellite).round_trip
+
+    def _peer(self, satellite: SatelliteId) -> _Peer:
+        found = self._peers.get(satellite)
         if found is None:
-            found = self._round_trips[satellite] = RoundTrip(self._expected_rtt_s)
+            found = self._peers[satellite] = _Peer(self._expected_rtt_s)
         return found
 
     def grace_s(self, satellite: SatelliteId) -> float:
@@ -43,24 +55,26 @@ class Links:
 
     def heard(self, satellite: SatelliteId, round_trip_s: float | None, now_s: float) -> None:
         """A checked answer came from it."""
-        self._heard_s[satellite] = now_s
-        self._suspect_until_s.pop(satellite, None)
+        peer = self._peer(satellite)
+        peer.heard_s = now_s
+        peer.suspect_until_s = -math.inf
         if round_trip_s is not None:
-            self.round_trip(satellite).sample(round_trip_s)
+            peer.round_trip.sample(round_trip_s)
             sent_s = now_s - round_trip_s
-            self._answered_sent_s[satellite] = max(sent_s, self._answered_sent_s.get(satellite, sent_s))
+            if sent_s > peer.answered_sent_s:
+                peer.answered_sent_s = sent_s
 
     def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
         """Since when we have waited for a word, having asked at ``asked_s``."""
-        return max(asked_s, self._heard_s.get(satellite, asked_s))
+        return max(asked_s, self._peer(satellite).heard_s)
 
     def overtaken(self, satellite: SatelliteId, sent_s: float) -> bool:
         """Whether something sent later than ``sent_s`` has been answered: satellites serve in order of arrival."""
-        return self._answered_sent_s.get(satellite, sent_s) > sent_s + _CLOCK_GRAIN_S
+        return self._peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
 
     def suspect(self, satellite: SatelliteId, now_s: float) -> None:
         """It did not answer: for a while, operations that need it fail at once instead of waiting again."""
-        self._suspect_until_s[satellite] = now_s + self._suspect_s
+        self._peer(satellite).suspect_until_s = now_s + self._suspect_s
 
     def is_suspect(self, satellite: SatelliteId, now_s: float) -> bool:
-        return self._suspect_until_s.get(satellite, now_s) > now_s
+        return self._peer(satellite).suspect_until_s > now_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.pacing import Window
 from skymemory.protocol.segments import SegmentBatch, prefixed_batch
 from skymemory.protocol.selection import Selection
-from skymemory.protocol.space_packet import COMMAND_BYTES, pack_command
+from skymemory.protocol.space_packet import COMMAND_BYTES, COMMAND_FORMAT, command_fields
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, WriteTransfer
 from skymemory.protocol.wire import (
     COMMAND_PREFIX_BYTES,
@@ -23,6 +24,8 @@ from skymemory.protocol.wire import (
     Op,
     Status,
 )
+
+_COMMAND_PREFIX = struct.Struct(COMMAND_FORMAT + SKY.format.removeprefix(">"))
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +112,8 @@ class Outbox:
     def _prefix(self, request: Request, beam: SatelliteId, body_bytes: int, sequence: int, now_s: float) -> bytes:
         """The headers, packed without a ``SkyHeader`` in between: a block takes dozens."""
         satellite, (slot_moves, plane_moves) = request.satellite, request.moves
-        return pack_command(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes) + SKY.pack(
+        return _COMMAND_PREFIX.pack(
+            *command_fields(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes),
             VERSION, request.op, 0, Status.OK, satellite.plane << 12 | satellite.slot,
             GROUND_SHELL << 24 | beam.plane << 12 | beam.slot, self._ground, request.request_id, HOP_LIMIT, 0, 0,
             int(now_s * 1e6) & 0xFFFFFFFF, slot_moves, plane_moves, self._credit, 0, 0,

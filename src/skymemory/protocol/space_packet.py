@@ -24,7 +24,8 @@ MAX_PACKET_BYTES = 65_507
 """One packet flies in one UDP datagram, whose limit is below the 65,542 bytes a Space Packet could have."""
 
 _PRIMARY = struct.Struct(">HHH")
-_COMMAND = struct.Struct(">HHHBB")
+COMMAND_FORMAT = ">HHHBB"
+_COMMAND = struct.Struct(COMMAND_FORMAT)
 _TELEMETRY = struct.Struct(">HHHIHI")
 
 
@@ -47,10 +48,16 @@ class PacketHeader:
 
 def pack_command(function_code: int, sequence_count: int, total_bytes: int, apid: int = SKY_APID) -> bytes:
     """The first 8 bytes of a command packet of ``total_bytes`` bytes in all."""
+    return _COMMAND.pack(*command_fields(function_code, sequence_count, total_bytes, apid))
+
+
+def command_fields(
+    function_code: int, sequence_count: int, total_bytes: int, apid: int = SKY_APID
+) -> tuple[int, int, int, int, int]:
+    """What ``pack_command`` packs, for those who pack more at once (``COMMAND_FORMAT``)."""
     _check(apid, total_bytes, COMMAND_BYTES)
-    word = 0x1800 | apid
     count = UNSEGMENTED << 14 | sequence_count % SEQUENCE_COUNT_MODULUS
-    return _COMMAND.pack(word, count, total_bytes - PRIMARY_BYTES - 1, function_code, 0)
+    return 0x1800 | apid, count, total_bytes - PRIMARY_BYTES - 1, function_code, 0
 
 
 def pack_telemetry(time_s: float, sequence_count: int, total_bytes: int, apid: int = SKY_APID) -> bytes:

@@ -133,20 +133,17 @@ class BatchSocket:
         lost.
         """
         host, port = endpoint
-        count = batch.count
+        headers, width, payloads = batch.headers, batch.header_bytes, batch.payloads
         try:
-            sent = native.send_batch(
-                self._socket.fileno(), host, port, batch.headers, batch.header_bytes, batch.payloads
-            )
+            sent = native.send_batch(self._socket.fileno(), host, port, headers, width, payloads)
         except OSError:
             if self._socket.fileno() < 0:
                 raise
             self.send_errors += 1
             return None
-        if sent == count:
+        if sent * width >= len(headers):
             return None
-        rest = batch.payloads[sent:] if batch.payloads is not None else None
-        return SegmentBatch(batch.headers[sent * batch.header_bytes :], batch.header_bytes, rest)
+        return SegmentBatch(headers[sent * width :], width, payloads[sent:] if payloads is not None else None)
 
     def dropped(self) -> int:
         """Datagrams that the kernel threw away because the receive buffer was full."""
