@@ -8,7 +8,7 @@ setup(
             "skymemory.native._fast",
             sources=[
                 f"src/skymemory/native/{name}.c"
-                for name in ("_fast", "crc", "crc_calls", "headers", "segments", "runs", "udp")
+                for name in ("_fast", "crc", "crc_calls", "answers", "headers", "segments", "runs", "udp")
             ],
             depends=["src/skymemory/native/fast.h", "src/skymemory/native/packet.h"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],

@@ -1,9 +1,9 @@
-"""Draw the result of ``ttft.py``: `python benchmarks/plot_ttft.py docs/benchmarks/ttft.json docs/figures/ttft.png`."""
+"""Draw the result of ``ttft.py``: `python benchmarks/plot_ttft.py`."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -11,10 +11,15 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+DOCS = Path(__file__).parents[1] / "docs"
+
 
 def main() -> None:
-    source, target = (Path(word) for word in sys.argv[1:3])
-    rows = [row for row in json.loads(source.read_text("utf-8"))["rows"] if row["delay"] == "real"]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path, nargs="?", default=DOCS / "benchmarks" / "ttft.json")
+    parser.add_argument("target", type=Path, nargs="?", default=DOCS / "figures" / "ttft.png")
+    options = parser.parse_args()
+    rows = [row for row in json.loads(options.source.read_text("utf-8"))["rows"] if row["delay"] == "real"]
     figure, axes = plt.subplots(figsize=(7.2, 3.4), dpi=110)
     places = range(len(rows))
     axes.barh([at + 0.2 for at in places], [row["without_s"] for row in rows], 0.38, color="#9aa4b2", label="computed")
@@ -32,7 +37,7 @@ def main() -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(target)
+    figure.savefig(options.target)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from _bench import constellation, print_table, redis_server, write_json
+from _bench import constellation, median_s, print_table, redis_server, write_json
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import build_tinyllama
 from skymemory.engine.tokenizer import shipped_document, train_tokenizer
@@ -35,15 +35,6 @@ def first_token(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache |
     return int(out.logits[0, -1].argmax())
 
 
-def median(run, repeats: int) -> float:  # type: ignore[no-untyped-def]
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
 def redis_bytes_per_s(value_bytes: int) -> float | None:
     """Rate of GETs of one block's bytes, warm."""
     with redis_server() as port:
@@ -55,7 +46,7 @@ def redis_bytes_per_s(value_bytes: int) -> float | None:
         client.set("block", os.urandom(value_bytes))
         for _ in range(20):
             client.get("block")
-        seconds = median(lambda: client.get("block"), 60)
+        seconds = median_s(lambda: client.get("block"), 60)
         client.close()
         return value_bytes / seconds
 
@@ -105,7 +96,7 @@ def main() -> None:
                     ids = document[:, : length + TAIL_TOKENS]
                     first_token(model, ids[:, :64])
                     repeats = max(1, min(args.repeats, 4096 // length))
-                    without_s = median(lambda ids=ids: first_token(model, ids), repeats)
+                    without_s = median_s(lambda ids=ids: first_token(model, ids), repeats)
                     found = measure(kvc, model, ids, args.repeats)
                     bound_s = BOUND * (found["tail_s"] + found["bytes"] / rate) if rate else None
                     rows.append({

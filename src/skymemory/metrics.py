@@ -1,12 +1,11 @@
 """Counters with a name, a unit and a question they answer; nothing here does I/O.
 
-Names follow Prometheus: ``skymemory_<what>_<unit>_total``. ``exposition`` renders the text format.
+A name says what is counted and in which unit (``hit_tokens_total``, ``packets_malformed``).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 
 class Counters:
@@ -28,13 +27,3 @@ class Counters:
     def as_dict(self) -> dict[str, int]:
         """``{"name": n}`` or ``{"name{label}": n}``, sorted by name."""
         return {f"{name}{{{label}}}" if label else name: value for (name, label), value in sorted(self._values.items())}
-
-
-def exposition(counters: Mapping[str, int], prefix: str = "skymemory_") -> str:
-    """Prometheus text format of ``Counters.as_dict()``; a label becomes ``kind="…"``."""
-    lines = []
-    for key, value in counters.items():
-        name, _, rest = key.partition("{")
-        labels = f'{{kind="{rest[:-1]}"}}' if rest else ""
-        lines.append(f"{prefix}{name}{labels} {value}")
-    return "\n".join(lines) + "\n"

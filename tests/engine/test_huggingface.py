@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore  # noqa: E402
+from tests.engine.generation import BLOCK, generate, manager  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
@@ -22,17 +22,6 @@ from skymemory.errors import InvalidInput  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
-BLOCK = 16
-
-
-def generate(model: Any, tokenizer: Any, prompt: str, cache: Any = None, new: int = 12, **options: Any) -> list[int]:
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
-    return out[0].tolist()
-
-
-def manager(model: Any, tokenizer: Any, store: Any = None, **options: Any) -> KVCManager:
-    return KVCManager(model, tokenizer, store, block_tokens=BLOCK, **options)
 
 
 @pytest.fixture
@@ -216,36 +205,6 @@ def test_a_cache_that_the_user_filled(model: Any, tokenizer: Any, document: str,
         kvc.add_blocks_ids(ids + 2, DynamicCache())
     with pytest.raises(InvalidInput, match="shape"):
         kvc.add_blocks_ids(ids + 2, DynamicCache([(torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16))] * 3))
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("rate", [0.1, 1.0])
-def test_a_lying_store_never_changes_the_output(
-    model: Any, tokenizer: Any, document: str, fault: str, rate: float
-) -> None:
-    prompt = document[:700]
-    without = generate(model, tokenizer, prompt, new=6)
-    with manager(model, tokenizer, HostileStore(fault, rate, seed=3), weights="w") as kvc:
-        kvc.add_blocks(prompt)
-        for _ in range(2):
-            assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=6) == without
-            last = kvc.last
-            assert last.prompt_tokens == last.computed_tokens + sum(last.hit_tokens.values())
-            kvc.add_blocks(prompt)
-        counters = kvc.counters
-        assert counters.total("failed_blocks_total") > 0
-        assert counters.total("lookup_tokens_total") == (
-            counters.total("computed_tokens_total") + counters.total("hit_tokens_total")
-        )
-
-
-@pytest.mark.parametrize("outage", OUTAGES)
-def test_a_failing_store_never_changes_the_output(model: Any, tokenizer: Any, document: str, outage: str) -> None:
-    prompt = document[:500]
-    without = generate(model, tokenizer, prompt, new=6)
-    with manager(model, tokenizer, HostileStore(outage=outage), weights="w") as kvc:
-        kvc.add_blocks(prompt)
-        assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=6) == without
 
 
 def test_another_model_or_tokenizer_is_a_miss(model: Any, tokenizer: Any, document: str) -> None:

@@ -199,8 +199,10 @@ def _rotate(args: argparse.Namespace) -> int:
     directory = _directory(args)
     plan = load_plan(args.plan) if args.plan else directory.running_plan()
     report = rotate(plan, args.slots, args.planes)
-    moved = replace(plan, pushed_slot_moves=report.moves_after[0], pushed_plane_moves=report.moves_after[1])
-    save_plan(moved, args.plan or directory.plan_path)
+    path = args.plan or directory.plan_path
+    if path.exists() and load_plan(path) == plan:  # neither stopped nor started anew while we rotated
+        slot_moves, plane_moves = report.moves_after
+        save_plan(replace(plan, pushed_slot_moves=slot_moves, pushed_plane_moves=plane_moves), path)
     print_rotation(report, as_json=args.json)
     return 0 if report.complete else 1
 

@@ -101,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (``| head``); keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    except OSError as error:
+        # A full disk, a socket the system refuses: nothing of ours to explain, nothing to trace.
+        print(f"skymemory: {error}", file=sys.stderr)
+        return EXIT_FAILED
     return int(status)
 
 

@@ -39,9 +39,9 @@ _WEIGHT_STD = 0.02
 _PIECE = 1 << 22  # numbers converted at a time: stays in the processor's cache
 
 
-def build_tinyllama(seed: int = 0, *, dtype: str = "bfloat16", context_tokens: int = 8192) -> LlamaForCausalLM:
+def build_tinyllama(seed: int = 0) -> LlamaForCausalLM:
     """TinyLlama-1.1B's shape with random weights: 2.2 GB in 16 bit, a few seconds."""
-    return build_llama({**TINYLLAMA_SHAPE, "max_position_embeddings": context_tokens}, seed, dtype=dtype)
+    return build_llama({**TINYLLAMA_SHAPE, "max_position_embeddings": 8192}, seed, dtype="bfloat16")
 
 
 def build_small(seed: int = 0, *, dtype: str = "float32", vocab_size: int = 1024) -> LlamaForCausalLM:

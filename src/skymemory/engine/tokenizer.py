@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -40,8 +39,8 @@ def read_document(path: str | Path) -> str:
     return text
 
 
-def train_tokenizer(vocab_size: int = 4096, texts: Sequence[str] | None = None) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most ``vocab_size`` tokens, any text in and out; the same texts, the same tokenizer.
+def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most ``vocab_size`` tokens, any text in and out, trained on the shipped document.
 
     Begins every text with ``<s>``, as Llama's does. Nothing is written anywhere.
     """
@@ -57,7 +56,7 @@ def train_tokenizer(vocab_size: int = 4096, texts: Sequence[str] | None = None) 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(list(texts) if texts is not None else [shipped_document()], trainer)
+    tokenizer.train_from_iterator([shipped_document()], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{_BEGIN} $A",
         pair=f"{_BEGIN} $A {_BEGIN} $B",

@@ -23,6 +23,7 @@ try:
         raise ImportError("SKYMEMORY_PURE_PYTHON asks for the twin")
     from skymemory.native import _fast
     from skymemory.native._fast import (
+        answer_get,
         bulk_headers,
         crc32,
         crc32_combine,
@@ -39,6 +40,7 @@ try:
     NATIVE = True
 except ImportError:
     from skymemory.native.twin import (
+        answer_get,
         bulk_headers,
         crc32,
         crc32_combine,
@@ -60,6 +62,7 @@ __all__ = [
     "Arrival",
     "Run",
     "Tally",
+    "answer_get",
     "bulk_headers",
     "crc32",
     "crc32_chunks",

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from typing_extensions import Buffer
 
@@ -15,6 +15,10 @@ def place_segments(
     out: Buffer, arrived: Buffer, crcs: Buffer,
 ) -> tuple[int, int, int, int]: ...  # fmt: skip
 def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -> bytearray: ...
+def answer_get(
+    packet: Buffer, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], slot_moves: int, plane_moves: int,
+    credit: int, seconds: int, fraction: int, sequence: int,
+) -> tuple[bytes, bytearray, list[bytes]] | None: ...  # fmt: skip
 def open_run(data: Buffer, segment_bytes: int) -> tuple[list[int], list[tuple[bytes, bytes]], int] | None: ...
 def place_runs(
     runs: list[tuple[memoryview, int]], first: int, requests: set[int], key: bytes, chunks: int, chunk_bytes: int,

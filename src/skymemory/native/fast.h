@@ -43,4 +43,7 @@ PyObject *sky_py_place_runs(PyObject *self, PyObject *args);
 PyObject *sky_py_recv_batch(PyObject *self, PyObject *args);
 PyObject *sky_py_send_batch(PyObject *self, PyObject *args);
 
+/* answers.c */
+PyObject *sky_py_answer_get(PyObject *self, PyObject *args);
+
 #endif

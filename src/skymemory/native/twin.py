@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skymemory.native.twin_runs import bulk_headers, open_run, place_runs
+from skymemory.native.twin_runs import answer_get, bulk_headers, open_run, place_runs
 from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
 from skymemory.native.twin_udp import recv_batch, send_batch
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Crcs = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 __all__ = [
+    "answer_get",
     "bulk_headers",
     "crc32",
     "crc32_chunks",

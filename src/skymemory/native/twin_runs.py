@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from skymemory.native.twin_segments import (
@@ -16,9 +17,11 @@ from skymemory.native.twin_segments import (
     CRC_AT,
     DATA,
     REF_BYTES,
+    SKY_APID,
     SKY_BYTES,
     TELEMETRY_BYTES,
     UNSEGMENTED,
+    VERSION,
     check_header,
     header_crc,
     place_segments,
@@ -39,6 +42,12 @@ _NUMBERS = struct.Struct(">IIIIIIHH")
 _NUMBERS_AT, _COMMON_AT = 32, 48
 _COUNT_AND_LENGTH = struct.Struct(">HH")
 _WORD = struct.Struct(">I")
+_SELECTION = struct.Struct(">32sIII")
+_TELEMETRY = struct.Struct(">HHHIHI")
+_OURS = struct.Struct(">iiHHI")
+GET: Final = 0x02
+_MOST_BITS = 1 << 16
+_HOP_LIMIT = 64
 
 
 def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -> bytearray:
@@ -62,6 +71,39 @@ def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -
         headers += row
         sequence += 1
     return headers
+
+
+def answer_get(
+    packet: Buffer, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], slot_moves: int, plane_moves: int,
+    credit: int, seconds: int, fraction: int, sequence: int,
+) -> tuple[bytes, bytearray, list[bytes]] | None:  # fmt: skip
+    """The DATA packets that answer a plain GET: its key, their sealed headers, their payloads.
+
+    ``shares`` holds, by key and 0-based index, (packed reference, payload). None unless the packet is one sound GET and
+    all that it wants is there: then nothing has been done, and the caller looks at it in its own way.
+    """
+    view = memoryview(packet).cast("B")
+    body_at = COMMAND_BYTES + SKY_BYTES
+    bitmap_at = body_at + _SELECTION.size
+    if len(view) <= bitmap_at or not view[0] & 0x10 or view[COMMAND_BYTES + 1] != GET or view[COMMAND_BYTES + 3]:
+        return None
+    if check_header(view)[0]:
+        return None
+    key, first, stride, count = _SELECTION.unpack_from(view, body_at)
+    if not (first and stride and 1 <= count <= _MOST_BITS and len(view) - bitmap_at == (count + 7) // 8):
+        return None
+    bitmap, share = view[bitmap_at:], shares.get(key, {})
+    wanted = [first - 1 + stride * step for step in range(count) if bitmap[step >> 3] >> (step & 7) & 1]
+    if not wanted or not all(index in share for index in wanted):
+        return None
+    sky = view[COMMAND_BYTES : COMMAND_BYTES + SKY_BYTES]
+    prefix = _TELEMETRY.pack(0x0800 | SKY_APID, 0, 0, seconds, fraction, 0) + b"".join(
+        (bytes((VERSION, DATA, 0, 0)), sky[8:12], sky[4:8], sky[12:20], bytes((_HOP_LIMIT, 0, 0, 0)), sky[24:28],
+         _OURS.pack(slot_moves, plane_moves, min(credit, 0xFFFF), 0, 0))
+    )  # fmt: skip
+    chunks = [share[index] for index in wanted]
+    headers = bulk_headers(prefix, b"".join(ref for ref, _ in chunks), sequence, TELEMETRY_BYTES)
+    return key, headers, [payload for _, payload in chunks]
 
 
 def open_run(data: Buffer, segment_bytes: int) -> tuple[list[int], list[tuple[bytes, bytes]], int] | None:

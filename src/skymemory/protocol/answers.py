@@ -31,7 +31,6 @@ class Verdict:
     operation: Operation
     failure: str = ""
     body: bytes = b""
-    header: SkyHeader | None = None
 
 
 class Answers:
@@ -110,9 +109,9 @@ class Answers:
         elif isinstance(transfer, ReadTransfer) and header.op is Op.MISS:
             return self._missed(request, transfer, Selection.unpack(body), now_s)
         elif transfer is None and header.op is _ANSWERS.get(request.op):
-            return Verdict(request.operation, body=bytes(body), header=header)
+            return Verdict(request.operation, body=bytes(body))
         elif transfer is None and request.op is Op.GET and header.op is Op.MISS:
-            return Verdict(request.operation, "missing", header=header)
+            return Verdict(request.operation, "missing")
         else:
             self._counters.add("packets_unexpected")
         return None

@@ -11,6 +11,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.chunk_store import Chunk, ChunkStore, PutOutcome
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.messages import KEY_BYTES, Packet
+from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, SKY_BYTES, ChunkRef, Op, SkyHeader, Status
 
@@ -123,6 +124,16 @@ class ChunkService:
                 for selection in Selection.cover(request.key, indices):
                     self._departures.reply(request.header, Op.ACK, selection.pack(), now_s, status)
         self._unanswered.clear()
+
+    def answer(self, view: memoryview, now_s: float) -> SegmentBatch | None:
+        """DATA for a plain GET, all of which is here; None for anything else, and nothing done."""
+        found = self._departures.data_for(view, self._store.shares, now_s)
+        if found is None:
+            return None
+        key, batch = found
+        self._store.touch(key)
+        self._counters.add("chunks_served", batch.count)
+        return batch
 
     def get(self, packet: Packet, now_s: float) -> None:
         """What we hold of the selection as DATA, what we do not as one MISS."""

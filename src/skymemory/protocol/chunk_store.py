@@ -7,7 +7,7 @@ grow old together too, and where room is needed the oldest share goes chunk by c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -50,6 +50,15 @@ class ChunkStore:
         self.used_bytes = 0
         self._shares: OrderedDict[bytes, Share] = OrderedDict()
         self._count = 0
+
+    @property
+    def shares(self) -> Mapping[bytes, Share]:
+        """Everything, by key, to look at only: for ``native.answer_get``."""
+        return self._shares
+
+    def touch(self, key: bytes) -> None:
+        """The key, which is here, becomes the most recently used one."""
+        self._shares.move_to_end(key)
 
     def __len__(self) -> int:
         return self._count

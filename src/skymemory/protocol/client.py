@@ -35,7 +35,7 @@ from skymemory.protocol.transfer import (
     Where,
     WriteTransfer,
 )
-from skymemory.protocol.wire import TELEMETRY_PREFIX_BYTES, Op, SkyHeader
+from skymemory.protocol.wire import TELEMETRY_PREFIX_BYTES, Op
 
 Transfer = ReadTransfer | WriteTransfer
 _REQUEST_AT = TELEMETRY_BYTES + 16
@@ -69,7 +69,6 @@ class Finished:
     ok: bool
     report: TransferReport
     body: bytes = b""
-    header: SkyHeader | None = None
     info: ValueInfo | None = None
 
 
@@ -245,9 +244,7 @@ class ClientMachine:
         info = operation.transfer.info if operation.transfer is not None else None
         if failure:
             self.counters.add("operations_failed", label=failure)
-        self._events.append(
-            Finished(operation.number, not failure, operation.report, verdict.body, verdict.header, info)
-        )
+        self._events.append(Finished(operation.number, not failure, operation.report, verdict.body, info))
 
     # --- sending ---
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from skymemory import native
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
-from skymemory.protocol.chunk_store import Chunk
+from skymemory.protocol.chunk_store import Chunk, Share
 from skymemory.protocol.forwarding import LinkEnd, Router
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
 from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Address, Op, SkyHeader, Status
+from skymemory.protocol.wire import (
+    CHUNK_REF_BYTES,
+    CREDIT_UNIT_BYTES,
+    TELEMETRY_PREFIX_BYTES,
+    Address,
+    Op,
+    SkyHeader,
+    Status,
+)
 
 
 class Departures:
@@ -46,6 +55,21 @@ class Departures:
     def reply_chunks(self, request: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> None:
         """DATA: one packet per chunk."""
         self._send(self._bulk(self._answer(request, Op.DATA, Status.OK), chunks, now_s), request.source)
+
+    def data_for(
+        self, get: memoryview, shares: Mapping[bytes, Share], now_s: float
+    ) -> tuple[bytes, SegmentBatch] | None:
+        """Key and DATA packets for a GET as it came, if all it wants is in ``shares``; not queued."""
+        seconds = int(now_s)
+        answer = native.answer_get(
+            get, shares, *self._whereabouts.moves, self._credit, seconds & 0xFFFFFFFF, int((now_s - seconds) * 65536),
+            self._sequence,
+        )  # fmt: skip
+        if answer is None:
+            return None
+        key, headers, payloads = answer
+        self._take_sequence(len(payloads))
+        return key, SegmentBatch(headers, TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES, payloads)
 
     def migrate(self, there: Address, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
         """MIGRATE: one packet per chunk, to another satellite."""

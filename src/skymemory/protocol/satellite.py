@@ -23,6 +23,7 @@ from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_jo
 from skymemory.protocol.handover import Burst, Handover
 from skymemory.protocol.messages import Buffer, Packet
 from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.plain_cases import PlainCases
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import COMMAND_BYTES
@@ -59,7 +60,6 @@ class SatelliteMachine:
         self.transport_figures: Callable[[], dict[str, int]] = dict
         """Set by the transport: its own housekeeping (``delay_error_p99_us``, ``faults_injected``)."""
         self._address = Address(config.address.plane, config.address.slot)
-        self._address_word = self._address.pack().to_bytes(4, "big")
         self._whereabouts = Whereabouts(sky, clock, now_s)
         self._router = Router(config.address, sky.torus, config.routing)
         self._departures = Departures(
@@ -68,6 +68,7 @@ class SatelliteMachine:
         self._chunks = ChunkService(
             self.store, self._departures, self.counters, self._stored, self._whereabouts.home
         )  # fmt: skip
+        self._plain = PlainCases(self._address, self._chunks, self._departures, self._router)
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict, Op.LIST: self._chunks.list,
             Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._ack, Op.UNREACHABLE: self._unreachable,
@@ -92,8 +93,11 @@ class SatelliteMachine:
         self.counters.add("packets_received", count)
         if segment_bytes < COMMAND_PREFIX_BYTES:
             self.counters.add("packets_malformed", max(1, count))
-        elif self._take_run(view, segment_bytes, source, now_s):
+        elif self._plain.answer(view, segment_bytes, source, now_s, self.backlog_bytes > self.config.max_backlog_bytes):
             return
+        elif self._plain.store(view, segment_bytes, source, now_s):
+            if not self.handover.idle:
+                self._hand_over(now_s)
         elif same_journey(view, segment_bytes):
             self._receive(view, segment_bytes, source, now_s)
         else:
@@ -120,26 +124,6 @@ class SatelliteMachine:
         self._hand_over(now_s)
 
     # --- arrival ---
-
-    def _take_run(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> bool:
-        """The plain case of what is stored here: sound chunks of one request. False: not that, nothing done yet."""
-        at = COMMAND_BYTES
-        if (
-            len(view) < COMMAND_PREFIX_BYTES
-            or header_start(view) != at
-            or view[at + 1] not in _CARRIERS
-            or view[at + 4 : at + 8] != self._address_word
-        ):
-            return False
-        opened = native.open_run(view, segment_bytes)
-        if opened is None:
-            return False
-        if not isinstance(source, SatelliteId):
-            self._router.remember(int.from_bytes(view[at + 12 : at + 16], "big"), source)
-        self._chunks.set_run(view, at, opened, now_s)
-        if not self.handover.idle:
-            self._hand_over(now_s)
-        return True
 
     def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
         """Packets that all go to one destination: on, or in."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 from urllib.parse import parse_qsl
 
 from skymemory.errors import InvalidInput
-from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.store.base import Store
 from skymemory.store.constellation import ConstellationStore
@@ -17,11 +15,8 @@ from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
 from skymemory.testbed.plan import ACCESS_MODES, ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.wiring import client_ip, clock_of, shell_of, sky_of
-from skymemory.transport.udp_client import UdpClient
+from skymemory.testbed.wiring import Access, client_of, shell_of, sky_of
 from skymemory.units import parse_size
-
-Access = Literal["los", "gateway"]
 
 
 def expected_round_trip_s(plan: ConstellationPlan, access: str) -> float:
@@ -95,13 +90,6 @@ def store_of(
     plan: ConstellationPlan, *, access: str = "los", index: SharedIndex | None = None, give_up_s: float = 0.8
 ) -> ConstellationStore:
     """The store over a constellation that runs by ``plan``."""
-    config = ClientConfig(
-        ground=int.from_bytes(os.urandom(4), "big") | 1,
-        access=cast(Access, access),
-        expected_rtt_s=expected_round_trip_s(plan, access),
-        give_up_s=give_up_s,
-    )
-    sky = sky_of(plan)
-    client = UdpClient(config, sky, clock_of(plan), plan.addresses(), bind_ip=client_ip(plan))
+    client = client_of(plan, cast(Access, access), expected_round_trip_s(plan, access), give_up_s)
     settings = SkySettings(plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes)
-    return ConstellationStore(client, sky, settings, index=index)
+    return ConstellationStore(client, sky_of(plan), settings, index=index)

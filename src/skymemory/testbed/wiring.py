@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Literal
 
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import preset_named
@@ -17,6 +18,8 @@ from skymemory.testbed.plan import ConstellationPlan, HostShare
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_client import UdpClient
 from skymemory.transport.udp_host import HostSpec
+
+Access = Literal["los", "gateway"]
 
 
 def shell_of(plan: ConstellationPlan) -> Shell:
@@ -65,15 +68,16 @@ def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId
 
 def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
     """A client that asks each satellite by its own beam, so that one dead host never hides another."""
+    return client_of(plan, "los", worst_round_trip_s(plan, plan.torus.satellites()), give_up_s)
+
+
+def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, give_up_s: float) -> UdpClient:
+    """A ground host by a number of its own, on loopback unless some host of the plan is on another computer."""
     config = ClientConfig(
-        ground=int.from_bytes(os.urandom(4), "big"),
-        access="los",
-        expected_rtt_s=worst_round_trip_s(plan, plan.torus.satellites()),
+        ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 is what satellites write where no ground host asked
+        access=access,
+        expected_rtt_s=expected_rtt_s,
         give_up_s=give_up_s,
     )
-    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip=client_ip(plan))
-
-
-def client_ip(plan: ConstellationPlan) -> str:
-    """The address a client of this plan binds: loopback unless some host is on another computer."""
-    return "127.0.0.1" if all(host.is_loopback for host in plan.hosts) else "0.0.0.0"
+    bind_ip = "127.0.0.1" if all(host.is_loopback for host in plan.hosts) else "0.0.0.0"
+    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip=bind_ip)

@@ -91,7 +91,7 @@ def save_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]
     return path
 
 
-def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0, labels: bool = True) -> None:
+def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
     """One layout on ``axes``: a square per satellite, orange in the box, the overhead one circled in green.
 
     Servers that were handed over leave a faint number behind and an arrow to where they are.
@@ -121,7 +121,7 @@ def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0, labels: boo
     for _, source, target in shown.handovers:
         if source in place and target in place:
             _arrow(axes, place[source], place[target])
-    _map_axes(axes, shown, labels)
+    _map_axes(axes, shown)
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
@@ -141,7 +141,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
     )
 
 
-def _map_axes(axes: Axes, shown: LayoutMap, labels: bool) -> None:
+def _map_axes(axes: Axes, shown: LayoutMap) -> None:
     axes.set_xlim(-0.53, len(shown.columns) - 0.47)
     axes.set_ylim(len(shown.rows) - 0.47, -0.53)
     axes.set_aspect("equal")
@@ -149,10 +149,6 @@ def _map_axes(axes: Axes, shown: LayoutMap, labels: bool) -> None:
     axes.tick_params(length=0, labelsize=7.5)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    if not labels:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        return
     axes.set_xticks(range(len(shown.columns)), [str(slot + 1) for slot in shown.columns])
     axes.set_yticks(range(len(shown.rows)), [str(plane + 1) for plane in shown.rows])
     axes.set_xlabel("satellite   (motion →)")

@@ -22,7 +22,7 @@ from skymemory.sim.latency import (
 )
 from skymemory.units import SPEED_OF_LIGHT_M_S
 from skymemory.view.drawing import FAINT, INK, SERIES, draw_map, new_figure, save, save_csv
-from skymemory.view.layout_map import PAPER_MAPS, LayoutMap, layout_map, title
+from skymemory.view.layout_map import PAPER_MAPS, LayoutMap, layout_map, paper_map, title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,9 +93,7 @@ def draw_link_delay_contours() -> Figure:
 
 def draw_paper_map(number: int) -> Figure:
     """Figure 4, 5, 6, 7 or 8."""
-    if number not in PAPER_MAPS:
-        raise InvalidInput(f"figure {number} is no layout: expected one of {', '.join(map(str, PAPER_MAPS))}")
-    figure = draw_layout(PAPER_MAPS[number].map())
+    figure = draw_layout(paper_map(number))
     figure.axes[0].set_title(f"Figure {number}. {PAPER_MAPS[number].caption.capitalize()}")
     return figure
 

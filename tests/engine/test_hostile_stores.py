@@ -1,0 +1,45 @@
+"""KVCManager over stores that lie or fail: the same tokens as without a cache, and a counter that says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
+from tests.engine.generation import generate, manager
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_a_lying_store_never_changes_the_output(
+    model: Any, tokenizer: Any, document: str, fault: str, rate: float
+) -> None:
+    prompt = document[:700]
+    without = generate(model, tokenizer, prompt, new=6)
+    with manager(model, tokenizer, HostileStore(fault, rate, seed=3), weights="w") as kvc:
+        kvc.add_blocks(prompt)
+        for _ in range(2):
+            assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=6) == without
+            last = kvc.last
+            assert last.prompt_tokens == last.computed_tokens + sum(last.hit_tokens.values())
+            kvc.add_blocks(prompt)
+        counters = kvc.counters
+        assert counters.total("failed_blocks_total") > 0
+        assert counters.total("lookup_tokens_total") == (
+            counters.total("computed_tokens_total") + counters.total("hit_tokens_total")
+        )
+
+
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_a_failing_store_never_changes_the_output(model: Any, tokenizer: Any, document: str, outage: str) -> None:
+    prompt = document[:500]
+    without = generate(model, tokenizer, prompt, new=6)
+    with manager(model, tokenizer, HostileStore(outage=outage), weights="w") as kvc:
+        kvc.add_blocks(prompt)
+        assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=6) == without
