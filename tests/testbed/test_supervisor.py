@@ -18,6 +18,7 @@ from skymemory.testbed import child, supervisor
 from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
 from skymemory.testbed.ports import check_ports, free_base_port
 from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.signals import SignalGate
 
 STAND_IN = """
 import json, os, socket, sys, time
@@ -192,6 +193,18 @@ def test_foreground_stays_until_a_signal(behave: Behaviours, directory: RunDirec
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert supervisor.watch(directory, started, said.append) == 0
     assert said == [] and _gone(directory)
+
+
+def test_a_signal_between_start_and_watch_is_not_lost_and_leaves_nothing(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    said: list[str] = []
+    with SignalGate() as gate:
+        started = supervisor.start(directory, plan, foreground=True, gate=gate)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert supervisor.watch(directory, started, said.append, gate) == 0
+    assert said == [] and _gone(directory)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_foreground_ends_when_all_hosts_have_died(

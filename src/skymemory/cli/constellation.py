@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.testbed.plan import ConstellationPlan, HostShare
     from skymemory.testbed.run_directory import RunDirectory
+    from skymemory.testbed.signals import SignalGate
+    from skymemory.testbed.supervisor import Started
 
 
 def _base_port(text: str) -> int | None:
@@ -139,24 +141,38 @@ def _processes(count: int) -> str:
 
 
 def _up(args: argparse.Namespace) -> int:
+    from skymemory.testbed.signals import SignalGate
+    from skymemory.testbed.supervisor import watch
+
+    directory = _directory(args)
+    if not args.foreground:
+        _start(args, directory, None)
+        print("next: skymemory constellation status | skymemory kv put FILE | skymemory constellation down")
+        return 0
+    with SignalGate() as gate:
+        started = _start(args, directory, gate)
+        print("Ctrl-C stops it", flush=True)
+        return watch(directory, started, lambda words: print(words, file=sys.stderr, flush=True), gate)
+
+
+def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate | None) -> Started:
+    """Start the constellation that the options ask for, and say that it is up."""
     from skymemory.constellation.presets import preset_named
     from skymemory.testbed.control import confirm_all_answer
     from skymemory.testbed.plan import DEFAULT_HOSTS, local_hosts
-    from skymemory.testbed.supervisor import start, start_on_free_ports, watch
+    from skymemory.testbed.supervisor import start, start_on_free_ports
 
-    directory = _directory(args)
     torus = preset_named(args.preset).torus
     hosts = min(DEFAULT_HOSTS, torus.planes) if args.hosts is None else args.hosts
 
     def plan_at(base_port: int) -> ConstellationPlan:
         return _plan_of(args, local_hosts(args.preset, hosts, base_port))
 
+    how: dict[str, Any] = {"foreground": args.foreground, "confirm": confirm_all_answer, "gate": gate}
     if args.base_port is None:
-        started = start_on_free_ports(
-            directory, plan_at, torus.size, foreground=args.foreground, confirm=confirm_all_answer
-        )
+        started = start_on_free_ports(directory, plan_at, torus.size, **how)
     else:
-        started = start(directory, plan_at(args.base_port), foreground=args.foreground, confirm=confirm_all_answer)
+        started = start(directory, plan_at(args.base_port), **how)
     plan = started.plan
     base_port = plan.hosts[0].base_port
     print(
@@ -164,11 +180,7 @@ def _up(args: argparse.Namespace) -> int:
         f"{base_port + torus.size - 1}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s",
         flush=True,
     )
-    if not args.foreground:
-        print("next: skymemory constellation status | skymemory kv put FILE | skymemory constellation down")
-        return 0
-    print("Ctrl-C stops it", flush=True)
-    return watch(directory, started, lambda words: print(words, file=sys.stderr, flush=True))
+    return started
 
 
 def _status(args: argparse.Namespace) -> int:

@@ -111,15 +111,17 @@ def start(
     *,
     foreground: bool = False,
     confirm: Callable[[ConstellationPlan], None] | None = None,
+    gate: SignalGate | None = None,
 ) -> Started:
     """Start every host of ``plan`` here and return when all of them listen.
 
     ``confirm`` is called with the plan when they do (it may ping them); if it raises, all are stopped. With
     ``foreground`` the children are kept on their lines, to be watched; they end when this process does.
+    A ``gate`` that the caller has entered already leaves no moment without one between here and ``watch``.
     Raises ``AlreadyRunning``, ``ConstellationError`` or KeyboardInterrupt, leaving nothing behind.
     """
     began_s = time.monotonic()
-    with directory.locked(), SignalGate() as gate:
+    with directory.locked(), gate or SignalGate() as gate:
         _refuse_if_running(directory)
         check_ports(plan)
         children: list[Child] = []
@@ -149,25 +151,28 @@ def start_on_free_ports(
     *,
     foreground: bool = False,
     confirm: Callable[[ConstellationPlan], None] | None = None,
+    gate: SignalGate | None = None,
 ) -> Started:
     """``start`` with the plan that ``plan_at`` makes for a free base port; another one if somebody was
     faster.
     """
-    for _ in range(FREE_PORT_ATTEMPTS - 1):
+    for attempt in range(1, FREE_PORT_ATTEMPTS + 1):
+        plan = plan_at(free_base_port(satellites))
         try:
-            return start(directory, plan_at(free_base_port(satellites)), foreground=foreground, confirm=confirm)
+            return start(directory, plan, foreground=foreground, confirm=confirm, gate=gate)
         except PortTaken:
-            continue
-    return start(directory, plan_at(free_base_port(satellites)), foreground=foreground, confirm=confirm)
+            if attempt == FREE_PORT_ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
 
 
-def watch(directory: RunDirectory, started: Started, say: Callable[[str], None]) -> int:
+def watch(directory: RunDirectory, started: Started, say: Callable[[str], None], gate: SignalGate | None = None) -> int:
     """Stay with a constellation in the foreground until a signal or the last host's end; then stop it all.
 
     Returns 0 after a signal, 1 when all hosts died by themselves.
     """
     alive = list(started.children)
-    with SignalGate() as gate:
+    with gate or SignalGate() as gate:
         while alive and not gate.closed:
             time.sleep(POLL_S)
             for child in [child for child in alive if child.process.poll() is not None]:
