@@ -1,7 +1,7 @@
 """The hot loops: in C where the helper was compiled, in Python (the twin) everywhere else.
 
 ``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose files
-(``twin``, ``twin_segments``, ``twin_runs``, ``twin_udp``) say what each function does.
+(``twin``, ``twin_segments``, ``twin_runs``, ``twin_landing``, ``twin_udp``) say what each function does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skymemory.native import twin
-from skymemory.native.twin_runs import Run, Tally
+from skymemory.native.twin_landing import Landing, Run, Tally
 from skymemory.native.twin_udp import SLOT_BYTES, Arrival
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ try:
         place_runs,
         place_segments,
         recv_batch,
+        recv_runs,
         seal_headers,
         send_batch,
         verify_segments,
@@ -49,6 +50,7 @@ except ImportError:
         place_runs,
         place_segments,
         recv_batch,
+        recv_runs,
         seal_headers,
         send_batch,
         verify_segments,
@@ -60,6 +62,7 @@ __all__ = [
     "NATIVE",
     "SLOT_BYTES",
     "Arrival",
+    "Landing",
     "Run",
     "Tally",
     "answer_get",
@@ -72,6 +75,7 @@ __all__ = [
     "place_runs",
     "place_segments",
     "recv_batch",
+    "recv_runs",
     "seal_headers",
     "send_batch",
     "verify_segments",

@@ -2,6 +2,8 @@ from collections.abc import Mapping, Sequence
 
 from typing_extensions import Buffer
 
+from skymemory.native.twin_landing import Landing, Run, Tally
+
 def crc32(data: Buffer, value: int = 0) -> int: ...
 def crc32_combine(crc1: int, crc2: int, len2: int) -> int: ...
 def crc32_chunks(value: Buffer, chunk_bytes: int) -> bytes: ...
@@ -20,10 +22,10 @@ def answer_get(
     credit: int, seconds: int, fraction: int, sequence: int,
 ) -> tuple[bytes, bytearray, list[bytes]] | None: ...  # fmt: skip
 def open_run(data: Buffer, segment_bytes: int) -> tuple[list[int], list[tuple[bytes, bytes]], int] | None: ...
-def place_runs(
-    runs: list[tuple[memoryview, int]], first: int, requests: set[int], key: bytes, chunks: int, chunk_bytes: int,
-    value_bytes: int, value_crc: int, out: Buffer, arrived: Buffer, crcs: Buffer,
-) -> list[tuple[int, int, int, int, int, int, int]]: ...  # fmt: skip
+def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list[Tally]: ...
+def recv_runs(
+    fd: int, scratch: memoryview, slots: int, calls: int, patience_us: int, awaited: dict[int, Landing]
+) -> tuple[list[Tally], list[Run]]: ...
 def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[tuple[int, int, int, str, int]]: ...
 def send_batch(
     fd: int, host: str, port: int, headers: Buffer, header_bytes: int, payloads: Sequence[Buffer] | None

@@ -37,7 +37,10 @@ PyObject *sky_py_place_segments(PyObject *self, PyObject *args);
 
 /* runs.c */
 PyObject *sky_py_open_run(PyObject *self, PyObject *args);
+
+/* landing.c */
 PyObject *sky_py_place_runs(PyObject *self, PyObject *args);
+PyObject *sky_py_recv_runs(PyObject *self, PyObject *args);
 
 /* udp.c */
 PyObject *sky_py_recv_batch(PyObject *self, PyObject *args);

@@ -3,7 +3,7 @@
 CRC-32 is the one of zlib and Ethernet (reflected polynomial 0xEDB88320). Combination follows from
 linearity: the CRC of ``a + b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial,
 plus (XOR) that of ``b``. The loops over packets are in ``twin_segments`` and ``twin_runs``, those over
-datagrams in ``twin_udp``.
+datagrams in ``twin_udp``, and what a client awaits is placed by ``twin_landing``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skymemory.native.twin_runs import answer_get, bulk_headers, open_run, place_runs
+from skymemory.native.twin_landing import place_runs, recv_runs
+from skymemory.native.twin_runs import answer_get, bulk_headers, open_run
 from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
 from skymemory.native.twin_udp import recv_batch, send_batch
 
@@ -34,6 +35,7 @@ __all__ = [
     "place_runs",
     "place_segments",
     "recv_batch",
+    "recv_runs",
     "seal_headers",
     "send_batch",
     "verify_segments",

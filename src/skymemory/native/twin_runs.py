@@ -1,4 +1,4 @@
-"""Python twin of the calls that take whole runs: what a satellite opens, what a client places, headers by the burst.
+"""Python twin of the calls that take whole runs: what a satellite opens, headers by the burst.
 
 A *run* is what receive offload delivers: packets of ``segment_bytes`` each, the last maybe shorter. These calls only
 take the plain case, a run whose packets all belong together; for anything else they say so, and the caller looks at
@@ -24,20 +24,13 @@ from skymemory.native.twin_segments import (
     VERSION,
     check_header,
     header_crc,
-    place_segments,
     segments,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Run = tuple[memoryview, int]
-"""Packets end to end, and the bytes of each (the last maybe shorter)."""
-Tally = tuple[int, int, int, int, int, int, int]
-"""Request id, last echoed timestamp, runs; then chunks placed, duplicates, corrupt and foreign."""
-
 _SAME_JOURNEY: Final = 20
-_ANSWER = slice(TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 20)
 _NUMBERS = struct.Struct(">IIIIIIHH")
 _NUMBERS_AT, _COMMON_AT = 32, 48
 _COUNT_AND_LENGTH = struct.Struct(">HH")
@@ -134,33 +127,3 @@ def open_run(data: Buffer, segment_bytes: int) -> tuple[list[int], list[tuple[by
         chunks.append((ref, payload))
         size_bytes += REF_BYTES + len(payload)
     return (indices, chunks, size_bytes) if indices else None
-
-
-def place_runs(
-    runs: list[Run], first: int, requests: set[int], key: bytes, chunks: int, chunk_bytes: int, value_bytes: int,
-    value_crc: int, out: Buffer, arrived: Buffer, crcs: Buffer,
-) -> list[Tally]:  # fmt: skip
-    """``place_segments`` for the runs from ``first`` on, up to the first that is not DATA for one of ``requests`` in
-    all its segments. Consecutive runs of one request are counted together.
-    """
-    if first < 0:
-        raise ValueError(f"first run {first}: expected 0 or more")
-    value = (key, chunks, chunk_bytes, value_bytes, value_crc, out, arrived, crcs)
-    place_segments(b"", 1, *value)  # refuses a value that the buffers cannot hold
-    tallies: list[Tally] = []
-    for data, segment_bytes in runs[first:]:
-        packets = segments(data, segment_bytes)
-        if not packets or len(packets[0]) < TELEMETRY_BYTES + SKY_BYTES or packets[0][_ANSWER.start] != DATA:
-            break
-        answer = bytes(packets[0][_ANSWER])
-        request, echo = (_WORD.unpack_from(packets[0], TELEMETRY_BYTES + at)[0] for at in (16, 24))
-        if request not in requests or any(packet[_ANSWER] != answer for packet in packets):
-            break
-        counts = place_segments(data, segment_bytes, *value)
-        if tallies and tallies[-1][0] == request:
-            _, _, taken, *before = tallies.pop()
-            counts = (before[0] + counts[0], before[1] + counts[1], before[2] + counts[2], before[3] + counts[3])
-        else:
-            taken = 0
-        tallies.append((request, echo, taken + 1, *counts))
-    return tallies

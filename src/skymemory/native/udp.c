@@ -2,60 +2,21 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "fast.h"
-
-#ifndef __linux__
-#error "recvmmsg, UDP_SEGMENT and UDP_GRO are Linux's; elsewhere the Python twin serves"
-#endif
+#include "udp.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
-
-#ifndef UDP_GRO /* younger than some C libraries' headers */
-#define SOL_UDP 17
-#define UDP_SEGMENT 103
-#define UDP_GRO 104
-#endif
 
 enum {
-    SLOT_BYTES = 65536,
-    MAX_RUN_BYTES = 65507,
-    MAX_RUN_SEGMENTS = 64,
     MAX_SLOTS = 1024,
     RUNS_A_CALL = 32, /* at most this many offloaded sends in one sendmmsg */
 };
 
-typedef union {
-    struct cmsghdr align;
-    char bytes[CMSG_SPACE(sizeof(int))];
-} Control;
-
-static int try_later(int error)
-{
-    return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS || error == EINTR;
-}
-
 static int no_offload(int error)
 {
     return error == EINVAL || error == EIO || error == EOPNOTSUPP || error == EMSGSIZE || error == ENOPROTOOPT;
-}
-
-/* The segment length the kernel names, or the whole when it names none; at least 1. */
-static Py_ssize_t segment_of(struct msghdr *header, Py_ssize_t size)
-{
-    for (struct cmsghdr *c = CMSG_FIRSTHDR(header); c; c = CMSG_NXTHDR(header, c)) {
-        if (c->cmsg_level == SOL_UDP && c->cmsg_type == UDP_GRO && c->cmsg_len >= CMSG_LEN(sizeof(int))) {
-            int segment;
-            memcpy(&segment, CMSG_DATA(c), sizeof segment);
-            if (segment > 0)
-                return segment;
-        }
-    }
-    return size > 0 ? size : 1;
 }
 
 static PyObject *arrivals(struct mmsghdr *messages, const struct sockaddr_in *from, int count)
@@ -72,7 +33,7 @@ static PyObject *arrivals(struct mmsghdr *messages, const struct sockaddr_in *fr
         }
         Py_ssize_t size = (Py_ssize_t)messages[i].msg_len;
         PyObject *arrival = host ? Py_BuildValue("nnnOi", (Py_ssize_t)i * SLOT_BYTES, size,
-                                                 segment_of(&messages[i].msg_hdr, size), host,
+                                                 sky_segment_of(&messages[i].msg_hdr, size), host,
                                                  (int)ntohs(from[i].sin_port))
                                  : NULL;
         if (arrival)
@@ -119,7 +80,7 @@ PyObject *sky_py_recv_batch(PyObject *self, PyObject *args)
         count = recvmmsg(fd, messages, wanted, MSG_DONTWAIT, NULL);
         error = errno;
         Py_END_ALLOW_THREADS
-        if (count >= 0 || try_later(error)) {
+        if (count >= 0 || sky_try_later(error)) {
             result = arrivals(messages, from, count > 0 ? count : 0);
         } else {
             errno = error;
@@ -245,7 +206,7 @@ static PyObject *send_held(int fd, struct sockaddr_in *to, const Outgoing *out)
     Py_BEGIN_ALLOW_THREADS
     sent = send_all(fd, to, out, &error);
     Py_END_ALLOW_THREADS
-    if (error && !sent && !try_later(error)) {
+    if (error && !sent && !sky_try_later(error)) {
         errno = error;
         return PyErr_SetFromErrno(PyExc_OSError);
     }

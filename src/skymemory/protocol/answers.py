@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
-from skymemory.native import Run
+from skymemory.native import Tally
 from skymemory.protocol import messages
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
@@ -47,31 +47,30 @@ class Answers:
         self._ground = ground
         self._resume = resume
 
-    def data(
-        self, operation: Operation, transfer: ReadTransfer, runs: list[Run], first: int, now_s: float
-    ) -> tuple[int, Verdict | None]:
-        """Runs from ``first`` on, as far as they claim to be DATA for this operation; not checked yet. How many."""
-        tallies = transfer.place(runs, first, operation.requests)
-        size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
-        taken, failure = 0, ""
-        for request_id, echo_us, count, placed, duplicates, corrupt, foreign in tallies:
-            taken += count
-            request = self._in_flight.find(request_id)
-            if request is None:
-                continue
+    def data(self, tallies: Sequence[Tally], now_s: float) -> list[Verdict]:
+        """What was in runs of DATA that have been placed."""
+        heard: list[tuple[Request, ReadTransfer, Tally]] = []
+        for tally in tallies:
+            request = self._in_flight.find(tally[0])
+            if request is not None and isinstance(transfer := request.operation.transfer, ReadTransfer):
+                heard.append((request, transfer, tally))
+                transfer.placed(*tally[3:6])
+        ended: dict[int, Verdict] = {}
+        for request, transfer, (_, echo_us, _, placed, duplicates, corrupt, foreign) in heard:
+            size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
             self._in_flight.answered(request, (placed + duplicates) * size_each)
             if corrupt:
                 self._counters.add("packets_malformed", corrupt)
             else:
                 self._heard(request, echo_us, now_s)
+            operation = request.operation
             if foreign:
-                failure = "other version"
+                ended[operation.number] = Verdict(operation, "other version")
             elif transfer.missing:
                 self._expect_rest(request, transfer, now_s)
-        if not failure and transfer.missing == 0 and not transfer.verified():
-            failure = "corrupt"
-        ended = failure or (transfer.missing == 0 and taken)
-        return taken, Verdict(operation, failure) if ended else None
+            elif operation.number not in ended:
+                ended[operation.number] = Verdict(operation, "" if transfer.verified() else "corrupt")
+        return list(ended.values())
 
     def _expect_rest(self, request: Request, transfer: ReadTransfer, now_s: float) -> None:
         if not transfer.arrived[request.indices[-1]]:

@@ -8,14 +8,14 @@ transport calls ``receive_batch`` with what came, ``handle_timer`` when ``next_t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
-from skymemory.native import Run
+from skymemory.native import Landing, Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol.answers import Answers, Verdict
 from skymemory.protocol.followed_clock import FollowedClock
@@ -25,7 +25,6 @@ from skymemory.protocol.messages import Buffer
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.outbox import Operation, Outbox
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.space_packet import TELEMETRY_BYTES
 from skymemory.protocol.transfer import (
     CHUNK_OVERHEAD_BYTES,
     Burst,
@@ -35,11 +34,9 @@ from skymemory.protocol.transfer import (
     Where,
     WriteTransfer,
 )
-from skymemory.protocol.wire import TELEMETRY_PREFIX_BYTES, Op
+from skymemory.protocol.wire import Op
 
 Transfer = ReadTransfer | WriteTransfer
-_REQUEST_AT = TELEMETRY_BYTES + 16
-_OPERATION_AT = TELEMETRY_BYTES + 1
 _SOUND = b"\0"
 _LEAST_BURST_CHUNKS = 10
 """A window that admits fewer chunks is waited for, unless nothing is on its way."""
@@ -149,11 +146,22 @@ class ClientMachine:
         """``receive_batch`` for each of several."""
         at = 0
         while at < len(runs):
-            taken = self._take_data(runs, at, now_s)
-            if not taken:
+            tallies = native.place_runs(runs, at, self.awaited)
+            self.placed(tallies, now_s)
+            at += sum(tally[2] for tally in tallies)
+            if at < len(runs):
                 self._take_apart(*runs[at], now_s)
-                taken = 1
-            at += taken
+                at += 1
+
+    @property
+    def awaited(self) -> dict[int, Landing]:
+        """Where what answers the reads belongs: a transport may place runs of DATA as they come, and tell ``placed``."""
+        return self._in_flight.awaited
+
+    def placed(self, tallies: Sequence[Tally], now_s: float) -> None:
+        """Runs of DATA have been placed where they were ``awaited``."""
+        for verdict in self._answers.data(tallies, now_s):
+            self._finish(verdict, now_s)
 
     @property
     def wants_to_send(self) -> bool:
@@ -190,19 +198,6 @@ class ClientMachine:
 
     # --- arrival ---
 
-    def _take_data(self, runs: list[Run], first: int, now_s: float) -> int:
-        """The plain case: runs of DATA for requests of one operation. How many of the runs these are."""
-        view, segment_bytes = runs[first]
-        if len(view) <= TELEMETRY_PREFIX_BYTES or segment_bytes <= 0 or view[_OPERATION_AT] != Op.DATA:
-            return 0
-        request = self._in_flight.find(int.from_bytes(view[_REQUEST_AT : _REQUEST_AT + 4], "big"))
-        if request is None or not isinstance(request.operation.transfer, ReadTransfer):
-            return 0
-        taken, verdict = self._answers.data(request.operation, request.operation.transfer, runs, first, now_s)
-        if verdict is not None:
-            self._finish(verdict, now_s)
-        return taken
-
     def _take_apart(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
         """Packets that merely came together: receive offload joins all that one satellite sends."""
         if segment_bytes <= 0 or not len(view):
@@ -210,9 +205,9 @@ class ClientMachine:
             return
         for at in range(0, len(view), segment_bytes):
             packet = view[at : at + segment_bytes]
-            if len(view) > segment_bytes and self._take_data([(packet, len(packet))], 0, now_s):
-                continue
-            if native.verify_segments(packet, len(packet)) != _SOUND:
+            if len(view) > segment_bytes and (tallies := native.place_runs([(packet, len(packet))], 0, self.awaited)):
+                self.placed(tallies, now_s)
+            elif native.verify_segments(packet, len(packet)) != _SOUND:
                 self.counters.add("packets_malformed")
             else:
                 self._finish(self._answers.control(packet, now_s), now_s)

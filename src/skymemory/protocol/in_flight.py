@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.native import Landing
 from skymemory.placement.locate import Moves
 from skymemory.protocol.links import Links
 from skymemory.protocol.outbox import Operation, Outbox, Request
@@ -30,6 +31,8 @@ class InFlight:
         self._outbox = outbox
         self._give_up_s = give_up_s
         self._requests: dict[int, Request] = {}
+        self.awaited: dict[int, Landing] = {}
+        """Of requests that are reads: where what answers them goes."""
         self._alarm_s = math.inf
         """No deadline is earlier; deadlines are put off far more often than they pass."""
         self._next_request_id = 1
@@ -55,6 +58,8 @@ class InFlight:
         self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
         self._alarm_s = min(self._alarm_s, request.deadline_s) if self._requests else request.deadline_s
         self._requests[request.request_id] = request
+        if isinstance(operation.transfer, ReadTransfer):
+            self.awaited[request.request_id] = operation.transfer.landing
         operation.requests.add(request.request_id)
         operation.report.requests += 1
         window.sent(size_bytes)
@@ -81,6 +86,7 @@ class InFlight:
     def retire(self, request: Request) -> None:
         """Nothing more is expected of it."""
         if self._requests.pop(request.request_id, None) is not None:
+            self.awaited.pop(request.request_id, None)
             request.operation.requests.discard(request.request_id)
             self.refused(request, request.in_flight_bytes)
 

@@ -13,7 +13,7 @@ import numpy as np
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
-from skymemory.native import Run, Tally
+from skymemory.native import Landing
 from skymemory.placement.locate import Moves
 from skymemory.protocol.messages import KEY_BYTES, Buffer
 from skymemory.protocol.segments import pack_refs
@@ -139,19 +139,19 @@ class ReadTransfer:
         self._where = where
         self._searches: dict[int, _Search] = {}
 
-    def place(self, runs: list[Run], first: int, requests: set[int]) -> list[Tally]:
-        """Take the runs from ``first`` on that are DATA for these requests, and tell what was in them."""
+    @property
+    def landing(self) -> Landing:
+        """Where its chunks go as they come."""
         info = self.info
-        tallies = native.place_runs(
-            runs, first, requests, info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc,
-            self.out, self.arrived, self.crcs,
+        return (
+            info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc, self.out, self.arrived, self.crcs
         )  # fmt: skip
-        for _, _, _, placed, duplicates, corrupt, _ in tallies:
-            self.missing -= placed
-            if duplicates or corrupt:
-                self.report.duplicate_chunks += duplicates
-                self.report.corrupt_chunks += corrupt
-        return tallies
+
+    def placed(self, placed: int, duplicates: int, corrupt: int) -> None:
+        """So many chunks have come to their places, come again, or come damaged."""
+        self.missing -= placed
+        self.report.duplicate_chunks += duplicates
+        self.report.corrupt_chunks += corrupt
 
     def has(self, indices: Sequence[int]) -> bool:
         """Whether all of these have arrived."""

@@ -20,8 +20,10 @@ from skymemory.protocol.segments import SegmentBatch
 from skymemory.transport.udp_socket import BatchSocket
 
 Endpoint = tuple[str, int]
-_LOOKS = 40
-"""Looks at an empty socket before sleeping, some 40 µs: an answer that streams in comes sooner than a sleeper wakes."""
+_PATIENCE_US = 40
+"""How long to look at an empty socket before sleeping: an answer that streams in comes sooner than a sleeper wakes."""
+_CALLS = 64
+"""Receives with something there before the machine hears of it, unless it has something to send: then at the first."""
 
 DRAIN_BYTES_PER_S = 400e6
 """What this side surely takes in a second: beside what its receive buffer holds, so much may be under way on long
@@ -103,22 +105,26 @@ class UdpClient:
     def _receive_or_wait(self) -> None:
         """Take what is there; with nothing there, sleep until something comes or a timer is due."""
         machine = self.machine
-        runs = self._sock.receive_runs()
-        for _ in range(_LOOKS):
-            if runs:
-                break
-            runs = self._sock.receive_runs()
-        if not runs:
-            due_s = machine.next_timer_s()
-            wait_s = max(0.0, due_s - self.now_s()) if due_s is not None else 1.0
-            if self._backlog:
-                self._poll.modify(self._sock.fileno(), select.POLLIN | select.POLLOUT)
-            self._poll.poll(wait_s * 1e3)
-            if self._backlog:
-                self._poll.modify(self._sock.fileno(), select.POLLIN)
-            runs = self._sock.receive_runs()
+        calls = 1 if machine.wants_to_send or self._backlog else _CALLS
+        tallies, runs = self._sock.receive_awaited(machine.awaited, calls, _PATIENCE_US)
+        if not tallies and not runs:
+            self._sleep()
+            tallies, runs = self._sock.receive_awaited(machine.awaited, calls, 0)
         now_s = self.now_s()
-        machine.receive_runs(runs, now_s)
+        if tallies:
+            machine.placed(tallies, now_s)
+        if runs:
+            machine.receive_runs(runs, now_s)
         due_s = machine.next_timer_s()
         if due_s is not None and due_s <= now_s:
             machine.handle_timer(now_s)
+
+    def _sleep(self) -> None:
+        """Until something comes, may be sent, or is due."""
+        due_s = self.machine.next_timer_s()
+        wait_s = max(0.0, due_s - self.now_s()) if due_s is not None else 1.0
+        if self._backlog:
+            self._poll.modify(self._sock.fileno(), select.POLLIN | select.POLLOUT)
+        self._poll.poll(wait_s * 1e3)
+        if self._backlog:
+            self._poll.modify(self._sock.fileno(), select.POLLIN)

@@ -112,10 +112,19 @@ class BatchSocket:
         view = _scratch(self._slots)
         return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in self._arrivals(view)]
 
-    def receive_runs(self) -> list[native.Run]:
-        """As ``receive``, without the senders."""
-        view = _scratch(self._slots)
-        return [(view[at : at + size], segment) for at, size, segment, _, _ in self._arrivals(view)]
+    def receive_awaited(
+        self, awaited: dict[int, native.Landing], calls: int, patience_us: int
+    ) -> tuple[list[native.Tally], list[native.Run]]:
+        """What has come for these requests, in its place already, and other runs, good until the next call; how long it
+        goes on ``native.recv_runs`` says.
+        """
+        try:
+            return native.recv_runs(self.fileno(), _scratch(self._slots), self._slots, calls, patience_us, awaited)
+        except OSError:
+            if self._socket.fileno() < 0:
+                raise
+            self.icmp_errors += 1
+            return [], []
 
     def _arrivals(self, scratch: memoryview) -> list[native.Arrival]:
         try:

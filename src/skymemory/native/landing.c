@@ -1,0 +1,266 @@
+/* What a client awaits is put in its place as it comes: from runs at hand, or from the socket. Twin: twin_landing.py. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "packet.h"
+#include "udp.h"
+
+#include <time.h>
+
+enum {
+    ANSWER_AT = TELEMETRY_BYTES + 1,
+    ANSWER_BYTES = 19, /* operation, flags, status, addresses, ground host, request: what one answer has in common */
+    MOST_SLOTS = 64,
+};
+
+/* What came for one request. */
+typedef struct {
+    uint32_t request, echo;
+    Py_ssize_t runs, placed, duplicates, corrupt, foreign;
+} Tally;
+
+/* The values awaited, by request; the one that the last run was for is kept open. */
+typedef struct {
+    PyObject *awaited, *landing;
+    Py_buffer key, out, arrived, crcs;
+    Value value;
+    Tally *tallies;
+    Py_ssize_t count, room;
+    int complete; /* one of the values is */
+} Landings;
+
+static void close_landing(Landings *to)
+{
+    if (to->landing) {
+        PyBuffer_Release(&to->key);
+        PyBuffer_Release(&to->out);
+        PyBuffer_Release(&to->arrived);
+        PyBuffer_Release(&to->crcs);
+        Py_CLEAR(to->landing);
+    }
+}
+
+static int open_landing(Landings *to, PyObject *landing)
+{
+    Py_ssize_t chunks, chunk_bytes, value_bytes;
+    unsigned long value_crc;
+    if (landing == to->landing)
+        return 1;
+    close_landing(to);
+    if (!PyTuple_Check(landing)) {
+        PyErr_SetString(PyExc_TypeError, "awaited: expected a tuple for every request");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(landing, "y*nnnkw*w*w*:landing", &to->key, &chunks, &chunk_bytes, &value_bytes, &value_crc,
+                          &to->out, &to->arrived, &to->crcs))
+        return 0;
+    to->landing = Py_NewRef(landing);
+    if (sky_value_fits(&to->value, &to->key, chunks, chunk_bytes, value_bytes, value_crc, &to->out, &to->arrived, &to->crcs))
+        return 1;
+    close_landing(to);
+    return 0;
+}
+
+static Tally *tally_of(Landings *to, uint32_t request)
+{
+    for (Py_ssize_t i = to->count; i-- > 0;)
+        if (to->tallies[i].request == request)
+            return &to->tallies[i];
+    if (to->count == to->room) {
+        Py_ssize_t room = to->room ? 2 * to->room : 16;
+        Tally *grown = PyMem_Realloc(to->tallies, (size_t)room * sizeof *grown);
+        if (!grown) {
+            PyErr_NoMemory();
+            return NULL;
+        }
+        to->tallies = grown, to->room = room;
+    }
+    Tally *tally = &to->tallies[to->count++];
+    *tally = (Tally){.request = request};
+    return tally;
+}
+
+/* Place a run that answers, in all its segments alike, one request: 1 done, 0 it is no such run, -1 an exception. */
+static int land(Landings *to, const uint8_t *data, size_t size, size_t segment)
+{
+    if (size < TELEMETRY_BYTES + SKY_BYTES || segment < TELEMETRY_BYTES + SKY_BYTES || data[ANSWER_AT] != OP_DATA)
+        return 0;
+    uint32_t request = be32(data + TELEMETRY_BYTES + REQUEST_AT);
+    PyObject *number = PyLong_FromUnsignedLong(request);
+    PyObject *landing = number ? PyDict_GetItemWithError(to->awaited, number) : NULL;
+    Py_XDECREF(number);
+    if (!landing)
+        return PyErr_Occurred() ? -1 : 0;
+    for (size_t at = segment; at < size; at += segment)
+        if (size - at < ANSWER_AT + ANSWER_BYTES || memcmp(data + at + ANSWER_AT, data + ANSWER_AT, ANSWER_BYTES))
+            return 0;
+    if (!open_landing(to, landing))
+        return -1;
+    Tally *tally = tally_of(to, request);
+    if (!tally)
+        return -1;
+    Value *value = &to->value;
+    value->placed = value->duplicates = value->corrupt = value->foreign = 0;
+    Py_BEGIN_ALLOW_THREADS
+    sky_place_all(value, data, size, segment, (Py_ssize_t)((size - 1) / segment + 1));
+    Py_END_ALLOW_THREADS
+    tally->echo = be32(data + TELEMETRY_BYTES + TIMESTAMP_AT);
+    tally->runs++;
+    tally->placed += value->placed, tally->duplicates += value->duplicates;
+    tally->corrupt += value->corrupt, tally->foreign += value->foreign;
+    if (value->placed && !memchr(value->arrived, 0, value->chunks))
+        to->complete = 1;
+    return 1;
+}
+
+static PyObject *tallies_of(const Landings *to)
+{
+    PyObject *list = PyList_New(to->count);
+    for (Py_ssize_t i = 0; list && i < to->count; i++) {
+        const Tally *t = &to->tallies[i];
+        PyObject *entry = Py_BuildValue("IInnnnn", (unsigned)t->request, (unsigned)t->echo, t->runs, t->placed,
+                                        t->duplicates, t->corrupt, t->foreign);
+        if (entry)
+            PyList_SET_ITEM(list, i, entry);
+        else
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+PyObject *sky_py_place_runs(PyObject *self, PyObject *args)
+{
+    PyObject *runs, *result = NULL;
+    Py_ssize_t first;
+    Landings to = {0};
+    int placed = 1;
+    if (!PyArg_ParseTuple(args, "O!nO!:place_runs", &PyList_Type, &runs, &first, &PyDict_Type, &to.awaited))
+        return NULL;
+    if (first < 0)
+        return PyErr_Format(PyExc_ValueError, "first run %zd: expected 0 or more", first);
+    for (Py_ssize_t i = first; placed == 1 && i < PyList_GET_SIZE(runs); i++) {
+        Py_buffer data;
+        Py_ssize_t segment;
+        if (!PyTuple_Check(PyList_GET_ITEM(runs, i))) {
+            PyErr_SetString(PyExc_TypeError, "runs: expected a list of tuples (data, segment bytes)");
+            placed = -1;
+        } else if (!PyArg_ParseTuple(PyList_GET_ITEM(runs, i), "y*n:run", &data, &segment)) {
+            placed = -1;
+        } else {
+            placed = sky_count_segments(&data, segment) < 0 ? -1 : land(&to, data.buf, (size_t)data.len, (size_t)segment);
+            PyBuffer_Release(&data);
+        }
+    }
+    if (placed >= 0)
+        result = tallies_of(&to);
+    close_landing(&to);
+    PyMem_Free(to.tallies);
+    return result;
+}
+
+static int64_t now_us(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+/* What waits at the socket, looked for again and again for so long; how many runs, or -1 with errno. */
+static int look(int fd, struct mmsghdr *messages, Control *controls, unsigned slots, Py_ssize_t patience_us)
+{
+    int64_t until_us = 0;
+    for (;;) {
+        for (unsigned i = 0; i < slots; i++)
+            messages[i].msg_hdr.msg_controllen = sizeof controls[i];
+        int count = recvmmsg(fd, messages, slots, MSG_DONTWAIT, NULL);
+        if (count > 0 || (count < 0 && !sky_try_later(errno)))
+            return count;
+        int64_t at_us = patience_us > 0 ? now_us() : 0;
+        if (!until_us)
+            until_us = at_us + patience_us;
+        if (at_us >= until_us)
+            return 0;
+    }
+}
+
+static int keep(PyObject *others, PyObject *scratch, Py_ssize_t start, Py_ssize_t size, Py_ssize_t segment)
+{
+    PyObject *from = PyLong_FromSsize_t(start), *to = PyLong_FromSsize_t(start + size);
+    PyObject *slice = from && to ? PySlice_New(from, to, NULL) : NULL;
+    PyObject *view = slice ? PyObject_GetItem(scratch, slice) : NULL;
+    PyObject *run = view ? Py_BuildValue("On", view, segment) : NULL;
+    int kept = run && PyList_Append(others, run) == 0;
+    Py_XDECREF(run);
+    Py_XDECREF(view);
+    Py_XDECREF(slice);
+    Py_XDECREF(to);
+    Py_XDECREF(from);
+    return kept ? 1 : -1;
+}
+
+/* Receive and place; runs that are not plain answers go to ``others``. 1, or -1 and an exception. */
+static int receive(Landings *to, int fd, PyObject *scratch, uint8_t *room, unsigned slots, Py_ssize_t calls,
+                   Py_ssize_t patience_us, PyObject *others)
+{
+    struct mmsghdr messages[MOST_SLOTS];
+    struct iovec parts[MOST_SLOTS];
+    Control controls[MOST_SLOTS];
+    memset(messages, 0, slots * sizeof *messages);
+    for (unsigned i = 0; i < slots; i++) {
+        struct msghdr *header = &messages[i].msg_hdr;
+        parts[i].iov_base = room + (size_t)i * SLOT_BYTES, parts[i].iov_len = SLOT_BYTES;
+        header->msg_iov = &parts[i], header->msg_iovlen = 1;
+        header->msg_control = &controls[i];
+    }
+    for (; calls > 0 && !to->complete && !PyList_GET_SIZE(others); calls--) {
+        int count;
+        Py_BEGIN_ALLOW_THREADS
+        count = look(fd, messages, controls, slots, patience_us);
+        Py_END_ALLOW_THREADS
+        if (count < 0 && !to->count) {
+            PyErr_SetFromErrno(PyExc_OSError);
+            return -1;
+        }
+        if (count <= 0)
+            break;
+        for (int i = 0, placed = 1; i < count; i++) {
+            Py_ssize_t size = (Py_ssize_t)messages[i].msg_len, segment = sky_segment_of(&messages[i].msg_hdr, size);
+            if (placed == 1)
+                placed = land(to, parts[i].iov_base, (size_t)size, (size_t)segment);
+            if (placed == 0 && keep(others, scratch, (Py_ssize_t)i * SLOT_BYTES, size, segment) < 0)
+                placed = -1;
+            if (placed < 0)
+                return -1;
+        }
+    }
+    return 1;
+}
+
+PyObject *sky_py_recv_runs(PyObject *self, PyObject *args)
+{
+    int fd;
+    PyObject *scratch, *others, *result = NULL;
+    Py_buffer room;
+    Py_ssize_t slots, calls, patience_us;
+    Landings to = {0};
+    if (!PyArg_ParseTuple(args, "iO!nnnO!:recv_runs", &fd, &PyMemoryView_Type, &scratch, &slots, &calls, &patience_us,
+                          &PyDict_Type, &to.awaited) ||
+        PyObject_GetBuffer(scratch, &room, PyBUF_WRITABLE) < 0)
+        return NULL;
+    if (slots < 1 || room.len / SLOT_BYTES < slots || calls < 1) {
+        PyErr_Format(PyExc_ValueError, "%zd calls, %zd bytes of scratch for %zd slots: expected %d for each of 1 or more",
+                     calls, room.len, slots, (int)SLOT_BYTES);
+    } else if ((others = PyList_New(0)) != NULL) {
+        unsigned most = (unsigned)(slots < MOST_SLOTS ? slots : MOST_SLOTS);
+        if (receive(&to, fd, scratch, room.buf, most, calls, patience_us, others) > 0) {
+            PyObject *tallies = tallies_of(&to);
+            result = tallies ? PyTuple_Pack(2, tallies, others) : NULL;
+            Py_XDECREF(tallies);
+        }
+        Py_DECREF(others);
+    }
+    close_landing(&to);
+    PyMem_Free(to.tallies);
+    PyBuffer_Release(&room);
+    return result;
+}
