@@ -8,7 +8,9 @@ setup(
             "skymemory.native._fast",
             sources=[
                 f"src/skymemory/native/{name}.c"
-                for name in ("_fast", "crc", "crc_calls", "answers", "headers", "segments", "runs", "landing", "udp")
+                for name in (
+                    "_fast", "crc", "crc_calls", "answers", "headers", "segments", "runs", "landing", "packets", "udp",
+                )  # fmt: skip
             ],
             depends=[f"src/skymemory/native/{name}.h" for name in ("fast", "packet", "udp")],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],

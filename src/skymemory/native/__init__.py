@@ -1,7 +1,8 @@
 """The hot loops: in C where the helper was compiled, in Python (the twin) everywhere else.
 
 ``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose files
-(``twin``, ``twin_segments``, ``twin_runs``, ``twin_landing``, ``twin_udp``) say what each function does.
+(``twin``, ``twin_segments``, ``twin_runs``, ``twin_landing``, ``twin_packets``,
+``twin_udp``) say what each function does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ try:
     from skymemory.native._fast import (
         answer_get,
         bulk_headers,
+        command_packets,
         crc32,
         crc32_combine,
         crc32_join,
@@ -35,6 +37,7 @@ try:
         recv_runs,
         seal_headers,
         send_batch,
+        send_each,
         verify_segments,
     )
 
@@ -43,6 +46,7 @@ except ImportError:
     from skymemory.native.twin import (
         answer_get,
         bulk_headers,
+        command_packets,
         crc32,
         crc32_combine,
         crc32_join,
@@ -53,6 +57,7 @@ except ImportError:
         recv_runs,
         seal_headers,
         send_batch,
+        send_each,
         verify_segments,
     )
 
@@ -67,6 +72,7 @@ __all__ = [
     "Tally",
     "answer_get",
     "bulk_headers",
+    "command_packets",
     "crc32",
     "crc32_chunks",
     "crc32_combine",
@@ -78,6 +84,7 @@ __all__ = [
     "recv_runs",
     "seal_headers",
     "send_batch",
+    "send_each",
     "verify_segments",
 ]
 

@@ -29,6 +29,8 @@ static PyMethodDef methods[] = {
     {"recv_runs", sky_py_recv_runs, METH_VARARGS, "recv_runs(fd, scratch, slots, calls, ...) -> (tallies, other runs)"},
     {"recv_batch", sky_py_recv_batch, METH_VARARGS, "recv_batch(fd, scratch, slots) -> list of arrivals"},
     {"send_batch", sky_py_send_batch, METH_VARARGS, "send_batch(fd, host, port, headers, header_bytes, payloads) -> int"},
+    {"command_packets", sky_py_command_packets, METH_VARARGS, "command_packets(prefix, sequence, rows) -> list of bytes"},
+    {"send_each", sky_py_send_each, METH_VARARGS, "send_each(fd, packets, first) -> int"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -46,6 +46,10 @@ PyObject *sky_py_recv_runs(PyObject *self, PyObject *args);
 PyObject *sky_py_recv_batch(PyObject *self, PyObject *args);
 PyObject *sky_py_send_batch(PyObject *self, PyObject *args);
 
+/* packets.c */
+PyObject *sky_py_command_packets(PyObject *self, PyObject *args);
+PyObject *sky_py_send_each(PyObject *self, PyObject *args);
+
 /* answers.c */
 PyObject *sky_py_answer_get(PyObject *self, PyObject *args);
 

@@ -5,6 +5,7 @@
 #include "packet.h"
 #include "udp.h"
 
+#include <sched.h>
 #include <time.h>
 
 enum {
@@ -180,6 +181,7 @@ static int look(int fd, struct mmsghdr *messages, Control *controls, unsigned sl
             until_us = at_us + patience_us;
         if (at_us >= until_us)
             return 0;
+        sched_yield();
     }
 }
 

@@ -19,7 +19,9 @@ enum {
     MUTABLE_AT = 20,
     MUTABLE_END = 24,
     CRC_AT = 40,
-    REQUEST_AT = 16, /* within the SKY header */
+    DESTINATION_AT = 4, /* within the SKY header, and the next two */
+    SOURCE_AT = 8,
+    REQUEST_AT = 16,
     TIMESTAMP_AT = 24,
     OP_SET = 0x01,
     OP_MIGRATE = 0x05,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skymemory.native.twin_landing import place_runs, recv_runs
+from skymemory.native.twin_packets import command_packets, send_each
 from skymemory.native.twin_runs import answer_get, bulk_headers, open_run
 from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
 from skymemory.native.twin_udp import recv_batch, send_batch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "answer_get",
     "bulk_headers",
+    "command_packets",
     "crc32",
     "crc32_chunks",
     "crc32_combine",
@@ -38,6 +40,7 @@ __all__ = [
     "recv_runs",
     "seal_headers",
     "send_batch",
+    "send_each",
     "verify_segments",
 ]
 

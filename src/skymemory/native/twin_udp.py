@@ -26,14 +26,14 @@ SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
 _INT = struct.Struct("=i")
 _GSO = struct.Struct("=H")
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_INT.size)
-_TRY_LATER = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS, errno.EINTR))
+TRY_LATER = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS, errno.EINTR))
 _NO_OFFLOAD = frozenset((errno.EINVAL, errno.EIO, errno.EOPNOTSUPP, errno.EMSGSIZE, errno.ENOPROTOOPT))
 
 Arrival = tuple[int, int, int, str, int]
 """Offset in the scratch buffer, bytes, bytes of a segment (at least 1), host, port."""
 
 
-def _borrow(fd: int) -> socket.socket:
+def borrowed(fd: int) -> socket.socket:
     """The socket ``fd`` as an object, to be detached, not closed."""
     if fd < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -55,7 +55,7 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
     if slots < 1 or len(view) < slots * SLOT_BYTES:
         raise ValueError(f"{len(view)} bytes of scratch for {slots} slots: expected {SLOT_BYTES} for each of 1 or more")
     arrivals: list[Arrival] = []
-    sock = _borrow(fd)
+    sock = borrowed(fd)
     try:
         for slot in range(slots):
             at = slot * SLOT_BYTES
@@ -64,7 +64,7 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
                     [view[at : at + SLOT_BYTES]], _ANCILLARY_BYTES, socket.MSG_DONTWAIT
                 )
             except OSError as error:
-                if error.errno in _TRY_LATER or arrivals:
+                if error.errno in TRY_LATER or arrivals:
                     break
                 raise
             segment = size
@@ -124,7 +124,7 @@ def send_batch(
     sizes = [sum(map(len, part)) for part in parts]
     if max(sizes, default=0) > MAX_RUN_BYTES:
         raise ValueError(f"a segment of {max(sizes)} bytes: a datagram has at most {MAX_RUN_BYTES}")
-    sock = _borrow(fd)
+    sock = borrowed(fd)
     try:
         return _send_runs(sock, (host, port), parts, sizes)
     finally:
@@ -143,7 +143,7 @@ def _send_runs(sock: socket.socket, address: tuple[str, int], parts: list[list[m
             if ancillary and error.errno in _NO_OFFLOAD:
                 offload = False
                 continue
-            if error.errno in _TRY_LATER or sent:
+            if error.errno in TRY_LATER or sent:
                 break
             raise
         sent += end

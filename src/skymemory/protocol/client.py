@@ -170,21 +170,29 @@ class ClientMachine:
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
         """Batches with the satellite whose beam each takes, as far as the windows let them."""
-        return list(self.each_to_send(now_s))
+        return [one for together in self.each_to_send(now_s) for one in together]
 
-    def each_to_send(self, now_s: float) -> Iterator[tuple[SegmentBatch, SatelliteId]]:
-        """``datagrams_to_send`` one by one: a batch is packed when the one before it is on its way. Take them all."""
+    def each_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
+        """``datagrams_to_send`` bit by bit: what is sent is packed when the burst before it is on its way, what is asked
+        for all at once. Take them all.
+        """
         self._point_beam(now_s)
-        yield from self._outbox.take()
+        if self._outbox.filled:
+            yield self._outbox.take()
         for _ in range(len(self._waiting)):
             operation = self._waiting.popleft()
             operation.queued = False
             transfer = operation.transfer
             if operation.number in self._operations and transfer is not None:
-                for _ in self._send_bursts(operation, transfer, now_s):
-                    yield from self._outbox.take()
+                if isinstance(transfer, ReadTransfer):
+                    self._ask_bursts(operation, transfer, now_s)
+                else:
+                    for _ in self._send_bursts(operation, transfer, now_s):
+                        yield self._outbox.take()
                 if operation.number in self._operations and transfer.pending:
                     self._enqueue(operation)
+        if self._outbox.filled:
+            yield self._outbox.take()
 
     def next_timer_s(self) -> float | None:
         return self._in_flight.next_timer_s()
@@ -253,10 +261,28 @@ class ClientMachine:
             operation.queued = True
             self._waiting.append(operation)
 
-    def _send_bursts(self, operation: Operation, transfer: Transfer, now_s: float) -> Iterator[None]:
+    def _ask_bursts(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
+        """Hand to the outbox all that the window lets us ask for. What is asked for is not cut, what is sent may be."""
+        size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
+        moves, key, window = self.moves(now_s), transfer.info.key, self._links.inbound
+        requests = []
+        while transfer.pending:
+            satellite, indices, steps = transfer.pending[0]
+            size_bytes = len(indices) * size_each
+            if self._links.is_suspect(satellite, now_s):
+                self._finish(Verdict(operation, "unreachable"), now_s)
+                return
+            if not window.admits(size_bytes):
+                break
+            transfer.pending.popleft()
+            body = key + steps if steps else b""
+            requests.append(self._in_flight.begin(operation, satellite, Op.GET, indices, body, size_bytes, moves, now_s))
+        if requests:
+            self._in_flight.transmit(requests, now_s)
+
+    def _send_bursts(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
         """Hand burst after burst to the outbox, and stop at each."""
         stalled: deque[Burst] = deque()
-        op = Op.GET if isinstance(transfer, ReadTransfer) else Op.SET
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
         moves = self.moves(now_s)
         while transfer.pending:
@@ -265,26 +291,21 @@ class ClientMachine:
             if self._links.is_suspect(satellite, now_s):
                 self._finish(Verdict(operation, "unreachable"), now_s)
                 return
-            fits = self._admitted(op, burst, size_each)
+            fits = self._admitted(burst, size_each)
             if not fits:
                 stalled.append(burst)
-                if op is Op.GET:
-                    break
                 continue
             if fits < len(indices):
                 transfer.pending.appendleft(Burst(satellite, indices[fits:]))
                 indices = indices[:fits]
-            body = transfer.info.key + burst.steps if burst.steps else b""
-            self._in_flight.send(operation, satellite, op, indices, body, fits * size_each, moves, now_s)
+            self._in_flight.send(operation, satellite, Op.SET, indices, b"", fits * size_each, moves, now_s)
             yield
         transfer.pending.extendleft(reversed(stalled))
 
-    def _admitted(self, op: Op, burst: Burst, size_each: int) -> int:
-        """How many chunks of the burst the window lets go now. What is asked for is not cut, what is sent may be."""
+    def _admitted(self, burst: Burst, size_each: int) -> int:
+        """How many chunks of the burst the window lets go now."""
         wanted = len(burst.indices)
-        if op is Op.GET:
-            return wanted if self._links.inbound.admits(wanted * size_each) else 0
-        window = self._in_flight.window(op, burst.satellite)
+        window = self._in_flight.window(Op.SET, burst.satellite)
         fits = min(wanted, window.open_bytes // size_each)
         if fits >= min(wanted, _LEAST_BURST_CHUNKS):
             return fits

@@ -49,6 +49,17 @@ class InFlight:
         size_bytes: int, moves: Moves, now_s: float,
     ) -> None:  # fmt: skip
         """A new request: ``size_bytes`` is what it puts on its way, up or down."""
+        self.transmit([self.begin(operation, satellite, op, indices, body, size_bytes, moves, now_s)], now_s)
+
+    def transmit(self, requests: Sequence[Request], now_s: float) -> None:
+        """Queue the packets of requests of one operation that have begun."""
+        self._outbox.transmit(requests, now_s)
+
+    def begin(
+        self, operation: Operation, satellite: SatelliteId, op: Op, indices: Sequence[int], body: bytes,
+        size_bytes: int, moves: Moves, now_s: float,
+    ) -> Request:  # fmt: skip
+        """``send`` without the sending."""
         window = self.window(op, satellite)
         timeout_s = min(self._patience_s(satellite, window), self._give_up_s)
         request = Request(
@@ -63,7 +74,7 @@ class InFlight:
         operation.requests.add(request.request_id)
         operation.report.requests += 1
         window.sent(size_bytes)
-        self._outbox.transmit(request, now_s)
+        return request
 
     def _patience_s(self, satellite: SatelliteId, window: Window) -> float:
         """How long an answer may take: the round trip, and what is on its way before it at a modest rate."""
@@ -165,4 +176,4 @@ class InFlight:
             request.indices = wanted
             request.body = b""
             request.moves = moves
-        self._outbox.transmit(request, now_s)
+        self._outbox.transmit([request], now_s)

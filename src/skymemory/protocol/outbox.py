@@ -12,7 +12,7 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.pacing import Window
 from skymemory.protocol.segments import SegmentBatch, prefixed_batch
 from skymemory.protocol.selection import Selection
-from skymemory.protocol.space_packet import COMMAND_BYTES, COMMAND_FORMAT, command_fields
+from skymemory.protocol.space_packet import COMMAND_FORMAT, command_fields
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, WriteTransfer
 from skymemory.protocol.wire import (
     COMMAND_PREFIX_BYTES,
@@ -26,6 +26,12 @@ from skymemory.protocol.wire import (
 )
 
 _COMMAND_PREFIX = struct.Struct(COMMAND_FORMAT + SKY.format.removeprefix(">"))
+_GROUND = GROUND_SHELL << 24
+
+
+def _word(satellite: SatelliteId) -> int:
+    """Its address on the wire, as ``Address.pack`` would make it."""
+    return satellite.plane << 12 | satellite.slot
 
 
 @dataclass(slots=True, eq=False)
@@ -90,33 +96,42 @@ class Outbox:
         batches, self._batches = self._batches, []
         return batches
 
-    def transmit(self, request: Request, now_s: float) -> None:
-        """Queue the request's packets, as many as it still wants answered."""
-        request.sent_s = now_s
-        transfer = request.operation.transfer
-        beam = self.beam(request.satellite)
+    def transmit(self, requests: Sequence[Request], now_s: float) -> None:
+        """Queue the packets of requests of one operation and kind, as many as they still want answered."""
+        for request in requests:
+            request.sent_s = now_s
+        transfer = requests[0].operation.transfer
         if isinstance(transfer, WriteTransfer):
-            payloads = [transfer.payloads[index] for index in request.indices]
-            sequence = self._take_sequence(len(payloads))
-            prefix = self._prefix(request, beam, 1, sequence, now_s)
-            batch = prefixed_batch(prefix, transfer.refs[request.indices].tobytes(), payloads, sequence)
-        else:
-            if isinstance(transfer, ReadTransfer) and not request.body:
+            for request in requests:
+                self._queue_chunks(request, transfer, now_s)
+            return
+        rows, beams = [], []
+        for request in requests:
+            if transfer is not None and not request.body:
                 request.body = Selection.of(transfer.info.key, request.indices, transfer.info.servers).pack()
-            body = request.body
-            packet = bytearray(self._prefix(request, beam, len(body), self._take_sequence(1), now_s) + body)
-            native.seal_headers(packet, len(packet), COMMAND_BYTES)
-            batch = SegmentBatch(packet, len(packet))
+            beam = self.beam(request.satellite)
+            rows.append((_word(request.satellite), _GROUND | _word(beam), request.request_id, request.body))
+            beams.append(beam)
+        prefix = self._prefix(requests[0], beams[0], 1, 0, now_s)
+        packets = native.command_packets(prefix, self._take_sequence(len(rows)), rows)
+        self._batches += [(SegmentBatch(packet, len(packet)), beam) for packet, beam in zip(packets, beams, strict=True)]
+
+    def _queue_chunks(self, request: Request, transfer: WriteTransfer, now_s: float) -> None:
+        beam = self.beam(request.satellite)
+        payloads = [transfer.payloads[index] for index in request.indices]
+        sequence = self._take_sequence(len(payloads))
+        prefix = self._prefix(request, beam, 1, sequence, now_s)
+        batch = prefixed_batch(prefix, transfer.refs[request.indices].tobytes(), payloads, sequence)
         self._batches.append((batch, beam))
 
     def _prefix(self, request: Request, beam: SatelliteId, body_bytes: int, sequence: int, now_s: float) -> bytes:
         """The headers, packed without a ``SkyHeader`` in between: a block takes dozens."""
-        satellite, (slot_moves, plane_moves) = request.satellite, request.moves
+        slot_moves, plane_moves = request.moves
         return _COMMAND_PREFIX.pack(
             *command_fields(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes),
-            VERSION, request.op, 0, Status.OK, satellite.plane << 12 | satellite.slot,
-            GROUND_SHELL << 24 | beam.plane << 12 | beam.slot, self._ground, request.request_id, HOP_LIMIT, 0, 0,
-            int(now_s * 1e6) & 0xFFFFFFFF, slot_moves, plane_moves, self._credit, 0, 0,
+            VERSION, request.op, 0, Status.OK, _word(request.satellite), _GROUND | _word(beam), self._ground,
+            request.request_id, HOP_LIMIT, 0, 0, int(now_s * 1e6) & 0xFFFFFFFF, slot_moves, plane_moves, self._credit, 0,
+            0,
         )  # fmt: skip
 
     def _take_sequence(self, count: int) -> int:

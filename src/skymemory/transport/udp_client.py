@@ -90,11 +90,16 @@ class UdpClient:
         self._sock.close()
 
     def _send(self) -> None:
-        for batch, satellite in self.machine.each_to_send(self.now_s()):
-            endpoint = self._satellites[satellite]
-            rest = batch if self._backlog else self._sock.send(batch, endpoint)
-            if rest is not None:
-                self._backlog.append((endpoint, rest))
+        for batches in self.machine.each_to_send(self.now_s()):
+            if self._backlog or len(batches) == 1 or any(batch.count > 1 for batch, _ in batches):
+                first = 0
+            else:
+                first = self._sock.send_each([(one.headers, *self._satellites[to]) for one, to in batches])
+            for batch, satellite in batches[first:]:
+                endpoint = self._satellites[satellite]
+                rest = batch if self._backlog else self._sock.send(batch, endpoint)
+                if rest is not None:
+                    self._backlog.append((endpoint, rest))
         while self._backlog:
             endpoint, batch = self._backlog.popleft()
             rest = self._sock.send(batch, endpoint)

@@ -16,6 +16,7 @@ import numpy as np
 
 from skymemory import native
 from skymemory.native.twin_udp import SOL_UDP, UDP_GRO
+from skymemory.protocol.messages import Buffer
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.units import format_size
 
@@ -153,6 +154,22 @@ class BatchSocket:
         if sent * width >= len(headers):
             return None
         return SegmentBatch(headers[sent * width :], width, payloads[sent:] if payloads is not None else None)
+
+    def send_each(self, packets: list[tuple[Buffer, str, int]]) -> int:
+        """Send each packet to its own host and port, as ``send`` would; how many the kernel has taken or refused."""
+        first = 0
+        while first < len(packets):
+            try:
+                sent = native.send_each(self.fileno(), packets, first)
+            except OSError:
+                if self._socket.fileno() < 0:
+                    raise
+                self.send_errors += 1
+                sent = 1
+            if not sent:
+                break
+            first += sent
+        return first
 
     def dropped(self) -> int:
         """Datagrams that the kernel threw away because the receive buffer was full."""

@@ -1,0 +1,75 @@
+"""Python twin of the calls for small packets: many made of one prefix, many sent each to its own address."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+from skymemory.native.twin_segments import COMMAND_BYTES, SKY_BYTES, UNSEGMENTED, seal_headers
+from skymemory.native.twin_udp import MAX_RUN_BYTES, TRY_LATER, borrowed
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_COUNT_AND_LENGTH = struct.Struct(">HH")
+_ROUTE = struct.Struct(">II")
+_WORD = struct.Struct(">I")
+_PACKETS_A_CALL = 64
+
+
+def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, int, bytes]]) -> list[bytes]:
+    """Sealed command packets that differ only in what each row says: destination, source, request id, body.
+
+    ``prefix`` is the 52 bytes of both headers; sequence counts go up from ``sequence``.
+    """
+    first = bytes(prefix)
+    if len(first) != COMMAND_BYTES + SKY_BYTES or sequence < 0:
+        raise ValueError(
+            f"a prefix of {len(first)} bytes, sequence {sequence}: expected {COMMAND_BYTES + SKY_BYTES}, and 0 or more"
+        )
+    packets = []
+    for count, (destination, source, request, body) in enumerate(rows, sequence):
+        packet = bytearray(first + body)
+        if len(packet) > MAX_RUN_BYTES:
+            raise ValueError(f"a body of {len(body)} bytes: no packet carries it")
+        _COUNT_AND_LENGTH.pack_into(packet, 2, UNSEGMENTED << 14 | (count & 0x3FFF), len(packet) - 7)
+        _ROUTE.pack_into(packet, COMMAND_BYTES + 4, destination & 0xFFFFFFFF, source & 0xFFFFFFFF)
+        _WORD.pack_into(packet, COMMAND_BYTES + 16, request & 0xFFFFFFFF)
+        seal_headers(packet, len(packet), COMMAND_BYTES)
+        packets.append(bytes(packet))
+    return packets
+
+
+def send_each(fd: int, packets: list[tuple[Buffer, str, int]], first: int) -> int:
+    """Send each of ``packets`` from ``first`` on, 64 at most, to its own host and port; the number the kernel took.
+
+    Stops where the kernel's buffers are full, or at one that the network refuses.
+
+    Raises:
+        OSError: the very first was refused, for another reason than full buffers.
+    """
+    if first < 0:
+        raise ValueError(f"first packet {first}: expected 0 or more")
+    chosen = packets[first : first + _PACKETS_A_CALL]
+    for packet, host, port in chosen:
+        try:
+            socket.inet_aton(host)
+        except OSError as error:
+            raise ValueError(f"host {host!r}: expected a dotted IPv4 address") from error
+        if not 0 <= port <= 0xFFFF:
+            raise OverflowError(f"port {port}: expected 0 to 65535")
+        if memoryview(packet).nbytes > MAX_RUN_BYTES:
+            raise ValueError(f"a segment of {memoryview(packet).nbytes} bytes: a datagram has at most {MAX_RUN_BYTES}")
+    sock = borrowed(fd)
+    try:
+        for sent, (packet, host, port) in enumerate(chosen):
+            try:
+                sock.sendto(packet, socket.MSG_DONTWAIT, (host, port))
+            except OSError as error:
+                if sent or error.errno in TRY_LATER:
+                    return sent
+                raise
+    finally:
+        sock.detach()
+    return len(chosen)
