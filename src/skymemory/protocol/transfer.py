@@ -136,16 +136,12 @@ class ReadTransfer:
         bursts, satellites = plan(info.chunks, where(moves), info.servers, burst_chunks)
         self.pending = deque(bursts)
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
+        self.landing: Landing = (
+            info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc, out, self.arrived, self.crcs
+        )  # fmt: skip
+        """Where its chunks go as they come."""
         self._where = where
         self._searches: dict[int, _Search] = {}
-
-    @property
-    def landing(self) -> Landing:
-        """Where its chunks go as they come."""
-        info = self.info
-        return (
-            info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc, self.out, self.arrived, self.crcs
-        )  # fmt: skip
 
     def placed(self, placed: int, duplicates: int, corrupt: int) -> None:
         """So many chunks have come to their places, come again, or come damaged."""
