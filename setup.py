@@ -9,7 +9,8 @@ setup(
             sources=[
                 f"src/skymemory/native/{name}.c"
                 for name in (
-                    "_fast", "crc", "crc_calls", "answers", "headers", "segments", "runs", "landing", "packets", "udp",
+                    "_fast", "crc", "crc_calls", "acks", "answers", "headers", "segments", "runs", "landing", "packets", "slices",
+                    "udp",
                 )  # fmt: skip
             ],
             depends=[f"src/skymemory/native/{name}.h" for name in ("fast", "packet", "udp")],

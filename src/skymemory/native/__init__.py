@@ -14,6 +14,7 @@ import numpy as np
 
 from skymemory.native import twin
 from skymemory.native.twin_landing import Landing, Run, Tally
+from skymemory.native.twin_packets import Ack
 from skymemory.native.twin_udp import SLOT_BYTES, Arrival
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ try:
         crc32,
         crc32_combine,
         crc32_join,
+        open_ack,
         open_run,
         place_runs,
         place_segments,
@@ -38,6 +40,7 @@ try:
         seal_headers,
         send_batch,
         send_each,
+        send_slices,
         verify_segments,
     )
 
@@ -50,6 +53,7 @@ except ImportError:
         crc32,
         crc32_combine,
         crc32_join,
+        open_ack,
         open_run,
         place_runs,
         place_segments,
@@ -58,6 +62,7 @@ except ImportError:
         seal_headers,
         send_batch,
         send_each,
+        send_slices,
         verify_segments,
     )
 
@@ -66,6 +71,7 @@ except ImportError:
 __all__ = [
     "NATIVE",
     "SLOT_BYTES",
+    "Ack",
     "Arrival",
     "Landing",
     "Run",
@@ -77,6 +83,7 @@ __all__ = [
     "crc32_chunks",
     "crc32_combine",
     "crc32_join",
+    "open_ack",
     "open_run",
     "place_runs",
     "place_segments",
@@ -85,6 +92,7 @@ __all__ = [
     "seal_headers",
     "send_batch",
     "send_each",
+    "send_slices",
     "verify_segments",
 ]
 

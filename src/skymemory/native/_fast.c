@@ -30,6 +30,8 @@ static PyMethodDef methods[] = {
     {"recv_batch", sky_py_recv_batch, METH_VARARGS, "recv_batch(fd, scratch, slots) -> list of arrivals"},
     {"send_batch", sky_py_send_batch, METH_VARARGS, "send_batch(fd, host, port, headers, header_bytes, payloads) -> int"},
     {"command_packets", sky_py_command_packets, METH_VARARGS, "command_packets(prefix, sequence, rows) -> list of bytes"},
+    {"open_ack", sky_py_open_ack, METH_O, "open_ack(packet) -> tuple or None"},
+    {"send_slices", sky_py_send_slices, METH_VARARGS, "send_slices(fd, host, port, headers, ...) -> int"},
     {"send_each", sky_py_send_each, METH_VARARGS, "send_each(fd, packets, first) -> int"},
     {NULL, NULL, 0, NULL},
 };

@@ -46,6 +46,12 @@ PyObject *sky_py_recv_runs(PyObject *self, PyObject *args);
 PyObject *sky_py_recv_batch(PyObject *self, PyObject *args);
 PyObject *sky_py_send_batch(PyObject *self, PyObject *args);
 
+/* acks.c */
+PyObject *sky_py_open_ack(PyObject *self, PyObject *packet);
+
+/* slices.c */
+PyObject *sky_py_send_slices(PyObject *self, PyObject *args);
+
 /* packets.c */
 PyObject *sky_py_command_packets(PyObject *self, PyObject *args);
 PyObject *sky_py_send_each(PyObject *self, PyObject *args);

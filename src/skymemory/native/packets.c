@@ -6,7 +6,6 @@
 #include "udp.h"
 
 #include <arpa/inet.h>
-#include <netinet/in.h>
 
 enum { PACKETS_A_CALL = 64 };
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skymemory.native.twin_landing import place_runs, recv_runs
-from skymemory.native.twin_packets import command_packets, send_each
+from skymemory.native.twin_packets import command_packets, open_ack, send_each
 from skymemory.native.twin_runs import answer_get, bulk_headers, open_run
 from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
-from skymemory.native.twin_udp import recv_batch, send_batch
+from skymemory.native.twin_udp import recv_batch, send_batch, send_slices
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -33,6 +33,7 @@ __all__ = [
     "crc32_chunks",
     "crc32_combine",
     "crc32_join",
+    "open_ack",
     "open_run",
     "place_runs",
     "place_segments",
@@ -41,6 +42,7 @@ __all__ = [
     "seal_headers",
     "send_batch",
     "send_each",
+    "send_slices",
     "verify_segments",
 ]
 

@@ -1,12 +1,20 @@
-"""Python twin of the calls for small packets: many made of one prefix, many sent each to its own address."""
+"""Python twin of the calls for small packets: made of one prefix, sent each to its own address, and
+the acknowledgement read at once."""
 
 from __future__ import annotations
 
 import socket
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from skymemory.native.twin_segments import COMMAND_BYTES, SKY_BYTES, UNSEGMENTED, seal_headers
+from skymemory.native.twin_segments import (
+    COMMAND_BYTES,
+    SKY_BYTES,
+    TELEMETRY_BYTES,
+    UNSEGMENTED,
+    check_header,
+    seal_headers,
+)
 from skymemory.native.twin_udp import MAX_RUN_BYTES, TRY_LATER, borrowed
 
 if TYPE_CHECKING:
@@ -15,7 +23,15 @@ if TYPE_CHECKING:
 _COUNT_AND_LENGTH = struct.Struct(">HH")
 _ROUTE = struct.Struct(">II")
 _WORD = struct.Struct(">I")
+_SELECTION = struct.Struct(">32sIII")
+_ANSWER = struct.Struct(">IIIIiiH")
 _PACKETS_A_CALL = 64
+ACK: Final = 0x41
+_MOST_BITS = 1 << 16
+_MOST_MOVES = 1 << 30
+
+Ack = tuple[int, int, int, int, int, int, bytes, int, int, int]
+"""Request id, ground host, echoed timestamp, slot moves, plane moves, credit; key, first 0-based index, stride, count."""
 
 
 def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, int, bytes]]) -> list[bytes]:
@@ -39,6 +55,27 @@ def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, in
         seal_headers(packet, len(packet), COMMAND_BYTES)
         packets.append(bytes(packet))
     return packets
+
+
+def open_ack(packet: Buffer) -> Ack | None:
+    """What a plain acknowledgement says; None unless it is one sound ACK of status 0 whose selection has every bit set.
+    """
+    view = memoryview(packet).cast("B")
+    bitmap_at = TELEMETRY_BYTES + SKY_BYTES + _SELECTION.size
+    if len(view) <= bitmap_at or view[0] & 0x10 or view[TELEMETRY_BYTES + 1] != ACK or view[TELEMETRY_BYTES + 3]:
+        return None
+    if check_header(view)[0]:
+        return None
+    ground, request, _, timestamp, slot_moves, plane_moves, credit = _ANSWER.unpack_from(view, TELEMETRY_BYTES + 12)
+    key, first, stride, count = _SELECTION.unpack_from(view, TELEMETRY_BYTES + SKY_BYTES)
+    if max(abs(slot_moves), abs(plane_moves)) > _MOST_MOVES or not (first and stride and 1 <= count <= _MOST_BITS):
+        return None
+    bitmap = bytes(view[bitmap_at:])
+    if len(bitmap) != (count + 7) // 8 or first + stride * (count - 1) > 0xFFFFFFFF:
+        return None
+    if int.from_bytes(bitmap, "little") + 1 != 1 << count:
+        return None
+    return request, ground, timestamp, slot_moves, plane_moves, credit, key, first - 1, stride, count
 
 
 def send_each(fd: int, packets: list[tuple[Buffer, str, int]], first: int) -> int:

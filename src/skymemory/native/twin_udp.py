@@ -131,6 +131,26 @@ def send_batch(
         sock.detach()
 
 
+def send_slices(
+    fd: int, host: str, port: int, headers: Buffer, header_bytes: int, value: Buffer, chunk_bytes: int, first: int,
+    step: int,
+) -> int:  # fmt: skip
+    """``send_batch`` of payloads that are chunks ``first``, ``first + step``, … of ``value``, one for every header."""
+    view, size = memoryview(value).cast("B"), memoryview(headers).nbytes
+    if header_bytes < 1 or size % header_bytes:
+        raise ValueError(f"{size} bytes of headers of {header_bytes}: expected a whole number of them")
+    count = size // header_bytes
+    last = len(view) // chunk_bytes if chunk_bytes > 0 else -1
+    if first < 0 or step < 1 or first > last or first + (count - 1) * step > last:
+        raise ValueError(f"chunks of {chunk_bytes} bytes from {first} by {step}: beyond a value of {len(view)}")
+    if chunk_bytes > MAX_RUN_BYTES - header_bytes:
+        raise ValueError(
+            f"a segment of {header_bytes} and {chunk_bytes} bytes: a datagram has at most {MAX_RUN_BYTES}"
+        )
+    starts = range(first * chunk_bytes, (first + count * step) * chunk_bytes, step * chunk_bytes)
+    return send_batch(fd, host, port, headers, header_bytes, [view[at : at + chunk_bytes] for at in starts])
+
+
 def _send_runs(sock: socket.socket, address: tuple[str, int], parts: list[list[memoryview]], sizes: list[int]) -> int:
     sent, offload = 0, True
     while sent < len(parts):

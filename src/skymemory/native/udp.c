@@ -5,9 +5,6 @@
 #include "udp.h"
 
 #include <arpa/inet.h>
-#include <errno.h>
-#include <netinet/in.h>
-#include <string.h>
 
 enum {
     MAX_SLOTS = 1024,
@@ -94,14 +91,6 @@ PyObject *sky_py_recv_batch(PyObject *self, PyObject *args)
     PyBuffer_Release(&scratch);
     return result;
 }
-
-/* What is to be sent: segment i is headers[i * width] followed, where there are payloads, by payloads[i]. */
-typedef struct {
-    const char *headers;
-    size_t headers_bytes, width;
-    const Py_buffer *payloads;
-    size_t count;
-} Outgoing;
 
 static size_t header_size(const Outgoing *out, size_t i)
 {
@@ -199,7 +188,7 @@ static Py_ssize_t hold(PyObject *payloads, Py_buffer *held, Py_ssize_t count, si
     return count;
 }
 
-static PyObject *send_held(int fd, struct sockaddr_in *to, const Outgoing *out)
+PyObject *sky_send_held(int fd, struct sockaddr_in *to, const Outgoing *out)
 {
     size_t sent;
     int error;
@@ -236,7 +225,7 @@ PyObject *sky_py_send_batch(PyObject *self, PyObject *args)
         Outgoing out = {headers.buf, (size_t)headers.len, (size_t)width, NULL, 0};
         out.count = (size_t)(headers.len / width + (headers.len % width != 0));
         if (payloads == Py_None) {
-            result = send_held(fd, &to, &out);
+            result = sky_send_held(fd, &to, &out);
         } else if ((list = PySequence_Tuple(payloads)) != NULL) {
             count = PyTuple_GET_SIZE(list);
             if (headers.len % width || headers.len / width != count)
@@ -245,7 +234,7 @@ PyObject *sky_py_send_batch(PyObject *self, PyObject *args)
                 PyErr_NoMemory();
             else if ((holding = hold(list, held, count, (size_t)width)) == count && !PyErr_Occurred()) {
                 out.payloads = held;
-                result = send_held(fd, &to, &out);
+                result = sky_send_held(fd, &to, &out);
             }
         }
     }

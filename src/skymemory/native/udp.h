@@ -1,4 +1,4 @@
-/* What the calls on sockets share (udp.c, landing.c). Define _GNU_SOURCE before including it. */
+/* What the calls on sockets share (udp.c, landing.c, packets.c, slices.c). Define _GNU_SOURCE before including it. */
 #ifndef SKYMEMORY_UDP_H
 #define SKYMEMORY_UDP_H
 
@@ -9,6 +9,7 @@
 #endif
 
 #include <errno.h>
+#include <netinet/in.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -29,6 +30,17 @@ typedef union {
     struct cmsghdr align;
     char bytes[CMSG_SPACE(sizeof(int))];
 } Control;
+
+/* What is to be sent: segment i is headers[i * width] followed, where there are payloads, by payloads[i]. */
+typedef struct {
+    const char *headers;
+    size_t headers_bytes, width;
+    const Py_buffer *payloads;
+    size_t count;
+} Outgoing;
+
+/* udp.c: the number of segments taken, or an exception. */
+PyObject *sky_send_held(int fd, struct sockaddr_in *to, const Outgoing *out);
 
 static inline int sky_try_later(int error)
 {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
-from skymemory.native import Tally
+from skymemory.native import Ack, Tally
 from skymemory.protocol import messages
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
@@ -115,6 +115,22 @@ class Answers:
             self._counters.add("packets_unexpected")
         return None
 
+    def acknowledged(self, ack: Ack, now_s: float) -> Verdict | None:
+        """A plain ACK, checked and read."""
+        request_id, ground, echo_us, slot_moves, plane_moves, credit, key, first, stride, count = ack
+        request = self._in_flight.find(request_id)
+        if request is None or ground != self._ground:
+            self._counters.add("packets_unexpected")
+            return None
+        self._clock.told((slot_moves, plane_moves), self._heard(request, echo_us, now_s), now_s)
+        transfer = request.operation.transfer
+        if not isinstance(transfer, WriteTransfer):
+            self._counters.add("packets_unexpected")
+            return None
+        if key != transfer.info.key:
+            return None
+        return self._stored(request, transfer, range(first, first + stride * count, stride), credit, now_s)
+
     def _acknowledged(
         self, request: Request, transfer: WriteTransfer, header: SkyHeader, selection: Selection, now_s: float
     ) -> Verdict | None:
@@ -122,9 +138,14 @@ class Answers:
             return None
         if header.status is not Status.OK:
             return Verdict(request.operation, "full")
-        fresh = transfer.acknowledge(selection.indices())
+        return self._stored(request, transfer, selection.indices(), header.credit, now_s)
+
+    def _stored(
+        self, request: Request, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
+    ) -> Verdict | None:
+        fresh = transfer.acknowledge(indices)
         self._in_flight.answered(request, fresh * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
-        request.window.offer(header.credit * CREDIT_UNIT_BYTES)
+        request.window.offer(credit * CREDIT_UNIT_BYTES)
         if transfer.missing == 0:
             return Verdict(request.operation)
         if request.in_flight_bytes == 0:

@@ -215,6 +215,8 @@ class ClientMachine:
             packet = view[at : at + segment_bytes]
             if len(view) > segment_bytes and (tallies := native.place_runs([(packet, len(packet))], 0, self.awaited)):
                 self.placed(tallies, now_s)
+            elif (ack := native.open_ack(packet)) is not None:
+                self._finish(self._answers.acknowledged(ack, now_s), now_s)
             elif native.verify_segments(packet, len(packet)) != _SOUND:
                 self.counters.add("packets_malformed")
             else:

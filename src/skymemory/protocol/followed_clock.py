@@ -31,7 +31,7 @@ class FollowedClock:
     def told(self, moves: Moves, round_trip_s: float, now_s: float) -> None:
         """A satellite counted ``moves`` when it answered; what was right a round trip ago is only late, not wrong."""
         ours = self.moves(now_s)
-        if moves not in (ours, self._clock.moves(now_s - round_trip_s)):
+        if moves != ours and moves != self._clock.moves(now_s - round_trip_s):
             self._clock = self._clock.push(moves[0] - ours[0], moves[1] - ours[1])
             self.moves(now_s)
 

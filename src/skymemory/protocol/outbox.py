@@ -118,10 +118,10 @@ class Outbox:
 
     def _queue_chunks(self, request: Request, transfer: WriteTransfer, now_s: float) -> None:
         beam = self.beam(request.satellite)
-        payloads = [transfer.payloads[index] for index in request.indices]
+        refs, payloads = transfer.of_these(request.indices)
         sequence = self._take_sequence(len(payloads))
         prefix = self._prefix(request, beam, 1, sequence, now_s)
-        batch = prefixed_batch(prefix, transfer.refs[request.indices].tobytes(), payloads, sequence)
+        batch = prefixed_batch(prefix, refs, payloads, sequence)
         self._batches.append((batch, beam))
 
     def _prefix(self, request: Request, beam: SatelliteId, body_bytes: int, sequence: int, now_s: float) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -22,6 +23,30 @@ _REF_ROWS = np.dtype(
         ("flags", "u1"), ("spare", ">u2"), ("slot_moves", ">i4"), ("plane_moves", ">i4"),
     ]
 )  # fmt: skip
+
+
+class Slices(Sequence[memoryview]):
+    """Chunks ``indices`` of a value as payloads, cut only where somebody looks at one."""
+
+    __slots__ = ("chunk_bytes", "indices", "value")
+
+    def __init__(self, value: memoryview, chunk_bytes: int, indices: range) -> None:
+        self.value = value
+        self.chunk_bytes = chunk_bytes
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, at: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, at: slice) -> Slices: ...
+    def __getitem__(self, at: int | slice) -> memoryview | Slices:
+        if isinstance(at, slice):
+            return Slices(self.value, self.chunk_bytes, self.indices[at])
+        start = self.indices[at] * self.chunk_bytes
+        return self.value[start : start + self.chunk_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +86,7 @@ def pack_refs(
     servers: int, strategy: int, moves: tuple[int, int],
 ) -> np.ndarray:  # fmt: skip
     """Chunk references of ``indices`` as rows of ``CHUNK_REF_BYTES`` bytes (``uint8``, ``(n, 72)``)."""
-    ids = np.asarray(indices, dtype=np.int64)
+    ids = np.arange(indices.start, indices.stop, indices.step) if isinstance(indices, range) else np.asarray(indices, dtype=np.int64)
     chunks = len(chunk_crcs)
     refs = np.zeros(len(ids), dtype=_REF_ROWS)
     refs["key"] = np.frombuffer(key, dtype="V32")[0]

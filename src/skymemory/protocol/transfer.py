@@ -16,7 +16,7 @@ from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.native import Landing
 from skymemory.placement.locate import Moves
 from skymemory.protocol.messages import KEY_BYTES, Buffer
-from skymemory.protocol.segments import pack_refs
+from skymemory.protocol.segments import Slices, pack_refs
 from skymemory.protocol.selection import pack_steps
 from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, TELEMETRY_PREFIX_BYTES
 
@@ -198,7 +198,7 @@ class WriteTransfer:
 
     info: ValueInfo
     refs: np.ndarray
-    payloads: list[memoryview]
+    payloads: Slices
     acknowledged: bytearray
     missing: int
     pending: deque[Burst]
@@ -226,18 +226,30 @@ class WriteTransfer:
         value_crc = native.crc32_join(crcs.data, chunk_bytes, len(view)) if len(view) else 0
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
         refs = pack_refs(key, range(chunks), crcs, chunk_bytes, len(view), value_crc, servers, strategy, moves)
-        payloads = [view[at : at + chunk_bytes] for at in range(0, len(view), chunk_bytes)] or [view[:0]]
+        payloads = Slices(view, chunk_bytes, range(chunks))
         bursts = _bursts_in_turn(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
-        pending = deque(Burst(satellite, list(indices)) for satellite, indices in bursts)
+        pending = deque(Burst(satellite, indices) for satellite, indices in bursts)
         report = TransferReport(len(view), chunks, _satellites(pending))
         return cls(info, refs, payloads, bytearray(chunks), chunks, pending, report)
 
-    def acknowledge(self, indices: list[int]) -> int:
+    def of_these(self, indices: Sequence[int]) -> tuple[bytes, Sequence[memoryview]]:
+        """Packed references and payloads of these chunks."""
+        if isinstance(indices, range):
+            its = slice(indices.start, indices.stop, indices.step)
+            return self.refs[its].tobytes(), self.payloads[its]
+        return self.refs[indices].tobytes(), [self.payloads[index] for index in indices]
+
+    def acknowledge(self, indices: Sequence[int]) -> int:
         """Chunks newly known to be stored."""
-        fresh = 0
-        for index in indices:
-            if index < len(self.acknowledged) and not self.acknowledged[index]:
+        if isinstance(indices, range):
+            its = slice(indices.start, indices.stop, indices.step)
+            before = self.acknowledged[its]
+            fresh = before.count(0)
+            self.acknowledged[its] = b"\1" * len(before)
+        else:
+            inside = {index for index in indices if index < len(self.acknowledged)}
+            fresh = sum(not self.acknowledged[index] for index in inside)
+            for index in inside:
                 self.acknowledged[index] = 1
-                fresh += 1
         self.missing -= fresh
         return fresh

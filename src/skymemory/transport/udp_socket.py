@@ -17,7 +17,7 @@ import numpy as np
 from skymemory import native
 from skymemory.native.twin_udp import SOL_UDP, UDP_GRO
 from skymemory.protocol.messages import Buffer
-from skymemory.protocol.segments import SegmentBatch
+from skymemory.protocol.segments import SegmentBatch, Slices
 from skymemory.units import format_size
 
 Endpoint = tuple[str, int]
@@ -145,7 +145,13 @@ class BatchSocket:
         host, port = endpoint
         headers, width, payloads = batch.headers, batch.header_bytes, batch.payloads
         try:
-            sent = native.send_batch(self._socket.fileno(), host, port, headers, width, payloads)
+            if isinstance(payloads, Slices):
+                value, chunk_bytes, which = payloads.value, payloads.chunk_bytes, payloads.indices
+                sent = native.send_slices(
+                    self.fileno(), host, port, headers, width, value, chunk_bytes, which.start, which.step
+                )
+            else:
+                sent = native.send_batch(self.fileno(), host, port, headers, width, payloads)
         except OSError:
             if self._socket.fileno() < 0:
                 raise
