@@ -2,17 +2,13 @@
 
 from setuptools import Extension, setup
 
+SOURCES = "_fast crc crc_calls acks answers headers segments runs landing packets slices udp"
+
 setup(
     ext_modules=[
         Extension(
             "skymemory.native._fast",
-            sources=[
-                f"src/skymemory/native/{name}.c"
-                for name in (
-                    "_fast", "crc", "crc_calls", "acks", "answers", "headers", "segments", "runs", "landing", "packets", "slices",
-                    "udp",
-                )  # fmt: skip
-            ],
+            sources=[f"src/skymemory/native/{name}.c" for name in SOURCES.split()],
             depends=[f"src/skymemory/native/{name}.h" for name in ("fast", "packet", "udp")],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],
             optional=True,

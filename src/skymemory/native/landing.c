@@ -82,9 +82,10 @@ static Tally *tally_of(Landings *to, uint32_t request)
 }
 
 /* Place a run that answers, in all its segments alike, one request: 1 done, 0 it is no such run, -1 an exception. */
-static int land(Landings *to, const uint8_t *data, size_t size, size_t segment)
+static int land(Landings *to, const uint8_t *data, size_t size, Py_ssize_t segment_bytes)
 {
-    if (size < TELEMETRY_BYTES + SKY_BYTES || segment < TELEMETRY_BYTES + SKY_BYTES || data[ANSWER_AT] != OP_DATA)
+    size_t segment = (size_t)segment_bytes;
+    if (size < TELEMETRY_BYTES + SKY_BYTES || segment_bytes < TELEMETRY_BYTES + SKY_BYTES || data[ANSWER_AT] != OP_DATA)
         return 0;
     uint32_t request = be32(data + TELEMETRY_BYTES + REQUEST_AT);
     PyObject *number = PyLong_FromUnsignedLong(request);
@@ -148,7 +149,7 @@ PyObject *sky_py_place_runs(PyObject *self, PyObject *args)
         } else if (!PyArg_ParseTuple(PyList_GET_ITEM(runs, i), "y*n:run", &data, &segment)) {
             placed = -1;
         } else {
-            placed = sky_count_segments(&data, segment) < 0 ? -1 : land(&to, data.buf, (size_t)data.len, (size_t)segment);
+            placed = land(&to, data.buf, (size_t)data.len, segment);
             PyBuffer_Release(&data);
         }
     }
@@ -228,7 +229,7 @@ static int receive(Landings *to, int fd, PyObject *scratch, uint8_t *room, unsig
         for (int i = 0, placed = 1; i < count; i++) {
             Py_ssize_t size = (Py_ssize_t)messages[i].msg_len, segment = sky_segment_of(&messages[i].msg_hdr, size);
             if (placed == 1)
-                placed = land(to, parts[i].iov_base, (size_t)size, (size_t)segment);
+                placed = land(to, parts[i].iov_base, (size_t)size, segment);
             if (placed == 0 && keep(others, scratch, (Py_ssize_t)i * SLOT_BYTES, size, segment) < 0)
                 placed = -1;
             if (placed < 0)

@@ -89,18 +89,21 @@ PyObject *sky_py_send_each(PyObject *self, PyObject *args)
 {
     int fd, taken = 0, error = 0;
     Py_ssize_t first;
-    PyObject *rows;
-    if (!PyArg_ParseTuple(args, "iO!n:send_each", &fd, &PyList_Type, &rows, &first))
+    PyObject *given;
+    if (!PyArg_ParseTuple(args, "iOn:send_each", &fd, &given, &first))
         return NULL;
     if (first < 0)
         return PyErr_Format(PyExc_ValueError, "first packet %zd: expected 0 or more", first);
+    PyObject *rows = PySequence_Fast(given, "packets: expected a sequence");
+    if (!rows)
+        return NULL;
     struct mmsghdr messages[PACKETS_A_CALL];
     struct iovec parts[PACKETS_A_CALL];
     struct sockaddr_in to[PACKETS_A_CALL];
     Py_buffer packets[PACKETS_A_CALL];
     unsigned count = 0;
-    for (; count < PACKETS_A_CALL && first + count < PyList_GET_SIZE(rows); count++) {
-        if (!address_of(PyList_GET_ITEM(rows, first + count), &packets[count], &to[count]))
+    for (; count < PACKETS_A_CALL && first + count < PySequence_Fast_GET_SIZE(rows); count++) {
+        if (!address_of(PySequence_Fast_GET_ITEM(rows, first + count), &packets[count], &to[count]))
             break;
         parts[count] = (struct iovec){packets[count].buf, (size_t)packets[count].len};
         messages[count] = (struct mmsghdr){.msg_hdr = {.msg_name = &to[count], .msg_namelen = sizeof to[count],
@@ -114,6 +117,7 @@ PyObject *sky_py_send_each(PyObject *self, PyObject *args)
     }
     for (unsigned i = 0; i < count; i++)
         PyBuffer_Release(&packets[i]);
+    Py_DECREF(rows);
     if (PyErr_Occurred())
         return NULL;
     if (taken < 0 && !sky_try_later(error)) {

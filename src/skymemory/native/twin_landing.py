@@ -81,9 +81,10 @@ def recv_runs(
 
 def _land(data: Buffer, segment_bytes: int, awaited: dict[int, Landing], tallies: dict[int, Tally]) -> bool:
     """Place a run that is DATA for one awaited request; False for any other."""
-    packets = segments(data, segment_bytes)
-    if not packets or len(packets[0]) < TELEMETRY_BYTES + SKY_BYTES or packets[0][_ANSWER.start] != DATA:
+    view = memoryview(data).cast("B")
+    if min(len(view), segment_bytes) < TELEMETRY_BYTES + SKY_BYTES or view[_ANSWER.start] != DATA:
         return False
+    packets = segments(view, segment_bytes)
     answer = bytes(packets[0][_ANSWER])
     request, echo = (int(_WORD.unpack_from(packets[0], TELEMETRY_BYTES + at)[0]) for at in (16, 24))
     landing = awaited.get(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from skymemory.native.twin_segments import (
@@ -31,7 +32,7 @@ _MOST_BITS = 1 << 16
 _MOST_MOVES = 1 << 30
 
 Ack = tuple[int, int, int, int, int, int, bytes, int, int, int]
-"""Request id, ground host, echoed timestamp, slot moves, plane moves, credit; key, first 0-based index, stride, count."""
+"""Request id, ground host, echoed timestamp, slot moves, plane moves, credit; key, first index, stride, count."""
 
 
 def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, int, bytes]]) -> list[bytes]:
@@ -58,8 +59,7 @@ def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, in
 
 
 def open_ack(packet: Buffer) -> Ack | None:
-    """What a plain acknowledgement says; None unless it is one sound ACK of status 0 whose selection has every bit set.
-    """
+    """What a plain acknowledgement says; None unless it is a sound ACK of status 0, every bit of its selection set."""
     view = memoryview(packet).cast("B")
     bitmap_at = TELEMETRY_BYTES + SKY_BYTES + _SELECTION.size
     if len(view) <= bitmap_at or view[0] & 0x10 or view[TELEMETRY_BYTES + 1] != ACK or view[TELEMETRY_BYTES + 3]:
@@ -78,7 +78,7 @@ def open_ack(packet: Buffer) -> Ack | None:
     return request, ground, timestamp, slot_moves, plane_moves, credit, key, first - 1, stride, count
 
 
-def send_each(fd: int, packets: list[tuple[Buffer, str, int]], first: int) -> int:
+def send_each(fd: int, packets: Sequence[tuple[Buffer, str, int]], first: int) -> int:
     """Send each of ``packets`` from ``first`` on, 64 at most, to its own host and port; the number the kernel took.
 
     Stops where the kernel's buffers are full, or at one that the network refuses.

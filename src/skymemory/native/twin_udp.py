@@ -144,9 +144,7 @@ def send_slices(
     if first < 0 or step < 1 or first > last or first + (count - 1) * step > last:
         raise ValueError(f"chunks of {chunk_bytes} bytes from {first} by {step}: beyond a value of {len(view)}")
     if chunk_bytes > MAX_RUN_BYTES - header_bytes:
-        raise ValueError(
-            f"a segment of {header_bytes} and {chunk_bytes} bytes: a datagram has at most {MAX_RUN_BYTES}"
-        )
+        raise ValueError(f"a segment of {header_bytes} and {chunk_bytes} bytes: a datagram has at most {MAX_RUN_BYTES}")
     starts = range(first * chunk_bytes, (first + count * step) * chunk_bytes, step * chunk_bytes)
     return send_batch(fd, host, port, headers, header_bytes, [view[at : at + chunk_bytes] for at in starts])
 

@@ -18,6 +18,7 @@ from skymemory.metrics import Counters
 from skymemory.native import Landing, Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol.answers import Answers, Verdict
+from skymemory.protocol.bursts import Bursts
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
@@ -26,8 +27,6 @@ from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.outbox import Operation, Outbox
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.transfer import (
-    CHUNK_OVERHEAD_BYTES,
-    Burst,
     ReadTransfer,
     TransferReport,
     ValueInfo,
@@ -38,8 +37,6 @@ from skymemory.protocol.wire import Op
 
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
-_LEAST_BURST_CHUNKS = 10
-"""A window that admits fewer chunks is waited for, unless nothing is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +77,7 @@ class ClientMachine:
         self._links = Links(config.window_bytes, config.credit_bytes, config.expected_rtt_s, config.suspect_s)
         self._outbox = Outbox(config.ground, config.window_bytes)
         self._in_flight = InFlight(self._links, self._outbox, config.give_up_s)
+        self._bursts = Bursts(self._links, self._in_flight)
         self._answers = Answers(self._in_flight, self._links, self._clock, self.counters, config.ground, self._enqueue)
         self._operations: dict[int, Operation] = {}
         self._waiting: deque[Operation] = deque()
@@ -155,7 +153,7 @@ class ClientMachine:
 
     @property
     def awaited(self) -> dict[int, Landing]:
-        """Where what answers the reads belongs: a transport may place runs of DATA as they come, and tell ``placed``."""
+        """Where what answers reads belongs: a transport may place runs of DATA as they come, and tell ``placed``."""
         return self._in_flight.awaited
 
     def placed(self, tallies: Sequence[Tally], now_s: float) -> None:
@@ -173,8 +171,8 @@ class ClientMachine:
         return [one for together in self.each_to_send(now_s) for one in together]
 
     def each_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
-        """``datagrams_to_send`` bit by bit: what is sent is packed when the burst before it is on its way, what is asked
-        for all at once. Take them all.
+        """``datagrams_to_send`` bit by bit: what is sent is packed when the burst before it is on its way, what is
+        asked for all at once. Take them all.
         """
         self._point_beam(now_s)
         if self._outbox.filled:
@@ -184,11 +182,14 @@ class ClientMachine:
             operation.queued = False
             transfer = operation.transfer
             if operation.number in self._operations and transfer is not None:
+                moves = self.moves(now_s)
                 if isinstance(transfer, ReadTransfer):
-                    self._ask_bursts(operation, transfer, now_s)
+                    self._finish(self._bursts.ask(operation, transfer, moves, now_s), now_s)
                 else:
-                    for _ in self._send_bursts(operation, transfer, now_s):
-                        yield self._outbox.take()
+                    for failed in self._bursts.send(operation, transfer, moves, now_s):
+                        self._finish(failed, now_s)
+                        if self._outbox.filled:
+                            yield self._outbox.take()
                 if operation.number in self._operations and transfer.pending:
                     self._enqueue(operation)
         if self._outbox.filled:
@@ -262,53 +263,3 @@ class ClientMachine:
         if not operation.queued:
             operation.queued = True
             self._waiting.append(operation)
-
-    def _ask_bursts(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
-        """Hand to the outbox all that the window lets us ask for. What is asked for is not cut, what is sent may be."""
-        size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
-        moves, key, window = self.moves(now_s), transfer.info.key, self._links.inbound
-        requests = []
-        while transfer.pending:
-            satellite, indices, steps = transfer.pending[0]
-            size_bytes = len(indices) * size_each
-            if self._links.is_suspect(satellite, now_s):
-                self._finish(Verdict(operation, "unreachable"), now_s)
-                return
-            if not window.admits(size_bytes):
-                break
-            transfer.pending.popleft()
-            body = key + steps if steps else b""
-            requests.append(self._in_flight.begin(operation, satellite, Op.GET, indices, body, size_bytes, moves, now_s))
-        if requests:
-            self._in_flight.transmit(requests, now_s)
-
-    def _send_bursts(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
-        """Hand burst after burst to the outbox, and stop at each."""
-        stalled: deque[Burst] = deque()
-        size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
-        moves = self.moves(now_s)
-        while transfer.pending:
-            burst = transfer.pending.popleft()
-            satellite, indices = burst.satellite, burst.indices
-            if self._links.is_suspect(satellite, now_s):
-                self._finish(Verdict(operation, "unreachable"), now_s)
-                return
-            fits = self._admitted(burst, size_each)
-            if not fits:
-                stalled.append(burst)
-                continue
-            if fits < len(indices):
-                transfer.pending.appendleft(Burst(satellite, indices[fits:]))
-                indices = indices[:fits]
-            self._in_flight.send(operation, satellite, Op.SET, indices, b"", fits * size_each, moves, now_s)
-            yield
-        transfer.pending.extendleft(reversed(stalled))
-
-    def _admitted(self, burst: Burst, size_each: int) -> int:
-        """How many chunks of the burst the window lets go now."""
-        wanted = len(burst.indices)
-        window = self._in_flight.window(Op.SET, burst.satellite)
-        fits = min(wanted, window.open_bytes // size_each)
-        if fits >= min(wanted, _LEAST_BURST_CHUNKS):
-            return fits
-        return 0 if window.in_flight_bytes else max(1, fits)

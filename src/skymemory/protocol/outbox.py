@@ -10,7 +10,7 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
 from skymemory.protocol.pacing import Window
-from skymemory.protocol.segments import SegmentBatch, prefixed_batch
+from skymemory.protocol.segments import SegmentBatch, prefixed_batch, single
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import COMMAND_FORMAT, command_fields
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, WriteTransfer
@@ -114,7 +114,7 @@ class Outbox:
             beams.append(beam)
         prefix = self._prefix(requests[0], beams[0], 1, 0, now_s)
         packets = native.command_packets(prefix, self._take_sequence(len(rows)), rows)
-        self._batches += [(SegmentBatch(packet, len(packet)), beam) for packet, beam in zip(packets, beams, strict=True)]
+        self._batches += zip(map(single, packets), beams, strict=True)
 
     def _queue_chunks(self, request: Request, transfer: WriteTransfer, now_s: float) -> None:
         beam = self.beam(request.satellite)
@@ -130,8 +130,8 @@ class Outbox:
         return _COMMAND_PREFIX.pack(
             *command_fields(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes),
             VERSION, request.op, 0, Status.OK, _word(request.satellite), _GROUND | _word(beam), self._ground,
-            request.request_id, HOP_LIMIT, 0, 0, int(now_s * 1e6) & 0xFFFFFFFF, slot_moves, plane_moves, self._credit, 0,
-            0,
+            request.request_id, HOP_LIMIT, 0, 0, int(now_s * 1e6) & 0xFFFFFFFF, slot_moves, plane_moves, self._credit,
+            0, 0,
         )  # fmt: skip
 
     def _take_sequence(self, count: int) -> int:

@@ -86,7 +86,10 @@ def pack_refs(
     servers: int, strategy: int, moves: tuple[int, int],
 ) -> np.ndarray:  # fmt: skip
     """Chunk references of ``indices`` as rows of ``CHUNK_REF_BYTES`` bytes (``uint8``, ``(n, 72)``)."""
-    ids = np.arange(indices.start, indices.stop, indices.step) if isinstance(indices, range) else np.asarray(indices, dtype=np.int64)
+    if isinstance(indices, range):
+        ids = np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)
+    else:
+        ids = np.asarray(indices, dtype=np.int64)
     chunks = len(chunk_crcs)
     refs = np.zeros(len(ids), dtype=_REF_ROWS)
     refs["key"] = np.frombuffer(key, dtype="V32")[0]
