@@ -1,4 +1,4 @@
-"""Whole runs: opened, placed and given headers alike by both implementations, and never otherwise than one by one."""
+"""Whole runs: opened and given headers alike by both implementations, and never otherwise than one by one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import struct
 import zlib
 from types import ModuleType
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -105,65 +104,6 @@ def test_whatever_is_not_one_run_is_left_alone(impl: ModuleType) -> None:
         impl.open_run(one, 0)
 
 
-class Target:
-    """Where a value is put together."""
-
-    def __init__(self) -> None:
-        self.out, self.arrived = bytearray(VALUE_BYTES), bytearray(CHUNKS)
-        self.crcs = np.zeros(CHUNKS, dtype=np.uint32)
-
-    def place(self, impl: ModuleType, runs: list[tuple[memoryview, int]], first: int, requests: set[int]) -> object:
-        return impl.place_runs(
-            runs, first, requests, KEY, CHUNKS, CHUNK, VALUE_BYTES, VALUE_CRC, self.out, self.arrived, self.crcs
-        )
-
-    def state(self) -> tuple[bytes, bytes, bytes]:
-        return bytes(self.out), bytes(self.arrived), self.crcs.tobytes()
-
-
-def run(*parts: bytes) -> tuple[memoryview, int]:
-    return memoryview(b"".join(parts)), len(parts[0])
-
-
-def test_runs_of_awaited_requests_are_placed_and_tallied(impl: ModuleType) -> None:
-    to = Target()
-    runs = [
-        run(*packets(Op.DATA, [9, 0])),
-        run(*packets(Op.DATA, [0, 1, 2], 9, 100), *packets(Op.DATA, [3], 9, 100)),
-        run(*packets(Op.DATA, [4, 4], 9, 200)),
-        run(*packets(Op.DATA, [5], 8, 300)),
-        run(*packets(Op.DATA, [6], 9, 400)),
-        run(*packets(Op.DATA, [7], 77)),
-        run(*packets(Op.DATA, [8])),
-    ]
-    assert to.place(impl, runs, 1, {8, 9}) == [
-        (9, 200, 2, 5, 1, 0, 0),
-        (8, 300, 1, 1, 0, 0, 0),
-        (9, 400, 1, 1, 0, 0, 0),
-    ]
-    assert bytes(to.arrived) == b"\1\1\1\1\1\1\1\0\0\0\0"
-    assert to.place(impl, runs, 5, {8, 9}) == []
-    assert to.place(impl, runs, 6, {8, 9}) == [(9, 5, 1, 1, 0, 0, 0)]
-    assert to.place(impl, runs, 7, {9}) == []
-
-
-def test_a_run_that_answers_two_requests_is_left_alone(impl: ModuleType) -> None:
-    to, before = Target(), Target().state()
-    one, two = packets(Op.DATA, [1])[0], packets(Op.DATA, [2], 8)[0]
-    for data in (run(one, two), run(one, one[:20]), (memoryview(one[:59]), 200), (memoryview(one), 50), run(b"x"),
-                 run(packets(Op.SET, [1])[0])):  # fmt: skip
-        assert to.place(impl, [data], 0, {8, 9}) == []
-    assert to.state() == before
-
-
-@pytest.mark.parametrize("bad", [[("x",)], [(b"x", 0)], ["no tuple"], [(b"x", "1")]])
-def test_what_is_no_run_is_an_error(impl: ModuleType, bad: list[object]) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        Target().place(impl, bad, 0, {9})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="first run"):
-        Target().place(impl, [], -1, {9})
-
-
 @st.composite
 def hostile(draw: st.DrawFn) -> tuple[memoryview, int]:
     """A run in which some packets are of another operation or request, damaged, cut, or wrong and well sealed."""
@@ -192,9 +132,6 @@ def hostile(draw: st.DrawFn) -> tuple[memoryview, int]:
 @_settings
 @given(st.lists(hostile(), min_size=1, max_size=3))
 def test_hostile_runs_are_judged_alike(fast: ModuleType, runs: list[tuple[memoryview, int]]) -> None:
-    one, other = Target(), Target()
-    assert one.place(fast, runs, 0, {9}) == other.place(twin, runs, 0, {9})
-    assert one.state() == other.state()
     for data, segment in runs:
         opened = fast.open_run(data, segment)
         assert opened == twin.open_run(data, segment)

@@ -57,6 +57,20 @@ for _ in range(20000):
     segment = dice.choice((180, len(packet) or 1, dice.randrange(1, 200)))
     fast.verify_segments(packet, segment)
     fast.place_segments(packet, segment, key, chunks, chunk, size, crc, out, arrived, crcs)
+    awaited = {0: (key, chunks, chunk, size, crc, out, bytearray(chunks), crcs)}
+    fast.place_runs([(run, 180), (packet, segment), (run, 180)], 0, awaited)
+    fast.open_ack(packet)
+def ack(bits, tail):
+    body = key + struct.pack(">III", 1, 3, bits) + tail
+    packet = bytearray(struct.pack(">HHHIHI", 0x08C0, 0xC000, 60 + len(body) - 7, 0, 0, 0) + bytes(44) + body)
+    packet[16], packet[17] = 1, 0x41
+    fast.seal_headers(packet, len(packet), 16)
+    return bytes(packet)
+assert fast.open_ack(ack(9, b"\\xff\\x01")) == (0, 0, 0, 0, 0, 0, key, 0, 3, 9)
+for _ in range(2000):
+    fast.open_ack(ack(dice.choice((0, 1, 8, 65536, 2**32 - 1, dice.randrange(70))), bytes([255]) * dice.randrange(12)))
+    rows = [(dice.getrandbits(32), 0, 5, dice.randbytes(dice.randrange(300))) for _ in range(dice.randrange(5))]
+    assert len(fast.command_packets(bytes(52), 7, rows)) == len(rows)
 a, b = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
 a.bind(("127.0.0.1", 0)); a.setsockopt(17, 104, 1); port = a.getsockname()[1]
 scratch = bytearray(4 * 65536)
@@ -67,7 +81,21 @@ for sizes in ([700] * 90 + [3], [0, 0], [65000], [9, 700, 700], []):
     while arrivals := fast.recv_batch(a.fileno(), scratch, 4):
         got += sum(size for _, size, _, _, _ in arrivals)
     assert got == sum(sizes) + len(rows)
-for bad in (lambda: fast.send_batch(b.fileno(), "127.0.0.1", port, bytes(24), 12, [b"", "x"]),
+room = memoryview(scratch)
+for n in range(60):
+    blob = dice.randbytes(dice.randrange(20000))
+    rows = bytes(12 * (len(blob) // 1000 // 3 + 1))
+    assert fast.send_slices(b.fileno(), "127.0.0.1", port, rows, 12, blob, 1000, 0, 3) == len(rows) // 12
+    packets = [(dice.choice((run[:180], dice.randbytes(dice.randrange(400)))), "127.0.0.1", port) for _ in range(n)]
+    assert fast.send_each(b.fileno(), packets, 0) == n
+    awaited = {0: (key, chunks, chunk, size, crc, out, bytearray(chunks), crcs)}
+    while any(fast.recv_runs(a.fileno(), room, 4, 5, dice.randrange(3), awaited)):
+        pass
+for bad in (lambda: fast.recv_runs(a.fileno(), room, 5, 1, 0, {}), lambda: fast.place_runs([(run, 180)], 0, {0: (1,)}),
+            lambda: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), 12, b"x", 1, 1, 2**62),
+            lambda: fast.send_each(b.fileno(), [(b"x", "127.0.0.1", port), (b"x", "no", 1)], 0),
+            lambda: fast.command_packets(bytes(52), 0, [(1, 2, 3, b""), (1, 2, 3, "x")]),
+            lambda: fast.send_batch(b.fileno(), "127.0.0.1", port, bytes(24), 12, [b"", "x"]),
             lambda: fast.send_batch(b.fileno(), "no", port, b"", 1, None), lambda: fast.recv_batch(0, scratch, 5)):
     try:
         bad()

@@ -68,6 +68,47 @@ def test_headers_and_payloads_arrive_joined(
     check(impl, sender, receiver, expected, sent)
 
 
+@pytest.mark.parametrize(("value_bytes", "chunk", "first", "step", "count"), [
+    (480 * 600, 600, 0, 10, 48), (480 * 600 - 1, 600, 9, 10, 48), (100, 7, 14, 3, 1), (100, 7, 0, 1, 15), (98, 7, 14, 1, 1),
+    (0, 6144, 0, 1, 1), (0, 6144, 0, 5, 0), (10, 60_000, 0, 2**40, 1),
+])  # fmt: skip
+def test_chunks_are_sent_from_where_they_lie(
+    impl: ModuleType, sender: socket.socket, receiver: socket.socket, value_bytes: int, chunk: int, first: int,
+    step: int, count: int,
+) -> None:  # fmt: skip
+    value = bytes(n * 31 % 251 for n in range(value_bytes))
+    headers = b"".join(b"header %05d" % n for n in range(count))
+    starts = [(first + n * step) * chunk for n in range(count)]
+    expected = [headers[12 * n : 12 * n + 12] + value[at : at + chunk] for n, at in enumerate(starts)]
+    port = receiver.getsockname()[1]
+    sent = impl.send_slices(sender.fileno(), "127.0.0.1", port, headers, 12, memoryview(value), chunk, first, step)
+    check(impl, sender, receiver, expected, sent)
+
+
+@pytest.mark.parametrize(("headers", "width", "value_bytes", "chunk", "first", "step"), [
+    (24, 0, 100, 10, 0, 1), (24, -1, 100, 10, 0, 1), (25, 12, 100, 10, 0, 1), (24, 12, 100, 0, 0, 1),
+    (24, 12, 100, -10, 0, 1), (24, 12, 100, 10, -1, 1), (24, 12, 100, 10, 0, 0), (24, 12, 100, 10, 10, 1),
+    (24, 12, 100, 10, 11, 1), (24, 12, 100, 10, 0, 2**62), (24, 12, 100, 10, 2**62, 1), (24, 12, 100, 65_496, 0, 1),
+    (24, 12, 2**17, 65_496, 0, 1),
+])  # fmt: skip
+def test_chunks_beyond_the_value_are_refused(
+    impl: ModuleType,
+    sender: socket.socket,
+    headers: int,
+    width: int,
+    value_bytes: int,
+    chunk: int,
+    first: int,
+    step: int,
+) -> None:
+    with pytest.raises(ValueError):
+        impl.send_slices(sender.fileno(), "127.0.0.1", 9, bytes(headers), width, bytes(value_bytes), chunk, first, step)
+    with pytest.raises(ValueError):
+        impl.send_slices(sender.fileno(), "no", 9, bytes(12), 12, bytes(20), 10, 0, 1)
+    with pytest.raises(OverflowError):
+        impl.send_slices(sender.fileno(), "127.0.0.1", 65_536, bytes(12), 12, bytes(20), 10, 0, 1)
+
+
 @pytest.mark.parametrize("total", [0, 1, 999, 1000, 1001, 64_000, 64_001, 150_500])
 def test_a_run_of_whole_segments_with_an_odd_last(
     impl: ModuleType, sender: socket.socket, receiver: socket.socket, total: int

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from skymemory import native
-from skymemory.protocol.segments import SegmentBatch
+from skymemory.protocol.segments import SegmentBatch, Slices
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, BatchSocket
 
 
@@ -92,10 +92,34 @@ def test_errors_of_the_network_are_counted_and_swallowed(monkeypatch: pytest.Mon
 
     with BatchSocket() as sock:
         monkeypatch.setattr(native, "recv_batch", refused)
+        monkeypatch.setattr(native, "recv_runs", refused)
         monkeypatch.setattr(native, "send_batch", refused)
         assert sock.receive() == []
+        assert sock.receive_awaited({}, 1, 0) == ([], [])
         assert sock.send(SegmentBatch(b"x", 1), ("127.0.0.1", 9)) is None
-        assert (sock.icmp_errors, sock.send_errors) == (1, 1)
+        assert (sock.icmp_errors, sock.send_errors) == (2, 1)
+
+
+def test_a_packet_that_is_refused_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with BatchSocket() as sender, BatchSocket() as receiver:
+        fine, nowhere = (b"fine", *receiver.address), (b"lost", "255.255.255.255", 9)
+        assert sender.send_each([nowhere, fine, nowhere, fine]) == 4
+        assert sender.send_errors == 2 and received(receiver) == [b"fine", b"fine"]
+        taken = [2, 0]
+        monkeypatch.setattr(native, "send_each", lambda *_: taken.pop(0))
+        assert sender.send_each([fine] * 5) == 2, "the kernel is full"
+
+
+def test_chunks_of_a_value_are_sent_and_the_rest_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = memoryview(bytes(range(95)))
+    batch = SegmentBatch(b"".join(b"%012d" % n for n in range(4)), 12, Slices(value, 10, range(0, 10, 3)))
+    with BatchSocket() as sender, BatchSocket() as receiver:
+        assert sender.send(batch, receiver.address) is None
+        assert received(receiver) == batch.datagrams()
+        assert batch.total_bytes == 48 + 35
+        monkeypatch.setattr(native, "send_slices", lambda *_: 1)
+        rest = sender.send(batch, receiver.address)
+        assert rest is not None and rest.datagrams() == batch.datagrams()[1:]
 
 
 def test_a_closed_socket_is_an_error_not_silence() -> None:
@@ -103,6 +127,10 @@ def test_a_closed_socket_is_an_error_not_silence() -> None:
     sock.close()
     with pytest.raises(OSError):
         sock.receive()
+    with pytest.raises(OSError):
+        sock.receive_awaited({}, 1, 0)
+    with pytest.raises(OSError):
+        sock.send_each([(b"x", "127.0.0.1", 9)])
     with pytest.raises(OSError):
         sock.send(SegmentBatch(b"x", 1), ("127.0.0.1", 9))
 

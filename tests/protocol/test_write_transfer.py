@@ -1,0 +1,60 @@
+"""What a write keeps of its value: chunks cut where they are looked at, acknowledged in whatever shape they are named."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.segments import Slices
+from skymemory.protocol.transfer import WriteTransfer
+from skymemory.protocol.wire import ChunkRef
+
+KEY = bytes(range(32))
+
+
+def write_of(value: bytes, chunk_bytes: int, servers: int) -> WriteTransfer:
+    satellites = tuple(SatelliteId(3, slot) for slot in range(servers))
+    return WriteTransfer.of(KEY, value, chunk_bytes, 1, servers, (4, -1), lambda moves: satellites)
+
+
+@given(st.binary(max_size=300), st.integers(1, 40), st.integers(1, 12))
+def test_the_bursts_of_a_write_are_its_value(value: bytes, chunk_bytes: int, servers: int) -> None:
+    write = write_of(value, chunk_bytes, servers)
+    found: dict[int, bytes] = {}
+    for burst in write.pending:
+        assert {index % servers for index in burst.indices} == {burst.satellite.slot}
+        assert write.of_these(burst.indices)[0] == write.of_these(list(burst.indices))[0]
+        refs, payloads = write.of_these(burst.indices)
+        assert list(payloads) == list(write.of_these(list(burst.indices))[1])
+        for at, (index, payload) in enumerate(zip(burst.indices, payloads, strict=True)):
+            ref = ChunkRef.unpack(refs[72 * at : 72 * at + 72])
+            assert (ref.key, ref.index, ref.crc, ref.length_bytes) == (KEY, index, zlib.crc32(payload), len(payload))
+            assert (ref.value_crc, ref.tag.slot_moves) == (zlib.crc32(value), 4)
+            found[index] = bytes(payload)
+    assert sorted(found) == list(range(write.info.chunks)) and b"".join(found[n] for n in sorted(found)) == value
+
+
+@given(st.integers(1, 60), st.lists(
+    st.tuples(st.integers(0, 70), st.integers(1, 20), st.integers(1, 70)), max_size=6,
+))  # fmt: skip
+def test_a_range_is_acknowledged_as_its_list_is(chunks: int, said: list[tuple[int, int, int]]) -> None:
+    one, other = write_of(bytes(chunks), 1, 3), write_of(bytes(chunks), 1, 3)
+    for first, stride, count in said:
+        indices = range(first, first + stride * count, stride)
+        assert one.acknowledge(indices) == other.acknowledge(list(indices))
+        assert (one.acknowledged, one.missing) == (other.acknowledged, other.missing)
+    assert one.missing == one.acknowledged.count(0) and len(one.acknowledged) == chunks
+
+
+def test_slices_are_a_sequence_of_views() -> None:
+    value = memoryview(bytes(range(25)))
+    slices = Slices(value, 10, range(3))
+    assert [bytes(part) for part in slices] == [bytes(value[:10]), bytes(value[10:20]), bytes(value[20:])]
+    assert slices[-1] == value[20:] and list(slices[1:]) == list(slices)[1:] and isinstance(slices[::2], Slices)
+    assert len(slices[5:]) == 0
+    with pytest.raises(IndexError):
+        slices[3]
