@@ -69,8 +69,8 @@ def test_headers_and_payloads_arrive_joined(
 
 
 @pytest.mark.parametrize(("value_bytes", "chunk", "first", "step", "count"), [
-    (480 * 600, 600, 0, 10, 48), (480 * 600 - 1, 600, 9, 10, 48), (100, 7, 14, 3, 1), (100, 7, 0, 1, 15), (98, 7, 14, 1, 1),
-    (0, 6144, 0, 1, 1), (0, 6144, 0, 5, 0), (10, 60_000, 0, 2**40, 1),
+    (480 * 600, 600, 0, 10, 48), (480 * 600 - 1, 600, 9, 10, 48), (100, 7, 14, 3, 1), (100, 7, 0, 1, 15),
+    (98, 7, 14, 1, 1), (0, 6144, 0, 1, 1), (0, 6144, 0, 5, 0), (10, 60_000, 0, 2**40, 1),
 ])  # fmt: skip
 def test_chunks_are_sent_from_where_they_lie(
     impl: ModuleType, sender: socket.socket, receiver: socket.socket, value_bytes: int, chunk: int, first: int,

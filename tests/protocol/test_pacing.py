@@ -85,6 +85,6 @@ def test_suspicion_ends_with_a_word_or_with_time():
     links.suspect(HERE, 5.0)
     assert links.is_suspect(HERE, 5.9) and not links.is_suspect(HERE, 6.0)
     links.suspect(HERE, 7.0)
-    links.heard(HERE, None, 7.1)
+    links.peer(HERE).heard(None, 7.1)
     assert not links.is_suspect(HERE, 7.2)
     assert links.silent_since_s(HERE, 6.0) == 7.1 and links.silent_since_s(HERE, 8.0) == 8.0

@@ -1,4 +1,4 @@
-"""What a write keeps of its value: chunks cut where they are looked at, acknowledged in whatever shape they are named."""
+"""What a write keeps of its value: chunks cut where they are looked at, acknowledged however they are named."""
 
 from __future__ import annotations
 

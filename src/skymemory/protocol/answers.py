@@ -176,5 +176,5 @@ class Answers:
         """A checked answer came: the satellite lives. Returns the round trip it took, as far as that can be told."""
         elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
         elapsed_s = elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
-        self._links.heard(request.satellite, elapsed_s, now_s)
+        request.peer.heard(elapsed_s, now_s)
         return elapsed_s or 0.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from skymemory.constellation.torus import SatelliteId
 from skymemory.native import Landing
 from skymemory.placement.locate import Moves
-from skymemory.protocol.links import Links
+from skymemory.protocol.links import Links, Peer
 from skymemory.protocol.outbox import Operation, Outbox, Request
 from skymemory.protocol.pacing import Window
 from skymemory.protocol.transfer import ReadTransfer, WriteTransfer
@@ -60,11 +60,11 @@ class InFlight:
         size_bytes: int, moves: Moves, now_s: float,
     ) -> Request:  # fmt: skip
         """``send`` without the sending."""
-        window = self.window(op, satellite)
-        timeout_s = min(self._patience_s(satellite, window), self._give_up_s)
+        window, peer = self.window(op, satellite), self._links.peer(satellite)
+        timeout_s = min(_patience_s(peer, window), self._give_up_s)
         request = Request(
             self._next_request_id, operation, satellite, op, indices, body, now_s, now_s + timeout_s, size_bytes,
-            moves, window,
+            moves, window, peer,
         )  # fmt: skip
         self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
         self._alarm_s = min(self._alarm_s, request.deadline_s) if self._requests else request.deadline_s
@@ -75,10 +75,6 @@ class InFlight:
         operation.report.requests += 1
         window.sent(size_bytes)
         return request
-
-    def _patience_s(self, satellite: SatelliteId, window: Window) -> float:
-        """How long an answer may take: the round trip, and what is on its way before it at a modest rate."""
-        return self._links.round_trip(satellite).timeout_s() + window.in_flight_bytes / _MODEST_BYTES_PER_S
 
     # --- settling ---
 
@@ -123,7 +119,7 @@ class InFlight:
 
     def extend(self, request: Request, now_s: float) -> None:
         """It is being answered: the rest has a whole timeout from now."""
-        request.deadline_s = now_s + self._patience_s(request.satellite, request.window)
+        request.deadline_s = now_s + _patience_s(request.peer, request.window)
 
     def hurry(self, request: Request, now_s: float) -> None:
         """Part of the answer is here and the rest seems lost: ask again soon rather than at the timeout."""
@@ -158,7 +154,7 @@ class InFlight:
         if request.gap_seen or self._links.overtaken(satellite, request.sent_s):
             return False
         heard_s = self._links.silent_since_s(satellite, request.sent_s)
-        request.deadline_s = heard_s + self._patience_s(satellite, request.window)
+        request.deadline_s = heard_s + _patience_s(request.peer, request.window)
         self._alarm_s = min(self._alarm_s, request.deadline_s)
         return heard_s > request.sent_s and request.deadline_s > now_s
 
@@ -177,3 +173,8 @@ class InFlight:
             request.body = b""
             request.moves = moves
         self._outbox.transmit([request], now_s)
+
+
+def _patience_s(peer: Peer, window: Window) -> float:
+    """How long an answer may take: the round trip, and what is on its way before it at a modest rate."""
+    return peer.round_trip.timeout_s() + window.in_flight_bytes / _MODEST_BYTES_PER_S

@@ -12,7 +12,7 @@ _CLOCK_GRAIN_S = 2e-6
 """Timestamps on the wire are whole microseconds."""
 
 
-class _Peer:
+class Peer:
     """One satellite. Times before anything happened lie before all others."""
 
     __slots__ = ("answered_sent_s", "heard_s", "round_trip", "suspect_until_s")
@@ -20,6 +20,16 @@ class _Peer:
     def __init__(self, expected_rtt_s: float) -> None:
         self.round_trip = RoundTrip(expected_rtt_s)
         self.heard_s = self.answered_sent_s = self.suspect_until_s = -math.inf
+
+    def heard(self, round_trip_s: float | None, now_s: float) -> None:
+        """A checked answer came from it."""
+        self.heard_s = now_s
+        self.suspect_until_s = -math.inf
+        if round_trip_s is not None:
+            self.round_trip.sample(round_trip_s)
+            sent_s = now_s - round_trip_s
+            if sent_s > self.answered_sent_s:
+                self.answered_sent_s = sent_s
 
 
 class Links:
@@ -31,7 +41,7 @@ class Links:
         self._expected_rtt_s = expected_rtt_s
         self._suspect_s = suspect_s
         self._outbound: dict[SatelliteId, Window] = {}
-        self._peers: dict[SatelliteId, _Peer] = {}
+        self._peers: dict[SatelliteId, Peer] = {}
 
     def outbound(self, beam: SatelliteId) -> Window:
         """What may be on its way up this beam."""
@@ -41,40 +51,30 @@ class Links:
         return window
 
     def round_trip(self, satellite: SatelliteId) -> RoundTrip:
-        return self._peer(satellite).round_trip
+        return self.peer(satellite).round_trip
 
-    def _peer(self, satellite: SatelliteId) -> _Peer:
+    def peer(self, satellite: SatelliteId) -> Peer:
+        """What is known of it."""
         found = self._peers.get(satellite)
         if found is None:
-            found = self._peers[satellite] = _Peer(self._expected_rtt_s)
+            found = self._peers[satellite] = Peer(self._expected_rtt_s)
         return found
 
     def grace_s(self, satellite: SatelliteId) -> float:
         """How long the rest of an answer may lag behind the part that is here."""
         return max(self.round_trip(satellite).smoothed_s / 4, 0.002)
 
-    def heard(self, satellite: SatelliteId, round_trip_s: float | None, now_s: float) -> None:
-        """A checked answer came from it."""
-        peer = self._peer(satellite)
-        peer.heard_s = now_s
-        peer.suspect_until_s = -math.inf
-        if round_trip_s is not None:
-            peer.round_trip.sample(round_trip_s)
-            sent_s = now_s - round_trip_s
-            if sent_s > peer.answered_sent_s:
-                peer.answered_sent_s = sent_s
-
     def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
         """Since when we have waited for a word, having asked at ``asked_s``."""
-        return max(asked_s, self._peer(satellite).heard_s)
+        return max(asked_s, self.peer(satellite).heard_s)
 
     def overtaken(self, satellite: SatelliteId, sent_s: float) -> bool:
         """Whether something sent later than ``sent_s`` has been answered: satellites serve in order of arrival."""
-        return self._peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
+        return self.peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
 
     def suspect(self, satellite: SatelliteId, now_s: float) -> None:
         """It did not answer: for a while, operations that need it fail at once instead of waiting again."""
-        self._peer(satellite).suspect_until_s = now_s + self._suspect_s
+        self.peer(satellite).suspect_until_s = now_s + self._suspect_s
 
     def is_suspect(self, satellite: SatelliteId, now_s: float) -> bool:
-        return self._peer(satellite).suspect_until_s > now_s
+        return self.peer(satellite).suspect_until_s > now_s

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
+from skymemory.protocol.links import Peer
 from skymemory.protocol.pacing import Window
 from skymemory.protocol.segments import SegmentBatch, prefixed_batch, single
 from skymemory.protocol.selection import Selection
@@ -67,6 +68,7 @@ class Request:
     moves: Moves
     window: Window
     """The one it fills, whatever beam a later repetition takes."""
+    peer: Peer
     attempts: int = 1
     sent_s: float = 0.0
     """When it was last transmitted."""

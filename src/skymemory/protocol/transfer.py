@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -93,19 +93,22 @@ def _bursts_in_turn(
 
 
 @lru_cache(maxsize=32)
-def _read_plan(
+def _plan(
     chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
 ) -> tuple[tuple[Burst, ...], int]:
-    """The bursts of a read and the number of satellites it asks: the same for every value of one size in one place."""
+    """The bursts of a transfer and the number of its satellites: the same for every value of one size in one place."""
     bursts = tuple(
         Burst(satellite, indices, pack_steps(indices))
         for satellite, indices in _bursts_in_turn(chunks, satellites, servers, burst_chunks)
     )
-    return bursts, _satellites(bursts)
+    return bursts, len({burst.satellite for burst in bursts})
 
 
-def _satellites(bursts: Iterable[Burst]) -> int:
-    return len({burst.satellite for burst in bursts})
+def _planned(
+    chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
+) -> tuple[tuple[Burst, ...], int]:
+    plan = _plan if chunks <= _PLANNED_CHUNKS else _plan.__wrapped__
+    return plan(chunks, satellites, servers, burst_chunks)
 
 
 @dataclass(slots=True)
@@ -132,8 +135,7 @@ class ReadTransfer:
         self.arrived = bytearray(info.chunks)
         self.crcs = bytearray(info.chunks * _CRC_BYTES)
         self.missing = info.chunks
-        plan = _read_plan if info.chunks <= _PLANNED_CHUNKS else _read_plan.__wrapped__
-        bursts, satellites = plan(info.chunks, where(moves), info.servers, burst_chunks)
+        bursts, satellites = _planned(info.chunks, where(moves), info.servers, burst_chunks)
         self.pending = deque(bursts)
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self.landing: Landing = (
@@ -227,10 +229,9 @@ class WriteTransfer:
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
         refs = pack_refs(key, range(chunks), crcs, chunk_bytes, len(view), value_crc, servers, strategy, moves)
         payloads = Slices(view, chunk_bytes, range(chunks))
-        bursts = _bursts_in_turn(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
-        pending = deque(Burst(satellite, indices) for satellite, indices in bursts)
-        report = TransferReport(len(view), chunks, _satellites(pending))
-        return cls(info, refs, payloads, bytearray(chunks), chunks, pending, report)
+        bursts, satellites = _planned(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
+        report = TransferReport(len(view), chunks, satellites)
+        return cls(info, refs, payloads, bytearray(chunks), chunks, deque(bursts), report)
 
     def of_these(self, indices: Sequence[int]) -> tuple[bytes, Sequence[memoryview]]:
         """Packed references and payloads of these chunks."""
