@@ -8,9 +8,9 @@ setup(
             "skymemory.native._fast",
             sources=[
                 f"src/skymemory/native/{name}.c"
-                for name in ("_fast", "crc", "crc_calls", "answers", "headers", "segments", "runs", "udp")
+                for name in ("_fast", "crc", "crc_calls", "answers", "headers", "segments", "runs", "udp", "serve", "take")
             ],
-            depends=["src/skymemory/native/fast.h", "src/skymemory/native/packet.h"],
+            depends=[f"src/skymemory/native/{name}.h" for name in ("fast", "packet", "answers", "udp", "serve")],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],
             optional=True,
         )

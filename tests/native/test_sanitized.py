@@ -67,6 +67,39 @@ for sizes in ([700] * 90 + [3], [0, 0], [65000], [9, 700, 700], []):
     while arrivals := fast.recv_batch(a.fileno(), scratch, 4):
         got += sum(size for _, size, _, _, _ in arrivals)
     assert got == sum(sizes) + len(rows)
+def request(op, i, part, journey=1):
+    body = key + struct.pack(">III", i + 1, 1, 1) + b"\\1" if op == 2 else None
+    words = (i + 1, chunks, len(part), zlib.crc32(part), size, crc, 3, i % 3 + 1, 1, 0, 0, 0, 0)
+    body = body or struct.pack(">32sIIIIIIHHBBHii", key, *words)
+    packet = bytearray(struct.pack(">HHH", 0x18C0, 0xC000, 52 + len(body) + (len(part) if op == 1 else 0) - 7) + bytes(46))
+    packet[8], packet[9], packet[27] = 1, op, journey
+    packet += body
+    fast.seal_headers(packet, len(packet), 8)
+    return bytes(packet + part if op == 1 else packet)
+shares, terms, kinds = {}, (0, 0, 9, 1, 2, 3), {1: 0, 2: 0}
+settled = {request(1, i, b"")[108:124] for i in range(chunks)}
+for _ in range(4000):
+    burst = [bytearray(request(dice.choice((1, 1, 2)), dice.randrange(chunks), value[:chunk], dice.randrange(2)))
+             for _ in range(dice.randrange(1, 5))]
+    for packet in burst:
+        if dice.random() < 0.3:
+            packet[dice.randrange(len(packet))] = dice.randrange(256)
+        if dice.random() < 0.1:
+            del packet[dice.randrange(len(packet)) :]
+        b.sendto(packet, ("127.0.0.1", port))
+    if dice.random() < 0.1:
+        shares = {} if dice.random() < 0.5 else {key: {0: dice.choice(("no", ("a", 3), (bytes(72), b"x")))}}
+    try:
+        _, served, _ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, dice.choice((0, 300, 9999)), terms)
+        for entry in served:
+            kinds[entry[0]] += 1
+    except TypeError:
+        shares = {}
+    while fast.recv_batch(a.fileno(), scratch, 4):
+        pass
+    view = [(memoryview(bytes(packet)), dice.choice((len(packet) or 1, 60, 0))) for packet in burst]
+    fast.open_runs(view, dice.randrange(3))
+assert min(kinds.values()) > 200, kinds
 for bad in (lambda: fast.send_batch(b.fileno(), "127.0.0.1", port, bytes(24), 12, [b"", "x"]),
             lambda: fast.send_batch(b.fileno(), "no", port, b"", 1, None), lambda: fast.recv_batch(0, scratch, 5)):
     try:

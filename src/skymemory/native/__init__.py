@@ -1,7 +1,7 @@
 """The hot loops: in C where the helper was compiled, in Python (the twin) everywhere else.
 
 ``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose files
-(``twin``, ``twin_segments``, ``twin_runs``, ``twin_udp``) say what each function does.
+(``twin``, ``twin_segments``, ``twin_runs``, ``twin_udp``, ``twin_serve``) say what each function does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skymemory.native import twin
-from skymemory.native.twin_runs import Run, Tally
+from skymemory.native.twin_runs import AnswerTerms, Run, Tally
+from skymemory.native.twin_serve import Served
 from skymemory.native.twin_udp import SLOT_BYTES, Arrival
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ try:
         crc32,
         crc32_combine,
         crc32_join,
-        open_run,
+        open_runs,
         place_runs,
         place_segments,
         recv_batch,
         seal_headers,
         send_batch,
+        serve,
         verify_segments,
     )
 
@@ -45,12 +47,13 @@ except ImportError:
         crc32,
         crc32_combine,
         crc32_join,
-        open_run,
+        open_runs,
         place_runs,
         place_segments,
         recv_batch,
         seal_headers,
         send_batch,
+        serve,
         verify_segments,
     )
 
@@ -59,8 +62,10 @@ except ImportError:
 __all__ = [
     "NATIVE",
     "SLOT_BYTES",
+    "AnswerTerms",
     "Arrival",
     "Run",
+    "Served",
     "Tally",
     "answer_get",
     "bulk_headers",
@@ -68,12 +73,13 @@ __all__ = [
     "crc32_chunks",
     "crc32_combine",
     "crc32_join",
-    "open_run",
+    "open_runs",
     "place_runs",
     "place_segments",
     "recv_batch",
     "seal_headers",
     "send_batch",
+    "serve",
     "verify_segments",
 ]
 

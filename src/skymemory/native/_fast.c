@@ -24,10 +24,11 @@ static PyMethodDef methods[] = {
     {"place_segments", sky_py_place_segments, METH_VARARGS, "place_segments(...) -> (placed, duplicates, corrupt, foreign)"},
     {"bulk_headers", sky_py_bulk_headers, METH_VARARGS, "bulk_headers(prefix, refs, sequence, sky_offset) -> bytearray"},
     {"answer_get", sky_py_answer_get, METH_VARARGS, "answer_get(...) -> (key, headers, payloads) or None"},
-    {"open_run", sky_py_open_run, METH_VARARGS, "open_run(data, segment_bytes) -> (indices, chunks, size_bytes) or None"},
+    {"open_runs", sky_py_open_runs, METH_VARARGS, "open_runs(runs, first) -> (indices, chunks, size_bytes, runs) or None"},
     {"place_runs", sky_py_place_runs, METH_VARARGS, "place_runs(runs, first, requests, ...) -> list of tallies"},
     {"recv_batch", sky_py_recv_batch, METH_VARARGS, "recv_batch(fd, scratch, slots) -> list of arrivals"},
     {"send_batch", sky_py_send_batch, METH_VARARGS, "send_batch(fd, host, port, headers, header_bytes, payloads) -> int"},
+    {"serve", sky_py_serve, METH_VARARGS, "serve(fd, scratch, slots, ...) -> (arrivals, served, send errors)"},
     {NULL, NULL, 0, NULL},
 };
 

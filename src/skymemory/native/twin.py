@@ -3,7 +3,7 @@
 CRC-32 is the one of zlib and Ethernet (reflected polynomial 0xEDB88320). Combination follows from
 linearity: the CRC of ``a + b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial,
 plus (XOR) that of ``b``. The loops over packets are in ``twin_segments`` and ``twin_runs``, those over
-datagrams in ``twin_udp``.
+datagrams in ``twin_udp`` and ``twin_serve``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skymemory.native.twin_runs import answer_get, bulk_headers, open_run, place_runs
+from skymemory.native.twin_runs import answer_get, bulk_headers, open_runs, place_runs
 from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
+from skymemory.native.twin_serve import serve
 from skymemory.native.twin_udp import recv_batch, send_batch
 
 if TYPE_CHECKING:
@@ -30,12 +31,13 @@ __all__ = [
     "crc32_chunks",
     "crc32_combine",
     "crc32_join",
-    "open_run",
+    "open_runs",
     "place_runs",
     "place_segments",
     "recv_batch",
     "seal_headers",
     "send_batch",
+    "serve",
     "verify_segments",
 ]
 

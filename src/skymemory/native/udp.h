@@ -1,0 +1,65 @@
+/* Sockets as the files of the helper share them: what came in one call, what is to go in one. */
+#ifndef SKYMEMORY_UDP_H
+#define SKYMEMORY_UDP_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "fast.h"
+
+#ifndef __linux__
+#error "recvmmsg, UDP_SEGMENT and UDP_GRO are Linux's; elsewhere the Python twin serves"
+#endif
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#ifndef UDP_GRO /* younger than some C libraries' headers */
+#define SOL_UDP 17
+#define UDP_SEGMENT 103
+#define UDP_GRO 104
+#endif
+
+enum {
+    SLOT_BYTES = 65536,
+    MAX_RUN_BYTES = 65507,
+};
+
+typedef union {
+    struct cmsghdr align;
+    char bytes[CMSG_SPACE(sizeof(int))];
+} Control;
+
+/* What one recvmmsg brought: message i lies at i * SLOT_BYTES of the scratch buffer. Free it, whatever came. */
+typedef struct {
+    struct mmsghdr *messages;
+    struct iovec *parts;
+    struct sockaddr_in *from;
+    Control *controls;
+    int count;
+} Inbox;
+
+/* What is to be sent: segment i is headers[i * width] followed, where there are payloads, by payloads[i]. */
+typedef struct {
+    const char *headers;
+    size_t headers_bytes, width;
+    const Py_buffer *payloads;
+    size_t count;
+} Outgoing;
+
+/* Buffers are full or a signal came: not an error. */
+int sky_try_later(int error);
+/* All that waits, never waiting itself; -1 with an exception. */
+int sky_receive(int fd, const Py_buffer *scratch, Py_ssize_t slots, Inbox *inbox);
+void sky_inbox_free(Inbox *inbox);
+Py_ssize_t sky_segment_bytes(const Inbox *inbox, int i);
+PyObject *sky_host_text(const struct sockaddr_in *from);
+/* From message ``first`` on, as recv_batch returns them. */
+PyObject *sky_arrivals(Inbox *inbox, int first);
+/* Send all; the number of segments taken. *error is what stopped it, 0 if nothing did. Runs without the lock. */
+size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *error);
+
+#endif
