@@ -8,7 +8,18 @@ setup(
             "skymemory.native._fast",
             sources=[
                 f"src/skymemory/native/{name}.c"
-                for name in ("_fast", "crc", "crc_calls", "answers", "headers", "segments", "runs", "udp", "serve", "take")
+                for name in (
+                    "_fast",
+                    "crc",
+                    "crc_calls",
+                    "headers",
+                    "segments",
+                    "runs",
+                    "udp",
+                    "answers",
+                    "serve",
+                    "take",
+                )  # fmt: skip
             ],
             depends=[f"src/skymemory/native/{name}.h" for name in ("fast", "packet", "answers", "udp", "serve")],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],

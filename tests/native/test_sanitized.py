@@ -71,7 +71,8 @@ def request(op, i, part, journey=1):
     body = key + struct.pack(">III", i + 1, 1, 1) + b"\\1" if op == 2 else None
     words = (i + 1, chunks, len(part), zlib.crc32(part), size, crc, 3, i % 3 + 1, 1, 0, 0, 0, 0)
     body = body or struct.pack(">32sIIIIIIHHBBHii", key, *words)
-    packet = bytearray(struct.pack(">HHH", 0x18C0, 0xC000, 52 + len(body) + (len(part) if op == 1 else 0) - 7) + bytes(46))
+    length = 52 + len(body) + (len(part) if op == 1 else 0) - 7
+    packet = bytearray(struct.pack(">HHH", 0x18C0, 0xC000, length) + bytes(46))
     packet[8], packet[9], packet[27] = 1, op, journey
     packet += body
     fast.seal_headers(packet, len(packet), 8)
@@ -90,7 +91,8 @@ for _ in range(4000):
     if dice.random() < 0.1:
         shares = {} if dice.random() < 0.5 else {key: {0: dice.choice(("no", ("a", 3), (bytes(72), b"x")))}}
     try:
-        _, served, _ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, dice.choice((0, 300, 9999)), terms)
+        room = dice.choice((0, 300, 9999))
+        _, served, _ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, room, terms)
         for entry in served:
             kinds[entry[0]] += 1
     except TypeError:
