@@ -2,14 +2,14 @@
 
 from setuptools import Extension, setup
 
-SOURCES = "_fast crc crc_calls acks answers headers segments runs landing packets slices udp"
+SOURCES = "_fast crc crc_calls acks answers headers segments runs landing packets serve slices take udp"
 
 setup(
     ext_modules=[
         Extension(
             "skymemory.native._fast",
             sources=[f"src/skymemory/native/{name}.c" for name in SOURCES.split()],
-            depends=[f"src/skymemory/native/{name}.h" for name in ("fast", "packet", "udp")],
+            depends=[f"src/skymemory/native/{name}.h" for name in ("fast", "packet", "answers", "udp", "serve")],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],
             optional=True,
         )

@@ -37,7 +37,7 @@ def packet(indices: list[int], stride: int = 1, key: bytes = KEY, header: SkyHea
 
 
 def call(impl: ModuleType, data: bytes) -> object:
-    return impl.answer_get(data, SHARES, *MOVES, CREDIT, 12, 32768, SEQUENCE)
+    return impl.answer_get(data, SHARES, (*MOVES, CREDIT, 12, 32768, SEQUENCE))
 
 
 @pytest.mark.parametrize(("indices", "stride"), [([0], 1), ([2, 5, 8, 11, 14, 17, 20], 3), ([1, 4, 19], 1), ([20], 7)])
@@ -78,8 +78,8 @@ def test_what_is_not_plain_is_left_alone(impl: ModuleType) -> None:
     "chunk", [(b"short", b""), (bytes(72), bytearray(3)), (bytes(72), bytes(66_000)), [bytes(72), b""]]
 )
 def test_a_share_that_is_not_as_stored_is_left_alone(fast: ModuleType, chunk: object) -> None:
-    assert fast.answer_get(packet([0]), {KEY: {0: chunk}}, 0, 0, 0, 0, 0, 0) is None
-    assert fast.answer_get(packet([0]), {KEY: "no share"}, 0, 0, 0, 0, 0, 0) is None
+    assert fast.answer_get(packet([0]), {KEY: {0: chunk}}, (0, 0, 0, 0, 0, 0)) is None
+    assert fast.answer_get(packet([0]), {KEY: "no share"}, (0, 0, 0, 0, 0, 0)) is None
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)

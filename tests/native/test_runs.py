@@ -72,15 +72,35 @@ def test_headers_that_cannot_be_are_refused(impl: ModuleType, prefix: int, refs:
         impl.bulk_headers(bytes(60), b"\xff" * 72, 0, 16)
 
 
+def one_run(impl: ModuleType, data: bytes, segment_bytes: int = SET_BYTES) -> object:
+    return impl.open_runs([(memoryview(data), segment_bytes)], 0)
+
+
 @pytest.mark.parametrize("op", [Op.SET, Op.MIGRATE])
-def test_a_run_is_opened(impl: ModuleType, op: Op) -> None:
-    run = packets(op, [1, 4, 7, 10])
-    indices, chunks, size_bytes = impl.open_run(b"".join(run), SET_BYTES)
-    assert indices == [1, 4, 7, 10]
-    assert [ref for ref, _ in chunks] == [packet[52:124] for packet in run]
-    assert [payload for _, payload in chunks] == [packet[124:] for packet in run]
-    assert size_bytes == sum(len(packet) - 52 for packet in run)
-    assert all(type(part) is bytes for chunk in chunks for part in chunk)
+def test_runs_are_opened(impl: ModuleType, op: Op) -> None:
+    packets_of = packets(op, [1, 4, 7, 10])
+    for cuts in ([4], [1, 3], [2, 2], [1, 1, 1, 1]):
+        rest, runs = list(packets_of), [(memoryview(b"another"), 7)]
+        for count in cuts:
+            runs.append((memoryview(b"".join(rest[:count])), SET_BYTES))
+            del rest[:count]
+        indices, chunks, size_bytes, taken = impl.open_runs([*runs, (memoryview(b"rest"), 4)], 1)
+        assert indices == [1, 4, 7, 10] and taken == len(cuts)
+        assert [ref for ref, _ in chunks] == [packet[52:124] for packet in packets_of]
+        assert [payload for _, payload in chunks] == [packet[124:] for packet in packets_of]
+        assert size_bytes == sum(len(packet) - 52 for packet in packets_of)
+        assert all(type(part) is bytes for chunk in chunks for part in chunk)
+
+
+def test_runs_that_do_not_follow_each_other_stay_apart(impl: ModuleType) -> None:
+    one, four, seven = packets(Op.SET, [1, 4, 7])
+    other = packets(Op.SET, [7], request_id=10)[0]
+    for second in (other, one, packets(Op.MIGRATE, [7])[0], packets(Op.SET, [8])[0], seven[:-1], b""):
+        opened = impl.open_runs([(memoryview(one + four), SET_BYTES), (memoryview(second), SET_BYTES)], 0)
+        assert (opened[0], opened[3]) == ([1, 4], 1), second
+    with pytest.raises(ValueError, match="first run -1"):
+        impl.open_runs([], -1)
+    assert impl.open_runs([], 0) is None
 
 
 def test_whatever_is_not_one_run_is_left_alone(impl: ModuleType) -> None:
@@ -92,16 +112,15 @@ def test_whatever_is_not_one_run_is_left_alone(impl: ModuleType) -> None:
         one + packets(Op.MIGRATE, [4])[0], one + packets(Op.SET, [5])[0], last + seven,
         one + four[:-1] + bytes([four[-1] ^ 1]), one[:20] + b"\x99" + one[21:],
     ):  # fmt: skip
-        assert impl.open_run(run, SET_BYTES) is None, run
-    assert impl.open_run(one + last, SET_BYTES) is not None
+        assert one_run(impl, run) is None, run
+    assert one_run(impl, one + last) is not None
     forwarded = four[:28] + b"\x3e\x02\x00\x07" + four[32:]
-    assert impl.open_run(one + forwarded, SET_BYTES) is not None, "what forwarders change does not matter"
+    assert one_run(impl, one + forwarded) is not None, "what forwarders change does not matter"
     for at, new in ((32, 0), (32, 12), (36, 0), (48, 3), (56, 0), (58, 1)):
         size = 2 if at >= 56 else 4
         damaged = resealed(one, {52 + at: new.to_bytes(size, "big")})
-        assert impl.open_run(damaged, SET_BYTES) is None, (at, new)
-    with pytest.raises(ValueError, match="segments of 0"):
-        impl.open_run(one, 0)
+        assert one_run(impl, damaged) is None, (at, new)
+    assert one_run(impl, one, 0) is None
 
 
 @st.composite
@@ -132,9 +151,11 @@ def hostile(draw: st.DrawFn) -> tuple[memoryview, int]:
 @_settings
 @given(st.lists(hostile(), min_size=1, max_size=3))
 def test_hostile_runs_are_judged_alike(fast: ModuleType, runs: list[tuple[memoryview, int]]) -> None:
+    opened = fast.open_runs(runs, 0)
+    assert opened == twin.open_runs(runs, 0)
     for data, segment in runs:
-        opened = fast.open_run(data, segment)
-        assert opened == twin.open_run(data, segment)
+        opened = fast.open_runs([(data, segment)], 0)
+        assert opened == twin.open_runs([(data, segment)], 0)
         if opened is not None:
             assert set(twin.verify_segments(data, segment)) == {0}
             for index, (ref, payload) in zip(*opened[:2], strict=True):

@@ -81,7 +81,7 @@ for sizes in ([700] * 90 + [3], [0, 0], [65000], [9, 700, 700], []):
     while arrivals := fast.recv_batch(a.fileno(), scratch, 4):
         got += sum(size for _, size, _, _, _ in arrivals)
     assert got == sum(sizes) + len(rows)
-room = memoryview(scratch)
+whole = memoryview(scratch)
 for n in range(60):
     blob = dice.randbytes(dice.randrange(20000))
     rows = bytes(12 * (len(blob) // 1000 // 3 + 1))
@@ -89,9 +89,44 @@ for n in range(60):
     packets = [(dice.choice((run[:180], dice.randbytes(dice.randrange(400)))), "127.0.0.1", port) for _ in range(n)]
     assert fast.send_each(b.fileno(), packets, 0) == n
     awaited = {0: (key, chunks, chunk, size, crc, out, bytearray(chunks), crcs)}
-    while any(fast.recv_runs(a.fileno(), room, 4, 5, dice.randrange(3), awaited)):
+    while any(fast.recv_runs(a.fileno(), whole, 4, 5, dice.randrange(3), awaited)):
         pass
-for bad in (lambda: fast.recv_runs(a.fileno(), room, 5, 1, 0, {}), lambda: fast.place_runs([(run, 180)], 0, {0: (1,)}),
+def request(op, i, part, journey=1):
+    body = key + struct.pack(">III", i + 1, 1, 1) + b"\\1" if op == 2 else None
+    words = (i + 1, chunks, len(part), zlib.crc32(part), size, crc, 3, i % 3 + 1, 1, 0, 0, 0, 0)
+    body = body or struct.pack(">32sIIIIIIHHBBHii", key, *words)
+    length = 52 + len(body) + (len(part) if op == 1 else 0) - 7
+    packet = bytearray(struct.pack(">HHH", 0x18C0, 0xC000, length) + bytes(46))
+    packet[8], packet[9], packet[27] = 1, op, journey
+    packet += body
+    fast.seal_headers(packet, len(packet), 8)
+    return bytes(packet + part if op == 1 else packet)
+shares, terms, kinds = {}, (0, 0, 9, 1, 2, 3), {1: 0, 2: 0}
+settled = {request(1, i, b"")[108:124] for i in range(chunks)}
+for _ in range(4000):
+    burst = [bytearray(request(dice.choice((1, 1, 2)), dice.randrange(chunks), value[:chunk], dice.randrange(2)))
+             for _ in range(dice.randrange(1, 5))]
+    for packet in burst:
+        if dice.random() < 0.3:
+            packet[dice.randrange(len(packet))] = dice.randrange(256)
+        if dice.random() < 0.1:
+            del packet[dice.randrange(len(packet)) :]
+        b.sendto(packet, ("127.0.0.1", port))
+    if dice.random() < 0.1:
+        shares = {} if dice.random() < 0.5 else {key: {0: dice.choice(("no", ("a", 3), (bytes(72), b"x")))}}
+    try:
+        room = dice.choice((0, 300, 9999))
+        _, served, _ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, room, terms)
+        for entry in served:
+            kinds[entry[0]] += 1
+    except TypeError:
+        shares = {}
+    while fast.recv_batch(a.fileno(), scratch, 4):
+        pass
+    view = [(memoryview(bytes(packet)), dice.choice((len(packet) or 1, 60, 0))) for packet in burst]
+    fast.open_runs(view, dice.randrange(3))
+assert min(kinds.values()) > 200, kinds
+for bad in (lambda: fast.recv_runs(a.fileno(), whole, 5, 1, 0, {}), lambda: fast.place_runs([(run, 180)], 0, {0: (1,)}),
             lambda: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), 12, b"x", 1, 1, 2**62),
             lambda: fast.send_each(b.fileno(), [(b"x", "127.0.0.1", port), (b"x", "no", 1)], 0),
             lambda: fast.command_packets(bytes(52), 0, [(1, 2, 3, b""), (1, 2, 3, "x")]),

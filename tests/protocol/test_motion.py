@@ -75,7 +75,7 @@ SKY = SkyMap(Torus(5, 19), SatelliteId(2, 9))
 def test_satellite_and_reader_compute_the_same_place(strategy):
     """``Whereabouts`` (from the packed tag) against ``SkyMap.servers_at`` and the placement itself."""
     placement = Placement.of(strategy, 10, SKY.torus, SKY.centre)
-    whereabouts = Whereabouts(SKY, MoveClock(), 0.0)
+    whereabouts = Whereabouts(SatelliteId(0, 0), SKY, MoveClock(), 0.0)
     for now in [(0, 0), (3, 1), (-2, 4)]:
         whereabouts.push_to(now)
         whereabouts.follow(0.0)

@@ -1,8 +1,8 @@
 """The hot loops: in C where the helper was compiled, in Python (the twin) everywhere else.
 
 ``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose files
-(``twin``, ``twin_segments``, ``twin_runs``, ``twin_landing``, ``twin_packets``,
-``twin_udp``) say what each function does.
+(``twin``, ``twin_segments``, ``twin_runs``, ``twin_landing``, ``twin_packets``, ``twin_udp``, ``twin_serve``) say what
+each function does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skymemory.native import twin
-from skymemory.native.twin_landing import Landing, Run, Tally
+from skymemory.native.twin_landing import Landing, Tally
 from skymemory.native.twin_packets import Ack
+from skymemory.native.twin_runs import AnswerTerms, Run
+from skymemory.native.twin_serve import Served
 from skymemory.native.twin_udp import SLOT_BYTES, Arrival
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ try:
         crc32_combine,
         crc32_join,
         open_ack,
-        open_run,
+        open_runs,
         place_runs,
         place_segments,
         recv_batch,
@@ -41,6 +43,7 @@ try:
         send_batch,
         send_each,
         send_slices,
+        serve,
         verify_segments,
     )
 
@@ -54,7 +57,7 @@ except ImportError:
         crc32_combine,
         crc32_join,
         open_ack,
-        open_run,
+        open_runs,
         place_runs,
         place_segments,
         recv_batch,
@@ -63,6 +66,7 @@ except ImportError:
         send_batch,
         send_each,
         send_slices,
+        serve,
         verify_segments,
     )
 
@@ -72,9 +76,11 @@ __all__ = [
     "NATIVE",
     "SLOT_BYTES",
     "Ack",
+    "AnswerTerms",
     "Arrival",
     "Landing",
     "Run",
+    "Served",
     "Tally",
     "answer_get",
     "bulk_headers",
@@ -84,7 +90,7 @@ __all__ = [
     "crc32_combine",
     "crc32_join",
     "open_ack",
-    "open_run",
+    "open_runs",
     "place_runs",
     "place_segments",
     "recv_batch",
@@ -93,6 +99,7 @@ __all__ = [
     "send_batch",
     "send_each",
     "send_slices",
+    "serve",
     "verify_segments",
 ]
 

@@ -1,9 +1,10 @@
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence, Set
 
 from typing_extensions import Buffer
 
-from skymemory.native.twin_landing import Landing, Run, Tally
+from skymemory.native.twin_landing import Landing, Tally
 from skymemory.native.twin_packets import Ack
+from skymemory.native.twin_runs import Run
 
 def crc32(data: Buffer, value: int = 0) -> int: ...
 def crc32_combine(crc1: int, crc2: int, len2: int) -> int: ...
@@ -19,10 +20,19 @@ def place_segments(
 ) -> tuple[int, int, int, int]: ...  # fmt: skip
 def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -> bytearray: ...
 def answer_get(
-    packet: Buffer, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], slot_moves: int, plane_moves: int,
-    credit: int, seconds: int, fraction: int, sequence: int,
+    packet: Buffer, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]],
+    terms: tuple[int, int, int, int, int, int],
 ) -> tuple[bytes, bytearray, list[bytes]] | None: ...  # fmt: skip
-def open_run(data: Buffer, segment_bytes: int) -> tuple[list[int], list[tuple[bytes, bytes]], int] | None: ...
+def open_runs(runs: list[Run], first: int) -> tuple[list[int], list[tuple[bytes, bytes]], int, int] | None: ...
+def serve(
+    fd: int, scratch: Buffer, slots: int, addresses: Buffer, neighbours: Mapping[tuple[str, int], object],
+    shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]], settled: Set[bytes], room_bytes: int,
+    terms: tuple[int, int, int, int, int, int],
+) -> tuple[
+    list[tuple[int, int, int, str, int]],
+    list[tuple[int, bytes, int, tuple[str, int], int, int, int, tuple[bytearray, list[bytes] | None] | None]],
+    int,
+]: ...  # fmt: skip
 def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list[Tally]: ...
 def recv_runs(
     fd: int, scratch: memoryview, slots: int, calls: int, patience_us: int, awaited: dict[int, Landing]

@@ -7,6 +7,7 @@ enum {
     MOST_BITS = 1 << 16,
     MOST_MOVES = 1 << 30,
     STATUS_AT = TELEMETRY_BYTES + 3,
+    ASKER_AT = 12, /* within the SKY header: the ground host */
 };
 
 static int all_set(const uint8_t *bits, uint32_t count)
@@ -38,7 +39,7 @@ PyObject *sky_py_open_ack(PyObject *self, PyObject *packet)
         if (first && stride && count && count <= MOST_BITS && first + (uint64_t)stride * (count - 1) <= UINT32_MAX &&
             data.len - SELECTION_AT - SELECTION_BYTES == (count + 7) / 8 && sane(slot_moves) && sane(plane_moves) &&
             all_set(selection + SELECTION_BYTES, count))
-            ack = Py_BuildValue("IIIiiIy#III", (unsigned)be32(sky + REQUEST_AT), (unsigned)be32(sky + GROUND_AT),
+            ack = Py_BuildValue("IIIiiIy#III", (unsigned)be32(sky + REQUEST_AT), (unsigned)be32(sky + ASKER_AT),
                                 (unsigned)be32(sky + TIMESTAMP_AT), (int)slot_moves, (int)plane_moves,
                                 (unsigned)be16(sky + CREDIT_AT), (const char *)selection, (Py_ssize_t)KEY_BYTES,
                                 (unsigned)first - 1, (unsigned)stride, (unsigned)count);

@@ -1,13 +1,11 @@
 /* What a satellite answers to a plain GET: the headers of all chunks asked for, made in one go. Twin: twin_runs.py. */
-#include "packet.h"
+#include "answers.h"
 
 enum {
-    OP_GET = 0x02,
     BODY_AT = COMMAND_BYTES + SKY_BYTES,
     SELECTION_BYTES = KEY_BYTES + 12,
     MOST_BITS = 1 << 16,
-    PREFIX_BYTES = TELEMETRY_BYTES + SKY_BYTES,
-    ROW_BYTES = PREFIX_BYTES + REF_BYTES,
+    ROW_BYTES = ANSWER_PREFIX_BYTES + REF_BYTES,
     HOP_LIMIT = 64,
 };
 
@@ -54,24 +52,23 @@ static Py_ssize_t collect(PyObject *share, const Wanted *wanted, PyObject **refs
     return found;
 }
 
-static void write_prefix(uint8_t *row, const uint8_t *get, uint32_t seconds, uint32_t fraction, uint32_t slot_moves,
-                         uint32_t plane_moves, uint32_t credit)
+void sky_write_prefix(uint8_t *row, uint8_t op, const uint8_t *request, const AnswerTerms *terms)
 {
     uint8_t *sky = row + TELEMETRY_BYTES;
-    const uint8_t *asked = get + COMMAND_BYTES;
-    memset(row, 0, PREFIX_BYTES);
+    const uint8_t *asked = request + COMMAND_BYTES;
+    memset(row, 0, ANSWER_PREFIX_BYTES);
     put16(row, PRIMARY_WORD);
-    put32(row + 6, seconds);
-    put16(row + 10, fraction);
-    sky[0] = VERSION, sky[1] = OP_DATA;
+    put32(row + 6, terms->seconds);
+    put16(row + 10, terms->fraction);
+    sky[0] = VERSION, sky[1] = op;
     memcpy(sky + 4, asked + 8, 4); /* back to where it came from */
     memcpy(sky + 8, asked + 4, 4);
     memcpy(sky + 12, asked + 12, 8); /* ground host, request id */
     sky[MUTABLE_AT] = HOP_LIMIT;
     memcpy(sky + TIMESTAMP_AT, asked + TIMESTAMP_AT, 4);
-    put32(sky + 28, slot_moves);
-    put32(sky + 32, plane_moves);
-    put16(sky + 36, credit);
+    put32(sky + 28, (uint32_t)terms->slot_moves);
+    put32(sky + 32, (uint32_t)terms->plane_moves);
+    put16(sky + 36, terms->credit < 0xFFFF ? terms->credit : 0xFFFF);
 }
 
 static PyObject *answer(const uint8_t *prefix, PyObject **refs, PyObject **payloads, Py_ssize_t count, uint32_t sequence,
@@ -85,8 +82,8 @@ static PyObject *answer(const uint8_t *prefix, PyObject **refs, PyObject **paylo
     }
     uint8_t *row = (uint8_t *)PyByteArray_AS_STRING(headers);
     for (Py_ssize_t i = 0; i < count; i++, row += ROW_BYTES) {
-        memcpy(row, prefix, PREFIX_BYTES);
-        memcpy(row + PREFIX_BYTES, PyBytes_AS_STRING(refs[i]), REF_BYTES);
+        memcpy(row, prefix, ANSWER_PREFIX_BYTES);
+        memcpy(row + ANSWER_PREFIX_BYTES, PyBytes_AS_STRING(refs[i]), REF_BYTES);
         put16(row + 2, UNSEGMENTED << 14 | ((sequence + (uint32_t)i) & 0x3FFF));
         put16(row + 4, (uint32_t)(PyBytes_GET_SIZE(payloads[i]) + ROW_BYTES - 7));
         put32(row + TELEMETRY_BYTES + CRC_AT, sky_header_crc(row, TELEMETRY_BYTES, ROW_BYTES));
@@ -95,32 +92,33 @@ static PyObject *answer(const uint8_t *prefix, PyObject **refs, PyObject **paylo
     return Py_BuildValue("(y#NN)", (const char *)key, (Py_ssize_t)KEY_BYTES, headers, list);
 }
 
+PyObject *sky_answer_plain_get(const uint8_t *packet, size_t size, PyObject *shares, const AnswerTerms *terms)
+{
+    Wanted wanted;
+    if (!is_plain_get(packet, size, &wanted))
+        return NULL;
+    PyObject *key = PyBytes_FromStringAndSize((const char *)packet + BODY_AT, KEY_BYTES);
+    PyObject *share = key ? PyDict_GetItemWithError(shares, key) : NULL, *result = NULL;
+    Py_XDECREF(key);
+    PyObject **refs = share && PyDict_Check(share) ? PyMem_Malloc(2 * wanted.count * sizeof *refs) : NULL;
+    Py_ssize_t count = refs ? collect(share, &wanted, refs, refs + wanted.count) : -1;
+    if (count > 0 && !PyErr_Occurred()) {
+        uint8_t prefix[ANSWER_PREFIX_BYTES];
+        sky_write_prefix(prefix, OP_DATA, packet, terms);
+        result = answer(prefix, refs, refs + wanted.count, count, terms->sequence, packet + BODY_AT);
+    }
+    PyMem_Free(refs);
+    return result;
+}
+
 PyObject *sky_py_answer_get(PyObject *self, PyObject *args)
 {
     Py_buffer packet;
     PyObject *shares;
-    int slot_moves, plane_moves;
-    unsigned int credit, seconds, fraction, sequence;
-    if (!PyArg_ParseTuple(args, "y*O!iiIIII:answer_get", &packet, &PyDict_Type, &shares, &slot_moves, &plane_moves, &credit,
-                          &seconds, &fraction, &sequence))
+    AnswerTerms terms;
+    if (!PyArg_ParseTuple(args, "y*O!(iiIIII):answer_get", &packet, &PyDict_Type, &shares, SKY_TERMS(&terms)))
         return NULL;
-    PyObject *result = NULL, **refs = NULL;
-    Wanted wanted;
-    const uint8_t *data = packet.buf;
-    if (is_plain_get(data, (size_t)packet.len, &wanted)) {
-        PyObject *key = PyBytes_FromStringAndSize((const char *)data + BODY_AT, KEY_BYTES);
-        PyObject *share = key ? PyDict_GetItemWithError(shares, key) : NULL;
-        Py_XDECREF(key);
-        refs = share && PyDict_Check(share) ? PyMem_Malloc(2 * wanted.count * sizeof *refs) : NULL;
-        Py_ssize_t count = refs ? collect(share, &wanted, refs, refs + wanted.count) : -1;
-        if (count > 0 && !PyErr_Occurred()) {
-            uint8_t prefix[PREFIX_BYTES];
-            write_prefix(prefix, data, seconds, fraction, (uint32_t)slot_moves, (uint32_t)plane_moves,
-                         credit < 0xFFFF ? credit : 0xFFFF);
-            result = answer(prefix, refs, refs + wanted.count, count, sequence, data + BODY_AT);
-        }
-        PyMem_Free(refs);
-    }
+    PyObject *result = sky_answer_plain_get(packet.buf, (size_t)packet.len, shares, &terms);
     PyBuffer_Release(&packet);
     if (!result && !PyErr_Occurred())
         Py_RETURN_NONE;

@@ -36,7 +36,7 @@ PyObject *sky_py_verify_segments(PyObject *self, PyObject *args);
 PyObject *sky_py_place_segments(PyObject *self, PyObject *args);
 
 /* runs.c */
-PyObject *sky_py_open_run(PyObject *self, PyObject *args);
+PyObject *sky_py_open_runs(PyObject *self, PyObject *args);
 
 /* landing.c */
 PyObject *sky_py_place_runs(PyObject *self, PyObject *args);
@@ -58,5 +58,8 @@ PyObject *sky_py_send_each(PyObject *self, PyObject *args);
 
 /* answers.c */
 PyObject *sky_py_answer_get(PyObject *self, PyObject *args);
+
+/* serve.c */
+PyObject *sky_py_serve(PyObject *self, PyObject *args);
 
 #endif

@@ -1,9 +1,7 @@
 /* What a client awaits is put in its place as it comes: from runs at hand, or from the socket. Twin: twin_landing.py. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include "packet.h"
 #include "udp.h"
+
+#include "packet.h"
 
 #include <sched.h>
 #include <time.h>

@@ -21,12 +21,12 @@ enum {
     CRC_AT = 40,
     DESTINATION_AT = 4, /* within the SKY header, and the next two */
     SOURCE_AT = 8,
-    GROUND_AT = 12,
     REQUEST_AT = 16,
     TIMESTAMP_AT = 24,
     SLOT_MOVES_AT = 28,
     CREDIT_AT = 36,
     OP_SET = 0x01,
+    OP_GET = 0x02,
     OP_MIGRATE = 0x05,
     OP_ACK = 0x41,
     OP_DATA = 0x42,
@@ -38,6 +38,7 @@ enum {
     REF_VALUE_BYTES_AT = 48,
     REF_VALUE_CRC_AT = 52,
     REF_TAG_AT = 56,
+    TAG_BYTES = 16,
     LONGEST_BULK_HEADER = TELEMETRY_BYTES + SKY_BYTES + REF_BYTES,
 };
 
@@ -81,6 +82,16 @@ Py_ssize_t sky_count_segments(const Py_buffer *data, Py_ssize_t segment);
 /* Whether the buffers can hold the value whose geometry is given; with an exception if not. */
 int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssize_t chunk_bytes, Py_ssize_t value_bytes,
                    unsigned long value_crc, const Py_buffer *out, const Py_buffer *arrived, const Py_buffer *crcs);
+
+/* runs.c: what the first packet of a request that brings chunks has in common with all of them. */
+enum { RUN_START_BYTES = COMMAND_BYTES + SKY_BYTES + REF_BYTES };
+/* Whether a run of sound SETs or MIGRATEs continues what ``first`` (so many bytes) began after chunk number *after (0
+ * where nothing is taken yet); *after moves on if so. */
+int sky_continues_run(const uint8_t *data, size_t size, size_t segment, const uint8_t *first, uint32_t *after);
+/* (reference, payload) of one such packet. */
+PyObject *sky_chunk_of(const uint8_t *packet, size_t size);
+
+/* segments.c */
 void sky_place_all(Value *value, const uint8_t *data, size_t size, size_t segment, Py_ssize_t count);
 
 #endif

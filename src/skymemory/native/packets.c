@@ -1,11 +1,8 @@
 /* Small packets many at a time: made of one prefix, sent each to its own address. Twin: twin_packets.py. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include "packet.h"
 #include "udp.h"
 
-#include <arpa/inet.h>
+#include "packet.h"
+
 
 enum { PACKETS_A_CALL = 64 };
 

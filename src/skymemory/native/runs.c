@@ -22,68 +22,95 @@ static int belongs(const uint8_t *packet, const uint8_t *first, uint32_t after)
            servers && be16(ref + REF_SERVER_AT) == (number - 1) % servers + 1;
 }
 
-static int is_one_run(const uint8_t *data, size_t size, size_t segment)
+int sky_continues_run(const uint8_t *data, size_t size, size_t segment, const uint8_t *first, uint32_t *after)
 {
-    uint32_t after = 0;
+    uint32_t number = *after;
     for (size_t start = 0, ref; start < size; start += segment) {
         size_t length = size - start < segment ? size - start : segment;
         const uint8_t *packet = data + start;
         if (sky_check_header(packet, length, &ref) != OK || ref != COMMAND_BYTES + SKY_BYTES ||
-            packet[COMMAND_BYTES + 1] == OP_DATA || !belongs(packet, data, after) ||
+            packet[COMMAND_BYTES + 1] == OP_DATA || !belongs(packet, first, number) ||
             !sky_payload_is_sound(packet, length, ref))
             return 0;
-        after = be32(packet + ref + REF_NUMBER_AT);
+        number = be32(packet + ref + REF_NUMBER_AT);
     }
+    *after = number;
     return size > 0;
 }
 
-PyObject *sky_py_open_run(PyObject *self, PyObject *args)
+PyObject *sky_chunk_of(const uint8_t *packet, size_t size)
 {
-    Py_buffer data;
-    Py_ssize_t segment;
-    if (!PyArg_ParseTuple(args, "y*n:open_run", &data, &segment))
-        return NULL;
-    PyObject *indices = NULL, *chunks = NULL, *result = NULL;
-    Py_ssize_t count = sky_count_segments(&data, segment), size_bytes = 0;
-    const size_t ref = COMMAND_BYTES + SKY_BYTES, payload = ref + REF_BYTES;
-    if (count < 0) {
-        PyBuffer_Release(&data);
-        return NULL;
+    const char *ref = (const char *)packet + COMMAND_BYTES + SKY_BYTES;
+    PyObject *its_ref = PyBytes_FromStringAndSize(ref, REF_BYTES);
+    PyObject *its_payload = PyBytes_FromStringAndSize(ref + REF_BYTES, (Py_ssize_t)(size - RUN_START_BYTES));
+    PyObject *chunk = its_ref && its_payload ? PyTuple_Pack(2, its_ref, its_payload) : NULL;
+    Py_XDECREF(its_ref);
+    Py_XDECREF(its_payload);
+    return chunk;
+}
+
+/* Append index, and (reference, payload), of every packet; the bytes of these, or -1 with an exception. */
+static Py_ssize_t take_apart(const uint8_t *data, size_t size, size_t segment, PyObject *indices, PyObject *chunks)
+{
+    Py_ssize_t size_bytes = 0;
+    for (size_t start = 0; start < size; start += segment) {
+        const uint8_t *packet = data + start;
+        size_t length = size - start < segment ? size - start : segment;
+        PyObject *index = PyLong_FromUnsignedLong(be32(packet + COMMAND_BYTES + SKY_BYTES + REF_NUMBER_AT) - 1);
+        PyObject *chunk = index ? sky_chunk_of(packet, length) : NULL;
+        int taken = chunk && PyList_Append(indices, index) == 0 && PyList_Append(chunks, chunk) == 0;
+        Py_XDECREF(index);
+        Py_XDECREF(chunk);
+        if (!taken)
+            return -1;
+        size_bytes += (Py_ssize_t)(length - COMMAND_BYTES - SKY_BYTES);
     }
-    int one;
-    Py_BEGIN_ALLOW_THREADS
-    one = is_one_run(data.buf, (size_t)data.len, (size_t)segment);
-    Py_END_ALLOW_THREADS
-    if (!one) {
-        PyBuffer_Release(&data);
-        Py_RETURN_NONE;
-    }
-    indices = PyList_New(count);
-    chunks = PyList_New(count);
-    for (Py_ssize_t i = 0; indices && chunks && i < count; i++) {
-        size_t start = (size_t)(i * segment), left = (size_t)data.len - start;
-        const char *packet = (const char *)data.buf + start;
-        size_t length = (left < (size_t)segment ? left : (size_t)segment) - payload;
-        PyObject *index = PyLong_FromUnsignedLong(be32((const uint8_t *)packet + ref + REF_NUMBER_AT) - 1);
-        PyObject *its_ref = PyBytes_FromStringAndSize(packet + ref, REF_BYTES);
-        PyObject *its_payload = PyBytes_FromStringAndSize(packet + payload, (Py_ssize_t)length);
-        PyObject *chunk = its_ref && its_payload ? PyTuple_Pack(2, its_ref, its_payload) : NULL;
-        Py_XDECREF(its_ref);
-        Py_XDECREF(its_payload);
-        size_bytes += (Py_ssize_t)length + REF_BYTES;
-        if (!index || !chunk) {
-            Py_XDECREF(index);
-            Py_XDECREF(chunk);
-            Py_CLEAR(indices);
+    return size_bytes;
+}
+
+PyObject *sky_py_open_runs(PyObject *self, PyObject *args)
+{
+    PyObject *runs, *indices = NULL, *chunks = NULL, *result = NULL;
+    Py_ssize_t first, taken = 0, size_bytes = 0;
+    if (!PyArg_ParseTuple(args, "O!n:open_runs", &PyList_Type, &runs, &first))
+        return NULL;
+    if (first < 0)
+        return PyErr_Format(PyExc_ValueError, "first run %zd: expected 0 or more", first);
+    uint8_t began[RUN_START_BYTES];
+    uint32_t after = 0;
+    indices = PyList_New(0);
+    chunks = PyList_New(0);
+    int more = indices && chunks ? 1 : -1;
+    for (Py_ssize_t i = first; more == 1 && i < PyList_GET_SIZE(runs); i++) {
+        Py_buffer data;
+        Py_ssize_t segment, bytes = 0;
+        if (!PyTuple_Check(PyList_GET_ITEM(runs, i))) {
+            PyErr_SetString(PyExc_TypeError, "runs: expected a list of tuples (data, segment bytes)");
+            more = -1;
             break;
         }
-        PyList_SET_ITEM(indices, i, index);
-        PyList_SET_ITEM(chunks, i, chunk);
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(runs, i), "y*n:run", &data, &segment)) {
+            more = -1;
+            break;
+        }
+        if (segment < 1 || (size_t)data.len < sizeof began) {
+            more = 0;
+        } else {
+            if (!taken)
+                memcpy(began, data.buf, sizeof began);
+            Py_BEGIN_ALLOW_THREADS
+            more = sky_continues_run(data.buf, (size_t)data.len, (size_t)segment, began, &after);
+            Py_END_ALLOW_THREADS
+        }
+        if (more == 1 && (bytes = take_apart(data.buf, (size_t)data.len, (size_t)segment, indices, chunks)) < 0)
+            more = -1;
+        PyBuffer_Release(&data);
+        if (more == 1)
+            taken++, size_bytes += bytes;
     }
-    if (indices && chunks)
-        result = Py_BuildValue("OOn", indices, chunks, size_bytes);
+    if (more >= 0)
+        result = taken ? Py_BuildValue("OOnn", indices, chunks, size_bytes, taken) : Py_NewRef(Py_None);
     Py_XDECREF(indices);
     Py_XDECREF(chunks);
-    PyBuffer_Release(&data);
     return result;
 }

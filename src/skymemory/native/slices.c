@@ -1,10 +1,5 @@
 /* Chunks of one value sent from where they lie, without an object for each. Twin: twin_udp.py. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "udp.h"
-
-#include <arpa/inet.h>
 
 /* Whether chunks first, first + step, ... all begin within the value (or, of no bytes, at its end). */
 static int within(Py_ssize_t value_bytes, Py_ssize_t chunk_bytes, Py_ssize_t first, Py_ssize_t step, Py_ssize_t count)

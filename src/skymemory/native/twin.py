@@ -3,7 +3,7 @@
 CRC-32 is the one of zlib and Ethernet (reflected polynomial 0xEDB88320). Combination follows from
 linearity: the CRC of ``a + b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial,
 plus (XOR) that of ``b``. The loops over packets are in ``twin_segments`` and ``twin_runs``, those over
-datagrams in ``twin_udp``, and what a client awaits is placed by ``twin_landing``.
+datagrams in ``twin_udp`` and ``twin_serve``, and what a client awaits is placed by ``twin_landing``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 
 from skymemory.native.twin_landing import place_runs, recv_runs
 from skymemory.native.twin_packets import command_packets, open_ack, send_each
-from skymemory.native.twin_runs import answer_get, bulk_headers, open_run
+from skymemory.native.twin_runs import answer_get, bulk_headers, open_runs
 from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
+from skymemory.native.twin_serve import serve
 from skymemory.native.twin_udp import recv_batch, send_batch, send_slices
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ __all__ = [
     "crc32_combine",
     "crc32_join",
     "open_ack",
-    "open_run",
+    "open_runs",
     "place_runs",
     "place_segments",
     "recv_batch",
@@ -43,6 +44,7 @@ __all__ = [
     "send_batch",
     "send_each",
     "send_slices",
+    "serve",
     "verify_segments",
 ]
 

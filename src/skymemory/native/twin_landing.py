@@ -10,6 +10,7 @@ import struct
 import time
 from typing import TYPE_CHECKING
 
+from skymemory.native.twin_runs import Run
 from skymemory.native.twin_segments import DATA, SKY_BYTES, TELEMETRY_BYTES, place_segments, segments
 from skymemory.native.twin_udp import recv_batch
 
@@ -20,8 +21,6 @@ Landing = tuple[bytes, int, int, int, int, memoryview, bytearray, bytearray]
 """Where a value is awaited: key, chunks, chunk bytes, value bytes, value CRC, out, arrived and crcs, as
 ``place_segments`` takes them.
 """
-Run = tuple[memoryview, int]
-"""Packets end to end, and the bytes of each (the last maybe shorter)."""
 Tally = tuple[int, int, int, int, int, int, int]
 """Request id, last echoed timestamp, runs; then chunks placed, duplicates, corrupt and foreign."""
 

@@ -30,6 +30,13 @@ from skymemory.native.twin_segments import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+Run = tuple[memoryview, int]
+"""Packets end to end, and the bytes of each (the last maybe shorter)."""
+AnswerTerms = tuple[int, int, int, int, int, int]
+"""What an answer says beyond the GET and the chunks: slot and plane moves, credit in units of the wire, seconds and
+65,536ths of a second of now, the first sequence count.
+"""
+
 _SAME_JOURNEY: Final = 20
 _NUMBERS = struct.Struct(">IIIIIIHH")
 _NUMBERS_AT, _COMMON_AT = 32, 48
@@ -66,10 +73,19 @@ def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -
     return headers
 
 
+def answer_prefix(op: int, request: memoryview, terms: AnswerTerms) -> bytes:
+    """An answer's headers to the end of the SKY header, without sequence count, length and checksum."""
+    slot_moves, plane_moves, credit, seconds, fraction, _ = terms
+    sky = request[COMMAND_BYTES : COMMAND_BYTES + SKY_BYTES]
+    return _TELEMETRY.pack(0x0800 | SKY_APID, 0, 0, seconds, fraction, 0) + b"".join(
+        (bytes((VERSION, op, 0, 0)), sky[8:12], sky[4:8], sky[12:20], bytes((_HOP_LIMIT, 0, 0, 0)), sky[24:28],
+         _OURS.pack(slot_moves, plane_moves, min(credit, 0xFFFF), 0, 0))
+    )  # fmt: skip
+
+
 def answer_get(
-    packet: Buffer, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], slot_moves: int, plane_moves: int,
-    credit: int, seconds: int, fraction: int, sequence: int,
-) -> tuple[bytes, bytearray, list[bytes]] | None:  # fmt: skip
+    packet: Buffer, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], terms: AnswerTerms
+) -> tuple[bytes, bytearray, list[bytes]] | None:
     """The DATA packets that answer a plain GET: its key, their sealed headers, their payloads.
 
     ``shares`` holds, by key and 0-based index, (packed reference, payload). None unless the packet is one sound GET and
@@ -89,41 +105,65 @@ def answer_get(
     wanted = [first - 1 + stride * step for step in range(count) if bitmap[step >> 3] >> (step & 7) & 1]
     if not wanted or not all(index in share for index in wanted):
         return None
-    sky = view[COMMAND_BYTES : COMMAND_BYTES + SKY_BYTES]
-    prefix = _TELEMETRY.pack(0x0800 | SKY_APID, 0, 0, seconds, fraction, 0) + b"".join(
-        (bytes((VERSION, DATA, 0, 0)), sky[8:12], sky[4:8], sky[12:20], bytes((_HOP_LIMIT, 0, 0, 0)), sky[24:28],
-         _OURS.pack(slot_moves, plane_moves, min(credit, 0xFFFF), 0, 0))
-    )  # fmt: skip
+    prefix = answer_prefix(DATA, view, terms)
     chunks = [share[index] for index in wanted]
-    headers = bulk_headers(prefix, b"".join(ref for ref, _ in chunks), sequence, TELEMETRY_BYTES)
+    headers = bulk_headers(prefix, b"".join(ref for ref, _ in chunks), terms[5], TELEMETRY_BYTES)
     return key, headers, [payload for _, payload in chunks]
 
 
-def open_run(data: Buffer, segment_bytes: int) -> tuple[list[int], list[tuple[bytes, bytes]], int] | None:
-    """Verify and take apart a run of SET or MIGRATE packets: 0-based indices, (reference, payload) of each, and the
-    bytes of all these. None unless all are sound, of one request and one value on one server, in ascending order.
+def open_runs(runs: list[Run], first: int) -> tuple[list[int], list[tuple[bytes, bytes]], int, int] | None:
+    """Verify and take apart SET or MIGRATE packets, those of the runs from ``first`` on up to the first run that does
+    not belong: 0-based indices, (reference, payload) of each, the bytes of all these, and how many runs they came in.
+
+    What belongs together is sound, of one request and one value on one server, in ascending order. None unless at
+    least the first run is.
     """
+    if first < 0:
+        raise ValueError(f"first run {first}: expected 0 or more")
     indices: list[int] = []
     chunks: list[tuple[bytes, bytes]] = []
-    size_bytes = 0
+    taken, journey = 0, b""
+    for data, segment_bytes in runs[first:]:
+        if segment_bytes < 1:
+            break
+        opened = _open(segments(data, segment_bytes), chunks[0][0] if chunks else None, indices[-1:])
+        if opened is None or (taken and opened[0] != journey):
+            break
+        journey = opened[0]
+        indices += opened[1]
+        chunks += opened[2]
+        taken += 1
+    return (indices, chunks, sum(len(ref) + len(payload) for ref, payload in chunks), taken) if taken else None
+
+
+def _open(
+    packets: list[memoryview], first_ref: bytes | None, last: list[int]
+) -> tuple[bytes, list[int], list[tuple[bytes, bytes]]] | None:
+    """Journey, indices and chunks of one run that may follow a chunk with ``first_ref`` and index ``last``."""
+    indices: list[int] = []
+    chunks: list[tuple[bytes, bytes]] = []
     ref_at, payload_at = COMMAND_BYTES + SKY_BYTES, COMMAND_BYTES + SKY_BYTES + REF_BYTES
-    journey, value = b"", (b"", 0, b"")
-    for packet in segments(data, segment_bytes):
+    journey = b""
+    for packet in packets:
         code, ref_found = check_header(packet)
         if code or ref_found != ref_at or packet[COMMAND_BYTES + 1] == DATA:
             return None
         ref, payload = bytes(packet[ref_at:payload_at]), bytes(packet[payload_at:])
         number, total, length, crc, value_bytes, _, servers, server = _NUMBERS.unpack_from(ref, _NUMBERS_AT)
         its_journey = bytes(packet[COMMAND_BYTES : COMMAND_BYTES + _SAME_JOURNEY])
-        its_value = (ref[:_NUMBERS_AT], total, ref[_COMMON_AT:])
-        if not indices:
-            journey, value = its_journey, its_value
-        after = indices[-1] + 1 if indices else 0
-        if its_journey != journey or its_value != value or not after < number <= total <= max(1, value_bytes):
+        journey, first_ref = journey or its_journey, first_ref or ref
+        after = (indices or last or [-1])[-1] + 1
+        if its_journey != journey or _value(ref) != _value(first_ref):
             return None
-        if length > value_bytes or not servers or server != (number - 1) % servers + 1 or zlib.crc32(payload) != crc:
+        if not after < number <= total <= max(1, value_bytes) or length > value_bytes:
+            return None
+        if not servers or server != (number - 1) % servers + 1 or zlib.crc32(payload) != crc:
             return None
         indices.append(number - 1)
         chunks.append((ref, payload))
-        size_bytes += REF_BYTES + len(payload)
-    return (indices, chunks, size_bytes) if indices else None
+    return (journey, indices, chunks) if indices else None
+
+
+def _value(ref: bytes) -> tuple[bytes, bytes, bytes]:
+    """What the references of one value on one server have in common."""
+    return ref[:_NUMBERS_AT], ref[36:40], ref[_COMMON_AT:]

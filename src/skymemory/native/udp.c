@@ -1,40 +1,113 @@
 /* Many datagrams a system call, with segmentation offload both ways. Twin and contract: twin_udp.py. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "udp.h"
 
-#include <arpa/inet.h>
+#include <errno.h>
 
 enum {
+    MAX_RUN_SEGMENTS = 64,
     MAX_SLOTS = 1024,
     RUNS_A_CALL = 32, /* at most this many offloaded sends in one sendmmsg */
 };
+
+int sky_try_later(int error)
+{
+    return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS || error == EINTR;
+}
 
 static int no_offload(int error)
 {
     return error == EINVAL || error == EIO || error == EOPNOTSUPP || error == EMSGSIZE || error == ENOPROTOOPT;
 }
 
-static PyObject *arrivals(struct mmsghdr *messages, const struct sockaddr_in *from, int count)
+Py_ssize_t sky_segment_of(struct msghdr *header, Py_ssize_t size)
 {
-    PyObject *list = PyList_New(count), *host = NULL;
-    in_addr_t host_is = 0;
-    for (int i = 0; list && i < count; i++) {
-        if (!host || from[i].sin_addr.s_addr != host_is) {
-            char text[INET_ADDRSTRLEN] = "";
-            inet_ntop(AF_INET, &from[i].sin_addr, text, sizeof text);
-            Py_XDECREF(host);
-            host = PyUnicode_FromString(text);
-            host_is = from[i].sin_addr.s_addr;
+    for (struct cmsghdr *c = CMSG_FIRSTHDR(header); c; c = CMSG_NXTHDR(header, c)) {
+        if (c->cmsg_level == SOL_UDP && c->cmsg_type == UDP_GRO && c->cmsg_len >= CMSG_LEN(sizeof(int))) {
+            int segment;
+            memcpy(&segment, CMSG_DATA(c), sizeof segment);
+            if (segment > 0)
+                return segment;
         }
-        Py_ssize_t size = (Py_ssize_t)messages[i].msg_len;
-        PyObject *arrival = host ? Py_BuildValue("nnnOi", (Py_ssize_t)i * SLOT_BYTES, size,
-                                                 sky_segment_of(&messages[i].msg_hdr, size), host,
-                                                 (int)ntohs(from[i].sin_port))
+    }
+    return size > 0 ? size : 1;
+}
+
+int sky_receive(int fd, const Py_buffer *scratch, Py_ssize_t slots, Inbox *inbox)
+{
+    *inbox = (Inbox){0};
+    if (slots < 1 || scratch->len / SLOT_BYTES < slots) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes of scratch for %zd slots: expected %d for each of 1 or more",
+                     scratch->len, slots, (int)SLOT_BYTES);
+        return -1;
+    }
+    unsigned wanted = (unsigned)(slots < MAX_SLOTS ? slots : MAX_SLOTS);
+    inbox->messages = PyMem_Calloc(wanted, sizeof *inbox->messages);
+    inbox->parts = PyMem_Malloc(wanted * sizeof *inbox->parts);
+    inbox->from = PyMem_Calloc(wanted, sizeof *inbox->from);
+    inbox->controls = PyMem_Malloc(wanted * sizeof *inbox->controls);
+    if (!inbox->messages || !inbox->parts || !inbox->from || !inbox->controls) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (unsigned i = 0; i < wanted; i++) {
+        struct msghdr *header = &inbox->messages[i].msg_hdr;
+        inbox->parts[i].iov_base = (char *)scratch->buf + (size_t)i * SLOT_BYTES;
+        inbox->parts[i].iov_len = SLOT_BYTES;
+        header->msg_iov = &inbox->parts[i], header->msg_iovlen = 1;
+        header->msg_name = &inbox->from[i], header->msg_namelen = sizeof inbox->from[i];
+        header->msg_control = &inbox->controls[i], header->msg_controllen = sizeof inbox->controls[i];
+    }
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    inbox->count = recvmmsg(fd, inbox->messages, wanted, MSG_DONTWAIT, NULL);
+    error = errno;
+    Py_END_ALLOW_THREADS
+    if (inbox->count < 0 && !sky_try_later(error)) {
+        errno = error;
+        PyErr_SetFromErrno(PyExc_OSError);
+        return -1;
+    }
+    inbox->count = inbox->count > 0 ? inbox->count : 0;
+    return 0;
+}
+
+void sky_inbox_free(Inbox *inbox)
+{
+    PyMem_Free(inbox->controls);
+    PyMem_Free(inbox->from);
+    PyMem_Free(inbox->parts);
+    PyMem_Free(inbox->messages);
+}
+
+Py_ssize_t sky_segment_bytes(const Inbox *inbox, int i)
+{
+    return sky_segment_of(&inbox->messages[i].msg_hdr, (Py_ssize_t)inbox->messages[i].msg_len);
+}
+
+PyObject *sky_host_text(const struct sockaddr_in *from)
+{
+    char text[INET_ADDRSTRLEN] = "";
+    inet_ntop(AF_INET, &from->sin_addr, text, sizeof text);
+    return PyUnicode_FromString(text);
+}
+
+PyObject *sky_arrivals(Inbox *inbox, int first)
+{
+    PyObject *list = PyList_New(inbox->count - first), *host = NULL;
+    in_addr_t host_is = 0;
+    for (int i = first; list && i < inbox->count; i++) {
+        const struct sockaddr_in *from = &inbox->from[i];
+        if (!host || from->sin_addr.s_addr != host_is) {
+            Py_XDECREF(host);
+            host = sky_host_text(from);
+            host_is = from->sin_addr.s_addr;
+        }
+        PyObject *arrival = host ? Py_BuildValue("nnnOi", (Py_ssize_t)i * SLOT_BYTES,
+                                                 (Py_ssize_t)inbox->messages[i].msg_len, sky_segment_bytes(inbox, i), host,
+                                                 (int)ntohs(from->sin_port))
                                  : NULL;
         if (arrival)
-            PyList_SET_ITEM(list, i, arrival);
+            PyList_SET_ITEM(list, i - first, arrival);
         else
             Py_CLEAR(list);
     }
@@ -49,45 +122,9 @@ PyObject *sky_py_recv_batch(PyObject *self, PyObject *args)
     Py_ssize_t slots;
     if (!PyArg_ParseTuple(args, "iw*n:recv_batch", &fd, &scratch, &slots))
         return NULL;
-    if (slots < 1 || scratch.len / SLOT_BYTES < slots) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes of scratch for %zd slots: expected %d for each of 1 or more",
-                     scratch.len, slots, (int)SLOT_BYTES);
-        PyBuffer_Release(&scratch);
-        return NULL;
-    }
-    PyObject *result = NULL;
-    unsigned wanted = (unsigned)(slots < MAX_SLOTS ? slots : MAX_SLOTS);
-    struct mmsghdr *messages = PyMem_Calloc(wanted, sizeof *messages);
-    struct iovec *parts = PyMem_Malloc(wanted * sizeof *parts);
-    struct sockaddr_in *from = PyMem_Calloc(wanted, sizeof *from);
-    Control *controls = PyMem_Malloc(wanted * sizeof *controls);
-    if (!messages || !parts || !from || !controls) {
-        PyErr_NoMemory();
-    } else {
-        for (unsigned i = 0; i < wanted; i++) {
-            struct msghdr *header = &messages[i].msg_hdr;
-            parts[i].iov_base = (char *)scratch.buf + (size_t)i * SLOT_BYTES;
-            parts[i].iov_len = SLOT_BYTES;
-            header->msg_iov = &parts[i], header->msg_iovlen = 1;
-            header->msg_name = &from[i], header->msg_namelen = sizeof from[i];
-            header->msg_control = &controls[i], header->msg_controllen = sizeof controls[i];
-        }
-        int count, error;
-        Py_BEGIN_ALLOW_THREADS
-        count = recvmmsg(fd, messages, wanted, MSG_DONTWAIT, NULL);
-        error = errno;
-        Py_END_ALLOW_THREADS
-        if (count >= 0 || sky_try_later(error)) {
-            result = arrivals(messages, from, count > 0 ? count : 0);
-        } else {
-            errno = error;
-            PyErr_SetFromErrno(PyExc_OSError);
-        }
-    }
-    PyMem_Free(controls);
-    PyMem_Free(from);
-    PyMem_Free(parts);
-    PyMem_Free(messages);
+    Inbox inbox;
+    PyObject *result = sky_receive(fd, &scratch, slots, &inbox) < 0 ? NULL : sky_arrivals(&inbox, 0);
+    sky_inbox_free(&inbox);
     PyBuffer_Release(&scratch);
     return result;
 }
@@ -118,8 +155,7 @@ static size_t run_length(const Outgoing *out, size_t first)
     return end - first;
 }
 
-/* Send all; the number of segments taken. *error is what stopped it, 0 if nothing did. Runs without the lock. */
-static size_t send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *error)
+size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *error)
 {
     static const struct mmsghdr empty;
     struct mmsghdr messages[RUNS_A_CALL];
@@ -193,7 +229,7 @@ PyObject *sky_send_held(int fd, struct sockaddr_in *to, const Outgoing *out)
     size_t sent;
     int error;
     Py_BEGIN_ALLOW_THREADS
-    sent = send_all(fd, to, out, &error);
+    sent = sky_send_all(fd, to, out, &error);
     Py_END_ALLOW_THREADS
     if (error && !sent && !sky_try_later(error)) {
         errno = error;

@@ -1,14 +1,17 @@
-/* What the calls on sockets share (udp.c, landing.c, packets.c, slices.c). Define _GNU_SOURCE before including it. */
+/* Sockets as the files of the helper share them: what came in one call, what is to go in one. */
 #ifndef SKYMEMORY_UDP_H
 #define SKYMEMORY_UDP_H
 
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
 #include "fast.h"
 
 #ifndef __linux__
 #error "recvmmsg, UDP_SEGMENT and UDP_GRO are Linux's; elsewhere the Python twin serves"
 #endif
 
-#include <errno.h>
+#include <arpa/inet.h>
 #include <netinet/in.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -23,13 +26,21 @@
 enum {
     SLOT_BYTES = 65536,
     MAX_RUN_BYTES = 65507,
-    MAX_RUN_SEGMENTS = 64,
 };
 
 typedef union {
     struct cmsghdr align;
     char bytes[CMSG_SPACE(sizeof(int))];
 } Control;
+
+/* What one recvmmsg brought: message i lies at i * SLOT_BYTES of the scratch buffer. Free it, whatever came. */
+typedef struct {
+    struct mmsghdr *messages;
+    struct iovec *parts;
+    struct sockaddr_in *from;
+    Control *controls;
+    int count;
+} Inbox;
 
 /* What is to be sent: segment i is headers[i * width] followed, where there are payloads, by payloads[i]. */
 typedef struct {
@@ -39,26 +50,20 @@ typedef struct {
     size_t count;
 } Outgoing;
 
-/* udp.c: the number of segments taken, or an exception. */
-PyObject *sky_send_held(int fd, struct sockaddr_in *to, const Outgoing *out);
-
-static inline int sky_try_later(int error)
-{
-    return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS || error == EINTR;
-}
-
+/* Buffers are full or a signal came: not an error. */
+int sky_try_later(int error);
+/* All that waits, never waiting itself; -1 with an exception. */
+int sky_receive(int fd, const Py_buffer *scratch, Py_ssize_t slots, Inbox *inbox);
+void sky_inbox_free(Inbox *inbox);
 /* The segment length the kernel names, or the whole when it names none; at least 1. */
-static inline Py_ssize_t sky_segment_of(struct msghdr *header, Py_ssize_t size)
-{
-    for (struct cmsghdr *c = CMSG_FIRSTHDR(header); c; c = CMSG_NXTHDR(header, c)) {
-        if (c->cmsg_level == SOL_UDP && c->cmsg_type == UDP_GRO && c->cmsg_len >= CMSG_LEN(sizeof(int))) {
-            int segment;
-            memcpy(&segment, CMSG_DATA(c), sizeof segment);
-            if (segment > 0)
-                return segment;
-        }
-    }
-    return size > 0 ? size : 1;
-}
+Py_ssize_t sky_segment_of(struct msghdr *header, Py_ssize_t size);
+Py_ssize_t sky_segment_bytes(const Inbox *inbox, int i);
+PyObject *sky_host_text(const struct sockaddr_in *from);
+/* From message ``first`` on, as recv_batch returns them. */
+PyObject *sky_arrivals(Inbox *inbox, int first);
+/* Send all; the number of segments taken. *error is what stopped it, 0 if nothing did. Runs without the lock. */
+size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *error);
+/* The same with the lock held: the number as send_batch returns it, or an exception. */
+PyObject *sky_send_held(int fd, struct sockaddr_in *to, const Outgoing *out);
 
 #endif

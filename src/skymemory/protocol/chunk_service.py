@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
-from skymemory.protocol.chunk_store import Chunk, ChunkStore, PutOutcome
+from skymemory.protocol.chunk_store import Chunk, ChunkStore, PutOutcome, Share
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.messages import KEY_BYTES, Packet
 from skymemory.protocol.segments import SegmentBatch
@@ -55,7 +55,7 @@ class ChunkService:
         self._unanswered: dict[bytes, _Request] = {}
 
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
-        """SET and MIGRATE, as ``native.open_run`` took them apart; ``start`` is where the SKY header begins."""
+        """SET and MIGRATE, as ``native.open_runs`` took them apart; ``start`` is where the SKY header begins."""
         indices, chunks, size_bytes = opened
         ref = chunks[0][0]
         try:
@@ -131,9 +131,28 @@ class ChunkService:
         if found is None:
             return None
         key, batch = found
-        self._store.touch(key)
-        self._counters.add("chunks_served", batch.count)
+        self.served(key, batch.count)
         return batch
+
+    @property
+    def shares(self) -> MutableMapping[bytes, Share]:
+        """All chunks by key; whoever adds to them tells ``taken``."""
+        return self._store.shares
+
+    @property
+    def room_bytes(self) -> int:
+        """What fits in without an eviction."""
+        return self._store.limit_bytes - self._store.used_bytes
+
+    def taken(self, key: bytes, chunks: int, replaced: int, added_bytes: int) -> None:
+        """So many chunks were added to the share of this key, and acknowledged."""
+        self._store.added(key, chunks - replaced, added_bytes)
+        self._count(PutOutcome(True, replaced), Op.SET, chunks)
+
+    def served(self, key: bytes, chunks: int) -> None:
+        """So many chunks of this key, which is here, were sent to whoever asked for them."""
+        self._store.touch(key)
+        self._counters.add("chunks_served", chunks)
 
     def get(self, packet: Packet, now_s: float) -> None:
         """What we hold of the selection as DATA, what we do not as one MISS."""

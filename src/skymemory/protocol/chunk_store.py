@@ -7,7 +7,7 @@ grow old together too, and where room is needed the oldest share goes chunk by c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -52,9 +52,15 @@ class ChunkStore:
         self._count = 0
 
     @property
-    def shares(self) -> Mapping[bytes, Share]:
-        """Everything, by key, to look at only: for ``native.answer_get``."""
+    def shares(self) -> MutableMapping[bytes, Share]:
+        """Everything, by key: for ``native``, which may add chunks that ``added`` is then told of."""
         return self._shares
+
+    def added(self, key: bytes, chunks: int, size_bytes: int) -> None:
+        """The share of ``key`` has grown by so many chunks and bytes, which fit; it becomes the most recently used."""
+        self._shares.move_to_end(key)
+        self._count += chunks
+        self.used_bytes += size_bytes
 
     def touch(self, key: bytes) -> None:
         """The key, which is here, becomes the most recently used one."""

@@ -56,19 +56,25 @@ class Departures:
         """DATA: one packet per chunk."""
         self._send(self._bulk(self._answer(request, Op.DATA, Status.OK), chunks, now_s), request.source)
 
+    def terms(self, now_s: float) -> native.AnswerTerms:
+        """What an answer of ours says beyond the request and the chunks."""
+        seconds = int(now_s)
+        fraction = int((now_s - seconds) * 65536)
+        return *self._whereabouts.moves, self._credit, seconds & 0xFFFFFFFF, fraction, self._sequence
+
+    def sent(self, packets: int) -> None:
+        """So many packets left by ``terms``: the sequence goes on after them."""
+        self._take_sequence(packets)
+
     def data_for(
         self, get: memoryview, shares: Mapping[bytes, Share], now_s: float
     ) -> tuple[bytes, SegmentBatch] | None:
         """Key and DATA packets for a GET as it came, if all it wants is in ``shares``; not queued."""
-        seconds = int(now_s)
-        answer = native.answer_get(
-            get, shares, *self._whereabouts.moves, self._credit, seconds & 0xFFFFFFFF, int((now_s - seconds) * 65536),
-            self._sequence,
-        )  # fmt: skip
+        answer = native.answer_get(get, shares, self.terms(now_s))
         if answer is None:
             return None
         key, headers, payloads = answer
-        self._take_sequence(len(payloads))
+        self.sent(len(payloads))
         return key, SegmentBatch(headers, TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES, payloads)
 
     def migrate(self, there: Address, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:

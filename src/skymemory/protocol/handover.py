@@ -60,6 +60,11 @@ class Handover:
         """Nothing queued, in flight or astray (copies may still await deletion)."""
         return not (self._queue or self._in_flight or self._strays)
 
+    @property
+    def at_rest(self) -> bool:
+        """``idle``, and no copy awaits deletion: what is stored needs no look from here."""
+        return self.idle and not self._doomed
+
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> None:
         """Queue everything that ``where`` (packed tag → satellite) puts elsewhere; forget older plans."""
         self._queue.clear()

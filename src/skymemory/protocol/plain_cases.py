@@ -6,13 +6,21 @@ Whatever is not exactly that is left alone, for the machine to look at in its ow
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping, Sequence, Set
+
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.chunk_service import ChunkService
+from skymemory.protocol.chunk_store import Share
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start
 from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, GROUND_SHELL, Address, Op
+
+PlainRequests = tuple[bytes, MutableMapping[bytes, Share], Set[bytes], int, native.AnswerTerms]
+"""What ``native.serve`` is told of a satellite: the addresses its requests bear, its chunks, the placement tags whose
+chunks it may store, the bytes it has room for, and the terms of its answers.
+"""
 
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _OP_AT = COMMAND_BYTES + 1
@@ -22,7 +30,7 @@ _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 
 
 class PlainCases:
-    """Both say whether they took the packets; if not, nothing has been done."""
+    """Each says whether it took the packets; if not, nothing has been done."""
 
     def __init__(self, address: Address, chunks: ChunkService, departures: Departures, router: Router) -> None:
         self._chunks = chunks
@@ -48,19 +56,40 @@ class PlainCases:
         self._departures.pass_on(batch, source)
         return True
 
-    def store(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> bool:
-        """Chunks of one value and request, all sound."""
+    def terms(self, settled: Set[bytes], now_s: float) -> PlainRequests:
+        """What whoever receives for us needs to serve such requests himself; good until the machine is next called."""
+        chunks = self._chunks
+        return self._by_our_beam, chunks.shares, settled, chunks.room_bytes, self._departures.terms(now_s)
+
+    def served(self, served: Sequence[native.Served]) -> int:
+        """Requests that were served by our ``terms``; how many packets they came in."""
+        packets = 0
+        for op, key, ground, endpoint, chunks, replaced, added_bytes, _ in served:
+            self._router.remember(ground, endpoint)
+            if op == Op.GET:
+                self._chunks.served(key, chunks)
+                self._departures.sent(chunks)
+                packets += 1
+            else:
+                self._chunks.taken(key, chunks, replaced, added_bytes)
+                self._departures.sent(1)
+                packets += chunks
+        return packets
+
+    def store(self, runs: list[native.Run], first: int, source: LinkEnd, now_s: float) -> int:
+        """Chunks of one value and request, all sound: how many of the runs from ``first`` on these are."""
+        view = runs[first][0]
         if (
             len(view) < COMMAND_PREFIX_BYTES
             or header_start(view) != COMMAND_BYTES
             or view[_OP_AT] not in _CARRIERS
             or view[_DESTINATION] != self._here
         ):
-            return False
-        opened = native.open_run(view, segment_bytes)
+            return 0
+        opened = native.open_runs(runs, first)
         if opened is None:
-            return False
+            return 0
         if not isinstance(source, SatelliteId):
             self._router.remember(int.from_bytes(view[_GROUND], "big"), source)
-        self._chunks.set_run(view, COMMAND_BYTES, opened, now_s)
-        return True
+        self._chunks.set_run(view, COMMAND_BYTES, opened[:3], now_s)
+        return opened[3]

@@ -1,13 +1,13 @@
 """A satellite without I/O: what it does with every datagram, and when.
 
-The transport calls ``receive_batch`` (or ``receive_datagram``) with what came from a link, ``handle_timer`` when
+The transport calls ``receive_runs`` (or one of its kin) with what came from a link, ``handle_timer`` when
 ``next_timer_s`` has passed, and then sends what ``datagrams_to_send`` returns. Link ends are ``SatelliteId`` for a
 neighbour and any hashable token of the transport's for a ground host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skymemory import native
@@ -23,7 +23,7 @@ from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_jo
 from skymemory.protocol.handover import Burst, Handover
 from skymemory.protocol.messages import Buffer, Packet
 from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.plain_cases import PlainCases
+from skymemory.protocol.plain_cases import PlainCases, PlainRequests
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import COMMAND_BYTES
@@ -31,6 +31,7 @@ from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, SKY_BYTES, Address, Op, Status
 
 _CARRIERS = (Op.SET, Op.MIGRATE)
+_NOTHING_SETTLED: set[bytes] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class SatelliteMachine:
         self.transport_figures: Callable[[], dict[str, int]] = dict
         """Set by the transport: its own housekeeping (``delay_error_p99_us``, ``faults_injected``)."""
         self._address = Address(config.address.plane, config.address.slot)
-        self._whereabouts = Whereabouts(sky, clock, now_s)
+        self._whereabouts = Whereabouts(config.address, sky, clock, now_s)
         self._router = Router(config.address, sky.torus, config.routing)
         self._departures = Departures(
             self._address, self._whereabouts, self._router, self.counters, config.credit_bytes
@@ -84,25 +85,36 @@ class SatelliteMachine:
         self.receive_batch(data, len(data), source, now_s)
 
     def receive_batch(self, data: Buffer, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Take packets of ``segment_bytes`` each (the last may be shorter) from one link.
+        """Take packets of ``segment_bytes`` each (the last may be shorter) from one link."""
+        self.receive_runs([(memoryview(data), segment_bytes)], source, now_s)
 
-        ``data`` is only read during the call. Malformed packets are counted and dropped; nothing raises.
+    def receive_runs(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
+        """``receive_batch`` for each of several from one link.
+
+        The data are only read during the call. Malformed packets are counted and dropped; nothing raises.
         """
-        view = memoryview(data)
-        count = -(-len(view) // segment_bytes) if segment_bytes > 0 else 1
-        self.counters.add("packets_received", count)
-        if segment_bytes < COMMAND_PREFIX_BYTES:
-            self.counters.add("packets_malformed", max(1, count))
-        elif self._plain.answer(view, segment_bytes, source, now_s, self.backlog_bytes > self.config.max_backlog_bytes):
-            return
-        elif self._plain.store(view, segment_bytes, source, now_s):
-            if not self.handover.idle:
-                self._hand_over(now_s)
-        elif same_journey(view, segment_bytes):
-            self._receive(view, segment_bytes, source, now_s)
-        else:
-            for at in range(0, len(view), segment_bytes):
-                self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
+        at = 0
+        while at < len(runs):
+            taken = self._plain.store(runs, at, source, now_s)
+            if taken:
+                self.counters.add(
+                    "packets_received", sum(-(-len(view) // size) for view, size in runs[at : at + taken])
+                )
+                if not self.handover.idle:
+                    self._hand_over(now_s)
+            else:
+                self._receive_run(*runs[at], source, now_s)
+            at += taken or 1
+
+    def plain_requests(self, now_s: float) -> PlainRequests | None:
+        """What the transport needs to serve plain requests without asking, until it calls any other verb; None: not
+        now. ``served`` must be told what came of it.
+        """
+        settled = self._whereabouts.settled if self.handover.at_rest else _NOTHING_SETTLED
+        return None if self.backlog_bytes else self._plain.terms(settled, now_s)
+
+    def served(self, served: Sequence[native.Served]) -> None:
+        self.counters.add("packets_received", self._plain.served(served))
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Batches with the link each leaves by; they are handed out once."""
@@ -124,6 +136,19 @@ class SatelliteMachine:
         self._hand_over(now_s)
 
     # --- arrival ---
+
+    def _receive_run(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
+        count = -(-len(view) // segment_bytes) if segment_bytes > 0 else 1
+        self.counters.add("packets_received", count)
+        if segment_bytes < COMMAND_PREFIX_BYTES:
+            self.counters.add("packets_malformed", max(1, count))
+        elif self._plain.answer(view, segment_bytes, source, now_s, self.backlog_bytes > self.config.max_backlog_bytes):
+            return
+        elif same_journey(view, segment_bytes):
+            self._receive(view, segment_bytes, source, now_s)
+        else:
+            for at in range(0, len(view), segment_bytes):
+                self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
 
     def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
         """Packets that all go to one destination: on, or in."""
@@ -240,15 +265,13 @@ class SatelliteMachine:
 
     def housekeeping(self) -> dict[str, int]:
         """Counters and gauges by the names of ``HOUSEKEEPING_FIELDS``; the transport may add its own."""
-        values = self.counters.as_dict()
-        values.update(
+        return self.counters.as_dict() | dict(
             memory_used_bytes=self.store.used_bytes, memory_limit_bytes=self.store.limit_bytes,
             chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
             migrations_retransmitted=self.handover.retransmitted,
             pushed_slot_moves=self._whereabouts.pushed[0], pushed_plane_moves=self._whereabouts.pushed[1],
             **self.transport_figures(),
         )  # fmt: skip
-        return values
 
     # --- motion ---
 

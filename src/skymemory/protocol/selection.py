@@ -67,7 +67,13 @@ class Selection:
     @classmethod
     def cover(cls, key: bytes, indices: Iterable[int]) -> list[Selection]:
         """Selections that together are exactly ``indices``, in any order: one unless they are spread very far."""
-        ordered = sorted(set(indices))
+        ordered = list(indices)
+        if 1 < len(ordered) <= MAX_SELECTION_BITS and ordered[0] < ordered[1]:
+            step = ordered[1] - ordered[0]
+            even = range(ordered[0], ordered[0] + step * len(ordered), step)
+            if ordered == list(even):  # as nearly always
+                return [cls.of(key, even, step)]
+        ordered = sorted(set(ordered))
         stride = max(1, math.gcd(*(index - ordered[0] for index in ordered))) if ordered else 1
         selections, begin = [], 0
         while begin < len(ordered):

@@ -13,10 +13,13 @@ _REMEMBERED_TAGS = 65_536
 class Whereabouts:
     """The current moves, and the satellite of every placement tag at them, remembered until the box moves."""
 
-    def __init__(self, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
+    def __init__(self, here: SatelliteId, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
+        self._here = here
         self._sky = sky
         self._clock = clock
         self._homes: dict[bytes, SatelliteId] = {}
+        self.settled: set[bytes] = set()
+        """Packed tags whose chunks are known to belong here now."""
         self.moves: Moves = clock.moves(now_s)
         self.next_move_s = clock.next_move_s(now_s)
 
@@ -36,7 +39,7 @@ class Whereabouts:
         if moves == self.moves:
             return False
         self.moves = moves
-        self._homes.clear()
+        self._forget()
         return True
 
     def home(self, ref: bytes) -> SatelliteId:
@@ -51,11 +54,17 @@ class Whereabouts:
         found = self._homes.get(tag)
         if found is None:
             if len(self._homes) > _REMEMBERED_TAGS:
-                self._homes.clear()
+                self._forget()
             servers, number = int.from_bytes(tag[0:2], "big"), int.from_bytes(tag[2:4], "big")
             set_slot_moves = int.from_bytes(tag[8:12], "big", signed=True)
             set_plane_moves = int.from_bytes(tag[12:16], "big", signed=True)
             placement = self._sky.placement(tag[4], servers)
             found = placement.locate(number - 1, (set_slot_moves, set_plane_moves), self.moves)
             self._homes[tag] = found
+            if found == self._here:
+                self.settled.add(tag)
         return found
+
+    def _forget(self) -> None:
+        self._homes.clear()
+        self.settled.clear()

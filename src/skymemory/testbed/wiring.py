@@ -16,8 +16,8 @@ from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.testbed.plan import ConstellationPlan, HostShare
 from skymemory.transport.faults import FaultInjector
+from skymemory.transport.host_spec import HostSpec
 from skymemory.transport.udp_client import UdpClient
-from skymemory.transport.udp_host import HostSpec
 
 Access = Literal["los", "gateway"]
 

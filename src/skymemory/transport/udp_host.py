@@ -10,44 +10,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import cast
 
-from skymemory.constellation.orbit import Shell
-from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId
-from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory import native
+from skymemory.constellation.torus import Axis, SatelliteId
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine
-from skymemory.transport.faults import FaultInjector
-from skymemory.transport.udp_socket import BatchSocket
+from skymemory.transport.host_spec import Endpoint, HostSpec
+from skymemory.transport.udp_socket import BatchSocket, Run
 
-Endpoint = tuple[str, int]
 _FIGURES_KEPT_S = 0.5
 """Percentiles over many holds are not worked out anew for each of a host's satellites."""
 RECEIVE_ROUNDS = 4
 """Batches taken from one socket before the others get their turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostSpec:
-    """What one host process runs.
-
-    ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 holds nothing; 1 holds as
-    long as light takes along the links of ``shell``. ``link_rate_bit_s`` 0 is unlimited.
-    """
-
-    mine: Mapping[SatelliteId, Endpoint]
-    everyone: Mapping[SatelliteId, Endpoint]
-    sky: SkyMap
-    shell: Shell
-    clock: MoveClock
-    memory_bytes: int
-    delay_scale: float = 1.0
-    link_rate_bit_s: float = 0.0
-    faults: FaultInjector | None = None
-    routing: RoutingMode = "greedy"
 
 
 class _Satellite:
@@ -72,6 +51,8 @@ class UdpHost:
         self._delays: DelayLine[Callable[[], None]] | None = (
             DelayLine(spec.link_rate_bit_s) if spec.delay_scale > 0 else None
         )
+        self._direct = self._delays is None and spec.faults is None
+        """Nothing that comes or goes is held or spoilt: what can be answered at once may be."""
         self._beam_s: dict[tuple[int, int], float] = {}
         axes: tuple[Axis, Axis] = ("slot", "plane")
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
@@ -120,25 +101,45 @@ class UdpHost:
     # --- in ---
 
     def _readable(self, satellite: _Satellite) -> None:
-        faults = self.spec.faults
+        quiet = True
         for _ in range(RECEIVE_ROUNDS):
-            arrivals = satellite.sock.receive()
-            if not arrivals:
-                break
-            now_s = self.now_s()
-            for view, segment_bytes, endpoint in arrivals:
-                source: SatelliteId | Endpoint = self._names.get(endpoint, endpoint)
-                if faults is not None:
-                    for at in range(0, len(view), segment_bytes):
-                        for data, extra_s in faults.apply(bytes(view[at : at + segment_bytes])):
-                            self._arrive_later(satellite, data, len(data), source, extra_s)
-                elif self._delays is not None and not isinstance(source, SatelliteId):
-                    self._arrive_later(satellite, bytes(view), segment_bytes, source, 0.0)
-                else:
-                    satellite.machine.receive_batch(view, segment_bytes, source, now_s)
-            if len(arrivals) == 1 and len(arrivals[0][0]) <= arrivals[0][1]:
-                break  # a lone datagram, nothing streams in: answer at once
-        self._after(satellite)
+            arrivals, served = self._receive(satellite)
+            for endpoint, group in groupby(arrivals, key=itemgetter(2)):
+                quiet = False
+                self._arrive(satellite, [(view, size) for view, size, _ in group], endpoint)
+            if len(arrivals) + len(served) <= 1 and not (arrivals and len(arrivals[0][0]) > arrivals[0][1]):
+                break  # nothing, or a lone datagram and nothing streams in: answer at once
+        if not quiet:
+            self._after(satellite)
+
+    def _receive(self, satellite: _Satellite) -> tuple[list[Run], list[native.Served]]:
+        """What arrived; and where nothing is held or spoilt on the way, the plain requests that were served already."""
+        requests = satellite.machine.plain_requests(self.now_s()) if self._direct else None
+        if requests is None:
+            return satellite.sock.receive(), []
+        arrivals, served = satellite.sock.serve(self._names, requests)
+        if served:
+            satellite.machine.served(served)
+            for _, _, _, endpoint, _, _, _, rest in served:
+                if rest is not None:
+                    headers, payloads = rest
+                    batch = SegmentBatch(headers, len(headers) // (len(payloads) if payloads else 1), payloads)
+                    self._wait_to_send(satellite, batch, endpoint)
+        return arrivals, served
+
+    def _arrive(self, satellite: _Satellite, runs: list[native.Run], endpoint: Endpoint) -> None:
+        source: SatelliteId | Endpoint = self._names.get(endpoint, endpoint)
+        faults = self.spec.faults
+        if faults is not None:
+            for view, size in runs:
+                for at in range(0, len(view), size):
+                    for data, extra_s in faults.apply(bytes(view[at : at + size])):
+                        self._arrive_later(satellite, data, len(data), source, extra_s)
+        elif self._delays is not None and not isinstance(source, SatelliteId):
+            for view, size in runs:
+                self._arrive_later(satellite, bytes(view), size, source, 0.0)
+        else:
+            satellite.machine.receive_runs(runs, source, self.now_s())
 
     def _arrive_later(
         self, satellite: _Satellite, data: bytes, segment_bytes: int, source: SatelliteId | Endpoint, extra_s: float
@@ -195,15 +196,15 @@ class UdpHost:
             self._delays.push(link, batch.total_bytes, hold_s, lambda: self._transmit(satellite, batch, endpoint))
 
     def _transmit(self, satellite: _Satellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        if satellite.backlog:
-            satellite.backlog.append((endpoint, batch))
-            satellite.machine.backlog_bytes += batch.total_bytes
-            return
-        rest = satellite.sock.send(batch, endpoint)
+        rest = batch if satellite.backlog else satellite.sock.send(batch, endpoint)
         if rest is not None:
-            satellite.backlog.append((endpoint, rest))
-            satellite.machine.backlog_bytes += rest.total_bytes
+            self._wait_to_send(satellite, rest, endpoint)
+
+    def _wait_to_send(self, satellite: _Satellite, rest: SegmentBatch, endpoint: Endpoint) -> None:
+        if not satellite.backlog:
             self._loop.add_writer(satellite.sock.fileno(), self._writable, satellite)
+        satellite.backlog.append((endpoint, rest))
+        satellite.machine.backlog_bytes += rest.total_bytes
 
     def _writable(self, satellite: _Satellite) -> None:
         while satellite.backlog:

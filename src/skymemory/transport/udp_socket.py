@@ -11,12 +11,14 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from collections.abc import Mapping
 
 import numpy as np
 
 from skymemory import native
 from skymemory.native.twin_udp import SOL_UDP, UDP_GRO
 from skymemory.protocol.messages import Buffer
+from skymemory.protocol.plain_cases import PlainRequests
 from skymemory.protocol.segments import SegmentBatch, Slices
 from skymemory.units import format_size
 
@@ -126,6 +128,24 @@ class BatchSocket:
                 raise
             self.icmp_errors += 1
             return [], []
+
+    def serve(
+        self, neighbours: Mapping[Endpoint, object], requests: PlainRequests
+    ) -> tuple[list[Run], list[native.Served]]:
+        """As ``receive``, but plain requests that come first are served at once: see ``native.serve``."""
+        view = _scratch(self._slots)
+        addresses, shares, settled, room_bytes, terms = requests
+        try:
+            arrivals, served, errors = native.serve(
+                self._socket.fileno(), view, self._slots, addresses, neighbours, shares, settled, room_bytes, terms
+            )
+        except OSError:
+            if self._socket.fileno() < 0:
+                raise
+            self.icmp_errors += 1
+            return [], []
+        self.send_errors += errors
+        return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals], served
 
     def _arrivals(self, scratch: memoryview) -> list[native.Arrival]:
         try:

@@ -1,0 +1,129 @@
+/* A satellite's plain requests, received, answered and sent in one call. Twin and contract: twin_serve.py. */
+#include "serve.h"
+
+#include <errno.h>
+
+enum {
+    ADDRESSES_AT = COMMAND_BYTES + 4,
+    ADDRESSES_BYTES = 8,
+    GROUND_AT = COMMAND_BYTES + 12,
+    SOME_PAYLOADS = 128,
+};
+
+/* Send headers (a bytearray) and payloads (a list of bytes, or NULL): what the kernel did not take as (headers,
+ * payloads or None), None if nothing is left; NULL with an exception. */
+static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject *headers, PyObject *payloads)
+{
+    Py_ssize_t count = payloads ? PyList_GET_SIZE(payloads) : 1;
+    Py_buffer some[SOME_PAYLOADS], *held = count <= SOME_PAYLOADS ? some : PyMem_Malloc((size_t)count * sizeof *held);
+    if (!held)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; payloads && i < count; i++) { /* the list keeps the bytes, nobody changes them */
+        held[i].buf = PyBytes_AS_STRING(PyList_GET_ITEM(payloads, i));
+        held[i].len = PyBytes_GET_SIZE(PyList_GET_ITEM(payloads, i));
+    }
+    size_t bytes = (size_t)PyByteArray_GET_SIZE(headers), width = bytes / (size_t)count, sent;
+    Outgoing out = {PyByteArray_AS_STRING(headers), bytes, width, payloads ? held : NULL, (size_t)count};
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    sent = sky_send_all(service->fd, to, &out, &error);
+    Py_END_ALLOW_THREADS
+    if (held != some)
+        PyMem_Free(held);
+    if (error && !sent && !sky_try_later(error)) {
+        service->send_errors++; /* the network refused it: lost, and asked for again */
+        Py_RETURN_NONE;
+    }
+    if (sent == (size_t)count)
+        Py_RETURN_NONE;
+    PyObject *rest = PySequence_GetSlice(headers, (Py_ssize_t)(sent * width), (Py_ssize_t)bytes);
+    PyObject *unsent = payloads ? PyList_GetSlice(payloads, (Py_ssize_t)sent, count) : Py_NewRef(Py_None);
+    PyObject *pair = rest && unsent ? PyTuple_Pack(2, rest, unsent) : NULL;
+    Py_XDECREF(rest);
+    Py_XDECREF(unsent);
+    return pair;
+}
+
+/* Serve the request that begins with message ``at`` and comes from ``endpoint``: how many messages it took, 0 where it
+ * is not plain, -1 with an exception. */
+static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
+{
+    size_t size, segment;
+    const uint8_t *packet = sky_message(service, at, &size, &segment);
+    uint8_t op = packet[COMMAND_BYTES + 1];
+    PyObject *headers = NULL, *payloads = NULL, *answer = NULL;
+    Taken taken = {0};
+    int messages = 0, packets = 1;
+    if (op == OP_GET && segment >= size) {
+        answer = sky_answer_plain_get(packet, size, service->shares, &service->terms);
+        if (answer) {
+            headers = Py_NewRef(PyTuple_GET_ITEM(answer, 1));
+            payloads = PyTuple_GET_ITEM(answer, 2);
+            taken.chunks = PyList_GET_SIZE(payloads);
+            packets = (int)taken.chunks, messages = 1;
+        }
+    } else if (op == OP_SET) {
+        messages = sky_take_sets(service, at, &taken, &headers);
+    }
+    if (messages > 0) {
+        const char *key = (const char *)packet + COMMAND_BYTES + SKY_BYTES; /* a selection and a reference begin with it */
+        PyObject *rest = send_answer(service, &service->inbox.from[at], headers, payloads);
+        PyObject *entry = rest ? Py_BuildValue("iy#IOnnnN", (int)op, key, (Py_ssize_t)KEY_BYTES,
+                                               (unsigned)be32(packet + GROUND_AT), endpoint, taken.chunks, taken.replaced,
+                                               taken.added_bytes, rest)
+                               : NULL;
+        service->terms.sequence += (unsigned)packets;
+        if (!entry || PyList_Append(served, entry) < 0)
+            messages = -1;
+        Py_XDECREF(entry);
+    }
+    Py_XDECREF(headers);
+    Py_XDECREF(answer);
+    return PyErr_Occurred() ? -1 : messages;
+}
+
+/* As ``serve``, for whatever the message is. */
+static int serve_if_ours(Service *service, int at, PyObject *served)
+{
+    size_t size, segment;
+    const uint8_t *packet = sky_message(service, at, &size, &segment);
+    if (size < GROUND_AT + 4 || memcmp(packet + ADDRESSES_AT, service->addresses, ADDRESSES_BYTES))
+        return 0;
+    PyObject *host = sky_host_text(&service->inbox.from[at]);
+    PyObject *endpoint = host ? Py_BuildValue("(Oi)", host, (int)ntohs(service->inbox.from[at].sin_port)) : NULL;
+    int neighbour = endpoint ? PyDict_Contains(service->neighbours, endpoint) : -1;
+    int messages = neighbour ? (neighbour < 0 ? -1 : 0) : serve(service, at, endpoint, served);
+    Py_XDECREF(endpoint);
+    Py_XDECREF(host);
+    return messages;
+}
+
+PyObject *sky_py_serve(PyObject *self, PyObject *args)
+{
+    Py_buffer scratch, addresses;
+    Py_ssize_t slots;
+    Service service = {0};
+    if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII):serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
+                          &service.neighbours, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
+                          &service.room_bytes, SKY_TERMS(&service.terms)))
+        return NULL;
+    PyObject *result = NULL, *served = NULL;
+    if (addresses.len != ADDRESSES_BYTES) {
+        PyErr_Format(PyExc_ValueError, "addresses of %zd bytes: expected %d", addresses.len, (int)ADDRESSES_BYTES);
+    } else if ((served = PyList_New(0)) != NULL && sky_receive(service.fd, &scratch, slots, &service.inbox) == 0) {
+        int at = 0, messages = 1;
+        service.addresses = addresses.buf, service.scratch = scratch.buf;
+        while (messages > 0 && at < service.inbox.count) {
+            messages = serve_if_ours(&service, at, served);
+            at += messages > 0 ? messages : 0;
+        }
+        PyObject *arrivals = messages < 0 ? NULL : sky_arrivals(&service.inbox, at);
+        if (arrivals)
+            result = Py_BuildValue("NOi", arrivals, served, service.send_errors);
+    }
+    sky_inbox_free(&service.inbox);
+    Py_XDECREF(served);
+    PyBuffer_Release(&addresses);
+    PyBuffer_Release(&scratch);
+    return result;
+}

@@ -1,0 +1,140 @@
+/* Chunks that a plain SET brings: verified, stored, acknowledged. Twin: twin_take.py. */
+#include "serve.h"
+
+enum {
+    MOST_BITS = 1 << 16,
+    SELECTION_BYTES = KEY_BYTES + 12,
+    ACK_BYTES = ANSWER_PREFIX_BYTES + SELECTION_BYTES,
+    REF_AT = COMMAND_BYTES + SKY_BYTES,
+};
+
+/* Which messages are one run, and which chunks they bring: number, number + step, …, ``chunks`` of them. */
+typedef struct {
+    int messages;
+    uint32_t number, step, chunks;
+    Py_ssize_t bytes;
+} Extent;
+
+/* Whether the numbers of a run go on in equal steps; the extent moves on if so. */
+static int in_steps(const uint8_t *data, size_t size, size_t segment, Extent *extent)
+{
+    Extent next = *extent;
+    for (size_t start = 0; start < size; start += segment) {
+        uint32_t number = be32(data + start + REF_AT + REF_NUMBER_AT);
+        if (!next.chunks)
+            next.number = number, next.step = 1;
+        else if (next.chunks == 1)
+            next.step = number - next.number;
+        else if (number != next.number + next.step * next.chunks)
+            return 0;
+        size_t length = size - start < segment ? size - start : segment;
+        next.chunks++, next.bytes += (Py_ssize_t)(length - REF_AT);
+    }
+    if (next.chunks > MOST_BITS || (uint64_t)next.step * (next.chunks - 1) + next.number > UINT32_MAX)
+        return 0;
+    next.messages++;
+    *extent = next;
+    return 1;
+}
+
+static Extent measure(const Service *service, int first)
+{
+    const Inbox *inbox = &service->inbox;
+    uint8_t began[RUN_START_BYTES];
+    uint32_t after = 0;
+    Extent extent = {0};
+    for (int i = first; i < inbox->count; i++) {
+        size_t size, segment;
+        const uint8_t *data = sky_message(service, i, &size, &segment);
+        if (size < sizeof began || inbox->from[i].sin_port != inbox->from[first].sin_port ||
+            inbox->from[i].sin_addr.s_addr != inbox->from[first].sin_addr.s_addr)
+            break;
+        if (i == first)
+            memcpy(began, data, sizeof began);
+        if (!sky_continues_run(data, size, segment, began, &after) || !in_steps(data, size, segment, &extent))
+            break;
+    }
+    return extent;
+}
+
+/* The share of ``key``, borrowed; made where there is none. */
+static PyObject *share_of(PyObject *shares, PyObject *key)
+{
+    PyObject *share = PyDict_GetItemWithError(shares, key);
+    if (share || PyErr_Occurred())
+        return share && PyDict_Check(share) ? share : NULL;
+    share = PyDict_New();
+    if (share && PyObject_SetItem(shares, key, share) < 0) /* an OrderedDict, which keeps its order only in this way */
+        Py_CLEAR(share);
+    Py_XDECREF(share);
+    return share;
+}
+
+static int store_chunk(PyObject *share, const uint8_t *packet, size_t size, Taken *taken)
+{
+    PyObject *index = PyLong_FromUnsignedLong(be32(packet + REF_AT + REF_NUMBER_AT) - 1);
+    PyObject *old = index ? PyDict_GetItemWithError(share, index) : NULL;
+    PyObject *chunk = index && !PyErr_Occurred() ? sky_chunk_of(packet, size) : NULL;
+    if (chunk && old && PyTuple_Check(old) && PyTuple_GET_SIZE(old) == 2) {
+        Py_ssize_t old_bytes = PyObject_Size(PyTuple_GET_ITEM(old, 1));
+        if (old_bytes < 0)
+            Py_CLEAR(chunk);
+        taken->replaced++, taken->added_bytes -= old_bytes + REF_BYTES;
+    }
+    int stored = chunk && PyDict_SetItem(share, index, chunk) == 0;
+    Py_XDECREF(chunk);
+    Py_XDECREF(index);
+    taken->chunks++, taken->added_bytes += (Py_ssize_t)size - REF_AT;
+    return stored;
+}
+
+static PyObject *acknowledgement(const Service *service, const uint8_t *request, const Extent *extent)
+{
+    uint32_t count = extent->chunks, bitmap = (count + 7) / 8, size = ACK_BYTES + bitmap;
+    PyObject *packet = PyByteArray_FromStringAndSize(NULL, size);
+    if (!packet)
+        return NULL;
+    uint8_t *row = (uint8_t *)PyByteArray_AS_STRING(packet), *body = row + ANSWER_PREFIX_BYTES;
+    sky_write_prefix(row, OP_ACK, request, &service->terms);
+    put16(row + 2, UNSEGMENTED << 14 | (service->terms.sequence & 0x3FFF));
+    put16(row + 4, size - 7);
+    memcpy(body, request + REF_AT, KEY_BYTES);
+    put32(body + KEY_BYTES, extent->number);
+    put32(body + KEY_BYTES + 4, extent->step);
+    put32(body + KEY_BYTES + 8, count);
+    memset(body + SELECTION_BYTES, 0xFF, bitmap);
+    if (count % 8)
+        body[SELECTION_BYTES + bitmap - 1] = (uint8_t)((1u << count % 8) - 1);
+    put32(row + TELEMETRY_BYTES + CRC_AT, sky_header_crc(row, TELEMETRY_BYTES, size));
+    return packet;
+}
+
+int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack)
+{
+    size_t size, segment;
+    const uint8_t *request = sky_message(service, first, &size, &segment);
+    if (size < RUN_START_BYTES)
+        return 0;
+    PyObject *tag = PyBytes_FromStringAndSize((const char *)request + REF_AT + REF_TAG_AT, TAG_BYTES);
+    int settled = tag ? PySet_Contains(service->settled, tag) : -1;
+    Py_XDECREF(tag);
+    if (settled != 1)
+        return settled;
+    Extent extent = measure(service, first);
+    if (!extent.messages || extent.bytes > service->room_bytes)
+        return 0;
+    PyObject *key = PyBytes_FromStringAndSize((const char *)request + REF_AT, KEY_BYTES);
+    PyObject *share = key ? share_of(service->shares, key) : NULL;
+    Py_XDECREF(key);
+    if (!share)
+        return PyErr_Occurred() ? -1 : 0;
+    for (int i = first; i < first + extent.messages; i++) {
+        const uint8_t *data = sky_message(service, i, &size, &segment);
+        for (size_t start = 0; start < size; start += segment)
+            if (!store_chunk(share, data + start, size - start < segment ? size - start : segment, taken))
+                return -1;
+    }
+    service->room_bytes -= taken->added_bytes;
+    *ack = acknowledgement(service, request, &extent);
+    return *ack ? extent.messages : -1;
+}

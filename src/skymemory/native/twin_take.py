@@ -1,0 +1,76 @@
+"""Python twin of what a satellite does with plain SETs: verified, stored, acknowledged."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Set
+from typing import TYPE_CHECKING
+
+from skymemory.native.twin_runs import AnswerTerms, Run, answer_prefix, open_runs
+from skymemory.native.twin_segments import (
+    COMMAND_BYTES,
+    CRC_AT,
+    REF_BYTES,
+    SET,
+    SKY_BYTES,
+    TELEMETRY_BYTES,
+    UNSEGMENTED,
+    header_crc,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+ACK = 0x41
+_KEY_BYTES, _TAG = 32, slice(56, 72)
+_MOST_BITS = 1 << 16
+_COUNT_AND_LENGTH, _WORD, _STEPS = struct.Struct(">HH"), struct.Struct(">I"), struct.Struct(">III")
+
+Taken = tuple[int, int, int, int, bytearray]
+"""Runs and chunks taken, of these replaced, bytes added, and the packet that acknowledges them."""
+
+
+def take_sets(
+    runs: list[Run], shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]], settled: Set[bytes],
+    room_bytes: int, terms: AnswerTerms,
+) -> Taken | None:  # fmt: skip
+    """Store the chunks of the runs that make one request from the first on; None, and nothing done, if they are not
+    plain: SETs, sound, their numbers in equal steps, their tag ``settled``, all within ``room_bytes``.
+    """
+    view = memoryview(runs[0][0]).cast("B")
+    ref_at = COMMAND_BYTES + SKY_BYTES
+    if len(view) < ref_at + REF_BYTES or view[COMMAND_BYTES + 1] != SET or bytes(view[ref_at:][_TAG]) not in settled:
+        return None
+    opened = None
+    for count in range(1, len(runs) + 1):
+        longer = open_runs(runs[:count], 0)
+        if longer is None or longer[3] < count or not _steps(longer[0]):
+            break
+        opened = longer
+    if opened is None or opened[2] > room_bytes:
+        return None
+    indices, chunks, size_bytes, taken = opened
+    key = bytes(view[ref_at : ref_at + _KEY_BYTES])
+    share = shares.setdefault(key, {})
+    old = [share[index] for index in indices if index in share]
+    share.update(zip(indices, chunks, strict=True))
+    added_bytes = size_bytes - sum(len(payload) + REF_BYTES for _, payload in old)
+    return taken, len(indices), len(old), added_bytes, _acknowledgement(view, key, indices, terms)
+
+
+def _steps(indices: list[int]) -> int:
+    """The step in which these go on; 0 if there is none, or too many for one selection."""
+    step = indices[1] - indices[0] if len(indices) > 1 else 1
+    regular = indices == list(range(indices[0], indices[0] + step * len(indices), step))
+    return step if regular and len(indices) <= _MOST_BITS else 0
+
+
+def _acknowledgement(request: memoryview, key: bytes, indices: list[int], terms: AnswerTerms) -> bytearray:
+    count = len(indices)
+    selection = _STEPS.pack(indices[0] + 1, _steps(indices), count)
+    bitmap = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
+    packet = bytearray(answer_prefix(ACK, request, terms) + key + selection + bitmap)
+    _COUNT_AND_LENGTH.pack_into(packet, 2, UNSEGMENTED << 14 | (terms[5] & 0x3FFF), len(packet) - 7)
+    crc = header_crc(memoryview(packet), TELEMETRY_BYTES, len(packet))
+    _WORD.pack_into(packet, TELEMETRY_BYTES + CRC_AT, crc)
+    return packet

@@ -1,0 +1,33 @@
+"""What one host process is to run: its satellites, where all the others are, how slow and how bad the links are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from skymemory.constellation.orbit import Shell
+from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.transport.faults import FaultInjector
+
+Endpoint = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """What one host process runs.
+
+    ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 holds nothing; 1 holds as
+    long as light takes along the links of ``shell``. ``link_rate_bit_s`` 0 is unlimited.
+    """
+
+    mine: Mapping[SatelliteId, Endpoint]
+    everyone: Mapping[SatelliteId, Endpoint]
+    sky: SkyMap
+    shell: Shell
+    clock: MoveClock
+    memory_bytes: int
+    delay_scale: float = 1.0
+    link_rate_bit_s: float = 0.0
+    faults: FaultInjector | None = None
+    routing: RoutingMode = "greedy"
