@@ -99,8 +99,12 @@ class InFlight:
 
     def drop(self, operation: Operation) -> None:
         """Nothing more is expected of any request of this operation."""
-        for request_id in list(operation.requests):
-            self.retire(self._requests[request_id])
+        for request_id in operation.requests:
+            request = self._requests.pop(request_id)
+            self.awaited.pop(request_id, None)
+            if request.in_flight_bytes:
+                self.refused(request, request.in_flight_bytes)
+        operation.requests.clear()
 
     # --- time ---
 
