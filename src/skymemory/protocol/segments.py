@@ -65,6 +65,11 @@ class SegmentBatch:
         return -(-len(self.headers) // self.header_bytes)
 
     @property
+    def is_one_packet(self) -> bool:
+        """Whether ``headers`` is one whole packet and nothing else."""
+        return self.payloads is None and len(self.headers) <= self.header_bytes
+
+    @property
     def total_bytes(self) -> int:
         return len(self.headers) + (sum(map(len, self.payloads)) if self.payloads is not None else 0)
 

@@ -91,9 +91,8 @@ class UdpClient:
 
     def _send(self) -> None:
         for batches in self.machine.each_to_send(self.now_s()):
-            if self._backlog or len(batches) == 1 or any(batch.count > 1 for batch, _ in batches):
-                first = 0
-            else:
+            first = 0
+            if len(batches) > 1 and not self._backlog and all(batch.is_one_packet for batch, _ in batches):
                 first = self._sock.send_each([(one.headers, *self._satellites[to]) for one, to in batches])
             for batch, satellite in batches[first:]:
                 endpoint = self._satellites[satellite]
