@@ -30,8 +30,8 @@ from skymemory.testbed.wiring import shell_of, sky_of
 
 PURE = "SKYMEMORY_PURE_PYTHON"
 WARM_MALLOC = {"MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_MMAP_THRESHOLD_": "1073741824"}
-"""What a client frees stays its own: without it redis-py maps, touches and returns 3 MB for every SET, which takes three
-times as long as the SET itself, and differs from run to run.
+"""What a client frees stays its own: without it redis-py maps, touches and returns 3 MB for every SET, which takes
+three times as long as the SET itself, and differs from run to run.
 """
 DELAYED_ONE_WAY_S = 0.004
 
