@@ -1,18 +1,19 @@
-"""A satellite's memory: chunks under a byte budget, the least recently used value's first out.
+"""A satellite's memory: chunks under a byte budget; a policy (``replacement``) says whose are the first out.
 
 The chunks of one key that are here, its *share*, are asked for together and worth nothing without each other: so they
-grow old together too, and where room is needed the oldest share goes chunk by chunk, from its end.
+grow old together too, and where room is needed the oldest share goes chunk by chunk, from its end. A *shielded* key
+(``retention`` pins it) is not evicted at all.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
 from skymemory.protocol.messages import Presence
+from skymemory.protocol.replacement import LeastRecentlyUsed, Replacement
 from skymemory.protocol.wire import CHUNK_REF_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef
 
 ChunkName = tuple[bytes, int]
@@ -45,10 +46,16 @@ class PutOutcome:
 class ChunkStore:
     """Chunks of one satellite. ``used_bytes`` counts payloads and references and never exceeds ``limit_bytes``."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, replacement: Replacement | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self._shares: OrderedDict[bytes, Share] = OrderedDict()
+        self.evicted: dict[bytes, bytes] | None = None
+        """Where somebody set a dictionary: keys that lost chunks to eviction and were not stored since, with the packed
+        reference of one.
+        """
+        self._shares: dict[bytes, Share] = {}
+        self._replacement: Replacement = replacement if replacement is not None else LeastRecentlyUsed()
+        self._shielded: set[bytes] = set()
         self._count = 0
 
     @property
@@ -58,48 +65,80 @@ class ChunkStore:
 
     def added(self, key: bytes, chunks: int, size_bytes: int) -> None:
         """The share of ``key`` has grown by so many chunks and bytes, which fit; it becomes the most recently used."""
-        self._shares.move_to_end(key)
+        self._note(key)
         self._count += chunks
         self.used_bytes += size_bytes
 
     def touch(self, key: bytes) -> None:
-        """The key, which is here, becomes the most recently used one."""
-        self._shares.move_to_end(key)
+        """The key, which is here, was asked for."""
+        if key not in self._shielded:
+            self._replacement.used(key)
+
+    def refresh(self, key: bytes) -> bool:
+        """The key matters now, though nobody asked for its chunks; whether it is here."""
+        if key in self._shares:
+            self._note(key)
+        return key in self._shares
+
+    def shield(self, key: bytes) -> None:
+        """The key, which is here, is not evicted from now on."""
+        self._shielded.add(key)
+        self._replacement.gone(key)
+
+    def unshield(self, key: bytes) -> None:
+        """The key may be evicted again, as if it had come just now."""
+        if key in self._shielded:
+            self._shielded.discard(key)
+            self._replacement.noted(key)
+
+    def is_shielded(self, key: bytes) -> bool:
+        return key in self._shielded
+
+    def share_bytes(self, key: bytes) -> int:
+        """What the chunks of ``key`` that are here count in memory."""
+        return _size_bytes(self._shares.get(key, {}))
+
+    def _note(self, key: bytes) -> None:
+        if self.evicted:
+            self.evicted.pop(key, None)
+        if key not in self._shielded:
+            self._replacement.noted(key)
 
     def __len__(self) -> int:
         return self._count
 
     def items(self) -> Iterator[tuple[ChunkName, StoredChunk]]:
         """Everything, the next to be evicted first."""
-        for key, share in self._shares.items():
+        for key in [*self._replacement.order(), *sorted(self._shielded)]:
+            share = self._shares[key]
             for index in sorted(share, reverse=True):
                 yield (key, index), StoredChunk._make(share[index])
 
     def put(self, name: ChunkName, ref: bytes, payload: bytes) -> PutOutcome:
-        """Store a chunk; its key becomes the most recently used one; the oldest are evicted as needed.
+        """Store a chunk; its key becomes the most recently used one; others are evicted as needed.
 
         Refused is a chunk that could not fit even alone (nothing is evicted for it), and one for which another chunk
-        of the same value would have to go: the value does not fit, and half of it is worth nothing. Storing what is
-        there already replaces it: every operation is idempotent.
+        of the same value or a shielded one would have to go: the value does not fit, and half of it is worth nothing.
+        Storing what is there already replaces it: every operation is idempotent.
         """
         key, index = name
         size = len(payload) + CHUNK_REF_BYTES
         outcome = PutOutcome(stored=size <= self.limit_bytes)
         if not outcome.stored:
             return outcome
-        outcome.replaced = int(self.remove(name))
-        if key in self._shares:
-            self._shares.move_to_end(key)
+        outcome.replaced = int(self._take(name))
         while self.used_bytes + size > self.limit_bytes:
             victim = self._victim(key, ref)
             if victim is None:
                 outcome.stored = False
+                self._tidy(key)
                 return outcome
-            self.remove(victim)
+            self._evict(victim)
             outcome.evicted += 1
         self._shares.setdefault(key, {})[index] = (ref, payload)
         self.used_bytes += size
         self._count += 1
+        self._note(key)
         return outcome
 
     def put_run(self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int) -> PutOutcome | None:
@@ -111,28 +150,37 @@ class ChunkStore:
         old = [share[index] for index in indices if index in share] if share else []
         outcome = PutOutcome(stored=True, replaced=len(old))
         if self.used_bytes + size_bytes > self.limit_bytes:
-            if old or _size_bytes(share) + size_bytes > self.limit_bytes:
+            fixed_bytes = sum(map(self.share_bytes, self._shielded - {key}))
+            if old or _size_bytes(share) + fixed_bytes + size_bytes > self.limit_bytes:
                 return None
-            if share:
-                self._shares.move_to_end(key)
             while self.used_bytes + size_bytes > self.limit_bytes:
-                oldest = next(iter(self._shares))
-                self.remove((oldest, max(self._shares[oldest])))
+                victim = self._replacement.victim(key)
+                if victim is None:
+                    return None
+                self._evict((victim, max(self._shares[victim])))
                 outcome.evicted += 1
         share.update(zip(indices, chunks, strict=True))
         self._shares[key] = share
-        self._shares.move_to_end(key)
+        self._note(key)
         self.used_bytes += size_bytes - sum(map(len, map(itemgetter(1), old))) - CHUNK_REF_BYTES * len(old)
         self._count += len(indices) - len(old)
         return outcome
 
     def _victim(self, key: bytes, ref: bytes) -> ChunkName | None:
         """What goes next to make room for a chunk of ``key``: never a chunk of the same value."""
-        oldest, share = next(iter(self._shares.items()))
-        if oldest != key:
-            return oldest, max(share)
+        victim = self._replacement.victim(key)
+        if victim is not None:
+            return victim, max(self._shares[victim])
+        share = self._shares.get(key, {})
         other = [index for index, (its_ref, _) in share.items() if its_ref[_VERSION] != ref[_VERSION]]
         return (key, max(other)) if other else None
+
+    def _evict(self, victim: ChunkName) -> None:
+        key, index = victim
+        ref = self._shares[key][index][0]
+        self.remove(victim, evicted=True)
+        if self.evicted is not None:
+            self.evicted[key] = ref
 
     def get_run(self, key: bytes, indices: Sequence[int]) -> tuple[Sequence[Chunk], list[int]]:
         """The chunks that are here, in the order of ``indices``, and the indices of those that are not.
@@ -142,7 +190,7 @@ class ChunkStore:
         share = self._shares.get(key)
         if share is None:
             return [], list(indices)
-        self._shares.move_to_end(key)
+        self.touch(key)
         if len(indices) > 1:
             try:
                 return itemgetter(*indices)(share), []
@@ -157,7 +205,14 @@ class ChunkStore:
         chunk = share.get(name[1]) if share is not None else None
         return None if chunk is None else StoredChunk._make(chunk)
 
-    def remove(self, name: ChunkName) -> bool:
+    def remove(self, name: ChunkName, evicted: bool = False) -> bool:
+        taken = self._take(name)
+        if taken:
+            self._tidy(name[0], evicted)
+        return taken
+
+    def _take(self, name: ChunkName) -> bool:
+        """The chunk goes; its share stays, even empty."""
         key, index = name
         share = self._shares.get(key)
         chunk = share.pop(index, None) if share is not None else None
@@ -165,15 +220,22 @@ class ChunkStore:
             return False
         self.used_bytes -= len(chunk[1]) + CHUNK_REF_BYTES
         self._count -= 1
-        if not share:
-            del self._shares[key]
         return True
+
+    def _tidy(self, key: bytes, evicted: bool = False) -> None:
+        """An empty share is none."""
+        if key in self._shares and not self._shares[key]:
+            del self._shares[key]
+            self._shielded.discard(key)
+            self._replacement.gone(key, evicted)
 
     def remove_key(self, key: bytes) -> int:
         """Remove every chunk of ``key``; how many there were."""
         share = self._shares.pop(key, {})
         self.used_bytes -= _size_bytes(share)
         self._count -= len(share)
+        self._shielded.discard(key)
+        self._replacement.gone(key)
         return len(share)
 
     def presence(self, key: bytes) -> Presence | None:

@@ -8,10 +8,9 @@ neighbour and any hashable token of the transport's for a ground host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from skymemory import native
-from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
@@ -24,28 +23,17 @@ from skymemory.protocol.handover import Burst, Handover
 from skymemory.protocol.messages import Buffer, Packet
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.plain_cases import PlainCases, PlainRequests
+from skymemory.protocol.replacement import replacement_named
+from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, SKY_BYTES, Address, Op, Status
 
+__all__ = ["SatelliteConfig", "SatelliteMachine"]
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _NOTHING_SETTLED: set[bytes] = set()
-
-
-@dataclass(frozen=True, slots=True)
-class SatelliteConfig:
-    """``credit_bytes`` is what the transport's receive buffer really holds; it is offered to senders."""
-
-    address: SatelliteId
-    memory_bytes: int
-    routing: RoutingMode = "greedy"
-    credit_bytes: int = 1 << 20
-    max_backlog_bytes: int = 64 << 20
-    handover_window_bursts: int = 16
-    handover_timeout_s: float = 0.1
-    handover_grace_s: float = 1.0
 
 
 class SatelliteMachine:
@@ -54,7 +42,7 @@ class SatelliteMachine:
     def __init__(self, config: SatelliteConfig, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
         self.config = config
         self.counters = Counters()
-        self.store = ChunkStore(config.memory_bytes)
+        self.store = ChunkStore(config.memory_bytes, replacement_named(config.replacement))
         self.handover = Handover(config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s)
         self.backlog_bytes = 0
         """Set by the transport: bytes it was given and has not sent yet."""

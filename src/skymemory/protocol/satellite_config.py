@@ -1,0 +1,23 @@
+"""What one satellite is told about itself before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skymemory.constellation.torus import RoutingMode, SatelliteId
+
+
+@dataclass(frozen=True, slots=True)
+class SatelliteConfig:
+    """``credit_bytes`` is what the transport's receive buffer really holds; it is offered to senders."""
+
+    address: SatelliteId
+    memory_bytes: int
+    routing: RoutingMode = "greedy"
+    credit_bytes: int = 1 << 20
+    max_backlog_bytes: int = 64 << 20
+    handover_window_bursts: int = 16
+    handover_timeout_s: float = 0.1
+    handover_grace_s: float = 1.0
+    replacement: str = "lru"
+    """One of ``replacement.REPLACEMENTS``: what goes first when the memory is full."""

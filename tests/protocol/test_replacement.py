@@ -1,0 +1,171 @@
+"""Policies of eviction against naive twins, and the store with each of them under pressure and shields."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.replacement import REPLACEMENTS, replacement_named
+from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, PlacementTag
+
+KEYS = [bytes([number]) * 32 for number in range(8)]
+
+
+class NaiveLru:
+    """A list, the newest last."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+
+    def noted(self, key: bytes) -> None:
+        self.gone(key)
+        self.keys.append(key)
+
+    used = noted
+
+    def gone(self, key: bytes, evicted: bool = False) -> None:
+        self.keys = [other for other in self.keys if other != key]
+
+    def order(self) -> list[bytes]:
+        return self.keys
+
+
+class NaiveLfuda:
+    """Every key's uses, the age it was last ranked at, and a place in time; sorted whenever asked."""
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, tuple[int, int, int]] = {}
+        self.age = self.time = 0
+
+    def noted(self, key: bytes, more: int = 0) -> None:
+        uses = self.known[key][0] + more if key in self.known else 1
+        self.time += 1
+        self.known[key] = (uses, self.age, self.time)
+
+    def used(self, key: bytes) -> None:
+        self.noted(key, 1)
+
+    def gone(self, key: bytes, evicted: bool = False) -> None:
+        if key in self.known:
+            uses, age, _ = self.known.pop(key)
+            self.age = max(self.age, uses + age) if evicted else self.age
+
+    def order(self) -> list[bytes]:
+        return sorted(self.known, key=lambda key: (self.known[key][0] + self.known[key][1], self.known[key][2]))
+
+
+TWINS = {"lru": NaiveLru, "lfuda": NaiveLfuda}
+calls = st.tuples(st.sampled_from(["noted", "used", "used", "gone", "evict"]), st.sampled_from(KEYS))
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+@settings(max_examples=150, deadline=None)
+@given(steps=st.lists(calls, max_size=120))
+def test_a_policy_does_what_its_naive_twin_does(name, steps):
+    policy, twin = replacement_named(name), TWINS[name]()
+    for verb, key in steps:
+        if verb == "evict":
+            victim = policy.victim(key)
+            expected = [other for other in twin.order() if other != key]
+            assert victim == (expected[0] if expected else None)
+            if victim is not None:
+                policy.gone(victim, evicted=True)
+                twin.gone(victim, evicted=True)
+        else:
+            getattr(policy, verb)(key)
+            getattr(twin, verb)(key)
+        assert policy.order() == twin.order()
+        assert policy.victim() == (twin.order()[0] if twin.order() else None)
+
+
+def test_the_heap_does_not_grow_with_the_uses():
+    policy = replacement_named("lfuda")
+    for _ in range(5000):
+        policy.used(KEYS[0])
+    assert len(policy._heap) < 100
+
+
+def test_prompts_seen_once_do_not_push_out_a_shared_prefix():
+    """What LRU loses and LFU with aging keeps; and what nobody asks for any more goes in the end."""
+    shared, scan = KEYS[0], [bytes([1, number]) * 16 for number in range(200)]
+    survived = {}
+    for name in REPLACEMENTS:
+        policy, held = replacement_named(name), 1
+        policy.noted(shared)
+        for _ in range(9):
+            policy.used(shared)
+        for at, key in enumerate(scan):
+            policy.noted(key)
+            held += 1
+            if held > 8:
+                victim = policy.victim(key)
+                policy.gone(victim, evicted=True)
+                held -= 1
+                if victim == shared:
+                    survived[name] = at
+                    break
+    assert survived["lru"] == 7 and 40 < survived["lfuda"] < 150
+
+
+def put(store: ChunkStore, key: bytes, index: int, version: int = 1) -> bool:
+    payload = bytes([index, version]) * 50
+    tag = PlacementTag(3, 10, index % 10, 0, 0)
+    ref = ChunkRef(key, index, 100, 100, zlib.crc32(payload), 5000, version, tag).pack()
+    return store.put((key, index), ref, payload).stored
+
+
+verbs = st.tuples(
+    st.sampled_from(["put", "put", "put", "get", "refresh", "remove", "remove_key", "shield", "unshield"]),
+    st.sampled_from(KEYS[:5]), st.integers(0, 4),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+@settings(max_examples=120, deadline=None)
+@given(steps=st.lists(verbs, max_size=100), room=st.integers(1, 14))
+def test_the_store_keeps_its_books_under_every_policy(name, steps, room):
+    store = ChunkStore(room * (100 + CHUNK_REF_BYTES), replacement_named(name))
+    store.evicted = {}
+    for verb, key, index in steps:
+        shielded = {name: chunk for name, chunk in store.items() if store.is_shielded(name[0])}
+        if verb == "put":
+            store.evicted.clear()
+            before = dict(store.items())
+            stored = put(store, key, index)
+            after = dict(store.items())
+            gone = before.keys() - after.keys() - {(key, index)}
+            assert store.evicted.keys() == {its_key for its_key, _ in gone} - {key} | store.evicted.keys() & {key}
+            assert not (stored and key in store.evicted) and ((key, index) in after) == stored
+            assert not {name for name in gone if name in shielded}
+        elif verb == "get":
+            store.get_run(key, [index])
+        elif verb == "remove":
+            store.remove((key, index))
+        elif verb == "shield":
+            if store.presence(key) is not None:
+                store.shield(key)
+        else:
+            getattr(store, verb)(key)
+        items = list(store.items())
+        assert len(items) == len(store) == len(dict(items))
+        assert store.used_bytes == len(items) * (100 + CHUNK_REF_BYTES) <= store.limit_bytes
+        assert {its_key for (its_key, _), _ in items} == set(store.shares)
+        assert all(store.presence(its_key) is not None for its_key in KEYS[:5] if store.is_shielded(its_key))
+
+
+def test_what_is_shielded_stays_and_the_rest_is_full():
+    store = ChunkStore(4 * (100 + CHUNK_REF_BYTES))
+    for index in range(4):
+        put(store, KEYS[0], index)
+    store.shield(KEYS[0])
+    assert not put(store, KEYS[1], 0)
+    chunk = (ChunkRef(KEYS[1], 0, 100, 100, 0, 5000, 1, PlacementTag(3, 10, 0, 0, 0)).pack(), bytes(100))
+    assert store.put_run(KEYS[1], [0], [chunk], 100 + CHUNK_REF_BYTES) is None
+    assert put(store, KEYS[0], 2), "replacing a chunk of a shielded key leaves it shielded"
+    assert store.is_shielded(KEYS[0]) and len(store) == 4
+    store.unshield(KEYS[0])
+    assert put(store, KEYS[1], 0) and len(store) == 4
