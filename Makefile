@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup demo demo-motion test check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input -
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
 
 help: ## what there is to make
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1 \2/' | while read -r name words; do printf '  make %-6s %s\n' "$$name" "$$words"; done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | while read -r name words; do printf '  make %-11s %s\n' "$$name" "$$words"; done
 
 $(VENV)/.made:
 	@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -43,6 +43,9 @@ setup: $(VENV)/.installed-dev ## everything installed in .venv, for demo, tests 
 
 demo: $(VENV)/.installed ## the paper's table 3 on this machine, in at most 3 minutes (ARGS=--quick: 45 s)
 	@$(BIN)/skymemory demo $(ARGS)
+
+demo-motion: $(VENV)/.installed ## an orbit run fast: the box moves, a plane dies and returns, reads go on (40 s)
+	@$(BIN)/skymemory demo motion $(ARGS)
 
 test: $(VENV)/.installed-dev ## all tests, in at most 7 minutes
 	@$(BIN)/python -m pytest $(ARGS)

@@ -11,24 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.end_to_end.processes import processes_of
 
 pytest.importorskip("transformers", reason="the demo needs skymemory[hf]")
 pytestmark = pytest.mark.engine
 
 DEMO = [sys.executable, "-m", "skymemory", "demo", "--quick"]
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of satellites whose plan is below ``folder``."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if "satellite" in line and str(folder) in line:
-            found.append(line)
-    return found
 
 
 def test_the_quick_demo_serves_every_codec_from_the_sky_and_leaves_nothing(tmp_path: Path) -> None:

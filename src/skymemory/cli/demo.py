@@ -26,9 +26,30 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--tokens", type=int, metavar="N", help="tokens of prompt (default: 524, four blocks and a tail)")
     add("--seed", type=int, default=0, help="seed of the random weights")
     add("--json", action="store_true", help="print the results as one JSON object")
+    _add_motion(parser.add_subparsers(dest="what", metavar="motion", help="another demo, see demo motion --help"))
+
+
+def _add_motion(others: Subparsers) -> None:
+    motion = others.add_parser(
+        "motion",
+        help="an orbit run fast: the box moves over the grid, a plane dies and returns, reads go on",
+        description="Starts the 19x5 constellation with its clock running fast, draws the box as it moves over the "
+        "grid, reads known values all the while, kills the process of one plane in the middle and starts it again, "
+        "and reports what was moved, lost and computed again. Needs no model.",
+    )
+    add = motion.add_argument
+    add("--seconds", type=float, default=36.0, metavar="N", help="how long it flies (default: 36)")
+    add("--speed", type=float, default=160.0, metavar="X", help="times as fast as real (default: 160)")
+    add("--no-color", action="store_true", help="draw without colours (NO_COLOR does the same)")
+    add("--seed", type=int, default=0, help="seed of the values' bytes")
+    add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.what == "motion":
+        from skymemory.cli._demo_motion import run_motion
+
+        return run_motion(args)
     from skymemory.cli._demo_run import run_demo
     from skymemory.engine.tokenizer import read_document, shipped_document
 

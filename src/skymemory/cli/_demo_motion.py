@@ -1,0 +1,284 @@
+"""The acts of the moving demo: an orbit run fast, reads all the while, a plane killed in the middle and revived."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from skymemory.cli._demo_motion_reader import Reader
+from skymemory.cli._demo_motion_report import MotionReport, counted
+from skymemory.cli._demo_motion_screen import Screen
+from skymemory.cli._demo_motion_watch import Watch, wait_until_all_answer
+from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.placement.locate import Moves, Placement
+from skymemory.store.shared_index import SharedIndex
+from skymemory.testbed.child import READY, Child, end_children, spawn
+from skymemory.testbed.connect import store_of
+from skymemory.testbed.control import confirm_all_answer
+from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
+from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.signals import SignalGate
+from skymemory.testbed.supervisor import Started, start_on_free_ports
+from skymemory.testbed.wiring import clock_of
+from skymemory.units import format_duration, format_size
+from skymemory.view.orbit_frame import LEGEND, OrbitFrame, frame_width, render_frame
+
+VALUES = 8
+CHUNKS_PER_VALUE = 480
+"""A block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
+KILL_AT, REVIVE_AT = 0.4, 0.6
+"""As shares of the run."""
+LEAST_SECONDS = 5.0
+FRAME_S = 0.2
+READ_PAUSE_S = 0.01
+GIVE_UP_S = 0.5
+HOST_PATIENCE_S = 15.0
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One run in progress."""
+
+    plan: ConstellationPlan
+    directory: RunDirectory
+    children: dict[str, Child]
+    gate: SignalGate
+    screen: Screen
+    watch: Watch
+    reader: Reader
+    placement: Placement
+    colour: bool
+    began_s: float
+    """On the clock of satellites and clients (Unix time)."""
+    dead: HostShare | None = None
+
+    def moves(self) -> Moves:
+        return clock_of(self.plan).moves(time.time())
+
+    def picture(self) -> list[str]:
+        dead = frozenset(satellite for satellite, _ in self.plan.addresses_of(self.dead)) if self.dead else frozenset()
+        frame = OrbitFrame(self.placement, (0, 0), self.moves(), dead, self.watch.holding)
+        return [*render_frame(frame, self.colour), LEGEND]
+
+    def figures(self) -> list[str]:
+        tally, moves = self.reader.tally, self.moves()
+        overhead = self.placement.centre_at(moves)
+        moved = self.watch.total("chunks_migrated_out")
+        return [
+            f"overhead: plane {overhead.plane + 1}, satellite {overhead.slot + 1}, after {counted(moves)}",
+            f"handed over {moved:,} chunks, {format_size(moved * self.plan.chunk_bytes)}",
+            f"reads {tally.reads:,}: {tally.right:,} right, {tally.missed:,} missed, {tally.wrong} wrong"
+            f"; {tally.recomputed} computed again",
+            f"p50 {format_duration(tally.percentile_s(0.5))}, p99 {format_duration(tally.percentile_s(0.99))}",
+        ]
+
+    def until(self, elapsed_s: float) -> None:
+        """Draw until so long after the beginning; KeyboardInterrupt where somebody asked us to stop."""
+        while (left_s := self.began_s + elapsed_s - time.time()) > 0:
+            self.gate.check()
+            if self.reader.error is not None:
+                raise self.reader.error
+            self.screen.show(self.picture(), self.figures())
+            time.sleep(min(FRAME_S, left_s))
+        self.gate.check()
+
+
+@contextmanager
+def _constellation(speed: float, gate: SignalGate) -> Iterator[tuple[Started, RunDirectory]]:
+    """The testbed on its lines to us: its processes end when we do, however that is. Nothing is left of it."""
+    folder = Path(tempfile.mkdtemp(prefix="skymemory-demo-motion-"))
+    directory = RunDirectory(folder)
+    started: Started | None = None
+    try:
+        started = start_on_free_ports(
+            directory,
+            lambda base_port: make_plan(
+                hosts=local_hosts(DEFAULT_PRESET, 5, base_port), epoch_s=time.time(), time_scale=speed
+            ),
+            preset_named(DEFAULT_PRESET).torus.size,
+            foreground=True, confirm=confirm_all_answer, gate=gate,
+        )  # fmt: skip
+        yield started, directory
+    finally:
+        if started is not None:
+            end_children(started.children)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _host_of(plan: ConstellationPlan, plane: int) -> HostShare:
+    return next(host for host in plan.hosts if plane in host.planes)
+
+
+def _satellites_of(plan: ConstellationPlan, host: HostShare) -> list[SatelliteId]:
+    return [satellite for satellite, _ in plan.addresses_of(host)]
+
+
+def _planes(host: HostShare) -> str:
+    return f"plane {', '.join(str(plane + 1) for plane in host.planes)}"
+
+
+def _kill(flight: _Flight) -> tuple[HostShare, int, int]:
+    """The process of the plane overhead, in the middle of whatever it does: ``(host, chunks lost, bytes lost)``."""
+    flight.watch.ask()
+    host = _host_of(flight.plan, flight.placement.centre_at(flight.moves()).plane)
+    child = flight.children[host.name]
+    child.process.kill()
+    child.process.wait()
+    child.line.close()
+    flight.dead = host
+    chunks, size_bytes = flight.watch.died(_satellites_of(flight.plan, host))
+    words = f"{host.name} ({_planes(host)}) killed, with {chunks:,} chunks, {format_size(size_bytes)}"
+    flight.screen.say(words, flight.picture())
+    return host, chunks, size_bytes
+
+
+def _revive(flight: _Flight, host: HostShare, started: Started) -> None:
+    """Its process again, with empty memory: the clock tells it where the box is."""
+    began_s = time.perf_counter()
+    child = spawn(host, flight.directory.plan_path, flight.directory)
+    started.children.append(child)
+    flight.children[host.name] = child
+    child.line.settimeout(HOST_PATIENCE_S)
+    if child.line.recv(len(READY)) != READY:
+        raise ConstellationError(
+            f"{host.name} did not come back; its log ends:\n{flight.directory.log_tail(host.name)}"
+        )
+    flight.dead = None
+    flight.screen.say(
+        f"{host.name} ({_planes(host)}) is back after {time.perf_counter() - began_s:.2f} s, empty", flight.picture()
+    )
+
+
+def _closing(flight: _Flight, values: int) -> tuple[int, int]:
+    """Everything read once more, what is gone computed first: ``(values readable, satellites that answer)``."""
+    reader = flight.reader
+    reader.stop()
+    readable = 0
+    for key in reader.keys:
+        flight.gate.check()
+        readable += reader.read(key) or reader.read(key)
+    flight.watch.stop()
+    wait_until_all_answer(flight.watch, flight.plan.torus.size, 3.0)
+    answering = flight.watch.ask()
+    flight.screen.show(flight.picture(), flight.figures())
+    return readable, answering
+
+
+def _fly(flight: _Flight, started: Started, seconds: float) -> MotionReport:
+    plan, reader, watch = flight.plan, flight.reader, flight.watch
+    for key in reader.keys:
+        flight.gate.check()
+        reader.store(key)
+    value_bytes = CHUNKS_PER_VALUE * plan.chunk_bytes
+    flight.screen.say(
+        f"{VALUES} values of {format_size(value_bytes)} stored; reading goes on from here", flight.picture()
+    )
+    watch.start()
+    reader.start()
+    flight.until(KILL_AT * seconds)
+    host, chunks_lost, bytes_lost = _kill(flight)
+    killed_s, reads, right = time.time(), reader.tally.reads, reader.tally.right
+    flight.until(REVIVE_AT * seconds)
+    _revive(flight, host, started)
+    down_s = time.time() - killed_s
+    reads_while_down, right_while_down = reader.tally.reads - reads, reader.tally.right - right
+    flight.until(seconds)
+    readable, answering = _closing(flight, VALUES)
+    flown_s, moves, tally = time.time() - flight.began_s, flight.moves(), reader.tally
+    chunks_moved = watch.total("chunks_migrated_out")
+    return MotionReport(
+        seconds=flown_s,
+        satellite_seconds=flown_s * plan.time_scale,
+        slot_moves=moves[0],
+        plane_moves=moves[1],
+        values=VALUES,
+        value_bytes=value_bytes,
+        reads=tally.reads,
+        right=tally.right,
+        wrong=tally.wrong,
+        missed=tally.missed,
+        recomputed=tally.recomputed,
+        recompute_refused=tally.refused,
+        recomputed_bytes=tally.recomputed_bytes,
+        chunks_moved=chunks_moved,
+        bytes_moved=chunks_moved * plan.chunk_bytes,
+        chunks_lost=chunks_lost,
+        bytes_lost=bytes_lost,
+        killed_host=f"{host.name} ({_planes(host)})",
+        down_s=down_s,
+        reads_while_down=reads_while_down,
+        right_while_down=right_while_down,
+        read_p50_s=tally.percentile_s(0.5),
+        read_p99_s=tally.percentile_s(0.99),
+        longest_miss_s=tally.longest_miss_s,
+        readable_at_end=readable,
+        satellites_at_end=answering,
+        satellites=plan.torus.size,
+    )
+
+
+def _random_values(seed: int, size_bytes: int) -> dict[bytes, bytes]:
+    dice = random.Random(seed)
+    return {
+        hashlib.sha256(f"motion {number}".encode()).digest(): dice.randbytes(size_bytes) for number in range(VALUES)
+    }
+
+
+def run_motion(args: argparse.Namespace) -> int:
+    """All of it; exit code 0 if no byte was wrong and in the end everything can be read again."""
+    if args.seconds < LEAST_SECONDS:
+        raise InvalidInput(f"--seconds {args.seconds:g}: at least {LEAST_SECONDS:g}, to see a plane die and return")
+    if not 0 < args.speed <= 2000:
+        raise InvalidInput(f"--speed {args.speed:g}: expected more than 0 and at most 2000 times real time")
+    stream = sys.stderr if args.json else sys.stdout
+    slots = preset_named(DEFAULT_PRESET).torus.slots_per_plane
+    with SignalGate() as gate:
+        screen = Screen(stream, frame_width(slots), time.monotonic())
+        try:
+            with _constellation(args.speed, gate) as (started, directory):
+                report = _demonstrate(args, started, directory, gate, screen)
+        finally:
+            screen.close()
+    if args.json:
+        print(json.dumps(report.as_object(), indent=1))
+    else:
+        print("\n" + "\n".join(report.lines()))
+        print("\ndone; the constellation is down again" if report.sound else "\nNOT as it should be: see above")
+    return 0 if report.sound else 1
+
+
+def _demonstrate(
+    args: argparse.Namespace, started: Started, directory: RunDirectory, gate: SignalGate, screen: Screen
+) -> MotionReport:
+    plan = started.plan
+    placement = Placement.for_preset(preset_named(plan.preset))
+    slot_s = clock_of(plan).slot_period_s / plan.time_scale
+    screen.say(
+        f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} processes, "
+        f"{args.speed:g} times as fast as real: a slot move every {slot_s:.1f} s"
+    )
+    store = store_of(plan, index=SharedIndex(directory.index_path), give_up_s=GIVE_UP_S)
+    reader = Reader(store, _random_values(args.seed, CHUNKS_PER_VALUE * plan.chunk_bytes), READ_PAUSE_S)
+    watch = Watch(plan)
+    colour = screen.live and not args.no_color and not os.environ.get("NO_COLOR")
+    children = {child.host.name: child for child in started.children}
+    flight = _Flight(plan, directory, children, gate, screen, watch, reader, placement, colour, time.time())
+    try:
+        return _fly(flight, started, args.seconds)
+    finally:
+        reader.stop()
+        watch.stop()
+        store.close()
