@@ -18,6 +18,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.native import SLOT_BYTES, twin
 from skymemory.native.twin_udp import SOL_UDP, UDP_GRO
 from skymemory.protocol import messages
+from skymemory.protocol.ledger import unaccounted_bytes
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, pack_refs
@@ -114,7 +115,9 @@ class Satellite:
 
     def memory(self) -> tuple[object, ...]:
         store = self.machine.store
-        return [*store.items()], store.used_bytes, len(store), list(store.shares), self.machine.counters.as_dict()
+        books = store.ledger.figures()
+        assert unaccounted_bytes(books | {"memory_used_bytes": store.used_bytes}) == 0
+        return [*store.items()], books, len(store), list(store.shares), self.machine.counters.as_dict()
 
 
 @pytest.fixture(params=["fast", "twin"])

@@ -99,7 +99,7 @@ def test_a_grid_is_one_selection(first, stride, steps):
     entries=st.lists(
         st.tuples(keys, st.builds(Presence, st.integers(0, 99), st.just(100), u32, u32, u32, u16, tags)), max_size=5
     ),
-    values=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=22, max_size=22),
+    values=st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * len(HOUSEKEEPING_FIELDS)),
     moves=st.tuples(*[st.integers(-MAX_MOVES, MAX_MOVES)] * 2),
     limit=st.integers(0, 90),
 )  # fmt: skip

@@ -54,6 +54,9 @@ def control(op: Op, body: bytes, status: Status = Status.OK) -> bytes:
 
 
 SOME = Selection.of(KEY, [1, 11, 31], 10)
+HOUSEKEEPING = messages.pack_housekeeping({name: (i + 1) << i for i, name in enumerate(HOUSEKEEPING_FIELDS)})
+"""Of these the golden packet has the 22 that there were at first: fields are only ever appended."""
+
 BUILT = {
     "set": chunk(Op.SET),
     "set-empty-value": chunk(Op.SET, b"", 0),
@@ -74,9 +77,7 @@ BUILT = {
     "listed": control(Op.LISTED, messages.pack_listed([(KEY, PRESENCE)])),
     "evicted": control(Op.EVICTED, messages.pack_count(470)),
     "advanced": control(Op.ADVANCED, messages.pack_moves(-3, 1)),
-    "pong": control(
-        Op.PONG, messages.pack_housekeeping({name: (i + 1) << i for i, name in enumerate(HOUSEKEEPING_FIELDS)})
-    ),
+    "pong": control(Op.PONG, struct.pack(">HH", 22, 0) + HOUSEKEEPING[4 : 4 + 22 * 8]),
     "unreachable": control(Op.UNREACHABLE, b"", Status.HOP_LIMIT),
 }
 

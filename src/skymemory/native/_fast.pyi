@@ -30,7 +30,7 @@ def serve(
     terms: tuple[int, int, int, int, int, int],
 ) -> tuple[
     list[tuple[int, int, int, str, int]],
-    list[tuple[int, bytes, int, tuple[str, int], int, int, int, tuple[bytearray, list[bytes] | None] | None]],
+    list[tuple[int, bytes, int, tuple[str, int], int, int, int, int, tuple[bytearray, list[bytes] | None] | None]],
     int,
 ]: ...  # fmt: skip
 def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list[Tally]: ...

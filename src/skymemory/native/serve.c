@@ -68,9 +68,9 @@ static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
     if (messages > 0) {
         const char *key = (const char *)packet + COMMAND_BYTES + SKY_BYTES; /* a selection and a reference begin with it */
         PyObject *rest = send_answer(service, &service->inbox.from[at], headers, payloads);
-        PyObject *entry = rest ? Py_BuildValue("iy#IOnnnN", (int)op, key, (Py_ssize_t)KEY_BYTES,
+        PyObject *entry = rest ? Py_BuildValue("iy#IOnnnnN", (int)op, key, (Py_ssize_t)KEY_BYTES,
                                                (unsigned)be32(packet + GROUND_AT), endpoint, taken.chunks, taken.replaced,
-                                               taken.added_bytes, rest)
+                                               taken.replaced_bytes, taken.added_bytes, rest)
                                : NULL;
         service->terms.sequence += (unsigned)packets;
         if (!entry || PyList_Append(served, entry) < 0)

@@ -24,7 +24,7 @@ static inline const uint8_t *sky_message(const Service *service, int at, size_t 
 
 /* Chunks of one key that were stored. */
 typedef struct {
-    Py_ssize_t chunks, replaced, added_bytes;
+    Py_ssize_t chunks, replaced, replaced_bytes, added_bytes;
 } Taken;
 
 /* Store the SETs that begin with message ``first``: how many messages these were; 0 where they are not plain, and

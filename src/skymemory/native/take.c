@@ -79,7 +79,7 @@ static int store_chunk(PyObject *share, const uint8_t *packet, size_t size, Take
         Py_ssize_t old_bytes = PyObject_Size(PyTuple_GET_ITEM(old, 1));
         if (old_bytes < 0)
             Py_CLEAR(chunk);
-        taken->replaced++, taken->added_bytes -= old_bytes + REF_BYTES;
+        taken->replaced++, taken->replaced_bytes += old_bytes + REF_BYTES;
     }
     int stored = chunk && PyDict_SetItem(share, index, chunk) == 0;
     Py_XDECREF(chunk);
@@ -134,6 +134,7 @@ int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack)
             if (!store_chunk(share, data + start, size - start < segment ? size - start : segment, taken))
                 return -1;
     }
+    taken->added_bytes -= taken->replaced_bytes;
     service->room_bytes -= taken->added_bytes;
     *ack = acknowledgement(service, request, &extent);
     return *ack ? extent.messages : -1;

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 Rest = tuple[bytearray, list[bytes] | None]
 """Headers (or a whole packet) and payloads that the kernel did not take."""
-Served = tuple[int, bytes, int, tuple[str, int], int, int, int, Rest | None]
-"""Operation, key, ground host, the endpoint it came from, chunks; of a SET also chunks replaced and bytes added; what
-is yet to be sent.
+Served = tuple[int, bytes, int, tuple[str, int], int, int, int, int, Rest | None]
+"""Operation, key, ground host, the endpoint it came from, chunks; of a SET also chunks and bytes replaced, and
+bytes added beyond these; what is yet to be sent.
 """
 
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
@@ -53,7 +53,8 @@ def serve(
         if size < _GROUND.stop or packet[_ADDRESSES] != addresses or (host, port) in neighbours:
             break
         now = (*terms[:5], sequence)
-        headers, payloads, messages, chunks, replaced, added_bytes = bytearray(), None, 0, 0, 0, 0
+        headers, payloads, messages, chunks = bytearray(), None, 0, 0
+        replaced, replaced_bytes, added_bytes = 0, 0, 0
         if packet[_OP_AT] == GET and segment_bytes >= size:
             answer = answer_get(packet, shares, now)
             if answer is not None:
@@ -63,12 +64,13 @@ def serve(
             runs = _runs_of_one_sender(view, arrivals[at:])
             taken = take_sets(runs, shares, settled, room_bytes, now)
             if taken is not None:
-                messages, chunks, replaced, added_bytes, headers = taken
+                messages, chunks, replaced, replaced_bytes, added_bytes, headers = taken
         if not messages:
             break
         rest, refused = _send(fd, host, port, headers, payloads)
         key, ground = bytes(packet[_KEY_AT : _KEY_AT + _KEY_BYTES]), int.from_bytes(packet[_GROUND], "big")
-        served.append((packet[_OP_AT], key, ground, (host, port), chunks, replaced, added_bytes, rest))
+        figures = chunks, replaced, replaced_bytes, added_bytes
+        served.append((packet[_OP_AT], key, ground, (host, port), *figures, rest))
         send_errors += refused
         sequence += 1 if payloads is None else chunks
         room_bytes -= added_bytes

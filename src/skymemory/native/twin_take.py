@@ -26,8 +26,8 @@ _KEY_BYTES, _TAG = 32, slice(56, 72)
 _MOST_BITS = 1 << 16
 _COUNT_AND_LENGTH, _WORD, _STEPS = struct.Struct(">HH"), struct.Struct(">I"), struct.Struct(">III")
 
-Taken = tuple[int, int, int, int, bytearray]
-"""Runs and chunks taken, of these replaced, bytes added, and the packet that acknowledges them."""
+Taken = tuple[int, int, int, int, int, bytearray]
+"""Runs and chunks taken, of these replaced, bytes replaced and (without these) added; the acknowledging packet."""
 
 
 def take_sets(
@@ -54,8 +54,9 @@ def take_sets(
     share = shares.setdefault(key, {})
     old = [share[index] for index in indices if index in share]
     share.update(zip(indices, chunks, strict=True))
-    added_bytes = size_bytes - sum(len(payload) + REF_BYTES for _, payload in old)
-    return taken, len(indices), len(old), added_bytes, _acknowledgement(view, key, indices, terms)
+    replaced_bytes = sum(len(payload) + REF_BYTES for _, payload in old)
+    added_bytes = size_bytes - replaced_bytes
+    return taken, len(indices), len(old), replaced_bytes, added_bytes, _acknowledgement(view, key, indices, terms)
 
 
 def _steps(indices: list[int]) -> int:

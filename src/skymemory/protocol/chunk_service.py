@@ -64,7 +64,7 @@ class ChunkService:
         except (MalformedPacket, InvalidInput):
             self._counters.add("packets_malformed", len(indices))
             return
-        outcome = self._store.put_run(request.key, indices, chunks, size_bytes)
+        outcome = self._store.put_run(request.key, indices, chunks, size_bytes, request.header.op is Op.MIGRATE)
         if outcome is None:
             for index, (its_ref, payload) in zip(indices, chunks, strict=True):
                 self._store_chunk(request, index, its_ref, payload, now_s)
@@ -97,7 +97,7 @@ class ChunkService:
         return found
 
     def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
-        outcome = self._store.put((request.key, index), ref, payload)
+        outcome = self._store.put((request.key, index), ref, payload, request.header.op is Op.MIGRATE)
         self._count(outcome, request.header.op, 1)
         if not outcome.stored:
             request.refused.append(index)
@@ -144,9 +144,9 @@ class ChunkService:
         """What fits in without an eviction."""
         return self._store.limit_bytes - self._store.used_bytes
 
-    def taken(self, key: bytes, chunks: int, replaced: int, added_bytes: int) -> None:
+    def taken(self, key: bytes, chunks: int, replaced: int, replaced_bytes: int, added_bytes: int) -> None:
         """So many chunks were added to the share of this key, and acknowledged."""
-        self._store.added(key, chunks - replaced, added_bytes)
+        self._store.added(key, chunks - replaced, added_bytes, replaced_bytes)
         self._count(PutOutcome(True, replaced), Op.SET, chunks)
 
     def served(self, key: bytes, chunks: int) -> None:

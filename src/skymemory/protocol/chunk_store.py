@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
+from skymemory.protocol.ledger import Cause, Ledger
 from skymemory.protocol.messages import Presence
 from skymemory.protocol.replacement import LeastRecentlyUsed, Replacement
 from skymemory.protocol.wire import CHUNK_REF_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef
@@ -49,6 +50,7 @@ class ChunkStore:
     def __init__(self, limit_bytes: int, replacement: Replacement | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self.ledger = Ledger()
         self.evicted: dict[bytes, bytes] | None = None
         """Where somebody set a dictionary: keys that lost chunks to eviction and were not stored since, with the packed
         reference of one.
@@ -63,11 +65,15 @@ class ChunkStore:
         """Everything, by key: for ``native``, which may add chunks that ``added`` is then told of."""
         return self._shares
 
-    def added(self, key: bytes, chunks: int, size_bytes: int) -> None:
-        """The share of ``key`` has grown by so many chunks and bytes, which fit; it becomes the most recently used."""
+    def added(self, key: bytes, chunks: int, size_bytes: int, replaced_bytes: int = 0) -> None:
+        """SETs have made the share of ``key`` grow by so many chunks and bytes, which fit, after so many were replaced;
+        it becomes the most recently used.
+        """
         self._note(key)
         self._count += chunks
         self.used_bytes += size_bytes
+        self.ledger.came(size_bytes + replaced_bytes, migrated=False)
+        self.ledger.went(replaced_bytes, "replaced")
 
     def touch(self, key: bytes) -> None:
         """The key, which is here, was asked for."""
@@ -114,19 +120,19 @@ class ChunkStore:
             for index in sorted(share, reverse=True):
                 yield (key, index), StoredChunk._make(share[index])
 
-    def put(self, name: ChunkName, ref: bytes, payload: bytes) -> PutOutcome:
+    def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
         """Store a chunk; its key becomes the most recently used one; others are evicted as needed.
 
         Refused is a chunk that could not fit even alone (nothing is evicted for it), and one for which another chunk
         of the same value or a shielded one would have to go: the value does not fit, and half of it is worth nothing.
-        Storing what is there already replaces it: every operation is idempotent.
+        Storing what is there already replaces it: every operation is idempotent. ``migrated`` is for the ledger.
         """
         key, index = name
         size = len(payload) + CHUNK_REF_BYTES
         outcome = PutOutcome(stored=size <= self.limit_bytes)
         if not outcome.stored:
             return outcome
-        outcome.replaced = int(self._take(name))
+        outcome.replaced = int(self._take(name, "replaced"))
         while self.used_bytes + size > self.limit_bytes:
             victim = self._victim(key, ref)
             if victim is None:
@@ -137,11 +143,14 @@ class ChunkStore:
             outcome.evicted += 1
         self._shares.setdefault(key, {})[index] = (ref, payload)
         self.used_bytes += size
+        self.ledger.came(size, migrated)
         self._count += 1
         self._note(key)
         return outcome
 
-    def put_run(self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int) -> PutOutcome | None:
+    def put_run(
+        self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int, migrated: bool = False
+    ) -> PutOutcome | None:
         """``put`` for ascending ``indices`` of one value at once; ``size_bytes`` is what they count in all.
 
         None where that needs a look at each chunk; nothing has been changed then.
@@ -162,7 +171,10 @@ class ChunkStore:
         share.update(zip(indices, chunks, strict=True))
         self._shares[key] = share
         self._note(key)
-        self.used_bytes += size_bytes - sum(map(len, map(itemgetter(1), old))) - CHUNK_REF_BYTES * len(old)
+        replaced_bytes = sum(map(len, map(itemgetter(1), old))) + CHUNK_REF_BYTES * len(old)
+        self.used_bytes += size_bytes - replaced_bytes
+        self.ledger.came(size_bytes, migrated)
+        self.ledger.went(replaced_bytes, "replaced")
         self._count += len(indices) - len(old)
         return outcome
 
@@ -178,7 +190,7 @@ class ChunkStore:
     def _evict(self, victim: ChunkName) -> None:
         key, index = victim
         ref = self._shares[key][index][0]
-        self.remove(victim, evicted=True)
+        self.remove(victim, "evicted")
         if self.evicted is not None:
             self.evicted[key] = ref
 
@@ -205,20 +217,23 @@ class ChunkStore:
         chunk = share.get(name[1]) if share is not None else None
         return None if chunk is None else StoredChunk._make(chunk)
 
-    def remove(self, name: ChunkName, evicted: bool = False) -> bool:
-        taken = self._take(name)
+    def remove(self, name: ChunkName, cause: Cause = "deleted") -> bool:
+        """Whether it was here; the ledger has its bytes under ``cause``."""
+        taken = self._take(name, cause)
         if taken:
-            self._tidy(name[0], evicted)
+            self._tidy(name[0], cause == "evicted")
         return taken
 
-    def _take(self, name: ChunkName) -> bool:
+    def _take(self, name: ChunkName, cause: Cause) -> bool:
         """The chunk goes; its share stays, even empty."""
         key, index = name
         share = self._shares.get(key)
         chunk = share.pop(index, None) if share is not None else None
         if chunk is None:
             return False
-        self.used_bytes -= len(chunk[1]) + CHUNK_REF_BYTES
+        size = len(chunk[1]) + CHUNK_REF_BYTES
+        self.used_bytes -= size
+        self.ledger.went(size, cause)
         self._count -= 1
         return True
 
@@ -229,10 +244,12 @@ class ChunkStore:
             self._shielded.discard(key)
             self._replacement.gone(key, evicted)
 
-    def remove_key(self, key: bytes) -> int:
+    def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
         """Remove every chunk of ``key``; how many there were."""
         share = self._shares.pop(key, {})
-        self.used_bytes -= _size_bytes(share)
+        size = _size_bytes(share)
+        self.used_bytes -= size
+        self.ledger.went(size, cause)
         self._count -= len(share)
         self._shielded.discard(key)
         self._replacement.gone(key)

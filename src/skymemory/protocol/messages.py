@@ -39,7 +39,8 @@ HOUSEKEEPING_FIELDS = (
     "packets_malformed", "packets_forwarded", "packets_unroutable", "chunks_set", "chunks_replaced", "chunks_refused",
     "chunks_served", "chunks_missed", "chunks_evicted", "chunks_deleted", "chunks_migrated_in",
     "chunks_migrated_out", "migrations_retransmitted", "faults_injected", "delay_error_p99_us",
-    "pushed_slot_moves", "pushed_plane_moves",
+    "pushed_slot_moves", "pushed_plane_moves", "bytes_set", "bytes_migrated_in", "bytes_replaced", "bytes_evicted",
+    "bytes_deleted", "bytes_migrated_out", "bytes_lost",
 )  # fmt: skip
 """What a PONG reports, in this order; new fields are appended, a reader takes what it knows."""
 

@@ -64,14 +64,14 @@ class PlainCases:
     def served(self, served: Sequence[native.Served]) -> int:
         """Requests that were served by our ``terms``; how many packets they came in."""
         packets = 0
-        for op, key, ground, endpoint, chunks, replaced, added_bytes, _ in served:
+        for op, key, ground, endpoint, chunks, replaced, replaced_bytes, added_bytes, _ in served:
             self._router.remember(ground, endpoint)
             if op == Op.GET:
                 self._chunks.served(key, chunks)
                 self._departures.sent(chunks)
                 packets += 1
             else:
-                self._chunks.taken(key, chunks, replaced, added_bytes)
+                self._chunks.taken(key, chunks, replaced, replaced_bytes, added_bytes)
                 self._departures.sent(1)
                 packets += chunks
         return packets

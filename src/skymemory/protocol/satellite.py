@@ -120,7 +120,7 @@ class SatelliteMachine:
         for name in self.handover.to_delete(now_s):
             chunk = self.store.peek(name)
             if chunk is not None and self._whereabouts.home(chunk.ref) != self.config.address:
-                self.store.remove(name)
+                self.store.remove(name, "migrated_out")
         self._hand_over(now_s)
 
     # --- arrival ---
@@ -258,7 +258,7 @@ class SatelliteMachine:
             chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
             migrations_retransmitted=self.handover.retransmitted,
             pushed_slot_moves=self._whereabouts.pushed[0], pushed_plane_moves=self._whereabouts.pushed[1],
-            **self.transport_figures(),
+            **self.store.ledger.figures(), **self.transport_figures(),
         )  # fmt: skip
 
     # --- motion ---

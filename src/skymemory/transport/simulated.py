@@ -81,9 +81,12 @@ class SimulatedConstellation:
         self._timers.pop(satellite, None)
 
     def revive(self, satellite: SatelliteId) -> None:
-        """It is back, empty."""
+        """It is back, empty; its books go on, with what it held as lost."""
         self._dead.discard(satellite)
+        before = self.satellites[satellite].store
+        before.ledger.went(before.used_bytes, "lost")
         self.satellites[satellite] = self._new_satellite(satellite)
+        self.satellites[satellite].store.ledger = before.ledger
         self._touched.add(satellite)
 
     def connect(self, config: ClientConfig) -> SimulatedClient:

@@ -120,7 +120,7 @@ class UdpHost:
         arrivals, served = satellite.sock.serve(self._names, requests)
         if served:
             satellite.machine.served(served)
-            for _, _, _, endpoint, _, _, _, rest in served:
+            for _, _, _, endpoint, *_, rest in served:
                 if rest is not None:
                     headers, payloads = rest
                     batch = SegmentBatch(headers, len(headers) // (len(payloads) if payloads else 1), payloads)
