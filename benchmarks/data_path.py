@@ -137,8 +137,8 @@ def measure(paths: dict[str, Connection], rounds: int, turn: int) -> dict[tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each path (default 40)")
-    parser.add_argument("--turn", type=int, default=5, help="timed runs in a turn, after one to warm up (default 5)")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each path (default 20)")
+    parser.add_argument("--turn", type=int, default=20, help="timed runs in a turn, after one to warm up (default 20)")
     parser.add_argument("--value-bytes", type=int, default=480 * 6144)
     parser.add_argument("--only", action="append", metavar="PATH", help="los, python, gateway, delay (default: all)")
     parser.add_argument("--seed", type=int, default=1)

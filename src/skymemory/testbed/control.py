@@ -16,6 +16,7 @@ from skymemory.testbed.wiring import control_client, worst_round_trip_s
 from skymemory.transport.udp_client import UdpClient
 
 PATIENCE_S = 1.0
+FAULTY_ROUNDS = 5
 MAX_MOVES = 10_000
 _SETTLE_POLL_S = 0.05
 _SETTLED_POLLS = 3
@@ -55,20 +56,31 @@ def _ping(client: UdpClient, satellites: Iterable[SatelliteId]) -> dict[Satellit
     return {satellite: None if body is None else unpack_housekeeping(body) for satellite, body in answers.items()}
 
 
-def ping_all(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> dict[SatelliteId, Housekeeping | None]:
-    """Each satellite's housekeeping (the fields of ``HOUSEKEEPING_FIELDS``), or None where none came in
+def ping_all(
+    plan: ConstellationPlan, patience_s: float = PATIENCE_S, satellites: Iterable[SatelliteId] | None = None
+) -> dict[SatelliteId, Housekeeping | None]:
+    """The housekeeping (the fields of ``HOUSEKEEPING_FIELDS``) of each satellite, or of these; None where none came in
     time.
     """
     client = control_client(plan, patience_s)
     try:
-        return _ping(client, plan.torus.satellites())
+        return _ping(client, plan.torus.satellites() if satellites is None else satellites)
     finally:
         client.close()
 
 
 def confirm_all_answer(plan: ConstellationPlan) -> None:
-    """Raise ``ConstellationError`` naming the hosts some of whose satellites do not answer."""
-    answers = ping_all(plan, PATIENCE_S + worst_round_trip_s(plan, plan.torus.satellites()))
+    """Raise ``ConstellationError`` naming the hosts some of whose satellites do not answer.
+
+    Where the plan injects faults, some of 95 lose every packet of a second: those are asked again.
+    """
+    patience_s = PATIENCE_S + worst_round_trip_s(plan, plan.torus.satellites())
+    answers = ping_all(plan, patience_s)
+    for _ in range(FAULTY_ROUNDS if plan.faults.any else 0):
+        silent = [satellite for satellite, answer in answers.items() if answer is None]
+        if not silent:
+            break
+        answers |= ping_all(plan, patience_s, silent)
     for host in plan.hosts:
         silent = [satellite for satellite, _ in plan.addresses_of(host) if answers[satellite] is None]
         if silent:
