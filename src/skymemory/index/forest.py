@@ -61,6 +61,11 @@ class Forest:
                 raise InvalidInput(f"block {key.hex()} is known at depth {self.depths[at]} of another chain")
             previous = key
 
+    def place_of(self, key: bytes) -> tuple[int, bytes | None] | None:
+        """Depth of a block and the hash before it; None if it is not present."""
+        at = self.rows.get(key)
+        return None if at is None else (self.depths[at], self._parent_of(at))
+
     def insert(self, key: bytes, depth: int, previous: bytes | None) -> int:
         """Puts a new block behind ``previous``, at the end of its run or as its own; returns its row."""
         run = None

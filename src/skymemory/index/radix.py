@@ -100,6 +100,10 @@ class RadixIndex:
         at = self._forest.rows.get(block_hash)
         return None if at is None else self._infos.get(at)
 
+    def place_of(self, block_hash: bytes) -> tuple[int, bytes | None] | None:
+        """Depth of a block in its prompt, and the hash before it; None if it is not present."""
+        return self._forest.place_of(block_hash)
+
     def remove(self, block_hash: bytes) -> bool:
         """Forgets one block; what follows it stays, out of reach until it is added again. False if absent."""
         return self._forest.remove(block_hash)

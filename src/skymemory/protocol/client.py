@@ -90,6 +90,10 @@ class ClientMachine:
         """How far the box has moved, as the clock and the satellites' last words have it."""
         return self._clock.moves(now_s)
 
+    def moves_at(self, time_s: float) -> Moves:
+        """How far the box will have moved (or had) at another time than now."""
+        return self._clock.at(time_s)
+
     def get(self, info: ValueInfo, out: memoryview, now_s: float) -> int:
         """Begin to read a value into ``out``, which must be writable and at least ``info.value_bytes`` long.
 
@@ -102,15 +106,18 @@ class ClientMachine:
         return self._begin(ReadTransfer(info, out, where, self.moves(now_s), burst_chunks), now_s)
 
     def put(
-        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float
-    ) -> tuple[int, ValueInfo]:
+        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float,
+        set_moves: Moves | None = None,
+    ) -> tuple[int, ValueInfo]:  # fmt: skip
         """Begin to write a value; the caller keeps ``value`` unchanged until the operation ends.
+
+        ``set_moves`` places it as if it were written when the box had moved so far (default: as far as now).
 
         Raises:
             ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
             InvalidInput: a strategy or number of servers that this constellation has not.
         """
-        moves = self.moves(now_s)
+        moves = self.moves(now_s) if set_moves is None else set_moves
         where = self._where(strategy, servers, moves)
         transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, where)
         return self._begin(transfer, now_s), transfer.info

@@ -28,6 +28,10 @@ class FollowedClock:
             self._latest = moves
         return moves
 
+    def at(self, time_s: float) -> Moves:
+        """The moves at another time, as far as is known now; nothing is remembered of it."""
+        return self._clock.moves(time_s)
+
     def told(self, moves: Moves, round_trip_s: float, now_s: float) -> None:
         """A satellite counted ``moves`` when it answered; what was right a round trip ago is only late, not wrong."""
         ours = self.moves(now_s)

@@ -150,6 +150,17 @@ class Store(Protocol):
         """Free what is held. May be repeated; anything else afterwards raises InvalidInput."""
 
 
+@runtime_checkable
+class Prefetching(Protocol):
+    """What some tiers can do beside: bring values to where they will be wanted, before they are."""
+
+    def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
+        """Have the values of ``keys`` near at the time ``at`` (seconds, the store's own clock: Unix time).
+
+        Per key: whether it will be. False where it is absent or could not be brought; it is then where it was.
+        """
+
+
 class TwoPhase:
     """``get_many`` and ``put_many`` out of the two phases: the mixin of the implementations."""
 

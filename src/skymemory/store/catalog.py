@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from skymemory.index.block_info import BlockInfo
 from skymemory.protocol.motion import STRATEGY_CODES, STRATEGY_NAMES
@@ -104,6 +105,19 @@ class Catalog:
             )  # fmt: skip
         if run:
             self.index.add(run, entries, start, parent)
+
+    def switch(self, old: ValueInfo, new: ValueInfo, now_s: float) -> bool:
+        """Make ``new`` the entry of a value that has been copied elsewhere; False if it is not ``old`` any more."""
+        if self.index is None:
+            return True
+        return self.index.replace(
+            old.key,
+            lambda entry: self._info(old.key, entry) == old,
+            lambda entry: replace(
+                entry, set_at_s=now_s, slot_moves=new.set_moves[0], plane_moves=new.set_moves[1],
+                strategy=STRATEGY_NAMES[new.strategy], servers=new.servers,
+            ),
+        )  # fmt: skip
 
     def remove(self, keys: Sequence[bytes]) -> None:
         for key in keys:

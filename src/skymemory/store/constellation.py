@@ -13,6 +13,7 @@ import numpy as np
 
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
+from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.client import Finished
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
@@ -34,6 +35,7 @@ from skymemory.store.base import (
 from skymemory.store.catalog import Catalog
 from skymemory.store.driver import ClientDriver
 from skymemory.store.listing import NamedValue, list_names
+from skymemory.store.prefetch import Prefetcher
 from skymemory.store.probing import Prober
 from skymemory.store.rooms import Rooms
 from skymemory.store.shared_index import SharedIndex
@@ -64,6 +66,7 @@ class ConstellationStore(TwoPhase):
         self._stores: set[StoreTicket] = set()
         self._rooms = Rooms()
         self._counters = Counters()
+        self._prefetcher = Prefetcher(driver, sky, self._catalog, self._counters)
         self._bytes_per_s = 1e9
         self._closed = False
 
@@ -203,6 +206,14 @@ class ConstellationStore(TwoPhase):
             key, value, settings.chunk_bytes, self._strategy, settings.servers, self._driver.now_s()
         )  # fmt: skip
         return number
+
+    def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
+        """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds).
+
+        Those of migrating strategies are there anyway: they follow the box. ``moves`` names the box of another place
+        instead (a host that travels, another region); then these are copied as well, and stay there.
+        """
+        return self._prefetcher.run(self._check(keys), at, moves)
 
     # --- the rest of the contract ---
 

@@ -82,6 +82,28 @@ class SharedIndex:
 
         self._write(change)
 
+    def replace(
+        self, key: bytes, still: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]
+    ) -> bool:
+        """Give a key that is there, and whose entry is ``still`` the right one, a changed entry in its place in the
+        chain; whether that was done.
+        """
+        done = False
+
+        def change() -> bytes:
+            nonlocal done
+            entry, place = self._index.get(key), self._index.place_of(key)
+            if entry is None or place is None or not still(entry):
+                return b""
+            start, parent = place
+            fresh = [changed(entry)]
+            self._index.add([key], fresh, start, parent)
+            done = True
+            return encode_record(RecordOp.ADD, [key], fresh, start=start, parent=parent)
+
+        self._write(change)
+        return done
+
     def remove(self, keys: Sequence[bytes]) -> None:
         def change() -> bytes:
             gone = [key for key in keys if self._index.remove(key)]

@@ -1,0 +1,170 @@
+"""Which prompts recur, and at what time of the day: learned from when they were seen, without any clock of its own.
+
+A *habit* is a prompt (the blocks that its sightings share) with a time of day, and a weight that grows by one with each
+day it is seen and decays with each day that passes. One sighting never makes a habit expected, nor do many of one day.
+Habits of one first block are kept apart where they share less than half of their blocks: a system prompt in common does
+not make two documents one. Memory is bounded by the blocks remembered; what was seen on one day only goes first, so it
+must hold the prompts of a day for any of them to be known again on the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skymemory.errors import InvalidInput
+
+DAY_S = 86_400.0
+_FOLLOW = 0.3
+"""How far a habit's time of day follows a new sighting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """These blocks will be asked for at about ``at_s``. ``weight``: on how many days they were, old ones counting less."""
+
+    keys: tuple[bytes, ...]
+    at_s: float
+    weight: float
+
+
+@dataclass(slots=True, eq=False)
+class _Habit:
+    keys: tuple[bytes, ...]
+    time_s: float
+    """Of the day."""
+    day: int
+    """Of the last sighting."""
+    weight: float = 1.0
+    """As of ``day``."""
+    recurs: bool = False
+
+
+class Predictor:
+    """Learns from ``saw``, tells with ``expected``. Times are seconds of any one clock; a day begins at its zero."""
+
+    def __init__(
+        self, *, decay: float = 0.7, least_weight: float = 0.9, tolerance_s: float = 1800.0,
+        capacity_blocks: int = 100_000, day_s: float = DAY_S,
+    ) -> None:  # fmt: skip
+        """``decay`` is what a day leaves of a weight: it must be less than ``least_weight``, from which on a habit is
+        expected, so that once is never enough. Sightings within ``tolerance_s`` of a habit's time belong to it.
+        """
+        if not 0 < decay < least_weight:
+            raise InvalidInput(f"decay {decay} and least weight {least_weight}: expected 0 < decay < least weight")
+        if not 0 < tolerance_s < day_s / 2 or capacity_blocks < 1:
+            raise InvalidInput(
+                f"tolerance of {tolerance_s} s, {capacity_blocks} blocks: "
+                f"expected less than half a day of {day_s} s, and at least one block"
+            )
+        self._decay = decay
+        self._least_weight = least_weight
+        self._tolerance_s = tolerance_s
+        self._capacity_blocks = capacity_blocks
+        self._day_s = day_s
+        self._by_root: dict[bytes, list[_Habit]] = {}
+        self._once: OrderedDict[_Habit, None] = OrderedDict()
+        self._recurring: OrderedDict[_Habit, None] = OrderedDict()
+        self._once_blocks = 0
+        self._recurring_blocks = 0
+
+    @property
+    def blocks(self) -> int:
+        """Block keys remembered, never more than ``capacity_blocks``."""
+        return self._once_blocks + self._recurring_blocks
+
+    def saw(self, keys: Sequence[bytes], at_s: float) -> None:
+        """A prompt with these blocks (a chain from its first) was asked for."""
+        chain = tuple(keys[: self._capacity_blocks])
+        if not chain:
+            return
+        habit = self._habit_of(chain, at_s)
+        if habit is None:
+            day = math.floor(at_s / self._day_s)
+            habit = _Habit(chain, at_s - day * self._day_s, day)
+            self._by_root.setdefault(chain[0], []).append(habit)
+        else:
+            self._take_out(habit)
+            self._refresh(habit, chain, at_s)
+        self._put_in(habit)
+        self._make_room()
+
+    def expected(self, now_s: float, horizon_s: float) -> list[Expectation]:
+        """What will probably be asked for from now until ``horizon_s`` later, soonest first."""
+        found = []
+        for habit in self._recurring:
+            day = max(math.ceil((now_s - habit.time_s) / self._day_s), habit.day + 1)
+            at_s = day * self._day_s + habit.time_s
+            weight = habit.weight * self._decay ** (day - habit.day)
+            if at_s < now_s + horizon_s and weight >= self._least_weight:
+                found.append(Expectation(habit.keys, at_s, weight))
+        return sorted(found, key=lambda expectation: expectation.at_s)
+
+    def _habit_of(self, chain: tuple[bytes, ...], at_s: float) -> _Habit | None:
+        """The habit this sighting belongs to: at about this time, sharing at least half of the shorter chain."""
+        best, longest = None, 0
+        for habit in self._by_root.get(chain[0], ()):
+            shared = _shared(habit.keys, chain)
+            off_s = abs(at_s - self._day_of(habit, at_s) * self._day_s - habit.time_s)
+            if off_s <= self._tolerance_s and 2 * shared >= min(len(habit.keys), len(chain)) and shared > longest:
+                best, longest = habit, shared
+        return best
+
+    def _day_of(self, habit: _Habit, at_s: float) -> int:
+        """The day on which the habit's time is nearest to ``at_s``: just before midnight is near just after."""
+        return round((at_s - habit.time_s) / self._day_s)
+
+    def _refresh(self, habit: _Habit, chain: tuple[bytes, ...], at_s: float) -> None:
+        habit.keys = chain[: _shared(habit.keys, chain)]
+        day = self._day_of(habit, at_s)
+        if day <= habit.day:
+            return
+        habit.weight = habit.weight * self._decay ** (day - habit.day) + 1.0
+        habit.time_s += _FOLLOW * (at_s - day * self._day_s - habit.time_s)
+        habit.day = day
+        habit.recurs = True
+
+    def _put_in(self, habit: _Habit) -> None:
+        if habit.recurs:
+            self._recurring[habit] = None
+            self._recurring_blocks += len(habit.keys)
+        else:
+            self._once[habit] = None
+            self._once_blocks += len(habit.keys)
+
+    def _take_out(self, habit: _Habit) -> None:
+        if habit in self._recurring:
+            del self._recurring[habit]
+            self._recurring_blocks -= len(habit.keys)
+        else:
+            del self._once[habit]
+            self._once_blocks -= len(habit.keys)
+
+    def _make_room(self) -> None:
+        """What recurs may fill all but a quarter, which newcomers need to become known; the oldest go first."""
+        while self._recurring_blocks > max(1, self._capacity_blocks * 3 // 4) and len(self._recurring) > 1:
+            self._forget(next(iter(self._recurring)))
+        while self.blocks > self._capacity_blocks:
+            self._forget(next(iter(self._once or self._recurring)))
+
+    def _forget(self, habit: _Habit) -> None:
+        self._take_out(habit)
+        root = habit.keys[0]
+        siblings = self._by_root[root]
+        siblings.remove(habit)
+        if not siblings:
+            del self._by_root[root]
+
+
+def _shared(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """Leading blocks that two chains have in common. Hashes are chained, so equal ones have equal pasts."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[middle - 1] == second[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
