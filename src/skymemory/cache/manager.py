@@ -68,6 +68,8 @@ class BlockCache:
             known.codec_id: known for known in (RAW, *readable, codec) if known.lossless or not context.lossless
         }
         self.clock = clock
+        self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
+        """Told of the full blocks of every prompt that is looked up (``PrefetchScheduler.saw`` wants to know)."""
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
         """Chained hashes of the full blocks of ``tokens``."""
@@ -93,6 +95,8 @@ class BlockCache:
         wanted = min(count // self.layout.block_tokens, -(-limit_tokens // self.layout.block_tokens))
         with phase("hash"):
             hashes = self.hashes(tokens)
+        if self.on_prompt is not None:
+            self.on_prompt(hashes)
         with phase("lookup"):
             found = self._prefix(hashes[:wanted])
         tally = LoadTally()

@@ -23,7 +23,7 @@ _FOLLOW = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """These blocks will be asked for at about ``at_s``. ``weight``: on how many days they were, old ones counting less."""
+    """These blocks will be asked for at about ``at_s``. ``weight``: days on which they were, old ones less."""
 
     keys: tuple[bytes, ...]
     at_s: float

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from skymemory.cache.manager import TIER_FAILURES
@@ -24,33 +27,40 @@ class _Due:
 
 
 class PrefetchScheduler:
-    """Tell it of every prompt with ``saw`` and call ``tick`` now and then, more often than ``lead_s``.
+    """Tell it of every prompt with ``saw``; call ``tick`` more often than every ``lead_s``, or let ``running`` do so.
 
-    It has no thread and no clock: whoever owns it decides when prefetching is in nobody's way. What is expected within
-    ``lead_s`` is prefetched, once, or up to three times where that fails.
+    What is expected within ``lead_s`` is prefetched, once, or up to three times where that fails. Give it a store of
+    its own: a copy from far away may take seconds, and reads of the same client would wait. ``saw`` only notes and may
+    be called from any thread. ``clock`` is the store's: Unix time.
     """
 
     def __init__(
         self, store: Prefetching, predictor: Predictor | None = None, *, lead_s: float = 600.0,
-        counters: Counters | None = None,
+        clock: Callable[[], float] = time.time, counters: Counters | None = None,
     ) -> None:  # fmt: skip
         if lead_s <= 0:
             raise InvalidInput(f"a lead of {lead_s} s: expected more than 0")
-        self.predictor = predictor if predictor is not None else Predictor()
         self.counters = counters if counters is not None else Counters()
         self._store = store
+        self._predictor = predictor if predictor is not None else Predictor()
         self._lead_s = lead_s
+        self._clock = clock
         self._attempts: dict[_Due, int] = {}
+        self._lock = threading.Lock()
 
-    def saw(self, keys: Sequence[bytes], now_s: float) -> None:
-        """A prompt with these blocks is asked for now."""
-        self.predictor.saw(keys, now_s)
+    def saw(self, keys: Sequence[bytes]) -> None:
+        """A prompt with these blocks (a chain from its first) is asked for now."""
+        with self._lock:
+            self._predictor.saw(keys, self._clock())
 
-    def tick(self, now_s: float) -> int:
+    def tick(self) -> int:
         """Prefetch what is due; how many values are now where they will be wanted."""
+        now_s = self._clock()
+        with self._lock:
+            expected = self._predictor.expected(now_s, self._lead_s)
         self._attempts = {due: count for due, count in self._attempts.items() if due.at_s >= now_s}
         brought = 0
-        for expectation in self.predictor.expected(now_s, self._lead_s):
+        for expectation in expected:
             due = _Due(expectation.keys[0], len(expectation.keys), expectation.at_s)
             attempts = self._attempts.get(due, 0)
             if attempts < _MOST_ATTEMPTS:
@@ -58,6 +68,23 @@ class PrefetchScheduler:
                 brought += sum(near)
                 self._attempts[due] = _MOST_ATTEMPTS if all(near) else attempts + 1
         return brought
+
+    @contextmanager
+    def running(self, every_s: float = 30.0) -> Iterator[None]:
+        """Ticks in a thread of its own while entered; leaving waits for the copy in progress."""
+        stopping = threading.Event()
+
+        def tick_on() -> None:
+            while not stopping.wait(every_s):
+                self.tick()
+
+        thread = threading.Thread(target=tick_on, name="prefetch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()
 
     def _prefetch(self, expectation: Expectation) -> list[bool]:
         self.counters.add("prefetches_total")
