@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.store.conftest import PRESET, store_over, udp_store
 
+from skymemory.cache.predictor import DAY_S
+from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.index.block_info import BlockInfo
@@ -198,6 +200,24 @@ def test_through_loss_and_reordering() -> None:
     assert all(store.put_many(ITEMS))
     assert store.prefetch(KEYS, at=3600.0) == [True] * len(KEYS)
     assert read(store) == VALUES
+
+
+def test_what_is_asked_for_daily_is_overhead_when_it_comes() -> None:
+    """The scheduler over the machines: learned on two days, brought on the third, though nobody asked for it."""
+    sky = Sky()
+    store = sky.store()
+    store.prefix(KEYS)
+    store.put_many(ITEMS)
+    scheduler = PrefetchScheduler(sky.store(index=store._catalog.index, ground=2), clock=lambda: sky.sim.now_s)
+    for day in range(4):
+        at_s = day * DAY_S + 40_000.0
+        sky.until(at_s - 60)
+        brought = scheduler.tick()
+        sky.until(at_s)
+        sky.asked.clear()
+        scheduler.saw(KEYS)
+        assert store.prefix(KEYS) == len(KEYS) and read(store) == VALUES
+        assert (brought, sky.asked == sky.around(at_s)) == ((0, False) if day < 2 else (len(KEYS), True))
 
 
 @settings(max_examples=25, deadline=None)
