@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from skymemory import native
+from skymemory.constellation.torus import SatelliteId
 from skymemory.native import twin
 from skymemory.protocol import messages
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
+from skymemory.protocol.notices import Notice, Region
+from skymemory.protocol.retention import Kept, Retain, pack_retain, pack_retained, unpack_retain, unpack_retained
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Address, ChunkRef, Op, PlacementTag, SkyHeader, Status
@@ -78,6 +81,12 @@ BUILT = {
     "evicted": control(Op.EVICTED, messages.pack_count(470)),
     "advanced": control(Op.ADVANCED, messages.pack_moves(-3, 1)),
     "pong": control(Op.PONG, struct.pack(">HH", 22, 0) + HOUSEKEEPING[4 : 4 + 22 * 8]),
+    "notice": control(
+        Op.NOTICE, Notice(HERE, 77, Region(SatelliteId(2, 9), 1, 1, 2, 1), 6, True, (KEY, OTHER_KEY)).pack()
+    ),
+    "retain": control(Op.RETAIN, pack_retain(Retain.PIN, 1_700_000_060.5, [KEY, OTHER_KEY])),
+    "retained": control(Op.RETAINED, pack_retained([Kept.DONE, Kept.REFUSED])),
+    "gone": control(Op.GONE, messages.pack_keys([KEY])),
     "unreachable": control(Op.UNREACHABLE, b"", Status.HOP_LIMIT),
 }
 
@@ -120,6 +129,11 @@ def test_bodies_are_read_back():
     assert messages.unpack_presences(body("presence")) == [PRESENCE, None]
     assert messages.unpack_listed(body("listed")) == [(KEY, PRESENCE)]
     assert messages.unpack_count(body("evicted")) == 470
+    region = Region(SatelliteId(2, 9), north=1, south=1, west=2, east=1)
+    assert Notice.unpack(body("notice")) == Notice(HERE, 77, region, 6, True, (KEY, OTHER_KEY))
+    assert unpack_retain(body("retain")) == (Retain.PIN, 1_700_000_060.5, [KEY, OTHER_KEY])
+    assert unpack_retained(body("retained")) == [Kept.DONE, Kept.REFUSED]
+    assert messages.unpack_keys(body("gone")) == [KEY]
     assert list(messages.unpack_housekeeping(body("pong")).values()) == [(i + 1) << i for i in range(22)]
     for name, index in (("set", 1), ("migrate", 1), ("data", 1), ("data-last-chunk", 2)):
         ref, payload = ChunkRef.unpack(body(name)), bytes(body(name)[CHUNK_REF_BYTES:])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
 from skymemory.errors import InvalidInput
+from skymemory.protocol.replacement import REPLACEMENTS
 from skymemory.units import format_size
 
 if TYPE_CHECKING:
@@ -58,6 +59,16 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--time-scale", type=float, default=0.0, metavar="X",
         help="speed of the satellites' clock: 0 stands still (default), 1 is real, 60 an hour a minute",
     )  # fmt: skip
+    memory = parser.add_argument_group("memory", "what a satellite does when its memory is full; see docs/eviction.md")
+    memory.add_argument(
+        "--eviction", default="lazy", metavar="POLICIES",
+        help="who drops the rest of a block that lost a chunk: some of lazy, gossip or gossip-plane, periodic, "
+        "migration, with commas between them, or none (default: %(default)s)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--replacement", default="lru", choices=REPLACEMENTS, help="what goes first: used longest ago, or seldom used"
+    )
+    memory.add_argument("--sweep", type=duration, default=30.0, metavar="TIME", help="between sweeps (default: 30s)")
     faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%%")
     for name, what in (
         ("loss", "packets dropped"), ("duplicate", "packets doubled"),
@@ -113,6 +124,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> ConstellationPlan:
+    from skymemory.testbed.memory_policy import MemoryPolicy
     from skymemory.testbed.plan import Faults, make_plan
 
     return make_plan(
@@ -126,6 +138,7 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
         memory_per_satellite_bytes=args.memory_per_satellite,
         epoch_s=float(round(time.time())),
         time_scale=args.time_scale,
+        memory_policy=MemoryPolicy(args.eviction, args.replacement, args.sweep),
         faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
     )
 

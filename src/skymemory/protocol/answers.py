@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,10 @@ from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, ReadTransfer, Writ
 from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Op, SkyHeader, Status
 
 _SANE_RTT_US = 60_000_000
+_REMEMBERED_GONE = 1 << 16
 _ANSWERS: dict[Op, Op] = {
     Op.GET: Op.DATA, Op.HAS: Op.PRESENCE, Op.EVICT: Op.EVICTED, Op.PING: Op.PONG, Op.LIST: Op.LISTED,
-    Op.ADVANCE: Op.ADVANCED,
+    Op.ADVANCE: Op.ADVANCED, Op.RETAIN: Op.RETAINED,
 }  # fmt: skip
 
 
@@ -46,6 +48,8 @@ class Answers:
         self._counters = counters
         self._ground = ground
         self._resume = resume
+        self.gone: deque[bytes] = deque(maxlen=_REMEMBERED_GONE)
+        """Keys that satellites say they evicted, until somebody takes them."""
 
     def data(self, tallies: Sequence[Tally], now_s: float) -> list[Verdict]:
         """What was in runs of DATA that have been placed."""
@@ -86,6 +90,9 @@ class Answers:
         try:
             packet = messages.parse_packet(view)
             header = packet.header
+            if header.op is Op.GONE and header.ground == self._ground:
+                self.gone.extend(messages.unpack_keys(packet.body))
+                return None
             request = self._in_flight.find(header.request_id)
             if request is None or header.ground != self._ground:
                 self._counters.add("packets_unexpected")

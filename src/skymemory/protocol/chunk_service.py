@@ -53,6 +53,8 @@ class ChunkService:
         self._on_stored = on_stored
         self._check_place = check_place
         self._unanswered: dict[bytes, _Request] = {}
+        self.on_set: Callable[[bytes], None] | None = None
+        """Told of each key that a writer (not a handover) stored chunks of."""
 
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
         """SET and MIGRATE, as ``native.open_runs`` took them apart; ``start`` is where the SKY header begins."""
@@ -70,7 +72,7 @@ class ChunkService:
                 self._store_chunk(request, index, its_ref, payload, now_s)
             return
         request.taken += indices
-        self._count(outcome, request.header.op, len(indices))
+        self._count(outcome, request.header.op, len(indices), request.key)
         self._on_stored(request.key, indices, ref, request.header.op, now_s)
 
     def set(self, segments: list[memoryview], start: int, now_s: float) -> None:
@@ -98,20 +100,22 @@ class ChunkService:
 
     def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
         outcome = self._store.put((request.key, index), ref, payload, request.header.op is Op.MIGRATE)
-        self._count(outcome, request.header.op, 1)
+        self._count(outcome, request.header.op, 1, request.key)
         if not outcome.stored:
             request.refused.append(index)
             return
         request.taken.append(index)
         self._on_stored(request.key, [index], ref, request.header.op, now_s)
 
-    def _count(self, outcome: PutOutcome, op: Op, chunks: int) -> None:
+    def _count(self, outcome: PutOutcome, op: Op, chunks: int, key: bytes) -> None:
         if outcome.evicted:
             self._counters.add("chunks_evicted", outcome.evicted)
         if not outcome.stored:
             self._counters.add("chunks_refused", chunks)
             return
         self._counters.add("chunks_migrated_in" if op is Op.MIGRATE else "chunks_set", chunks)
+        if op is Op.SET and self.on_set is not None:
+            self.on_set(key)
         if outcome.replaced:
             self._counters.add("chunks_replaced", outcome.replaced)
 
@@ -147,7 +151,7 @@ class ChunkService:
     def taken(self, key: bytes, chunks: int, replaced: int, replaced_bytes: int, added_bytes: int) -> None:
         """So many chunks were added to the share of this key, and acknowledged."""
         self._store.added(key, chunks - replaced, added_bytes, replaced_bytes)
-        self._count(PutOutcome(True, replaced), Op.SET, chunks)
+        self._count(PutOutcome(True, replaced), Op.SET, chunks, key)
 
     def served(self, key: bytes, chunks: int) -> None:
         """So many chunks of this key, which is here, were sent to whoever asked for them."""

@@ -123,7 +123,7 @@ class ClientMachine:
         return self._begin(transfer, now_s), transfer.info
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float) -> int:
-        """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE): one packet there, one back."""
+        """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE, RETAIN): one packet there, one back."""
         operation = self._register(None, TransferReport(satellites=1), now_s)
         self._point_beam(now_s)
         self._in_flight.send(operation, satellite, op, [], body, 0, self.moves(now_s), now_s)
@@ -134,6 +134,12 @@ class ClientMachine:
         operation = self._operations.pop(number, None)
         if operation is not None:
             self._in_flight.drop(operation)
+
+    def take_gone(self) -> list[bytes]:
+        """Keys that satellites have said since the last time they evicted (GONE), unasked."""
+        gone = list(self._answers.gone)
+        self._answers.gone.clear()
+        return gone
 
     def next_event(self) -> Finished | None:
         return self._events.popleft() if self._events else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from skymemory import native
+from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
 from skymemory.protocol.chunk_store import Chunk, Share
@@ -14,6 +15,7 @@ from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
     CREDIT_UNIT_BYTES,
+    GROUND_SHELL,
     TELEMETRY_PREFIX_BYTES,
     Address,
     Op,
@@ -76,6 +78,27 @@ class Departures:
         key, headers, payloads = answer
         self.sent(len(payloads))
         return key, SegmentBatch(headers, TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES, payloads)
+
+    def command(self, op: Op, there: SatelliteId, request_id: int, body: bytes, now_s: float) -> None:
+        """One control packet of our own to another satellite."""
+        slot_moves, plane_moves = self._whereabouts.moves
+        header = SkyHeader(
+            op, Address(*there), self._address, 0, request_id, slot_moves=slot_moves, plane_moves=plane_moves,
+            credit=self._credit,
+        )  # fmt: skip
+        self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), header.destination)
+
+    def tell_ground(self, op: Op, body: bytes, most: int, now_s: float) -> int:
+        """Telemetry that nobody asked for, to the ground hosts heard of last, ``most`` of them; how many."""
+        slot_moves, plane_moves = self._whereabouts.moves
+        there = Address(self._address.plane, self._address.slot, GROUND_SHELL)
+        hosts = self._router.heard_last(most)
+        for ground in hosts:
+            header = SkyHeader(
+                op, there, self._address, ground, 0, slot_moves=slot_moves, plane_moves=plane_moves, credit=self._credit
+            )  # fmt: skip
+            self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), there)
+        return len(hosts)
 
     def migrate(self, there: Address, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
         """MIGRATE: one packet per chunk, to another satellite."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from itertools import islice
 
 from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId, Torus
 from skymemory.protocol.segments import SegmentBatch
@@ -51,6 +52,10 @@ class Router:
         self._grounds.move_to_end(ground)
         if len(self._grounds) > _KNOWN_GROUND_HOSTS:
             self._grounds.popitem(last=False)
+
+    def heard_last(self, most: int) -> list[int]:
+        """The ground hosts whose packets came in last, ``most`` of them."""
+        return list(islice(reversed(self._grounds), most))
 
     def exit_for(self, destination: Address, packet: bytes | bytearray | memoryview) -> LinkEnd | None:
         """The link on which our own telemetry or command leaves; None if nothing leads there."""

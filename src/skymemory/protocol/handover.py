@@ -44,6 +44,8 @@ class Handover:
 
     def __init__(self, window_bursts: int, timeout_s: float, grace_s: float) -> None:
         self.grace_s = grace_s
+        self.fresh_from_s = 0.0
+        """Nothing is sent for the first time before then: it is not known yet whether it is worth it."""
         self.retransmitted = 0
         self._window_bursts = window_bursts
         self._timeout_s = timeout_s
@@ -133,7 +135,7 @@ class Handover:
             burst.attempts += 1
             self.retransmitted += len(burst.names)
             due.append(burst)
-        while self._queue and len(self._in_flight) < self._window_bursts:
+        while self._queue and now_s >= self.fresh_from_s and len(self._in_flight) < self._window_bursts:
             destination, names = self._queue.popleft()
             self._queued.difference_update(names)
             burst = Burst(self._next_request_id, destination, names, now_s + self._timeout_s)
@@ -184,4 +186,6 @@ class Handover:
             times.append(next(iter(self._doomed.values())))
         if self._stray_times:
             times.append(self._stray_times[0][0])
+        if self._queue and len(self._in_flight) < self._window_bursts:
+            times.append(self.fresh_from_s)
         return min(times) if times else None

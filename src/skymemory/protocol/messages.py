@@ -40,7 +40,8 @@ HOUSEKEEPING_FIELDS = (
     "chunks_served", "chunks_missed", "chunks_evicted", "chunks_deleted", "chunks_migrated_in",
     "chunks_migrated_out", "migrations_retransmitted", "faults_injected", "delay_error_p99_us",
     "pushed_slot_moves", "pushed_plane_moves", "bytes_set", "bytes_migrated_in", "bytes_replaced", "bytes_evicted",
-    "bytes_deleted", "bytes_migrated_out", "bytes_lost",
+    "bytes_deleted", "bytes_migrated_out", "bytes_lost", "chunks_purged", "chunks_expired", "notices_sent",
+    "pinned_bytes",
 )  # fmt: skip
 """What a PONG reports, in this order; new fields are appended, a reader takes what it knows."""
 

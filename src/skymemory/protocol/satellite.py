@@ -18,6 +18,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.chunk_service import ChunkService
 from skymemory.protocol.chunk_store import ChunkName, ChunkStore
 from skymemory.protocol.departures import Departures
+from skymemory.protocol.forgetting import Forgetting
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
 from skymemory.protocol.handover import Burst, Handover
 from skymemory.protocol.messages import Buffer, Packet
@@ -57,10 +58,15 @@ class SatelliteMachine:
         self._chunks = ChunkService(
             self.store, self._departures, self.counters, self._stored, self._whereabouts.home
         )  # fmt: skip
+        self._forgetting = Forgetting(
+            config, self.store, self._whereabouts, sky, self._departures, self.counters, self.handover, now_s
+        )  # fmt: skip
+        self._chunks.on_set = self._forgetting.retention.stored
         self._plain = PlainCases(self._address, self._chunks, self._departures, self._router)
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict, Op.LIST: self._chunks.list,
             Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._ack, Op.UNREACHABLE: self._unreachable,
+            **self._forgetting.handlers,
         }  # fmt: skip
 
     @property
@@ -107,11 +113,12 @@ class SatelliteMachine:
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Batches with the link each leaves by; they are handed out once."""
         self._chunks.acknowledge(now_s)
+        self._forgetting.gather(now_s)
         return self._departures.take()
 
     def next_timer_s(self) -> float | None:
-        times = [time for time in (self._whereabouts.next_move_s, self.handover.next_timer_s()) if time is not None]
-        return min(times) if times else None
+        asked = (self._whereabouts.next_move_s, self.handover.next_timer_s(), self._forgetting.next_timer_s())
+        return min((time_s for time_s in asked if time_s is not None), default=None)
 
     def handle_timer(self, now_s: float) -> None:
         next_move_s = self._whereabouts.next_move_s
@@ -121,6 +128,7 @@ class SatelliteMachine:
             chunk = self.store.peek(name)
             if chunk is not None and self._whereabouts.home(chunk.ref) != self.config.address:
                 self.store.remove(name, "migrated_out")
+        self._forgetting.handle_timer(now_s)
         self._hand_over(now_s)
 
     # --- arrival ---
@@ -244,6 +252,8 @@ class SatelliteMachine:
         names = [(selection.key, index) for index in selection.indices()]
         moved = self.handover.acknowledged(packet.header.request_id, names, now_s)
         self.counters.add("chunks_migrated_out", moved)
+        if moved:
+            self._forgetting.handed_over(packet.header.source, selection.key, now_s)
         self._hand_over(now_s)
 
     def _unreachable(self, packet: Packet, now_s: float) -> None:
@@ -256,7 +266,7 @@ class SatelliteMachine:
         return self.counters.as_dict() | dict(
             memory_used_bytes=self.store.used_bytes, memory_limit_bytes=self.store.limit_bytes,
             chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
-            migrations_retransmitted=self.handover.retransmitted,
+            migrations_retransmitted=self.handover.retransmitted, pinned_bytes=self._forgetting.retention.pinned_bytes,
             pushed_slot_moves=self._whereabouts.pushed[0], pushed_plane_moves=self._whereabouts.pushed[1],
             **self.store.ledger.figures(), **self.transport_figures(),
         )  # fmt: skip
@@ -265,6 +275,7 @@ class SatelliteMachine:
 
     def _follow_clock(self, now_s: float) -> None:
         if self._whereabouts.follow(now_s):
+            self._forgetting.box_moved(now_s)
             self.handover.plan(self.store, self._whereabouts.home_of_tag, self.config.address)
 
     def _hand_over(self, now_s: float) -> None:
@@ -280,6 +291,7 @@ class SatelliteMachine:
                 self._send_burst(burst, now_s)
 
     def _send_burst(self, burst: Burst, now_s: float) -> None:
+        self._forgetting.to_send(burst, now_s)
         found = {name: chunk for name in burst.names if (chunk := self.store.peek(name)) is not None}
         if len(found) < len(burst.names):
             self.handover.forget(burst, set(burst.names) - found.keys())

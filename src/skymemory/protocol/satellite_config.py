@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.protocol.eviction import EvictionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,4 @@ class SatelliteConfig:
     handover_grace_s: float = 1.0
     replacement: str = "lru"
     """One of ``replacement.REPLACEMENTS``: what goes first when the memory is full."""
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)

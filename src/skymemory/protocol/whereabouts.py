@@ -21,6 +21,8 @@ class Whereabouts:
         self.settled: set[bytes] = set()
         """Packed tags whose chunks are known to belong here now."""
         self.moves: Moves = clock.moves(now_s)
+        self.before: Moves = self.moves
+        """The moves that held until they last changed."""
         self.next_move_s = clock.next_move_s(now_s)
 
     @property
@@ -38,7 +40,7 @@ class Whereabouts:
         moves = self._clock.moves(now_s)
         if moves == self.moves:
             return False
-        self.moves = moves
+        self.before, self.moves = self.moves, moves
         self._forget()
         return True
 

@@ -58,6 +58,8 @@ class Op(IntEnum):
     PING = 0x06
     LIST = 0x07
     ADVANCE = 0x08
+    NOTICE = 0x09
+    RETAIN = 0x0B
     ACK = 0x41
     DATA = 0x42
     MISS = 0x43
@@ -68,6 +70,8 @@ class Op(IntEnum):
     ADVANCED = 0x48
     BUSY = 0x49
     UNREACHABLE = 0x4A
+    RETAINED = 0x4B
+    GONE = 0x4C
 
     @property
     def is_command(self) -> bool:

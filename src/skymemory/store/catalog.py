@@ -13,6 +13,7 @@ from skymemory.store.probing import Prober
 from skymemory.store.shared_index import SharedIndex
 
 _REMEMBERED_LINKS = 1 << 17
+_LONGEST_CHAIN = 4096
 
 
 class Catalog:
@@ -62,7 +63,7 @@ class Catalog:
 
     def _remember_chain(self, keys: Sequence[bytes]) -> None:
         """A sequence of keys is a chain (see ``base``): the index needs to know which key follows which."""
-        if self.index is None or len(keys) < 2:
+        if len(keys) < 2:
             return
         parent: bytes | None = None
         for depth, key in enumerate(keys):
@@ -70,6 +71,18 @@ class Catalog:
             parent = key
         while len(self._links) > _REMEMBERED_LINKS:
             self._links.popitem(last=False)
+
+    def before(self, key: bytes) -> list[ValueInfo]:
+        """What is known of the blocks before ``key`` in its chain, the first one first; no further than is known."""
+        chain: list[bytes] = []
+        parent = self._links.get(key, (0, None))[1]
+        while parent is not None and len(chain) < _LONGEST_CHAIN:
+            chain.append(parent)
+            parent = self._links.get(parent, (0, None))[1]
+        chain.reverse()
+        if self.index is not None:
+            return list(self.find(chain[:1] + chain[1:]).values()) if chain else []
+        return [self._known[known] for known in chain if known in self._known]
 
     def take(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
         """Infos of the distinct keys that are there, in order; what a probing ``prefix`` learned is used once."""

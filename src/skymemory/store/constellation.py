@@ -14,9 +14,7 @@ import numpy as np
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
-from skymemory.protocol import messages
 from skymemory.protocol.client import Finished
-from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import Op
@@ -40,6 +38,7 @@ from skymemory.store.probing import Prober
 from skymemory.store.rooms import Rooms
 from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
+from skymemory.store.upkeep import Upkeep
 
 _GONE = ("missing", "corrupt", "other version")
 
@@ -66,6 +65,7 @@ class ConstellationStore(TwoPhase):
         self._stores: set[StoreTicket] = set()
         self._rooms = Rooms()
         self._counters = Counters()
+        self._upkeep = Upkeep(driver, sky, self._catalog, self._counters)
         self._prefetcher = Prefetcher(driver, sky, self._catalog, self._counters)
         self._bytes_per_s = 1e9
         self._closed = False
@@ -78,6 +78,7 @@ class ConstellationStore(TwoPhase):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)
+        self._upkeep.hear()
         infos = self._catalog.find(keys)
         now_s = self._driver.now_s()
         pending = {key for ticket in list(self._stores) if ticket.expires_s > now_s for key, _ in ticket.items}
@@ -87,7 +88,9 @@ class ConstellationStore(TwoPhase):
         ]  # fmt: skip
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        return self._catalog.prefix(self._check(keys))
+        keys = self._check(keys)
+        self._upkeep.hear()
+        return self._catalog.prefix(keys)
 
     # --- loading ---
 
@@ -123,7 +126,7 @@ class ConstellationStore(TwoPhase):
         outs: dict[int, memoryview] = {}
         at = 0
         with self._driver.lock:
-            for info in infos:
+            for info in reversed(infos):  # the first becomes the most recently used: a chain loses its end first
                 out = room[at : at + info.value_bytes]
                 outs[self._driver.machine.get(info, out, self._driver.now_s())] = out
                 at += info.value_bytes
@@ -143,9 +146,11 @@ class ConstellationStore(TwoPhase):
                 self._counters.add("failures", label=report.failure)
                 if report.failure in _GONE:
                     gone.append(outcome.info)
-        if gone:
+        if gone and self.settings.lazy_eviction:
             self._counters.add("values_evicted_lazily", len(gone))
-            self._evict(gone)
+            self._upkeep.evict(gone)
+        elif gone:
+            self._catalog.remove([info.key for info in gone])
         return outcomes, values
 
     def _key_report(self, outcome: Finished | None) -> KeyReport:
@@ -180,7 +185,8 @@ class ConstellationStore(TwoPhase):
         started_s = self._driver.now_s()
         try:
             with self._driver.lock:
-                begun = {key: self._begin_put(key, value) for key, value in dict(ticket.items).items()}
+                last_first = reversed(dict(ticket.items).items())
+                begun = {key: self._begin_put(key, value) for key, value in last_first}
                 finished = self._driver.run(begun.values())
         finally:
             self._stores.discard(ticket)
@@ -192,9 +198,12 @@ class ConstellationStore(TwoPhase):
             if not outcome.ok:
                 self._counters.add("failures", label=outcome.report.failure)
         if failed:
-            self._evict(failed)
-        infos = [outcome.info for outcome in stored.values() if outcome.info is not None]
+            self._upkeep.evict(failed)
+        infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
         self._catalog.add(infos, self._driver.now_s())
+        if ticket.items:
+            self._upkeep.touch_before(ticket.items[0][0])
+        self._upkeep.hear()
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
         self._counters.add("stored", len(stored))
@@ -218,41 +227,23 @@ class ConstellationStore(TwoPhase):
     # --- the rest of the contract ---
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Satellites refresh what they serve; there is no message that only refreshes."""
-        self._check(keys)
+        """A hint to the satellites: nobody answers."""
+        self._upkeep.touch(self._check(keys))
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Satellites know no pins: nothing can be promised, so nothing is."""
-        return [False] * len(self._check(keys))
+        """True where every satellite with chunks of the value promised; each pins up to half of its memory."""
+        return self._upkeep.pin(self._check(keys), ttl_s)
+
+    def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """Have values forgotten after ``ttl_s`` seconds (infinite: no more). True where all their satellites will."""
+        return self._upkeep.expire(self._check(keys), ttl_s)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool]:
         keys = self._check(keys)
         infos = self._catalog.find(keys)
         if infos:
-            self._evict(list(infos.values()))
+            self._upkeep.evict(list(infos.values()))
         return [key in infos for key in keys]
-
-    def _evict(self, infos: Sequence[ValueInfo]) -> None:
-        """Ask every satellite that may hold chunks of these values to forget them; forget them here."""
-        machine = self._driver.machine
-        now_s = self._driver.now_s()
-        moves = machine.moves(now_s)
-        by_satellite: dict[object, list[bytes]] = {}
-        for info in infos:
-            for near in (moves, (moves[0] - 1, moves[1]), (moves[0], moves[1] - 1)):
-                servers = self._sky.servers_at(info.strategy, info.servers, info.set_moves, near)
-                for satellite in servers[: info.chunks]:
-                    keys = by_satellite.setdefault(satellite, [])
-                    if not keys or keys[-1] != info.key:
-                        keys.append(info.key)
-        with self._driver.lock:
-            asked = [
-                machine.ask(Op.EVICT, messages.pack_keys(keys[at : at + MAX_KEYS_PER_PACKET]), satellite, now_s)  # type: ignore[arg-type]
-                for satellite, keys in by_satellite.items()
-                for at in range(0, len(keys), MAX_KEYS_PER_PACKET)
-            ]
-            self._driver.run(asked)
-        self._catalog.remove([info.key for info in infos])
 
     def synchronise(self) -> bool:
         """Ask the centre how far the box has moved (an operator may have pushed it); whether it answered."""

@@ -21,6 +21,8 @@ class SkySettings:
     servers: int = 10
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     memory_per_satellite_bytes: int = 0
+    lazy_eviction: bool = True
+    """Whether who finds a value with a chunk gone evicts the rest of it."""
 
     @property
     def strategy_code(self) -> int:

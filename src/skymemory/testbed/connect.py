@@ -91,5 +91,7 @@ def store_of(
 ) -> ConstellationStore:
     """The store over a constellation that runs by ``plan``."""
     client = client_of(plan, cast(Access, access), expected_round_trip_s(plan, access), give_up_s)
-    settings = SkySettings(plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes)
+    settings = SkySettings(
+        plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes, plan.memory_policy.lazy
+    )  # fmt: skip
     return ConstellationStore(client, sky_of(plan), settings, index=index)

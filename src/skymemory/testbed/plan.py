@@ -18,6 +18,7 @@ from skymemory.errors import InvalidInput
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import check_servers, parse_strategy
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
+from skymemory.testbed.memory_policy import MemoryPolicy
 
 DEFAULT_HOSTS = 5
 DEFAULT_BASE_PORT = 26_000
@@ -131,6 +132,7 @@ class ConstellationPlan:
     epoch_s: float = 0.0
     time_scale: float = 0.0
     faults: Faults = field(default_factory=Faults)
+    memory_policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     pushed_slot_moves: int = 0
     pushed_plane_moves: int = 0
     """Moves that operators added to the clock by hand: ``rotate`` writes them here, for hosts that start later."""
@@ -261,6 +263,7 @@ def make_plan(
     epoch_s: float = 0.0,
     time_scale: float = 0.0,
     faults: Faults | None = None,
+    memory_policy: MemoryPolicy | None = None,
 ) -> ConstellationPlan:
     """A plan with the preset's own defaults where nothing is said; ``hosts`` defaults to five on this
     computer.
@@ -282,4 +285,5 @@ def make_plan(
         epoch_s=epoch_s,
         time_scale=time_scale,
         faults=faults or Faults(),
+        memory_policy=memory_policy or MemoryPolicy(),
     )

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
+from skymemory.testbed.memory_policy import MemoryPolicy
 from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare
 
-Part = TypeVar("Part", ConstellationPlan, HostShare, Faults)
+Part = TypeVar("Part", ConstellationPlan, HostShare, Faults, MemoryPolicy)
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**20
 
@@ -108,6 +109,9 @@ def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan
     fields["hosts"] = tuple(hosts)
     if "faults" in fields:
         fields["faults"] = _build(Faults, _mapping(fields["faults"], Faults, f"{where}: faults"), where)
+    if "memory_policy" in fields:
+        policy = _mapping(fields["memory_policy"], MemoryPolicy, f"{where}: memory_policy")
+        fields["memory_policy"] = _build(MemoryPolicy, policy, where)
     return _build(ConstellationPlan, fields, where)
 
 

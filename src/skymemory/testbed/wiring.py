@@ -52,6 +52,8 @@ def host_spec(plan: ConstellationPlan, host: HostShare, listen: str | None = Non
         clock=clock_of(plan),
         memory_bytes=plan.memory_per_satellite_bytes,
         delay_scale=plan.delay_scale,
+        replacement=plan.memory_policy.replacement,
+        eviction=plan.memory_policy.satellites(),
         faults=FaultInjector(
             loss=faults.loss, duplicate=faults.duplicate, reorder=faults.reorder, corrupt=faults.corrupt,
             seed=faults.seed + plan.hosts.index(host),

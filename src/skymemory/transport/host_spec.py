@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.transport.faults import FaultInjector
 
@@ -31,3 +32,5 @@ class HostSpec:
     link_rate_bit_s: float = 0.0
     faults: FaultInjector | None = None
     routing: RoutingMode = "greedy"
+    replacement: str = "lru"
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)

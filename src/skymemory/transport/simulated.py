@@ -16,6 +16,7 @@ from typing import cast
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
+from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch
@@ -49,6 +50,7 @@ class SimulatedConstellation:
     def __init__(
         self, sky: SkyMap, memory_bytes: int, clock: MoveClock | None = None, delay_s: LinkDelay = no_delay,
         faults: FaultInjector | None = None, routing: RoutingMode = "greedy", offload: bool = True,
+        replacement: str = "lru", eviction: EvictionConfig | None = None,
     ) -> None:  # fmt: skip
         """``offload`` False delivers every datagram by itself, as a kernel without receive offload does."""
         self.sky = sky
@@ -61,6 +63,8 @@ class SimulatedConstellation:
         self._faults = faults
         self._routing: RoutingMode = routing
         self._offload = offload
+        self._replacement = replacement
+        self._eviction = eviction or EvictionConfig()
         self._arrivals: list[_Arrival] = []
         self._order = count()
         self.satellites = {here: self._new_satellite(here) for here in sky.torus.satellites()}
@@ -70,9 +74,10 @@ class SimulatedConstellation:
         self._timers: dict[Node, float] = {}
 
     def _new_satellite(self, here: SatelliteId) -> SatelliteMachine:
-        return SatelliteMachine(
-            SatelliteConfig(here, self._memory_bytes, self._routing), self.sky, self.clock, self.now_s
-        )
+        config = SatelliteConfig(
+            here, self._memory_bytes, self._routing, replacement=self._replacement, eviction=self._eviction
+        )  # fmt: skip
+        return SatelliteMachine(config, self.sky, self.clock, self.now_s)
 
     def kill(self, satellite: SatelliteId) -> None:
         """From now on it neither hears nor speaks; its memory is lost. Said already is said."""

@@ -73,7 +73,8 @@ class UdpHost:
     def _launch(self, name: SatelliteId, endpoint: Endpoint) -> _Satellite:
         sock = BatchSocket(*endpoint)
         config = SatelliteConfig(
-            name, self.spec.memory_bytes, routing=self.spec.routing, credit_bytes=sock.receive_buffer_bytes // 2
+            name, self.spec.memory_bytes, routing=self.spec.routing, credit_bytes=sock.receive_buffer_bytes // 2,
+            replacement=self.spec.replacement, eviction=self.spec.eviction,
         )  # fmt: skip
         satellite = _Satellite(SatelliteMachine(config, self.spec.sky, self.spec.clock, self.now_s()), sock)
         satellite.machine.transport_figures = self._figures

@@ -1,0 +1,214 @@
+"""Is the rest of this block still there? How one satellite finds out, with a bounded number of questions.
+
+Of each key it knows from the placement tag which servers hold chunks, and how many each. Its own share it can count.
+Of the others it asks one (HAS): the server one further in the ring of the key's servers, at the next sweep two further,
+then four: so word of a hole reaches all S servers in about log2 S sweeps, by one question a key and sweep.
+
+Nothing is dropped on a first suspicion. A block may just be being written, or be on its way to other satellites: what
+looks incomplete is looked at again after ``confirm_s``, and dropped only if it still does and the box has not moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import InvalidInput
+from skymemory.metrics import Counters
+from skymemory.placement.locate import Moves
+from skymemory.protocol import messages
+from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.departures import Departures
+from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
+from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.whereabouts import Whereabouts
+from skymemory.protocol.wire import ChunkRef, Op
+
+ANSWER_S = 0.3
+"""How long an answer is waited for; without it a key is taken to be whole."""
+MOST_QUESTIONS = 8
+"""HAS packets of one sweep, and of one handover: so many times 180 keys."""
+
+_FOUND = 1 << 30
+"""Some place has it: no count of the others brings this down to 0."""
+
+
+@dataclass(slots=True)
+class _Question:
+    """One HAS on its way. ``expected``: chunks that the asked satellite must hold of each key."""
+
+    keys: list[bytes]
+    expected: list[int]
+    distance: int
+    asked_s: float
+    lacking: dict[bytes, int]
+    """Shared by the questions about one key: how many places are left that may have it."""
+
+
+@dataclass(slots=True)
+class _Suspect:
+    distance: int
+    """How far round the ring the server is that lacks it; 0: our own share is not whole."""
+    due_s: float
+    moves: Moves = field(default=(0, 0))
+
+
+class Completeness:
+    """Suspicions of one satellite, and how they are cleared or confirmed. ``purge`` is told of dead keys."""
+
+    def __init__(
+        self, here: SatelliteId, confirm_s: float, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
+        departures: Departures, counters: Counters, purge: Callable[[list[bytes], float], None],
+    ) -> None:  # fmt: skip
+        self._here = here
+        self._confirm_s = confirm_s
+        self._store = store
+        self._whereabouts = whereabouts
+        self._sky = sky
+        self._departures = departures
+        self._counters = counters
+        self._purge = purge
+        self._questions: dict[int, _Question] = {}
+        self._suspects: dict[bytes, _Suspect] = {}
+        self._next_request_id = 0x80000000
+
+    @property
+    def next_s(self) -> float:
+        return min((suspect.due_s for suspect in self._suspects.values()), default=math.inf)
+
+    def suspects(self, key: bytes) -> bool:
+        """Whether the key is under suspicion: it is better not handed over yet."""
+        return key in self._suspects
+
+    @property
+    def asking(self) -> bool:
+        """Whether answers are awaited."""
+        return bool(self._questions)
+
+    def look_at(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
+        """Look whether these keys, which are here, are whole: our own share, and the server ``distance`` further.
+
+        ``before`` the box moved, it was elsewhere: then both places are asked, and one that has it will do. Returns
+        those that there was no question left for.
+        """
+        self._questions = {n: q for n, q in self._questions.items() if q.asked_s + ANSWER_S > now_s}
+        by_place: dict[SatelliteId, tuple[list[bytes], list[int]]] = {}
+        lacking: dict[bytes, int] = {}
+        packets, left = 0, list[bytes]()
+        for key in keys:
+            ref = self._ref(key)
+            if ref is None:
+                continue
+            if not self._own_share_is_whole(key):
+                self._suspect(key, 0, now_s)
+                continue
+            ring = min(ref.tag.servers, ref.chunks)
+            server = (ref.tag.server + distance) % ring
+            places = self._places(ref, server, before) if server != ref.tag.server else []
+            fresh = sum(len(by_place.get(place, ((), ()))[0]) % MAX_KEYS_PER_PACKET == 0 for place in places)
+            if not places:
+                continue
+            if packets + fresh > MOST_QUESTIONS:
+                left.append(key)
+                continue
+            packets += fresh
+            lacking[key] = len(places)
+            for place in places:
+                asked, expected = by_place.setdefault(place, ([], []))
+                asked.append(key)
+                expected.append(_chunks_of(server, ref))
+        for place, (asked, expected) in by_place.items():
+            for at in range(0, len(asked), MAX_KEYS_PER_PACKET):
+                page = slice(at, at + MAX_KEYS_PER_PACKET)
+                self._ask(place, _Question(asked[page], expected[page], distance, now_s, lacking))
+        return left
+
+    def answered(self, packet: Packet, now_s: float) -> None:
+        """A PRESENCE for us."""
+        question = self._questions.pop(packet.header.request_id, None)
+        presences = messages.unpack_presences(packet.body)
+        if question is None or len(presences) != len(question.keys):
+            return
+        same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._whereabouts.moves
+        for key, expected, presence in zip(question.keys, question.expected, presences, strict=True):
+            if presence is not None and presence.held >= expected:
+                self._suspects.pop(key, None)
+                question.lacking[key] = _FOUND
+            else:
+                question.lacking[key] -= 1
+                if question.lacking[key] == 0 and same_moves:
+                    self._suspect(key, question.distance, now_s)
+
+    def handle_timer(self, now_s: float) -> None:
+        """Look again at what is due; what has been suspected twice is dead."""
+        due = [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]
+        again: dict[int, list[bytes]] = {}
+        dead = []
+        for key in due:
+            suspect = self._suspects[key]
+            moved = suspect.moves != self._whereabouts.moves
+            if self._ref(key) is None or moved:
+                del self._suspects[key]
+            elif suspect.distance == 0:
+                del self._suspects[key]
+                if not self._own_share_is_whole(key):
+                    dead.append(key)
+            else:
+                suspect.due_s = now_s + self._confirm_s
+                again.setdefault(suspect.distance, []).append(key)
+        self._drop(dead, now_s)
+        for distance, keys in again.items():
+            for key in self.look_at(keys, distance, now_s):
+                self._suspects.pop(key, None)
+
+    def _suspect(self, key: bytes, distance: int, now_s: float) -> None:
+        known = self._suspects.get(key)
+        if known is not None and known.distance == distance > 0 and known.moves == self._whereabouts.moves:
+            del self._suspects[key]
+            self._drop([key], now_s)
+        elif known is None:
+            self._suspects[key] = _Suspect(distance, now_s + self._confirm_s, self._whereabouts.moves)
+
+    def _drop(self, dead: list[bytes], now_s: float) -> None:
+        dead = [key for key in dead if self._ref(key) is not None]
+        if dead:
+            self._purge(dead, now_s)
+
+    def _ask(self, place: SatelliteId, question: _Question) -> None:
+        number = self._next_request_id
+        self._next_request_id = 0x80000000 | (number + 1) & 0x3FFFFFFF
+        self._questions[number] = question
+        self._counters.add("questions_asked")
+        self._departures.command(Op.HAS, place, number, messages.pack_keys(question.keys), question.asked_s)
+
+    def _ref(self, key: bytes) -> ChunkRef | None:
+        share = self._store.shares.get(key)
+        return ChunkRef.unpack(share[min(share)][0]) if share else None
+
+    def _own_share_is_whole(self, key: bytes) -> bool:
+        """Whether all chunks are here that belong to the servers of which we hold any."""
+        share = self._store.shares[key]
+        ref = ChunkRef.unpack(share[min(share)][0])
+        held: dict[int, int] = {}
+        for index in share:
+            server = index % ref.tag.servers
+            held[server] = held.get(server, 0) + 1
+        return all(count >= _chunks_of(server, ref) for server, count in held.items())
+
+    def _places(self, ref: ChunkRef, server: int, before: Moves | None) -> Sequence[SatelliteId]:
+        """Where that server is now, and where it was; empty where that is this satellite itself."""
+        tag, places = ref.tag, list[SatelliteId]()
+        for moves in dict.fromkeys((self._whereabouts.moves, before or self._whereabouts.moves)):
+            try:
+                placement = self._sky.placement(tag.strategy, tag.servers)
+            except InvalidInput:
+                return ()
+            places.append(placement.locate(server, (tag.slot_moves, tag.plane_moves), moves))
+        return () if self._here in places else tuple(dict.fromkeys(places))
+
+
+def _chunks_of(server: int, ref: ChunkRef) -> int:
+    """How many chunks of the value its server ``server`` (0-based) holds."""
+    return -(-(ref.chunks - server) // ref.tag.servers)

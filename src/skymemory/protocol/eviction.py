@@ -1,0 +1,64 @@
+"""Which of the four ways to evict the remains of a dead block are on: what a constellation's plan says of them.
+
+A block with a chunk gone is dead; its other chunks are *dead bytes* until somebody drops them (SkyMemory paper §3.9):
+
+- ``lazy``: the client that finds the hole evicts the rest;
+- ``gossip``: the satellite that evicts tells the box (``gossip-plane``: only the plane that look-ups ask);
+- ``periodic``: satellites ask each other now and then whether the rest of what they hold is still there;
+- ``migration``: they ask before they hand chunks over, and nothing dead is carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skymemory.errors import InvalidInput
+
+EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionConfig:
+    """What one satellite does about dead blocks. Times in seconds.
+
+    ``pin_share`` is the share of the memory that may be pinned; ``notice_hold_s`` how long evicted keys are gathered
+    before they are told, and ``confirm_s`` how long after a first suspicion a second look is taken: longer than a value
+    takes to be written.
+    """
+
+    gossip: bool = False
+    plane_only: bool = False
+    periodic: bool = False
+    migration: bool = False
+    sweep_s: float = 30.0
+    notice_hold_s: float = 0.05
+    confirm_s: float = 2.0
+    pin_share: float = 0.5
+
+    @classmethod
+    def of(cls, policies: Sequence[str], sweep_s: float = 30.0) -> EvictionConfig:
+        """What satellites do under these policies (``lazy`` is the clients' affair)."""
+        plane_only = "gossip-plane" in policies
+        return cls(
+            plane_only or "gossip" in policies, plane_only, "periodic" in policies, "migration" in policies, sweep_s
+        )  # fmt: skip
+
+
+def parse_policies(text: str) -> tuple[str, ...]:
+    """``lazy,gossip`` → their names; ``none`` → none.
+
+    Raises:
+        InvalidInput: an unknown name, or both ways to gossip.
+    """
+    names = tuple(dict.fromkeys(name for part in text.lower().split(",") if (name := part.strip())))
+    if names == ("none",):
+        return ()
+    for name in names:
+        if name not in EVICTION_POLICIES:
+            raise InvalidInput(f"eviction {name!r}: expected some of {', '.join(EVICTION_POLICIES)}, or none")
+    if not names:
+        raise InvalidInput(f"eviction {text!r}: expected some of {', '.join(EVICTION_POLICIES)}, or none")
+    if "gossip" in names and "gossip-plane" in names:
+        raise InvalidInput("eviction: gossip tells the whole box, gossip-plane one plane of it; choose one of them")
+    return names

@@ -1,0 +1,122 @@
+"""All that a satellite does about blocks that are dead, kept or to be forgotten; one thing to call for its machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.metrics import Counters
+from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.completeness import ANSWER_S, Completeness
+from skymemory.protocol.departures import Departures
+from skymemory.protocol.handover import Burst, Handover
+from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
+from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.notices import Notices
+from skymemory.protocol.retention import Retention
+from skymemory.protocol.satellite_config import SatelliteConfig
+from skymemory.protocol.whereabouts import Whereabouts
+from skymemory.protocol.wire import Address, Op
+
+_SWEEP_PAGES = 8
+
+
+class Forgetting:
+    """Gossip, sweeps, the look before a handover, pins and expiries of one satellite."""
+
+    def __init__(
+        self, satellite: SatelliteConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
+        departures: Departures, counters: Counters, handover: Handover, now_s: float,
+    ) -> None:  # fmt: skip
+        self._here = here = satellite.address
+        self._config = config = satellite.eviction
+        self._store = store
+        self._whereabouts = whereabouts
+        self._counters = counters
+        self._handover = handover
+        self.retention = Retention(store, departures, counters, config.pin_share)
+        self._notices = Notices(
+            here, config, store, whereabouts, sky, departures, counters, lambda: 0 if handover.at_rest else 1, now_s
+        )  # fmt: skip
+        self._completeness = Completeness(
+            here, config.confirm_s, store, whereabouts, sky, departures, counters, self._purge
+        )  # fmt: skip
+        self._sweep_s = now_s + config.sweep_s if config.periodic else math.inf
+        self._sweeps = 0
+        self._swept_to = b""
+        self._swept_moves = whereabouts.moves
+        self.handlers: dict[Op, Callable[[Packet, float], None]] = {
+            Op.NOTICE: self._notices.receive, Op.RETAIN: self.retention.receive,
+            Op.RETAINED: self.retention.answered, Op.PRESENCE: self._presence,
+        }  # fmt: skip
+
+    def next_timer_s(self) -> float | None:
+        due_s = min(self._notices.due_s, self.retention.next_s, self._sweep_s, self._completeness.next_s)
+        return due_s if due_s < math.inf else None
+
+    def handle_timer(self, now_s: float) -> None:
+        self._notices.send_due(now_s)
+        self.retention.handle_timer(now_s)
+        self._completeness.handle_timer(now_s)
+        if now_s >= self._sweep_s:
+            self._sweep_s = now_s + self._config.sweep_s
+            self._sweep(now_s)
+
+    def gather(self, now_s: float) -> None:
+        """Packets were taken: something may have been evicted for them."""
+        self._notices.gather(now_s)
+
+    # --- around a handover ---
+
+    def box_moved(self, now_s: float) -> None:
+        """The box has moved by one step (or more): ask whether what must leave is whole, before it is handed over."""
+        moves, before = self._whereabouts.moves, self._whereabouts.before
+        if not self._config.migration or abs(moves[0] - before[0]) + abs(moves[1] - before[1]) != 1:
+            return
+        leaving = [
+            name[0]
+            for tag, names in self._store.names_by_tag().items()
+            if self._whereabouts.home_of_tag(tag) != self._here
+            for name in names
+        ]
+        self._completeness.look_at(dict.fromkeys(leaving), 1, now_s, before)
+        if self._completeness.asking:
+            self._handover.fresh_from_s = now_s + ANSWER_S
+
+    def _presence(self, packet: Packet, now_s: float) -> None:
+        self._completeness.answered(packet, now_s)
+        if not self._completeness.asking:
+            self._handover.fresh_from_s = 0.0
+
+    def to_send(self, burst: Burst, now_s: float) -> None:
+        """Take out of a burst what looks dead: it is looked at again when that is settled."""
+        if self._completeness.next_s < math.inf:
+            waiting = [name for name in burst.names if self._completeness.suspects(name[0])]
+            for name in waiting:
+                self._handover.stray(name, now_s + 2 * self._config.confirm_s)
+            if waiting:
+                self._handover.forget(burst, waiting)
+
+    def handed_over(self, there: Address, key: bytes, now_s: float) -> None:
+        """Chunks of this key arrived there."""
+        self.retention.handed_over(SatelliteId(there.plane, there.slot), key, now_s)
+
+    # --- sweeps ---
+
+    def _sweep(self, now_s: float) -> None:
+        """Look at the next so many keys, at a distance that doubles with each round over all of them."""
+        still = self._whereabouts.moves == self._swept_moves and self._handover.at_rest
+        self._swept_moves = self._whereabouts.moves
+        if not still:
+            return
+        keys = self._store.keys_after(self._swept_to, _SWEEP_PAGES * MAX_KEYS_PER_PACKET)
+        left = self._completeness.look_at(keys, 1 << self._sweeps % 10, now_s)
+        done = [key for key in keys if not left or key < left[0]]
+        self._swept_to = done[-1] if done and (left or len(keys) == _SWEEP_PAGES * MAX_KEYS_PER_PACKET) else b""
+        self._sweeps += not self._swept_to
+
+    def _purge(self, keys: list[bytes], now_s: float) -> None:
+        self._counters.add("chunks_purged", sum(self._store.remove_key(key, "evicted") for key in keys))
+        for at in range(0, len(keys), MAX_KEYS_PER_PACKET):
+            self._notices.tell_ground(tuple(keys[at : at + MAX_KEYS_PER_PACKET]), now_s)

@@ -1,0 +1,195 @@
+"""Eviction gossip: who evicts part of a block tells the other satellites of its box, and the ground hosts it knows.
+
+A NOTICE is flooded link by link within a rectangle of satellites, each of which passes it on once; a satellite outside
+the rectangle passes it on towards its centre. Several evict the same block at the same time, since they hold the same
+blocks in the same order: so notices wait a moment, and who meanwhile hears of a key has nothing left to tell of it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.metrics import Counters
+from skymemory.protocol import messages
+from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.departures import Departures
+from skymemory.protocol.eviction import EvictionConfig
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, Packet
+from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.whereabouts import Whereabouts
+from skymemory.protocol.wire import TAG_OFFSET, Address, Op
+
+_NOTICE = struct.Struct(">IIIHHHHBBH")
+_TOLD = 0x01
+_REMEMBERED_NOTICES = 4096
+_GROUND_HOSTS_TOLD = 8
+"""The ground hosts heard of last; each gets a packet for every notice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Satellites around ``centre``, so many rows and columns to each side."""
+
+    centre: SatelliteId
+    north: int
+    south: int
+    west: int
+    east: int
+
+    def holds(self, satellite: SatelliteId, torus: Torus) -> bool:
+        row = (satellite.plane - self.centre.plane + self.north) % torus.planes
+        column = (satellite.slot - self.centre.slot + self.west) % torus.slots_per_plane
+        return row <= self.north + self.south and column <= self.west + self.east
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """``origin`` and ``number`` name it; ``hops`` links are left; ``told``: the origin's ground hosts know already."""
+
+    origin: Address
+    number: int
+    region: Region
+    hops: int
+    told: bool
+    keys: tuple[bytes, ...]
+
+    def pack(self) -> bytes:
+        area = self.region
+        head = _NOTICE.pack(
+            self.origin.pack(), self.number, Address(*area.centre).pack(), area.north, area.south, area.west, area.east,
+            self.hops, _TOLD if self.told else 0, len(self.keys),
+        )  # fmt: skip
+        return head + b"".join(self.keys)
+
+    @classmethod
+    def unpack(cls, body: Buffer) -> Notice:
+        if len(body) < _NOTICE.size:
+            raise MalformedPacket(f"NOTICE of {len(body)} bytes: expected {_NOTICE.size} and keys")
+        origin, number, centre, north, south, west, east, hops, flags, count = _NOTICE.unpack_from(body)
+        if not 1 <= count <= MAX_KEYS_PER_PACKET or len(body) != _NOTICE.size + count * KEY_BYTES:
+            raise MalformedPacket(f"NOTICE of {count} keys in {len(body)} bytes")
+        keys = tuple(bytes(body[at : at + KEY_BYTES]) for at in range(_NOTICE.size, len(body), KEY_BYTES))
+        middle = Address.unpack(centre)
+        region = Region(SatelliteId(middle.plane, middle.slot), north, south, west, east)
+        return cls(Address.unpack(origin), number, region, hops, bool(flags & _TOLD), keys)
+
+
+class Notices:
+    """What one satellite tells and hears. ``margin`` says by how many rows and columns a box may just be off."""
+
+    def __init__(
+        self, here: SatelliteId, config: EvictionConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
+        departures: Departures, counters: Counters, margin: Callable[[], int], now_s: float,
+    ) -> None:  # fmt: skip
+        self._here = here
+        self._config = config
+        self._store = store
+        self._whereabouts = whereabouts
+        self._sky = sky
+        self._departures = departures
+        self._counters = counters
+        self._margin = margin
+        self._evicted: dict[bytes, bytes] = {}
+        if config.gossip:
+            store.evicted = self._evicted
+        self._due_s = math.inf
+        self._number = int(now_s * 1000) & 0xFFFFFFFF
+        """Whoever comes back empty must not repeat the numbers that others remember of it."""
+        self._seen: OrderedDict[tuple[Address, int], None] = OrderedDict()
+
+    @property
+    def due_s(self) -> float:
+        """When ``send_due`` has something to say; infinite: not known."""
+        return self._due_s
+
+    def gather(self, now_s: float) -> None:
+        """To be called when something may have been evicted."""
+        if self._evicted and self._due_s == math.inf:
+            self._due_s = now_s + self._config.notice_hold_s
+
+    def send_due(self, now_s: float) -> None:
+        """Tell of what was evicted and not stored again since, and drop what is left of it here."""
+        if now_s < self._due_s:
+            return
+        self._due_s = math.inf
+        by_region: dict[Region, list[bytes]] = {}
+        for key, ref in self._evicted.items():
+            by_region.setdefault(self._region(ref), []).append(key)
+        self._evicted.clear()
+        for region, keys in by_region.items():
+            self._purge(keys)
+            for at in range(0, len(keys), MAX_KEYS_PER_PACKET):
+                self._begin(region, tuple(keys[at : at + MAX_KEYS_PER_PACKET]), now_s)
+
+    def receive(self, packet: Packet, now_s: float) -> None:
+        """Drop the keys, tell our ground hosts unless the origin told its own, and pass it on, once."""
+        notice = Notice.unpack(packet.body)
+        if packet.header.ground or packet.header.source.shell:
+            raise MalformedPacket("NOTICE of a ground host: only satellites know what they evict")
+        name = (notice.origin, notice.number)
+        if name in self._seen:
+            self._counters.add("notices_repeated")
+            return
+        self._remember(name)
+        self._purge(notice.keys)
+        for key in notice.keys:
+            self._evicted.pop(key, None)
+        told = notice.told or self.tell_ground(notice.keys, now_s)
+        source = SatelliteId(packet.header.source.plane, packet.header.source.slot)
+        self._pass_on(replace(notice, told=told), source, now_s)
+
+    def tell_ground(self, keys: tuple[bytes, ...], now_s: float) -> bool:
+        """The ground hosts that we know hear that these values are gone; whether there are any."""
+        told = self._departures.tell_ground(Op.GONE, messages.pack_keys(keys), _GROUND_HOSTS_TOLD, now_s)
+        return told > 0
+
+    def _purge(self, keys: list[bytes] | tuple[bytes, ...]) -> None:
+        self._counters.add("chunks_purged", sum(self._store.remove_key(key, "evicted") for key in keys))
+
+    def _begin(self, region: Region, keys: tuple[bytes, ...], now_s: float) -> None:
+        self._number = (self._number + 1) & 0xFFFFFFFF
+        origin = Address(*self._here)
+        self._remember((origin, self._number))
+        away = self._sky.torus.hops(self._here, region.centre)
+        hops = min(255, away + region.north + region.south + region.west + region.east + 2)
+        notice = Notice(origin, self._number, region, hops, self.tell_ground(keys, now_s), keys)
+        self._pass_on(notice, None, now_s)
+
+    def _pass_on(self, notice: Notice, source: SatelliteId | None, now_s: float) -> None:
+        if not notice.hops:
+            return
+        torus, region = self._sky.torus, notice.region
+        if region.holds(self._here, torus):
+            targets = [other for other in torus.neighbours(self._here) if region.holds(other, torus)]
+        else:
+            targets = [torus.next_hop(self._here, region.centre)] if region.centre in torus else []
+        body = replace(notice, hops=notice.hops - 1).pack()
+        for target in dict.fromkeys(targets):
+            if target not in (source, self._here):
+                self._counters.add("notices_sent")
+                self._departures.command(Op.NOTICE, target, notice.number, body, now_s)
+
+    def _region(self, ref: bytes) -> Region:
+        """Where the other chunks of an evicted one are: the box of its placement, or one plane of it."""
+        tag = ref[TAG_OFFSET:]
+        servers, strategy = int.from_bytes(tag[0:2], "big"), tag[4]
+        set_moves = (int.from_bytes(tag[8:12], "big", signed=True), int.from_bytes(tag[12:16], "big", signed=True))
+        more = self._margin()
+        try:
+            placement = self._sky.placement(strategy, servers)
+        except InvalidInput:
+            return Region(self._here, 0, 0, 0, 0)
+        box, centre = placement.box, placement.centre_of(set_moves, self._whereabouts.moves)
+        north, south = (0, 0) if self._config.plane_only else (box.north, box.height - 1 - box.north)
+        return Region(centre, north + more, south + more, box.west + more, box.width - 1 - box.west + more)
+
+    def _remember(self, name: tuple[Address, int]) -> None:
+        self._seen[name] = None
+        if len(self._seen) > _REMEMBERED_NOTICES:
+            self._seen.popitem(last=False)

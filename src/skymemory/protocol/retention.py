@@ -1,0 +1,203 @@
+"""RETAIN: keys touched, pinned until, or to be forgotten at a time; as one satellite keeps such promises.
+
+Times are absolute (milliseconds since the Unix epoch, as the clock of the moves has them), so a repeated packet changes
+nothing and a promise can travel with the chunks when they are handed over.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.metrics import Counters
+from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.departures import Departures
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, Packet
+from skymemory.protocol.wire import Op
+
+_RETAIN = struct.Struct(">HBBQ")
+_RETAINED = struct.Struct(">HH")
+_MOST_EXPIRIES = 1 << 16
+_REPEAT_S = 0.25
+_MOST_ATTEMPTS = 8
+_LATEST_S = 1e12
+"""Later times are this one, some 30,000 years on."""
+
+
+class Retain(IntEnum):
+    """What is asked for: the numbers of the wire."""
+
+    TOUCH = 0
+    """The first key becomes the most recently used, the last the least of them. Not answered."""
+    PIN = 1
+    """Not evicted until then; a time that has passed takes the pin out."""
+    EXPIRE = 2
+    """Forgotten then, pinned or not; a time of 0 means never. A later SET means never, too."""
+
+
+class Kept(IntEnum):
+    """What RETAINED says of each key."""
+
+    ABSENT = 0
+    DONE = 1
+    REFUSED = 2
+    """The share of memory for pins, or the list of expiries, is full."""
+
+
+def pack_retain(what: Retain, until_s: float, keys: Sequence[bytes]) -> bytes:
+    """Body of RETAIN; ``until_s`` in seconds since the epoch."""
+    if not 1 <= len(keys) <= MAX_KEYS_PER_PACKET:
+        raise InvalidInput(f"{len(keys)} keys in one RETAIN: expected 1 to {MAX_KEYS_PER_PACKET}")
+    until_ms = round(until_s * 1000) if 0 <= until_s <= _LATEST_S else 0 if until_s < 0 else round(_LATEST_S * 1000)
+    return _RETAIN.pack(len(keys), what, 0, until_ms) + b"".join(keys)
+
+
+def unpack_retain(body: Buffer) -> tuple[Retain, float, list[bytes]]:
+    if len(body) < _RETAIN.size:
+        raise MalformedPacket(f"RETAIN of {len(body)} bytes: expected {_RETAIN.size} and keys")
+    count, what, _, until_ms = _RETAIN.unpack_from(body)
+    if not 1 <= count <= MAX_KEYS_PER_PACKET or len(body) != _RETAIN.size + count * KEY_BYTES or what > Retain.EXPIRE:
+        raise MalformedPacket(f"RETAIN {what} of {count} keys in {len(body)} bytes")
+    keys = [bytes(body[at : at + KEY_BYTES]) for at in range(_RETAIN.size, len(body), KEY_BYTES)]
+    return Retain(what), until_ms / 1000, keys
+
+
+def pack_retained(outcomes: Sequence[Kept]) -> bytes:
+    return _RETAINED.pack(len(outcomes), 0) + bytes(outcomes)
+
+
+def unpack_retained(body: Buffer) -> list[Kept]:
+    if len(body) < _RETAINED.size or len(body) != _RETAINED.size + _RETAINED.unpack_from(body)[0]:
+        raise MalformedPacket(f"RETAINED of {len(body)} bytes: not what its count says")
+    codes = bytes(body[_RETAINED.size :])
+    if codes and max(codes) > Kept.REFUSED:
+        raise MalformedPacket(f"RETAINED says {max(codes)} of a key: expected {Kept.REFUSED} at most")
+    return [Kept(code) for code in codes]
+
+
+@dataclass(slots=True)
+class _Handed:
+    """A promise on its way to the satellite that now has the chunks."""
+
+    there: SatelliteId
+    body: bytes
+    due_s: float
+    attempts: int = 1
+
+
+class Retention:
+    """The promises of one satellite. ``pin_share`` of its memory may be pinned."""
+
+    def __init__(self, store: ChunkStore, departures: Departures, counters: Counters, pin_share: float) -> None:
+        self._store = store
+        self._departures = departures
+        self._counters = counters
+        self._pin_bytes = int(store.limit_bytes * pin_share)
+        self._pins: dict[bytes, float] = {}
+        self._expiries: dict[bytes, float] = {}
+        self._next_s = math.inf
+        self._handed: dict[int, _Handed] = {}
+        self._next_request_id = 0x40000000
+
+    @property
+    def next_s(self) -> float:
+        """When ``handle_timer`` has something to do: not after it, perhaps before."""
+        return min([self._next_s, *(handed.due_s for handed in self._handed.values())])
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self._store.share_bytes(key) for key in self._pins if self._store.is_shielded(key))
+
+    def receive(self, packet: Packet, now_s: float) -> None:
+        """A RETAIN for us."""
+        what, until_s, keys = unpack_retain(packet.body)
+        if what is Retain.TOUCH:
+            for key in reversed(keys):
+                self._store.refresh(key)
+            return
+        promise = self._pin if what is Retain.PIN else self._expire
+        outcomes = [promise(key, until_s, now_s) if key in self._store.shares else Kept.ABSENT for key in keys]
+        self._departures.reply(packet.header, Op.RETAINED, pack_retained(outcomes), now_s)
+
+    def _pin(self, key: bytes, until_s: float, now_s: float) -> Kept:
+        if until_s <= now_s:
+            self._pins.pop(key, None)
+            self._store.unshield(key)
+            return Kept.DONE
+        if not self._store.is_shielded(key):
+            if self.pinned_bytes + self._store.share_bytes(key) > self._pin_bytes:
+                self._counters.add("pins_refused")
+                return Kept.REFUSED
+            self._store.shield(key)
+        self._pins[key] = until_s
+        self._next_s = min(self._next_s, until_s)
+        return Kept.DONE
+
+    def _expire(self, key: bytes, until_s: float, now_s: float) -> Kept:
+        if not until_s:
+            self._expiries.pop(key, None)
+        elif until_s <= now_s:
+            self._forget(key)
+        elif len(self._expiries) >= _MOST_EXPIRIES and key not in self._expiries:
+            return Kept.REFUSED
+        else:
+            self._expiries[key] = until_s
+            self._next_s = min(self._next_s, until_s)
+        return Kept.DONE
+
+    def stored(self, key: bytes) -> None:
+        """A writer stored the key anew: what was said of when to forget it is void."""
+        if self._expiries:
+            self._expiries.pop(key, None)
+
+    def handle_timer(self, now_s: float) -> None:
+        if now_s >= self._next_s:
+            for key in [key for key, until_s in self._pins.items() if until_s <= now_s]:
+                del self._pins[key]
+                self._store.unshield(key)
+            for key in [key for key, until_s in self._expiries.items() if until_s <= now_s]:
+                self._forget(key)
+            self._next_s = min([*self._pins.values(), *self._expiries.values()], default=math.inf)
+        for number, handed in list(self._handed.items()):
+            if handed.due_s <= now_s:
+                self._repeat(number, handed, now_s)
+
+    def _forget(self, key: bytes) -> None:
+        self._expiries.pop(key, None)
+        self._pins.pop(key, None)
+        self._counters.add("chunks_expired", self._store.remove_key(key))
+
+    # --- promises move with the chunks ---
+
+    def handed_over(self, there: SatelliteId, key: bytes, now_s: float) -> None:
+        """Another satellite has taken chunks of this key: it must know what we promised."""
+        for what, promises in ((Retain.PIN, self._pins), (Retain.EXPIRE, self._expiries)):
+            until_s = promises.get(key)
+            if until_s is not None and (what is Retain.EXPIRE or self._store.is_shielded(key)):
+                self._hand(there, pack_retain(what, until_s, [key]), now_s)
+
+    def _hand(self, there: SatelliteId, body: bytes, now_s: float) -> None:
+        if any(handed.there == there and handed.body == body for handed in self._handed.values()):
+            return
+        number = self._next_request_id
+        self._next_request_id = 0x40000000 | (number + 1) & 0x3FFFFFFF
+        self._handed[number] = _Handed(there, body, now_s + _REPEAT_S)
+        self._departures.command(Op.RETAIN, there, number, body, now_s)
+
+    def _repeat(self, number: int, handed: _Handed, now_s: float) -> None:
+        if handed.attempts == _MOST_ATTEMPTS:
+            del self._handed[number]
+            return
+        handed.attempts += 1
+        handed.due_s = now_s + _REPEAT_S
+        self._departures.command(Op.RETAIN, handed.there, number, handed.body, now_s)
+
+    def answered(self, packet: Packet, now_s: float) -> None:
+        """RETAINED: whatever it says, the promise has arrived."""
+        unpack_retained(packet.body)
+        self._handed.pop(packet.header.request_id, None)

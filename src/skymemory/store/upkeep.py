@@ -1,0 +1,118 @@
+"""What a store asks of all satellites that may hold chunks of a value: forget it, keep it, note that it matters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import MalformedPacket
+from skymemory.metrics import Counters
+from skymemory.protocol import messages
+from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
+from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.retention import Kept, Retain, pack_retain, unpack_retained
+from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol.wire import Op
+from skymemory.store.catalog import Catalog
+from skymemory.store.driver import ClientDriver
+
+
+class Upkeep:
+    """One question to each satellite concerned, for many values at once."""
+
+    def __init__(self, driver: ClientDriver, sky: SkyMap, catalog: Catalog, counters: Counters) -> None:
+        self._driver = driver
+        self._sky = sky
+        self._catalog = catalog
+        self._counters = counters
+
+    def hear(self) -> None:
+        """What satellites have said they evicted (GONE) leaves the index."""
+        if gone := self._driver.machine.take_gone():
+            self._counters.add("values_gone_by_notice", len(gone))
+            self._catalog.remove(gone)
+
+    def evict(self, infos: Sequence[ValueInfo]) -> None:
+        """Forget these values: here, where their chunks are, and where they were before the last move."""
+        machine, now_s = self._driver.machine, self._driver.now_s()
+        with self._driver.lock:
+            asked = [
+                machine.ask(Op.EVICT, messages.pack_keys(page), satellite, now_s)
+                for satellite, page in self._pages(infos, nearby=True)
+            ]
+            self._driver.run(asked)
+        self._catalog.remove([info.key for info in infos])
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The first key becomes the most recently used. A hint: nobody answers, nothing is repeated."""
+        infos = self._catalog.find(keys)
+        self._touch([infos[key] for key in dict.fromkeys(keys) if key in infos])
+
+    def touch_before(self, key: bytes) -> None:
+        """The blocks before ``key`` in its chain: whatever was just stored behind them is not to outlive them."""
+        self._touch(self._catalog.before(key))
+
+    def _touch(self, infos: Sequence[ValueInfo]) -> None:
+        machine, now_s = self._driver.machine, self._driver.now_s()
+        pages = self._pages(infos, nearby=False)
+        if not pages:
+            return
+        with self._driver.lock:
+            for satellite, page in reversed(pages):
+                machine.cancel(machine.ask(Op.RETAIN, pack_retain(Retain.TOUCH, 0, page), satellite, now_s))
+            self._driver.run(())
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """Pin for so long (0: no more). A value that some satellite cannot pin is not left pinned on the others."""
+        infos = self._catalog.find(keys)
+        kept = self._retain(Retain.PIN, self._driver.now_s() + ttl_s if ttl_s > 0 else 0.0, list(infos.values()))
+        refused = [info for info in infos.values() if not kept[info.key]]
+        if refused and ttl_s > 0:
+            self._retain(Retain.PIN, 0.0, refused)
+        return [kept.get(key, False) for key in keys]
+
+    def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """Forget these values after so long; infinite: never."""
+        until_s = 0.0 if math.isinf(ttl_s) else max(self._driver.now_s() + ttl_s, 0.001)
+        kept = self._retain(Retain.EXPIRE, until_s, list(self._catalog.find(keys).values()))
+        return [kept.get(key, False) for key in keys]
+
+    def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
+        """For each value whether every satellite that holds chunks of it promised."""
+        machine, now_s = self._driver.machine, self._driver.now_s()
+        kept = {info.key: True for info in infos}
+        with self._driver.lock:
+            asked = {
+                machine.ask(Op.RETAIN, pack_retain(what, until_s, page), satellite, now_s): page
+                for satellite, page in self._pages(infos, nearby=False)
+            }
+            answers = self._driver.run(asked)
+        for number, answer in answers.items():
+            page = asked[number]
+            try:
+                outcomes = unpack_retained(answer.body) if answer.ok else []
+            except MalformedPacket:
+                machine.counters.add("packets_malformed")
+                outcomes = []
+            for at, key in enumerate(page):
+                kept[key] = kept[key] and at < len(outcomes) and outcomes[at] is Kept.DONE
+        return kept
+
+    def _pages(self, infos: Iterable[ValueInfo], nearby: bool) -> list[tuple[SatelliteId, list[bytes]]]:
+        """Satellites with the keys that concern them, in the order given, as many as a packet carries at a time."""
+        moves = self._driver.machine.moves(self._driver.now_s())
+        places = [moves, (moves[0] - 1, moves[1]), (moves[0], moves[1] - 1)] if nearby else [moves]
+        by_satellite: dict[SatelliteId, list[bytes]] = {}
+        for info in infos:
+            for near in places:
+                servers = self._sky.servers_at(info.strategy, info.servers, info.set_moves, near)
+                for satellite in servers[: info.chunks]:
+                    keys = by_satellite.setdefault(satellite, [])
+                    if not keys or keys[-1] != info.key:
+                        keys.append(info.key)
+        return [
+            (satellite, keys[at : at + MAX_KEYS_PER_PACKET])
+            for satellite, keys in by_satellite.items()
+            for at in range(0, len(keys), MAX_KEYS_PER_PACKET)
+        ]
