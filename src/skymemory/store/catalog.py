@@ -81,7 +81,7 @@ class Catalog:
             parent = self._links.get(parent, (0, None))[1]
         chain.reverse()
         if self.index is not None:
-            return list(self.find(chain[:1] + chain[1:]).values()) if chain else []
+            return list(self.find(chain).values()) if chain else []
         return [self._known[known] for known in chain if known in self._known]
 
     def take(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:

@@ -11,7 +11,7 @@ from skymemory.protocol.replacement import REPLACEMENTS
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """``eviction``: names of ``protocol.eviction`` with commas between them, or ``none``; ``sweep_s``: between sweeps."""
+    """``eviction``: names of ``protocol.eviction`` with commas between, or ``none``; ``sweep_s``: between sweeps."""
 
     eviction: str = "lazy"
     replacement: str = "lru"
