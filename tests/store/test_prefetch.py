@@ -16,6 +16,7 @@ from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.index.block_info import BlockInfo
+from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.base import LEASE_S, Prefetching, Presence
 from skymemory.store.constellation import ConstellationStore
@@ -151,8 +152,10 @@ def test_a_dead_source_is_a_failure_and_the_entry_stays_for_its_return() -> None
     sky = Sky()
     store = sky.store()
     store.put_many(ITEMS)
-    sky.sim.kill(sorted(sky.around(0.0))[0])
-    assert store.prefetch(KEYS, at=5000.0) == [False] * len(KEYS)
+    dead = sorted(sky.around(0.0))[0]
+    assert dead not in sky.around(2600.0)
+    sky.sim.kill(dead)
+    assert store.prefetch(KEYS, at=2600.0) == [False] * len(KEYS)
     assert store.lookup(KEYS) == [Presence.HIT] * len(KEYS)
 
 
@@ -192,6 +195,24 @@ def test_what_is_left_behind_is_forgotten_a_lease_later() -> None:
     store.prefetch([], at=0.0)
     assert {key: sky.chunks_of(key) for key in KEYS} == chunks
     assert read(store) == VALUES
+
+
+def test_a_reader_who_holds_the_old_entry_still_finds_everything() -> None:
+    """In boxes that overlap, too."""
+    for ahead_slots in (1, 2, 8):
+        sky = Sky()
+        store = sky.store()
+        store.put_many(ITEMS)
+        old = store._catalog.find(KEYS)
+        assert all(store.prefetch(KEYS, at=ahead_slots * SLOT_S + 1))
+        sky.until(LEASE_S - 1)
+        store.prefetch([], at=0.0)
+        late = sky.sim.connect(ClientConfig(9, expected_rtt_s=0.004))
+        for key, value in ITEMS:
+            out = bytearray(len(value))
+            number = late.machine.get(old[key], memoryview(out), late.now_s())
+            outcome = late.run([number])[number]
+            assert outcome.ok and out == value
 
 
 def test_through_loss_and_reordering() -> None:

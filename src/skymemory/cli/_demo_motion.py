@@ -19,7 +19,7 @@ from pathlib import Path
 from skymemory.cli._demo_motion_reader import Reader
 from skymemory.cli._demo_motion_report import MotionReport, counted
 from skymemory.cli._demo_motion_screen import Screen
-from skymemory.cli._demo_motion_watch import Watch, wait_until_all_answer
+from skymemory.cli._demo_motion_watch import Watch, wait_for_answers
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput
@@ -171,8 +171,7 @@ def _closing(flight: _Flight, values: int) -> tuple[int, int]:
         flight.gate.check()
         readable += reader.read(key) or reader.read(key)
     flight.watch.stop()
-    wait_until_all_answer(flight.watch, flight.plan.torus.size, 3.0)
-    answering = flight.watch.ask()
+    answering = wait_for_answers(flight.watch, flight.plan.torus.size, 5.0)
     flight.screen.show(flight.picture(), flight.figures())
     return readable, answering
 

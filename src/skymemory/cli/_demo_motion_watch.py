@@ -70,10 +70,9 @@ class Watch(threading.Thread):
         return frozenset(satellite for satellite, found in list(self._latest.items()) if found["chunks_held"])
 
 
-def wait_until_all_answer(watch: Watch, satellites: int, patience_s: float) -> bool:
-    """Whether every satellite answers within ``patience_s``."""
+def wait_for_answers(watch: Watch, satellites: int, patience_s: float) -> int:
+    """How many satellites answer, as soon as all do or ``patience_s`` is over."""
     deadline_s = time.monotonic() + patience_s
-    while watch.ask() < satellites:
-        if time.monotonic() > deadline_s:
-            return False
-    return True
+    while (answering := watch.ask()) < satellites and time.monotonic() < deadline_s:
+        time.sleep(_EVERY_S / 4)
+    return answering
