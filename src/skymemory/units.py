@@ -78,3 +78,21 @@ def format_duration(seconds: float) -> str:
     if magnitude >= 1e-3:
         return f"{seconds * 1e3:.2f} ms"
     return f"{seconds * 1e6:.1f} µs"
+
+
+_SCALE = re.compile(r"(?:[x×]\s*([0-9.]+)|([0-9.]+)\s*[x×])")
+
+
+def parse_delay(text: str) -> float:
+    """Factor on the delays of the geometry: ``real`` → 1, ``off`` → 0, ``x2`` (or ``×2``, ``2x``) → 2."""
+    word = text.strip().lower()
+    if word in ("real", "off"):
+        return 1.0 if word == "real" else 0.0
+    match = _SCALE.fullmatch(word)
+    try:
+        scale = float(match[1] or match[2]) if match else -1.0
+    except ValueError:
+        scale = -1.0
+    if not 0.0 <= scale <= 1000.0:
+        raise InvalidInput(f"delay {text!r}: expected real, off, or a factor up to 1000 such as x2")
+    return scale

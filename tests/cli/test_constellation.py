@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from skymemory.cli._status import StatusReport, print_status
 from skymemory.cli.main import main
-from skymemory.testbed.plan import Faults
+from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.trajectory import Waypoint
+from skymemory.protocol.messages import HOUSEKEEPING_FIELDS
+from skymemory.testbed.ground import Ground
+from skymemory.testbed.plan import Faults, make_plan
 from skymemory.testbed.plan_file import load_plan
+from skymemory.testbed.supervisor import HostState
+from skymemory.testbed.wiring import tolerated_skew_s
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +43,11 @@ def _main(words: str) -> int:
         ("up --hosts 0", "0 hosts for 5 planes"),
         ("up --strategy spiral", "spiral"),
         ("up --access radio", "radio"),
+        ("up --mask 90", "elevation mask 90"),
+        ("up --host-at 40", "expected LATITUDE,LONGITUDE"),
+        ("up --host-at 91,0", "latitude 91"),
+        ("up --host-path none.txt", "cannot read the waypoints none.txt"),
+        ("up --gateway lowest", "lowest"),
         ("up --delay fast", "expected real, off, or a factor"),
         ("up --memory-per-satellite 1KiB", "hold no chunk"),
         ("up --memory-per-satellite lots", "'lots' is not a size"),
@@ -121,3 +133,31 @@ def test_the_map_is_the_same_as_that_of_layout(capsys: pytest.CaptureFixture[str
     by_alias = capsys.readouterr().out
     assert _main("layout --servers 9") == 0
     assert capsys.readouterr().out == by_alias
+
+
+def test_a_plan_with_a_ship(tmp_path: Path, capsys: pytest.CaptureFixture[str], run_dir: Path) -> None:
+    way, out = tmp_path / "way.txt", tmp_path / "sky.json"
+    way.write_text("0 40 -74\n86400 42 -60  # a day later\n", "utf-8")
+    words = f"--preset starlink-a --access hybrid --mask 15 --gateway climbing --host-path {way}"
+    assert _main(f"constellation plan --out {out} --host 10.0.0.1:2000 {words}") == 0
+    plan = load_plan(out)
+    way_points = (Waypoint(0, 40, -74), Waypoint(86400, 42, -60))
+    assert plan.ground == Ground(mask_deg=15.0, gateway="climbing", waypoints=way_points)
+    assert plan.access == "hybrid"
+
+
+def test_status_names_clocks_that_are_too_far_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan("testbed-19x5", time_scale=100.0)
+    fine: dict[str, int] = dict.fromkeys(HOUSEKEEPING_FIELDS, 0) | {"clock_off_us": 900_000}
+    answers: dict[SatelliteId, dict[str, int] | None] = dict.fromkeys(plan.torus.satellites(), fine)
+    hosts = [HostState(host.name, "elsewhere", None, None, "") for host in plan.hosts]
+    assert tolerated_skew_s(plan) == pytest.approx(1.3, abs=0.01)
+    print_status(StatusReport(plan, hosts, answers, "here"), as_json=False)
+    assert "WARNING" not in capsys.readouterr().out
+    for satellite, _ in plan.addresses_of(plan.hosts[1]):
+        answers[satellite] = fine | {"clock_off_us": 2_500_000}
+    print_status(StatusReport(plan, hosts, answers, "here"), as_json=False)
+    assert "the clocks of 19 satellites and of this computer are up to 2.5 s apart" in capsys.readouterr().out
+    print_status(StatusReport(plan, hosts, answers, "here"), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["clocks_beyond_bound"], report["clock_off_us"]) == (19, 2_500_000)

@@ -246,3 +246,23 @@ def test_five_computers_share_a_plan(sky: Sky, tmp_path: Path) -> None:
         endings = [computer.communicate(timeout=10)[1] for computer in computers]
     assert endings == [""] * 5
     assert [computer.returncode for computer in computers] == [0] * 5
+
+
+@pytest.mark.parametrize("access", ["hybrid", "onboard"])
+def test_hosts_that_see_a_part_of_the_box_and_hosts_on_board(sky: Sky, tmp_path: Path, access: str) -> None:
+    """Real delays, and a real orbit where it takes few satellites: 375 of them, five planes over the poles."""
+    where = ("--preset", "starlink-b", "--hosts", "1", "--host-at", "50,10", "--mask", "10", "--time-scale", "60")
+    started = sky("constellation", "up", "--base-port", "auto", "--access", access, *where)
+    assert started.returncode == 0, started.stderr
+    status = sky.status()
+    assert status["access"] == access and status["healthy"] and status["clocks_beyond_bound"] == 0
+    assert status["strategy"] == ("hop" if access == "onboard" else "rotation_hop")
+    value = os.urandom(200_000)
+    (tmp_path / "value.bin").write_bytes(value)
+    assert sky("kv", "put", str(tmp_path / "value.bin")).returncode == 0
+    for _ in range(3):
+        assert sky("kv", "get", "value.bin", "--out", str(tmp_path / "back.bin")).returncode == 0
+        assert (tmp_path / "back.bin").read_bytes() == value
+    other = sky("kv", "get", "value.bin", "--access", "los" if access == "onboard" else "onboard")
+    assert other.returncode == 2 and "stands still" in other.stderr
+    assert (sky("constellation", "rotate").returncode == 0) == (access == "hybrid")

@@ -12,7 +12,7 @@ from skymemory.native import twin
 from skymemory.protocol import messages
 from skymemory.protocol.segments import SegmentBatch, single
 from skymemory.protocol.selection import MAX_SELECTION_BITS, Selection
-from skymemory.protocol.space_packet import MAX_PACKET_BYTES, pack_command, pack_telemetry, parse_header
+from skymemory.protocol.space_packet import MAX_PACKET_BYTES, made_at_s, pack_command, pack_telemetry, parse_header
 from skymemory.protocol.wire import (
     MAX_CHUNK_BYTES,
     MAX_MOVES,
@@ -158,3 +158,10 @@ def test_batches_know_their_packets():
     assert (run.count, run.total_bytes) == (3, 20)
     assert run.datagrams() == [headers[:8], headers[8:16], headers[16:]]
     assert single(PING).datagrams() == [PING]
+
+
+@pytest.mark.parametrize("now_s", [0.0, 1.7e9, 2**32 - 0.5, 2**32 + 3.0])
+@pytest.mark.parametrize("ahead_s", [0.0, -0.25, 12.5, -3600.0])
+def test_when_telemetry_was_made_is_told_across_the_wrap_of_the_seconds(now_s, ahead_s):
+    packet = memoryview(pack_telemetry((now_s + ahead_s) % 2**32, 0, 60))
+    assert made_at_s(packet, now_s) - now_s == pytest.approx(ahead_s, abs=2e-5)

@@ -14,21 +14,25 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.presets import PRESETS, preset_named
 from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.trajectory import Waypoint
+from skymemory.constellation.visibility import GroundHost, anchor
 from skymemory.errors import InvalidInput, UnknownPreset
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Placement
 from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.protocol.pointing import ACCESS_MODES
+from skymemory.testbed.ground import Ground
 from skymemory.testbed.plan import (
     ConstellationPlan,
     Faults,
     HostShare,
     local_hosts,
     make_plan,
-    parse_delay,
     remote_hosts,
 )
 from skymemory.testbed.plan_file import from_json, load_plan, save_plan, to_json
 from skymemory.testbed.wiring import sky_of
+from skymemory.units import parse_delay
 
 
 def test_the_default_is_the_papers_testbed() -> None:
@@ -67,19 +71,45 @@ def plans(draw: st.DrawFn) -> ConstellationPlan:
         hosts=local_hosts(preset, hosts, draw(st.integers(1, 40_000))),
         servers=draw(st.integers(1, torus.size)),
         strategy=draw(st.sampled_from(["rotation", "hop", "rotation_hop", "cost", "baseline"])),
-        access=draw(st.sampled_from(["los", "gateway"])),
+        access=draw(st.sampled_from(ACCESS_MODES)),
         chunk_bytes=draw(st.integers(64, 65_000)),
         delay_scale=draw(st.floats(0, 1000)),
         memory_per_satellite_bytes=draw(st.integers(65_536, 2**40)),
         epoch_s=draw(st.floats(0, 1e10)),
         time_scale=draw(st.floats(0, 1e6)),
         faults=Faults(*(draw(shares_of_one) for _ in range(4)), seed=draw(st.integers(0, 2**63 - 1))),
+        ground=draw(grounds()),
     )
+
+
+@st.composite
+def grounds(draw: st.DrawFn) -> Ground:
+    latitude, longitude = draw(st.floats(-80, 80)), draw(st.floats(-180, 180))
+    way = [Waypoint(100.0 * point, latitude / 2, longitude) for point in range(draw(st.integers(0, 3)))]
+    gateway = draw(st.sampled_from(["nearest", "climbing"]))
+    return Ground(latitude, longitude, draw(st.floats(0, 89)), gateway, tuple(way))
 
 
 @given(plan=plans())
 def test_the_file_says_what_the_object_says(plan: ConstellationPlan) -> None:
     assert from_json(to_json(plan)) == plan
+
+
+def test_a_plan_written_before_there_was_a_ground_is_read() -> None:
+    for preset in sorted(PRESETS):
+        old = json.loads(to_json(make_plan(preset)))
+        del old["ground"]
+        assert from_json(json.dumps(old)) == make_plan(preset)
+
+
+def test_the_centre_is_the_anchor_of_the_plans_host() -> None:
+    plan = make_plan("kuiper-a", ground=Ground(-33.9, 18.4))
+    preset = PRESETS["kuiper-a"]
+    assert plan.centre == anchor(preset.shell, GroundHost(-33.9, 18.4), preset.epoch_unix_s, 0.0).satellite
+    elsewhere = json.loads(to_json(plan)) | {"centre": {"plane": 0, "slot": 0}}
+    with pytest.raises(InvalidInput, match=r"centre \(0, 0\): over the host of the plan is"):
+        from_json(json.dumps(elsewhere))
+    assert make_plan(ground=Ground(-33.9, 18.4)).centre == make_plan().centre, "the testbed's centre is fixed"
 
 
 def test_saving_replaces_whole_files_and_loading_names_the_file(tmp_path: Path) -> None:
@@ -107,6 +137,13 @@ def _changed(**changes: object) -> str:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"ground": {"mask": 3}}, "ground: unknown key 'mask'; did you mean 'mask_deg'"),
+        ({"ground": {"mask_deg": 90}}, "elevation mask 90: expected 0 to less than 90"),
+        ({"ground": {"gateway": "lowest"}}, "gateway 'lowest': expected one of nearest, climbing"),
+        ({"ground": {"latitude_deg": 91}}, "latitude 91"),
+        ({"ground": {"waypoints": [[0, 1]]}}, "waypoint [0, 1]: expected [seconds, latitude, longitude]"),
+        ({"ground": {"waypoints": 3}}, "waypoints: expected a list"),
+        ({"ground": {"waypoints": [[0, 0, 0], [1, 9, 0]]}}, "m/s from waypoint 1 to 2"),
         ({"version": 2}, "version 2: this program reads version 1"),
         ({"serverz": 3}, "unknown key 'serverz'; did you mean 'servers'"),
         ({"colour": "red"}, "unknown key 'colour'; known are preset"),
@@ -118,7 +155,7 @@ def _changed(**changes: object) -> str:
         ({"delay_scale": float("nan")}, "delay scale nan"),
         ({"epoch_s": float("inf")}, "epoch inf"),
         ({"time_scale": -2}, "time scale -2"),
-        ({"access": "radio"}, "access 'radio': expected one of los, gateway"),
+        ({"access": "radio"}, "access 'radio': expected one of los, gateway, onboard, hybrid"),
         ({"planes": 6}, "has 5 planes of 19 slots, the plan says 6 of 19"),
         ({"chunk_bytes": 70_000}, "chunks of 70000 bytes"),
         ({"memory_per_satellite_bytes": 10}, "hold no chunk"),

@@ -12,6 +12,7 @@ from skymemory.errors import NoConstellation
 from skymemory.testbed.control import Housekeeping, ping_all, pushed_moves
 from skymemory.testbed.plan_file import load_plan
 from skymemory.testbed.supervisor import HostState, inspect
+from skymemory.testbed.wiring import tolerated_skew_s
 from skymemory.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ class StatusReport:
     def worst(self, field: str) -> int:
         """The largest of a housekeeping field over all satellites that answer."""
         return max((answer.get(field, 0) for answer in self.answers.values() if answer), default=0)
+
+    @property
+    def wrong_clocks(self) -> list[SatelliteId]:
+        """Satellites whose clocks are further from ours than the moves of this plan tolerate."""
+        bound_us = tolerated_skew_s(self.plan) * 1e6
+        return [here for here, answer in self.answers.items() if answer and answer["clock_off_us"] > bound_us]
 
     def per_host(self, field: str) -> int:
         """Sum over hosts of a field that every satellite of a host reports alike."""
@@ -95,10 +102,14 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
         "pushed_slot_moves": moves[0],
         "pushed_plane_moves": moves[1],
         "delay_error_p99_us": report.worst("delay_error_p99_us"),
+        "clock_off_us": report.worst("clock_off_us"),
+        "clocks_beyond_bound": len(report.wrong_clocks),
         "faults_injected": report.per_host("faults_injected"),
         "hosts": hosts,
         "totals": {
-            field: report.total(field) for field in fields if not field.startswith(("pushed_", "delay_", "faults_"))
+            field: report.total(field)
+            for field in fields
+            if not field.startswith(("pushed_", "delay_", "faults_", "clock_"))
         },
     }
 
@@ -134,6 +145,12 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
             print(f"delays held to within {report.worst('delay_error_p99_us')} µs (99th percentile of the worst host)")
         if plan.faults.any:
             print(f"faults injected: {report.per_host('faults_injected')}")
+    if report.wrong_clocks:
+        print(
+            f"WARNING: the clocks of {len(report.wrong_clocks)} satellites and of this computer are up to "
+            f"{report.worst('clock_off_us') / 1e6:.3g} s apart, at time scale {plan.time_scale:g} at most "
+            f"{tolerated_skew_s(plan):.3g} s is tolerated: set the clocks of the hosts"
+        )
     for host in report.hosts:
         if host.state == "dead":
             print(f"{host.name} is dead" + (f"; its log ends:\n{host.log_tail}" if host.log_tail else ""))

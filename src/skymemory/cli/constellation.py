@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skymemory.cli import layout
+from skymemory.cli._ground import add_ground_options, ground_of
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
 from skymemory.errors import InvalidInput
 from skymemory.protocol.replacement import REPLACEMENTS
-from skymemory.units import format_size
+from skymemory.units import format_size, parse_delay
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -32,17 +33,11 @@ def _base_port(text: str) -> int | None:
     return int(text)
 
 
-def _delay(text: str) -> float:
-    from skymemory.testbed.plan import parse_delay
-
-    return parse_delay(text)
-
-
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     """What a constellation is; left out, the preset's own defaults hold."""
     parser.add_argument("--preset", default="testbed-19x5", help="which constellation (default: %(default)s)")
     parser.add_argument(
-        "--delay", type=argument(_delay), default=1.0, metavar="real|off|xK",
+        "--delay", type=argument(parse_delay), default=1.0, metavar="real|off|xK",
         help="hold packets as long as light takes over the geometry's links, not at all, or K times as long",
     )  # fmt: skip
     parser.add_argument(
@@ -50,10 +45,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--servers", type=int, help="satellites a value is spread over (default: the preset's, 10)")
     parser.add_argument("--strategy", help="placement: rotation, hop, rotation_hop, cost or baseline")
-    parser.add_argument(
-        "--access", choices=("los", "gateway"), default="los",
-        help="how the ground reaches satellites: a beam to each, or all through the one overhead (default: los)",
-    )  # fmt: skip
+    add_ground_options(parser)
     parser.add_argument("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
     parser.add_argument(
         "--time-scale", type=float, default=0.0, metavar="X",
@@ -139,6 +131,7 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
         epoch_s=float(round(time.time())),
         time_scale=args.time_scale,
         memory_policy=MemoryPolicy(args.eviction, args.replacement, args.sweep),
+        ground=ground_of(args),
         faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
     )
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skymemory.cli._ground import ACCESS_CHOICES
 from skymemory.cli._options import add_json, add_run_dir
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.units import format_duration, format_size
@@ -36,9 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     for verb in verbs.choices.values():
         add_run_dir(verb)
         add_json(verb)
-        verb.add_argument(
-            "--access", choices=("los", "gateway"), help="how to reach the satellites (default: the plan's)"
-        )
+        verb.add_argument("--access", choices=ACCESS_CHOICES, help="how to reach the satellites (default: the plan's)")
         verb.add_argument(
             "--no-index", action="store_true", help="ask the satellites instead of the local index, as after its loss"
         )

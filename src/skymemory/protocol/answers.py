@@ -15,6 +15,7 @@ from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
 from skymemory.protocol.outbox import Operation, Request
 from skymemory.protocol.selection import Selection
+from skymemory.protocol.space_packet import made_at_s
 from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, ReadTransfer, WriteTransfer
 from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Op, SkyHeader, Status
 
@@ -98,7 +99,10 @@ class Answers:
                 self._counters.add("packets_unexpected")
                 return None
             round_trip_s = self._heard(request, header.timestamp_us, now_s)
-            self._clock.told((header.slot_moves, header.plane_moves), round_trip_s, now_s)
+            told = header.slot_moves, header.plane_moves
+            self._clock.told(request.satellite, told, round_trip_s, now_s)
+            if header.op is Op.PONG:
+                request.operation.report.clock_ahead_s = made_at_s(view, now_s) - (now_s - round_trip_s / 2)
             return self._control(request, header, packet.body, now_s)
         except MalformedPacket:
             self._counters.add("packets_malformed")
@@ -129,7 +133,8 @@ class Answers:
         if request is None or ground != self._ground:
             self._counters.add("packets_unexpected")
             return None
-        self._clock.told((slot_moves, plane_moves), self._heard(request, echo_us, now_s), now_s)
+        round_trip_s = self._heard(request, echo_us, now_s)
+        self._clock.told(request.satellite, (slot_moves, plane_moves), round_trip_s, now_s)
         transfer = request.operation.transfer
         if not isinstance(transfer, WriteTransfer):
             self._counters.add("packets_unexpected")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -25,6 +24,7 @@ from skymemory.protocol.links import Links
 from skymemory.protocol.messages import Buffer
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.outbox import Operation, Outbox
+from skymemory.protocol.pointing import Access, Pointing
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.transfer import (
     ReadTransfer,
@@ -46,7 +46,7 @@ class ClientConfig:
     """
 
     ground: int
-    access: Literal["los", "gateway"] = "los"
+    access: Access = "los"
     window_bytes: int = 3 << 20
     credit_bytes: int = 1 << 20
     expected_rtt_s: float = 0.0
@@ -73,7 +73,8 @@ class ClientMachine:
         self.config = config
         self.counters = Counters()
         self._sky = sky
-        self._clock = FollowedClock(clock)
+        self._clock = FollowedClock(clock, self.counters)
+        self._pointing = Pointing(config.access, sky, self.counters)
         self._links = Links(config.window_bytes, config.credit_bytes, config.expected_rtt_s, config.suspect_s)
         self._outbox = Outbox(config.ground, config.window_bytes)
         self._in_flight = InFlight(self._links, self._outbox, config.give_up_s)
@@ -268,8 +269,7 @@ class ClientMachine:
     # --- sending ---
 
     def _point_beam(self, now_s: float) -> None:
-        if self.config.access == "gateway":
-            self._outbox.gateway = self._sky.centre_at(self.moves(now_s))
+        self._pointing.aim(self._outbox, self._clock, now_s)
 
     def _enqueue(self, operation: Operation) -> None:
         """It has something to send, as soon as it is its turn and the windows let it."""

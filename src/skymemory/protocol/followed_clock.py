@@ -1,22 +1,42 @@
-"""A ground host's count of moves: its own clock, corrected by what satellites say of theirs."""
+"""A ground host's count of moves: its own clock, corrected by what most satellites say of theirs.
+
+No single satellite is believed, for its clock may be the wrong one. Its word is remembered, and one place more where a
+chunk may be; the count follows when most of the satellites that spoke last agree. A clock that is off by less than a
+move (on Starlink A, 260 s) makes a difference of one step, which readers look for anyway; what is further from the
+majority is counted as ``clocks_beyond_bound``.
+"""
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections import deque
 
+from skymemory.constellation.torus import SatelliteId
+from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.motion import MoveClock
 
 _REMEMBERED = 4
+LISTENERS = 5
+"""So many satellites, those that spoke last, are asked for the majority."""
+_LEAST_AGREEING = 2
+_WORD_KEPT_S = 30.0
+"""What was said before that counts no more."""
+TOLERATED_STEPS = 1
+"""A satellite's count may differ by so many moves on each axis from what most say."""
 
 
 class FollowedClock:
     """Starts from a ``MoveClock``, which an operator's push makes wrong; remembers where the box has lately been."""
 
-    def __init__(self, clock: MoveClock) -> None:
+    def __init__(self, clock: MoveClock, counters: Counters | None = None) -> None:
+        self._base = clock
         self._clock = clock
+        self._counters = counters if counters is not None else Counters()
         self._latest: Moves | None = None
         self._before: deque[Moves] = deque(maxlen=_REMEMBERED)
+        self._words: dict[SatelliteId, tuple[Moves, float]] = {}
+        """Of the satellites that spoke last, latest last: what they add to our own clock, and when they said so."""
 
     def moves(self, now_s: float) -> Moves:
         moves = self._clock.moves(now_s)
@@ -32,16 +52,48 @@ class FollowedClock:
         """The moves at another time, as far as is known now; nothing is remembered of it."""
         return self._clock.moves(time_s)
 
-    def told(self, moves: Moves, round_trip_s: float, now_s: float) -> None:
+    def sky_s(self, now_s: float) -> float:
+        """Seconds since the epoch as the satellites fly."""
+        return self._clock.sky_s(now_s)
+
+    def told(self, satellite: SatelliteId, moves: Moves, round_trip_s: float, now_s: float) -> None:
         """A satellite counted ``moves`` when it answered; what was right a round trip ago is only late, not wrong."""
         ours = self.moves(now_s)
-        if moves != ours and moves != self._clock.moves(now_s - round_trip_s):
-            self._clock = self._clock.push(moves[0] - ours[0], moves[1] - ours[1])
+        if moves == ours or moves == self._clock.moves(now_s - round_trip_s):
+            added = self._added
+        else:
+            base = self._base.moves(now_s)
+            added = moves[0] - base[0], moves[1] - base[1]
+        self._words.pop(satellite, None)
+        self._words[satellite] = added, now_s
+        if len(self._words) > LISTENERS:
+            del self._words[next(iter(self._words))]
+        if added != self._added:
+            self._reconsider(now_s)
+            agreed = self.moves(now_s)
+            if max(abs(moves[0] - agreed[0]), abs(moves[1] - agreed[1])) > TOLERATED_STEPS:
+                self._counters.add("clocks_beyond_bound")
+
+    @property
+    def _added(self) -> Moves:
+        """What we add to our own clock by now."""
+        now, base = self._clock.pushed, self._base.pushed
+        return now[0] - base[0], now[1] - base[1]
+
+    def _reconsider(self, now_s: float) -> None:
+        """Follow what most of those say that spoke last."""
+        words = [added for added, said_s in self._words.values() if said_s >= now_s - _WORD_KEPT_S]
+        added, count = Tally(words).most_common(1)[0]
+        if added != self._added and count >= _LEAST_AGREEING and 2 * count > len(words):
+            self._clock = self._base.push(*added)
+            self._counters.add("clock_corrected")
             self.moves(now_s)
 
     def nearby(self, now_s: float) -> list[Moves]:
         """Counts of moves at which a chunk may have been left or already be awaited: now first, then what was lately
-        true here, then one step back and one ahead on each axis.
+        true here, what satellites say that we do not believe (yet), and one step back and one ahead on each axis.
         """
         r, p = self.moves(now_s)
-        return list(dict.fromkeys([(r, p), *self._before, (r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)]))
+        base = self._base.moves(now_s)
+        said = [(base[0] + slots, base[1] + planes) for (slots, planes), _ in reversed(self._words.values())]
+        return list(dict.fromkeys([(r, p), *self._before, *said, (r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)]))

@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from skymemory.constellation.sight import Sight
 from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.constellation.track import Track
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Moves, Placement
 
 STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 3, "cost": 4, "baseline": 5}
 """Numbers on the wire; frozen."""
+_ROUNDING_STEPS = 1 << 12
+"""How far behind an edge, in roundings of the clock, it is looked for whether it was crossed."""
 STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
 
 
@@ -23,7 +27,8 @@ STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
 class MoveClock:
     """Moves at a time. ``time_scale`` 0 stands still, 1 is real, 60 an hour a minute.
 
-    ``slot_period_s`` and ``plane_period_s`` are the real times between moves (260 s and 19.7 min on Starlink A).
+    ``slot_period_s`` and ``plane_period_s`` are the real times between moves (260 s and 19.7 min on Starlink A), for a
+    grid that is over nobody in particular. With a ``track`` the moves are those of its anchor and periods do not count.
     """
 
     epoch_s: float = 0.0
@@ -31,9 +36,17 @@ class MoveClock:
     plane_period_s: float = math.inf
     time_scale: float = 0.0
     pushed: Moves = (0, 0)
+    track: Track | None = None
+
+    def sky_s(self, now_s: float) -> float:
+        """Seconds since the epoch as the satellites fly: what the geometry is asked with."""
+        return (now_s - self.epoch_s) * self.time_scale
 
     def moves(self, now_s: float) -> Moves:
         elapsed_s = (now_s - self.epoch_s) * self.time_scale
+        if self.track is not None:
+            slot_moves, plane_moves = self.track.moves(elapsed_s)
+            return self.pushed[0] + slot_moves, self.pushed[1] + plane_moves
         return (
             self.pushed[0] + math.floor(elapsed_s / self.slot_period_s),
             self.pushed[1] + math.floor(elapsed_s / self.plane_period_s),
@@ -46,17 +59,28 @@ class MoveClock:
         """
         if self.time_scale <= 0:
             return None
-        elapsed_s = (now_s - self.epoch_s) * self.time_scale
-        periods_s = [period_s for period_s in (self.slot_period_s, self.plane_period_s) if math.isfinite(period_s)]
-        if not periods_s:
-            return None
-        next_s = min((math.floor(elapsed_s / period_s) + 1) * period_s for period_s in periods_s)
-        time_s = max(self.epoch_s + next_s / self.time_scale, math.nextafter(now_s, math.inf))
-        moves, step_s = self.moves(now_s), math.ulp(max(abs(time_s), abs(self.epoch_s)))
-        while self.moves(time_s) == moves:
-            time_s += step_s
-            step_s *= 2
-        return time_s
+        moves, time_s = self.moves(now_s), now_s
+        while (time_s := self._next_edge_s(time_s)) < math.inf:
+            step_s = math.ulp(max(abs(time_s), abs(self.epoch_s)))
+            most_s = time_s + _ROUNDING_STEPS * step_s
+            while time_s < most_s:
+                if self.moves(time_s) != moves:
+                    return time_s
+                time_s += step_s
+                step_s *= 2
+        return None
+
+    def _next_edge_s(self, now_s: float) -> float:
+        """When a cell's edge is next reached, to within rounding; a track may turn back at it and not cross."""
+        elapsed_s = self.sky_s(now_s)
+        if self.track is not None:
+            next_s = self.track.next_crossing_s(elapsed_s)
+        else:
+            periods_s = [period_s for period_s in (self.slot_period_s, self.plane_period_s) if math.isfinite(period_s)]
+            next_s = min(
+                ((math.floor(elapsed_s / period_s) + 1) * period_s for period_s in periods_s), default=math.inf
+            )
+        return max(self.epoch_s + next_s / self.time_scale, math.nextafter(now_s, math.inf))
 
     def push(self, slot_moves: int, plane_moves: int) -> MoveClock:
         return replace(self, pushed=(self.pushed[0] + slot_moves, self.pushed[1] + plane_moves))
@@ -66,11 +90,16 @@ class SkyMap:
     """Where every server of every box is: the torus, the centre at no moves, and placements made once each.
 
     ``slot_link_s`` and ``plane_link_s`` are one-way delays of a link; only the ``cost`` strategy looks at them.
+    ``sight`` is what a host sees of it all; None where nothing is known of orbits and masks.
     """
 
-    def __init__(self, torus: Torus, centre: SatelliteId, slot_link_s: float = 1.0, plane_link_s: float = 1.0) -> None:
+    def __init__(
+        self, torus: Torus, centre: SatelliteId, slot_link_s: float = 1.0, plane_link_s: float = 1.0,
+        sight: Sight | None = None,
+    ) -> None:  # fmt: skip
         self.torus = torus
         self.centre = centre
+        self.sight = sight
         self._links_s = (slot_link_s, plane_link_s)
         self._placements: dict[tuple[int, int], Placement] = {}
         self._located: dict[tuple[int, int, Moves, Moves], tuple[SatelliteId, ...]] = {}

@@ -77,10 +77,13 @@ class Request:
 
 
 class Outbox:
-    """Packs requests. ``gateway`` is None where every satellite has a beam of its own (``los``)."""
+    """Packs requests. ``gateway`` is None where every satellite has a beam of its own (``los``); beside a gateway,
+    those in ``direct`` have one.
+    """
 
     def __init__(self, ground: int, credit_bytes: int) -> None:
         self.gateway: SatelliteId | None = None
+        self.direct: frozenset[SatelliteId] = frozenset()
         self._ground = ground
         self._credit = credit_bytes // CREDIT_UNIT_BYTES
         self._sequence = 0
@@ -88,7 +91,7 @@ class Outbox:
 
     def beam(self, satellite: SatelliteId) -> SatelliteId:
         """The satellite we talk to for the sake of this one."""
-        return satellite if self.gateway is None else self.gateway
+        return satellite if self.gateway is None or satellite in self.direct else self.gateway
 
     @property
     def filled(self) -> bool:

@@ -27,6 +27,7 @@ _PRIMARY = struct.Struct(">HHH")
 COMMAND_FORMAT = ">HHHBB"
 _COMMAND = struct.Struct(COMMAND_FORMAT)
 _TELEMETRY = struct.Struct(">HHHIHI")
+_HALF_WRAP_S = float(1 << 31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +109,10 @@ def _check(apid: int, total_bytes: int, least: int) -> None:
         raise InvalidInput(f"APID {apid}: expected 0 to {MAX_APID} (2047 is the idle packet)")
     if not least < total_bytes <= MAX_PACKET_BYTES:
         raise InvalidInput(f"a packet of {total_bytes} bytes: expected {least + 1} to {MAX_PACKET_BYTES}")
+
+
+def made_at_s(telemetry: memoryview, now_s: float) -> float:
+    """When this telemetry was made by its maker's clock, in seconds of ours: the wire's seconds wrap at 2^32."""
+    _, _, _, seconds, fraction, _ = _TELEMETRY.unpack_from(telemetry)
+    since_s = (seconds + fraction / 65536 - now_s + _HALF_WRAP_S) % (2 * _HALF_WRAP_S) - _HALF_WRAP_S
+    return now_s + float(since_s)

@@ -59,7 +59,10 @@ class ValueInfo:
 
 @dataclass(slots=True)
 class TransferReport:
-    """What one transfer cost. Bytes count payload only; ``requests`` are GET or SET requests sent."""
+    """What one transfer cost. Bytes count payload only; ``requests`` are GET or SET requests sent.
+
+    ``clock_ahead_s``, of a ping: how far the satellite's clock is before ours, to within half the round trip.
+    """
 
     value_bytes: int = 0
     chunks: int = 0
@@ -70,6 +73,7 @@ class TransferReport:
     corrupt_chunks: int = 0
     seconds: float = 0.0
     failure: str = ""
+    clock_ahead_s: float = 0.0
 
 
 class Burst(NamedTuple):

@@ -17,7 +17,6 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.client import Finished
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.transfer import ValueInfo
-from skymemory.protocol.wire import Op
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
@@ -31,6 +30,7 @@ from skymemory.store.base import (
     check_keys,
 )
 from skymemory.store.catalog import Catalog
+from skymemory.store.clocks import ask_the_clocks
 from skymemory.store.driver import ClientDriver
 from skymemory.store.listing import NamedValue, list_names
 from skymemory.store.prefetch import Prefetcher
@@ -68,6 +68,7 @@ class ConstellationStore(TwoPhase):
         self._upkeep = Upkeep(driver, sky, self._catalog, self._counters)
         self._prefetcher = Prefetcher(driver, sky, self._catalog, self._counters)
         self._bytes_per_s = 1e9
+        self._clock_ahead_s = 0.0
         self._closed = False
 
     @property
@@ -246,11 +247,10 @@ class ConstellationStore(TwoPhase):
         return [key in infos for key in keys]
 
     def synchronise(self) -> bool:
-        """Ask the centre how far the box has moved (an operator may have pushed it); whether it answered."""
-        centre = self._sky.centre_at(self._driver.machine.moves(self._driver.now_s()))
-        with self._driver.lock:
-            number = self._driver.machine.ask(Op.PING, b"", centre, self._driver.now_s())
-            return self._driver.run([number])[number].ok
+        """Ask satellites how far the box has moved (an operator may have pushed it); whether any answered."""
+        ahead_s = ask_the_clocks(self._driver, self._sky)
+        self._clock_ahead_s = ahead_s or 0.0
+        return ahead_s is not None
 
     def names(self) -> list[NamedValue]:
         """The named values (``store.named``) that the box holds now."""
@@ -262,6 +262,7 @@ class ConstellationStore(TwoPhase):
         figures: dict[str, int | float] = {
             **self._counters.as_dict(), **{f"client_{k}": v for k, v in self._driver.machine.counters.as_dict().items()}
         }  # fmt: skip
+        figures["satellites_ahead_s"] = self._clock_ahead_s
         if self._catalog.index is not None:
             figures["values"] = len(self._catalog.index)
         return figures

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
+from skymemory.protocol.client import Finished
 from skymemory.protocol.messages import pack_moves, unpack_housekeeping
 from skymemory.protocol.wire import Op
 from skymemory.testbed.plan import ConstellationPlan
@@ -43,24 +44,30 @@ class Rotation:
 
 def _ask_all(
     client: UdpClient, op: Op, body: bytes, satellites: Iterable[SatelliteId]
-) -> dict[SatelliteId, bytes | None]:
-    """The body of each satellite's answer; None from one that gave none."""
+) -> dict[SatelliteId, Finished | None]:
+    """Each satellite's answer; None from one that gave none."""
     with client.lock:
         numbers = {client.machine.ask(op, body, satellite, client.now_s()): satellite for satellite in satellites}
         finished = client.run(numbers)
-    return {satellite: finished[number].body if finished[number].ok else None for number, satellite in numbers.items()}
+    return {satellite: finished[number] if finished[number].ok else None for number, satellite in numbers.items()}
 
 
 def _ping(client: UdpClient, satellites: Iterable[SatelliteId]) -> dict[SatelliteId, Housekeeping | None]:
     answers = _ask_all(client, Op.PING, b"", satellites)
-    return {satellite: None if body is None else unpack_housekeeping(body) for satellite, body in answers.items()}
+    return {satellite: None if answer is None else _housekeeping(answer) for satellite, answer in answers.items()}
+
+
+def _housekeeping(answer: Finished) -> Housekeeping:
+    """What the satellite says, and ``clock_off_us``: by how much its clock is wrong, or ours, at the very least."""
+    off_s = max(0.0, abs(answer.report.clock_ahead_s) - answer.report.seconds / 2)
+    return {**unpack_housekeeping(answer.body), "clock_off_us": round(off_s * 1e6)}
 
 
 def ping_all(
     plan: ConstellationPlan, patience_s: float = PATIENCE_S, satellites: Iterable[SatelliteId] | None = None
 ) -> dict[SatelliteId, Housekeeping | None]:
-    """The housekeeping (the fields of ``HOUSEKEEPING_FIELDS``) of each satellite, or of these; None where none came in
-    time.
+    """The housekeeping (the fields of ``HOUSEKEEPING_FIELDS`` and ``clock_off_us``) of each satellite, or of these; None
+    where none came in time.
     """
     client = control_client(plan, patience_s)
     try:
@@ -114,6 +121,8 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
     """
     if not (abs(slot_moves) <= MAX_MOVES and abs(plane_moves) <= MAX_MOVES):
         raise InvalidInput(f"{slot_moves} slot and {plane_moves} plane moves: at most {MAX_MOVES} at once")
+    if plan.access == "onboard":
+        raise InvalidInput("the host flies with its satellite and its box with both: there is nothing to rotate")
     client = control_client(plan, PATIENCE_S)
     satellites = plan.torus.satellites()
     try:
@@ -123,7 +132,7 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
         moves_after = (moves_before[0] + slot_moves, moves_before[1] + plane_moves)
         living = [satellite for satellite in satellites if before[satellite] is not None]
         answers = _ask_all(client, Op.ADVANCE, pack_moves(*moves_after), living)
-        acknowledged = sum(body is not None for body in answers.values())
+        acknowledged = sum(answer is not None for answer in answers.values())
         now, settled = _settle(client, living, began_s + patience_s)
         return Rotation(
             moves_before, moves_after, len(satellites), acknowledged,

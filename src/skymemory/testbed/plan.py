@@ -17,7 +17,9 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import check_servers, parse_strategy
+from skymemory.protocol.pointing import ACCESS_MODES as ACCESS_MODES
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
+from skymemory.testbed.ground import Ground
 from skymemory.testbed.memory_policy import MemoryPolicy
 
 DEFAULT_HOSTS = 5
@@ -26,23 +28,6 @@ DEFAULT_BASE_PORT = 26_000
 DEFAULT_MEMORY_BYTES = 64 * 2**20
 MAX_PORT = 65_535
 MAX_PUSHED_MOVES = 1_000_000
-ACCESS_MODES = ("los", "gateway")
-_SCALE = re.compile(r"(?:[x×]\s*([0-9.]+)|([0-9.]+)\s*[x×])")
-
-
-def parse_delay(text: str) -> float:
-    """Factor on the delays of the geometry: ``real`` → 1, ``off`` → 0, ``x2`` (or ``×2``, ``2x``) → 2."""
-    word = text.strip().lower()
-    if word in ("real", "off"):
-        return 1.0 if word == "real" else 0.0
-    match = _SCALE.fullmatch(word)
-    try:
-        scale = float(match[1] or match[2]) if match else -1.0
-    except ValueError:
-        scale = -1.0
-    if not 0.0 <= scale <= 1000.0:
-        raise InvalidInput(f"delay {text!r}: expected real, off, or a factor up to 1000 such as x2")
-    return scale
 
 
 def _require(holds: bool, message: str) -> None:
@@ -115,7 +100,7 @@ class ConstellationPlan:
 
     ``centre`` is the satellite overhead at no moves; ``delay_scale`` 1 holds packets as long as light takes,
     0 not at all; ``time_scale`` 0 keeps the overhead point still (``rotate`` moves it), 1 lets it run in
-    real time from ``epoch_s``.
+    real time from ``epoch_s``. With access ``onboard`` the host is the satellite ``centre`` and stays there.
     """
 
     preset: str
@@ -136,9 +121,11 @@ class ConstellationPlan:
     pushed_slot_moves: int = 0
     pushed_plane_moves: int = 0
     """Moves that operators added to the clock by hand: ``rotate`` writes them here, for hosts that start later."""
+    ground: Ground = field(default_factory=Ground)
 
     def __post_init__(self) -> None:
-        torus = preset_named(self.preset).torus
+        preset = preset_named(self.preset)
+        torus = preset.torus
         _require(
             (torus.planes, torus.slots_per_plane) == (self.planes, self.slots_per_plane),
             f"preset {self.preset} has {torus.planes} planes of {torus.slots_per_plane} slots, "
@@ -148,6 +135,11 @@ class ConstellationPlan:
         parse_strategy(self.strategy)
         _require(self.access in ACCESS_MODES, f"access {self.access!r}: expected one of {', '.join(ACCESS_MODES)}")
         _require(self.centre in torus, f"centre {tuple(self.centre)} is not on the torus of {self.preset}")
+        overhead = self.ground.centre(preset)
+        _require(
+            preset.fixed_centre is not None or self.centre == overhead,
+            f"centre {tuple(self.centre)}: over the host of the plan is {tuple(overhead)} at the epoch",
+        )
         _require(
             64 <= self.chunk_bytes <= MAX_CHUNK_BYTES,
             f"chunks of {self.chunk_bytes} bytes: a datagram carries one of 64 to {MAX_CHUNK_BYTES}",
@@ -264,11 +256,13 @@ def make_plan(
     time_scale: float = 0.0,
     faults: Faults | None = None,
     memory_policy: MemoryPolicy | None = None,
+    ground: Ground | None = None,
 ) -> ConstellationPlan:
     """A plan with the preset's own defaults where nothing is said; ``hosts`` defaults to five on this
-    computer.
+    computer, the strategy of a host on board to ``hop``.
     """
     chosen = preset_named(preset)
+    ground = ground or Ground()
     torus = chosen.torus
     return ConstellationPlan(
         preset=chosen.name,
@@ -276,8 +270,8 @@ def make_plan(
         slots_per_plane=torus.slots_per_plane,
         hosts=hosts or local_hosts(chosen.name, min(DEFAULT_HOSTS, torus.planes), DEFAULT_BASE_PORT),
         servers=chosen.servers if servers is None else servers,
-        strategy=chosen.strategy if strategy is None else strategy,
-        centre=chosen.centre,
+        strategy=strategy or ("hop" if access == "onboard" else chosen.strategy),
+        centre=ground.centre(chosen),
         access=access,
         chunk_bytes=chunk_bytes,
         delay_scale=delay_scale,
@@ -286,4 +280,5 @@ def make_plan(
         time_scale=time_scale,
         faults=faults or Faults(),
         memory_policy=memory_policy or MemoryPolicy(),
+        ground=ground,
     )

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.trajectory import Waypoint
 from skymemory.errors import InvalidInput
+from skymemory.testbed.ground import Ground
 from skymemory.testbed.memory_policy import MemoryPolicy
 from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare
 
-Part = TypeVar("Part", ConstellationPlan, HostShare, Faults, MemoryPolicy)
+Part = TypeVar("Part", ConstellationPlan, HostShare, Faults, MemoryPolicy, Ground)
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**20
 
@@ -112,7 +114,21 @@ def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan
     if "memory_policy" in fields:
         policy = _mapping(fields["memory_policy"], MemoryPolicy, f"{where}: memory_policy")
         fields["memory_policy"] = _build(MemoryPolicy, policy, where)
+    if "ground" in fields:
+        fields["ground"] = _ground(fields["ground"], f"{where}: ground")
     return _build(ConstellationPlan, fields, where)
+
+
+def _ground(value: Any, where: str) -> Ground:
+    fields = _mapping(value, Ground, where)
+    points = fields.get("waypoints", [])
+    if not isinstance(points, list):
+        raise InvalidInput(f"{where}: waypoints: expected a list of [seconds, latitude, longitude]")
+    for point in points:
+        if not (isinstance(point, list) and len(point) == 3 and all(type(part) in (int, float) for part in point)):
+            raise InvalidInput(f"{where}: waypoint {point!r}: expected [seconds, latitude, longitude]")
+    fields["waypoints"] = tuple(Waypoint(*point) for point in points)
+    return _build(Ground, fields, where)
 
 
 def load_plan(path: Path) -> ConstellationPlan:

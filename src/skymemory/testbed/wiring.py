@@ -4,9 +4,9 @@ the transport.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
-from typing import Literal
 
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import preset_named
@@ -14,12 +14,11 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.pointing import Access
 from skymemory.testbed.plan import ConstellationPlan, HostShare
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.host_spec import HostSpec
 from skymemory.transport.udp_client import UdpClient
-
-Access = Literal["los", "gateway"]
 
 
 def shell_of(plan: ConstellationPlan) -> Shell:
@@ -28,16 +27,29 @@ def shell_of(plan: ConstellationPlan) -> Shell:
 
 
 def sky_of(plan: ConstellationPlan) -> SkyMap:
-    """Where every server is; links as long as the preset's, which the ``cost`` placement weighs."""
+    """Where every server is, and what the host sees; links as long as the preset's, which ``cost`` placement weighs."""
     shell = shell_of(plan)
-    return SkyMap(plan.torus, plan.centre, shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane"))
+    sight = plan.ground.sight(preset_named(plan.preset))
+    return SkyMap(plan.torus, plan.centre, shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane"), sight)
 
 
 def clock_of(plan: ConstellationPlan) -> MoveClock:
-    """How far the box has moved, for satellites and clients alike."""
+    """How far the box has moved, for satellites and clients alike: by the anchor of the plan's host where the preset
+    has a real orbit, at the pace of its shell where it has none. Over a host on board nothing ever moves.
+    """
     shell = shell_of(plan)
     pushed = (plan.pushed_slot_moves, plan.pushed_plane_moves)
-    return MoveClock(plan.epoch_s, slot_move_period_s(shell), plane_move_period_s(shell), plan.time_scale, pushed)
+    if plan.access == "onboard":
+        return MoveClock(plan.epoch_s, pushed=pushed)
+    periods_s = slot_move_period_s(shell), plane_move_period_s(shell)
+    return MoveClock(plan.epoch_s, *periods_s, plan.time_scale, pushed, plan.ground.track(preset_named(plan.preset)))
+
+
+def tolerated_skew_s(plan: ConstellationPlan) -> float:
+    """How far a clock may be wrong: half a slot move, so that no two satellites differ by more than one step."""
+    if plan.time_scale == 0 or plan.access == "onboard":
+        return math.inf
+    return slot_move_period_s(shell_of(plan)) / plan.time_scale / 2
 
 
 def host_spec(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> HostSpec:
@@ -54,6 +66,7 @@ def host_spec(plan: ConstellationPlan, host: HostShare, listen: str | None = Non
         delay_scale=plan.delay_scale,
         replacement=plan.memory_policy.replacement,
         eviction=plan.memory_policy.satellites(),
+        onboard=plan.centre if plan.access == "onboard" else None,
         faults=FaultInjector(
             loss=faults.loss, duplicate=faults.duplicate, reorder=faults.reorder, corrupt=faults.corrupt,
             seed=faults.seed + plan.hosts.index(host),

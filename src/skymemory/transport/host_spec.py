@@ -19,7 +19,8 @@ class HostSpec:
     """What one host process runs.
 
     ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 holds nothing; 1 holds as
-    long as light takes along the links of ``shell``. ``link_rate_bit_s`` 0 is unlimited.
+    long as light takes along the links of ``shell``. ``link_rate_bit_s`` 0 is unlimited. ``onboard`` is the satellite
+    that the client's host is part of: its beam has no length.
     """
 
     mine: Mapping[SatelliteId, Endpoint]
@@ -34,3 +35,4 @@ class HostSpec:
     routing: RoutingMode = "greedy"
     replacement: str = "lru"
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    onboard: SatelliteId | None = None

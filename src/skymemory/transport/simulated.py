@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -51,14 +51,18 @@ class SimulatedConstellation:
         self, sky: SkyMap, memory_bytes: int, clock: MoveClock | None = None, delay_s: LinkDelay = no_delay,
         faults: FaultInjector | None = None, routing: RoutingMode = "greedy", offload: bool = True,
         replacement: str = "lru", eviction: EvictionConfig | None = None,
+        clocks: Mapping[SatelliteId, MoveClock] | None = None,
     ) -> None:  # fmt: skip
-        """``offload`` False delivers every datagram by itself, as a kernel without receive offload does."""
+        """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks`` are
+        of satellites whose clocks are wrong.
+        """
         self.sky = sky
         self.clock = clock or MoveClock()
         self.now_s = 0.0
         self.datagrams_sent = 0
         self.bytes_sent = 0
         self._memory_bytes = memory_bytes
+        self._clocks = clocks or {}
         self._delay_s = delay_s
         self._faults = faults
         self._routing: RoutingMode = routing
@@ -77,7 +81,7 @@ class SimulatedConstellation:
         config = SatelliteConfig(
             here, self._memory_bytes, self._routing, replacement=self._replacement, eviction=self._eviction
         )  # fmt: skip
-        return SatelliteMachine(config, self.sky, self.clock, self.now_s)
+        return SatelliteMachine(config, self.sky, self._clocks.get(here, self.clock), self.now_s)
 
     def kill(self, satellite: SatelliteId) -> None:
         """From now on it neither hears nor speaks; its memory is lost. Said already is said."""

@@ -8,6 +8,7 @@ both directions, so that a client needs to know nothing of geometry.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from operator import itemgetter
 from typing import cast
 
 from skymemory import native
+from skymemory.constellation.sight import BoxSight, Sight
 from skymemory.constellation.torus import Axis, SatelliteId
+from skymemory.placement.locate import Moves
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine
@@ -53,7 +56,8 @@ class UdpHost:
         )
         self._direct = self._delays is None and spec.faults is None
         """Nothing that comes or goes is held or spoilt: what can be answered at once may be."""
-        self._beam_s: dict[tuple[int, int], float] = {}
+        self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
+        self._beams_s: dict[SatelliteId, tuple[tuple[Moves, int], float]] = {}
         axes: tuple[Axis, Axis] = ("slot", "plane")
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
         self._last_figures: dict[str, int] = {}
@@ -221,13 +225,17 @@ class UdpHost:
     # --- time ---
 
     def _beam_one_way_s(self, satellite: _Satellite) -> float:
-        """How long light takes between the ground host and this satellite, where it stands now."""
-        here = satellite.machine.config.address
-        offset = self.spec.sky.torus.delta(self.spec.sky.centre_at(satellite.machine.moves), here)
-        found = self._beam_s.get(offset)
-        if found is None:
-            found = self._beam_s[offset] = self.spec.shell.slant_one_way_s(*offset) * self.spec.delay_scale
-        return found
+        """How long light takes between the ground host and this satellite, where it stands now to a second's flight."""
+        here, moves = satellite.machine.config.address, satellite.machine.moves
+        if here == self.spec.onboard:
+            return 0.0
+        sky_s = self.spec.clock.sky_s(self.now_s())
+        at = moves, math.floor(sky_s)
+        found = self._beams_s.get(here)
+        if found is None or found[0] != at:
+            one_way_s = self._sight.one_way_s(here, self.spec.sky.centre_at(moves), sky_s)
+            found = self._beams_s[here] = at, one_way_s * self.spec.delay_scale
+        return found[1]
 
     def _release_due(self) -> None:
         if self._delays is not None:

@@ -1,0 +1,68 @@
+"""Options of the ground's side of a constellation: where the host is, how it moves, what it sees, how it talks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skymemory.cli._options import argument
+from skymemory.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from skymemory.constellation.trajectory import Waypoint
+    from skymemory.testbed.ground import Ground
+
+ACCESS_CHOICES = ("los", "gateway", "onboard", "hybrid")
+"""``protocol.pointing.ACCESS_MODES``, spelled out so that the help needs no import of it."""
+
+
+def _place(text: str) -> tuple[float, float]:
+    try:
+        latitude_deg, longitude_deg = (float(word) for word in text.split(","))
+    except ValueError as error:
+        raise InvalidInput(f"{text!r} is no place: expected LATITUDE,LONGITUDE in degrees such as 40,-75") from error
+    return latitude_deg, longitude_deg
+
+
+def add_ground_options(parser: argparse.ArgumentParser) -> None:
+    """How satellites are reached, from where."""
+    parser.add_argument(
+        "--access", choices=ACCESS_CHOICES, default="los",
+        help="how the host reaches satellites: a beam to each of the box (los, default), all through the nearest in "
+        "sight (gateway), a beam to those in sight and the others through it (hybrid), or it is a satellite (onboard)",
+    )  # fmt: skip
+    ground = parser.add_argument_group("ground", "where the host is; of the presets with real orbits")
+    ground.add_argument(
+        "--host-at", type=argument(_place), default=(40.0, -75.0), metavar="LAT,LON",
+        help="degrees north and east (default: 40,-75; write --host-at=-33.9,18.4 for the south)",
+    )  # fmt: skip
+    ground.add_argument(
+        "--host-path", type=Path, metavar="FILE",
+        help="the host moves: lines of `seconds latitude longitude`, seconds of the satellites' time from now",
+    )  # fmt: skip
+    ground.add_argument(
+        "--mask", type=float, default=25.0, metavar="DEG", help="lowest elevation of a beam (default: 25)"
+    )
+    ground.add_argument(
+        "--gateway", choices=("nearest", "climbing"), default="nearest",
+        help="which satellite in sight: the nearest (default), or the nearest on the box's branch of the orbits",
+    )  # fmt: skip
+
+
+def ground_of(args: argparse.Namespace) -> Ground:
+    """What ``add_ground_options`` was told."""
+    from skymemory.constellation.trajectory import parse_waypoints
+    from skymemory.testbed.ground import Ground
+
+    waypoints: tuple[Waypoint, ...] = ()
+    if args.host_path is not None:
+        try:
+            lines = args.host_path.read_text("utf-8").splitlines()
+        except OSError as error:
+            raise InvalidInput(f"cannot read the waypoints {args.host_path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"{args.host_path}: not a text file, so no waypoints") from error
+        waypoints = parse_waypoints(lines, str(args.host_path))
+    latitude_deg, longitude_deg = args.host_at
+    return Ground(latitude_deg, longitude_deg, mask_deg=args.mask, gateway=args.gateway, waypoints=waypoints)

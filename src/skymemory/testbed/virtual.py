@@ -1,0 +1,64 @@
+"""A plan over virtual time: the constellation that its processes would be, exact to the event, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.motion import MoveClock
+from skymemory.store.constellation import ConstellationStore
+from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky_settings import SkySettings
+from skymemory.testbed.connect import check_access, expected_round_trip_s
+from skymemory.testbed.plan import ConstellationPlan
+from skymemory.testbed.wiring import clock_of, shell_of, sky_of
+from skymemory.transport.faults import FaultInjector
+from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConstellation
+
+
+class VirtualConstellation:
+    """All satellites of a plan; links and beams as long as the geometry of the plan makes them, at every moment.
+
+    Virtual time starts at 0, so a plan whose sky begins with it has ``epoch_s`` 0. ``clocks`` are of satellites whose
+    clocks are wrong.
+    """
+
+    def __init__(
+        self, plan: ConstellationPlan, faults: FaultInjector | None = None,
+        clocks: Mapping[SatelliteId, MoveClock] | None = None,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.clock = clock_of(plan)
+        self._sight = sky_of(plan).sight
+        self._onboard = plan.centre if plan.access == "onboard" else None
+        shell = shell_of(plan)
+        self._links_s = shell.isl_one_way_s("plane"), shell.isl_one_way_s("slot")
+        self.simulated = SimulatedConstellation(
+            sky_of(plan), plan.memory_per_satellite_bytes, self.clock, self._delay_s, faults,
+            replacement=plan.memory_policy.replacement, eviction=plan.memory_policy.satellites(), clocks=clocks,
+        )  # fmt: skip
+
+    def _delay_s(self, sender: Node, receiver: Node) -> float:
+        if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId):
+            return self._links_s[sender.plane == receiver.plane] * self.plan.delay_scale
+        satellite = sender if isinstance(sender, SatelliteId) else receiver
+        if not isinstance(satellite, SatelliteId) or satellite == self._onboard or self._sight is None:
+            return 0.0
+        now_s, sky = self.simulated.now_s, self.simulated.sky
+        centre = sky.centre_at(self.clock.moves(now_s))
+        return self._sight.one_way_s(satellite, centre, self.clock.sky_s(now_s)) * self.plan.delay_scale
+
+    def connect(self, access: str | None = None, ground: int = 1) -> SimulatedClient:
+        """A host; ``access`` overrides the plan's."""
+        mode = check_access(self.plan, access or self.plan.access)
+        rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s)
+        return self.simulated.connect(ClientConfig(ground, mode, expected_rtt_s=rtt_s))
+
+    def store(self, access: str | None = None, index: SharedIndex | None = None, ground: int = 1) -> ConstellationStore:
+        """The store over it."""
+        plan = self.plan
+        settings = SkySettings(
+            plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes, plan.memory_policy.lazy
+        )  # fmt: skip
+        return ConstellationStore(self.connect(access, ground), self.simulated.sky, settings, index=index)
