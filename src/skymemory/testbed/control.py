@@ -66,7 +66,7 @@ def _housekeeping(answer: Finished) -> Housekeeping:
 def ping_all(
     plan: ConstellationPlan, patience_s: float = PATIENCE_S, satellites: Iterable[SatelliteId] | None = None
 ) -> dict[SatelliteId, Housekeeping | None]:
-    """The housekeeping (the fields of ``HOUSEKEEPING_FIELDS`` and ``clock_off_us``) of each satellite, or of these; None
+    """The housekeeping (fields of ``HOUSEKEEPING_FIELDS``, and ``clock_off_us``) of each satellite, or of these; None
     where none came in time.
     """
     client = control_client(plan, patience_s)
