@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.protocol import chunk_store, messages, notices, retention, selection, wire
+from skymemory.protocol import chunk_store, link_state, messages, notices, retention, selection, wire
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.space_packet import COMMAND_BYTES, MAX_PACKET_BYTES, TELEMETRY_BYTES, pack_command
@@ -58,6 +58,7 @@ STRUCTS = {
     "Moves": messages._MOVES,
     "Notice": notices._NOTICE,
     "Retain": retention._RETAIN,
+    "Links": link_state._LINKS,
     "Primary header": struct.Struct(">HHH"),
 }
 

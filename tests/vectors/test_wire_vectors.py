@@ -17,6 +17,7 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.native import twin
 from skymemory.protocol import messages
+from skymemory.protocol.link_state import Declaration, LinksBody
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
 from skymemory.protocol.notices import Notice, Region
 from skymemory.protocol.retention import Kept, Retain, pack_retain, pack_retained, unpack_retain, unpack_retained
@@ -56,6 +57,7 @@ def control(op: Op, body: bytes, status: Status = Status.OK) -> bytes:
     return messages.build_packet(header(op, status), body, SEQUENCE, NOW_S)
 
 
+LINKS = LinksBody(True, (-3, 1), 1_700_000_000_250, [Declaration(SatelliteId(2, 8), 0b0101, 1_700_000_000_251)])
 SOME = Selection.of(KEY, [1, 11, 31], 10)
 HOUSEKEEPING = messages.pack_housekeeping({name: (i + 1) << i for i, name in enumerate(HOUSEKEEPING_FIELDS)})
 """Of these the golden packet has the 22 that there were at first: fields are only ever appended."""
@@ -72,6 +74,7 @@ BUILT = {
     "ping": control(Op.PING, b""),
     "list": control(Op.LIST, messages.pack_list(bytes(32), 90)),
     "advance": control(Op.ADVANCE, messages.pack_moves(-3, 1)),
+    "links": control(Op.LINKS, LINKS.pack()),
     "ack": control(Op.ACK, SOME.pack()),
     "ack-full": control(Op.ACK, Selection.of(KEY, [1]).pack(), Status.FULL),
     "miss": control(Op.MISS, SOME.pack()),
@@ -126,6 +129,7 @@ def test_bodies_are_read_back():
     assert messages.unpack_keys(body("evict")) == [KEY]
     assert messages.unpack_list(body("list")) == (bytes(32), 90)
     assert messages.unpack_moves(body("advance")) == messages.unpack_moves(body("advanced")) == (-3, 1)
+    assert LinksBody.unpack(body("links")) == LINKS
     assert messages.unpack_presences(body("presence")) == [PRESENCE, None]
     assert messages.unpack_listed(body("listed")) == [(KEY, PRESENCE)]
     assert messages.unpack_count(body("evicted")) == 470

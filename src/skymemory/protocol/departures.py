@@ -37,6 +37,12 @@ class Departures:
         self._credit = credit_bytes // CREDIT_UNIT_BYTES
         self._sequence = 0
         self._outgoing: list[tuple[SegmentBatch, LinkEnd]] = []
+        self._told: list[tuple[SegmentBatch, LinkEnd]] = []
+
+    def take_told(self) -> list[tuple[SegmentBatch, LinkEnd]]:
+        """``take`` for what neighbours are told: no traffic, so no reason to ask whether they are alive."""
+        told, self._told = self._told, []
+        return told
 
     def take(self) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Batches with the link each leaves by; they are handed out once."""
@@ -108,6 +114,16 @@ class Departures:
             credit=self._credit,
         )  # fmt: skip
         self._send(self._bulk(header, chunks, now_s), there)
+
+    def tell(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
+        """LINKS: to a neighbour by our link to it, whatever the routes say."""
+        slot_moves, plane_moves = self._whereabouts.moves
+        header = SkyHeader(
+            Op.LINKS, Address(*neighbour), self._address, 0, 0, slot_moves=slot_moves, plane_moves=plane_moves,
+            credit=self._credit,
+        )  # fmt: skip
+        packet = messages.build_packet(header, body, self._take_sequence(1), now_s)
+        self._told.append((single(packet), neighbour))
 
     def _bulk(self, header: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> SegmentBatch:
         refs, payloads = zip(*chunks, strict=True)

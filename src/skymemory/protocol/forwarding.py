@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from itertools import islice
 
 from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId, Torus
+from skymemory.protocol.link_state import LinkState
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.space_packet import COMMAND_BYTES, TELEMETRY_BYTES
 from skymemory.protocol.wire import GROUND_SHELL, HOP_LIMIT_OFFSET, SKY_BYTES, Address, Status
@@ -39,9 +40,13 @@ def same_journey(view: memoryview, segment_bytes: int) -> bool:
 
 
 class Router:
-    """Routing at one satellite. A ground host is reached by the link its last packet came in on."""
+    """Routing at one satellite: greedy, and round the links that are known to be down.
 
-    def __init__(self, here: SatelliteId, torus: Torus, mode: RoutingMode) -> None:
+    A ground host is reached by the link its last packet came in on.
+    """
+
+    def __init__(self, here: SatelliteId, torus: Torus, mode: RoutingMode, links: LinkState | None = None) -> None:
+        self._links = links or LinkState(torus)
         self._here = here
         self._torus = torus
         self._mode = mode
@@ -64,7 +69,7 @@ class Router:
             return self._beam(destination, packet)
         if there not in self._torus:
             return None
-        return self._torus.next_hop(self._here, there, self._mode)
+        return self._onward(there)
 
     def forward(
         self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd
@@ -74,7 +79,11 @@ class Router:
         if there == self._here:
             beam = self._beam(destination, view)
             return Status.NO_ROUTE if beam is None else (SegmentBatch(bytearray(view), segment_bytes), beam)
-        if there not in self._torus:
+        came: Axis | None = None
+        if isinstance(source, SatelliteId):
+            came = "slot" if source.plane == self._here.plane else "plane"
+        onward = self._onward(there, came) if there in self._torus else None
+        if onward is None:
             return Status.NO_ROUTE
         packets = bytearray(view)
         first_limit = header_start(view) + HOP_LIMIT_OFFSET
@@ -83,10 +92,12 @@ class Router:
                 return Status.HOP_LIMIT
             packets[at] -= 1
             packets[at + 1] = (packets[at + 1] + 1) & 0xFF
-        came: Axis | None = None
-        if isinstance(source, SatelliteId):
-            came = "slot" if source.plane == self._here.plane else "plane"
-        return SegmentBatch(packets, segment_bytes), self._torus.next_hop(self._here, there, self._mode, came)
+        return SegmentBatch(packets, segment_bytes), onward
+
+    def _onward(self, there: SatelliteId, came: Axis | None = None) -> SatelliteId | None:
+        """The neighbour on the way to another satellite; None where no way is left."""
+        greedy = self._torus.next_hop(self._here, there, self._mode, came)
+        return greedy if self._links.clear else self._links.onward(self._here, there, greedy)
 
     def _beam(self, destination: Address, packet: bytes | bytearray | memoryview) -> LinkEnd | None:
         if destination.shell != GROUND_SHELL:

@@ -16,18 +16,20 @@ from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.chunk_service import ChunkService
-from skymemory.protocol.chunk_store import ChunkName, ChunkStore
+from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forgetting import Forgetting
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
-from skymemory.protocol.handover import Burst, Handover
+from skymemory.protocol.handover import Handover
+from skymemory.protocol.link_state import LinkState
 from skymemory.protocol.messages import Buffer, Packet
+from skymemory.protocol.migration import Migration
 from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.neighbourhood import Neighbourhood
 from skymemory.protocol.plain_cases import PlainCases, PlainRequests
 from skymemory.protocol.replacement import replacement_named
 from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, SKY_BYTES, Address, Op, Status
@@ -51,9 +53,13 @@ class SatelliteMachine:
         """Set by the transport: its own housekeeping (``delay_error_p99_us``, ``faults_injected``)."""
         self._address = Address(config.address.plane, config.address.slot)
         self._whereabouts = Whereabouts(config.address, sky, clock, now_s)
-        self._router = Router(config.address, sky.torus, config.routing)
+        links = LinkState(sky.torus)
+        self._router = Router(config.address, sky.torus, config.routing, links)
         self._departures = Departures(
             self._address, self._whereabouts, self._router, self.counters, config.credit_bytes
+        )  # fmt: skip
+        self.neighbourhood = Neighbourhood(
+            config.address, sky.torus, links, clock.pushed, config.neighbour_patience_s, self._departures.tell
         )  # fmt: skip
         self._chunks = ChunkService(
             self.store, self._departures, self.counters, self._stored, self._whereabouts.home
@@ -61,11 +67,17 @@ class SatelliteMachine:
         self._forgetting = Forgetting(
             config, self.store, self._whereabouts, sky, self._departures, self.counters, self.handover, now_s
         )  # fmt: skip
+        self._migration = Migration(
+            config.address, self.store, self.handover, self._whereabouts, self._departures, self._forgetting,
+            self.counters,
+        )  # fmt: skip
+        self._hand_over = self._migration.send_due
         self._chunks.on_set = self._forgetting.retention.stored
         self._plain = PlainCases(self._address, self._chunks, self._departures, self._router)
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict, Op.LIST: self._chunks.list,
-            Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._ack, Op.UNREACHABLE: self._unreachable,
+            Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._migration.acknowledged,
+            Op.UNREACHABLE: self._migration.unreachable,
             **self._forgetting.handlers,
         }  # fmt: skip
 
@@ -87,6 +99,8 @@ class SatelliteMachine:
 
         The data are only read during the call. Malformed packets are counted and dropped; nothing raises.
         """
+        if isinstance(source, SatelliteId):
+            self.neighbourhood.heard(source, now_s)
         at = 0
         while at < len(runs):
             taken = self._plain.store(runs, at, source, now_s)
@@ -114,16 +128,21 @@ class SatelliteMachine:
         """Batches with the link each leaves by; they are handed out once."""
         self._chunks.acknowledge(now_s)
         self._forgetting.gather(now_s)
-        return self._departures.take()
+        batches = self._departures.take()
+        for _, link in batches:
+            self.neighbourhood.used(link, now_s)
+        return batches + self._departures.take_told()
 
     def next_timer_s(self) -> float | None:
-        asked = (self._whereabouts.next_move_s, self.handover.next_timer_s(), self._forgetting.next_timer_s())
+        ours = self.handover, self._forgetting, self.neighbourhood
+        asked = (self._whereabouts.next_move_s, *(part.next_timer_s() for part in ours))
         return min((time_s for time_s in asked if time_s is not None), default=None)
 
     def handle_timer(self, now_s: float) -> None:
         next_move_s = self._whereabouts.next_move_s
         if next_move_s is not None and now_s >= next_move_s:
             self._follow_clock(now_s)
+        self.neighbourhood.handle_timer(now_s)
         for name in self.handover.to_delete(now_s):
             chunk = self.store.peek(name)
             if chunk is not None and self._whereabouts.home(chunk.ref) != self.config.address:
@@ -170,7 +189,10 @@ class SatelliteMachine:
                 whole = memoryview(b"".join(good)) if bad else view
                 self._forward(whole, segment_bytes, destination, source, now_s)
                 return
-        self._deliver(good, start, now_s)
+        if good[0][start + 1] == Op.LINKS:
+            self._told(good, source, now_s)
+        else:
+            self._deliver(good, start, now_s)
 
     def _forward(
         self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd, now_s: float
@@ -238,27 +260,9 @@ class SatelliteMachine:
 
     def _advance(self, packet: Packet, now_s: float) -> None:
         self._whereabouts.push_to(messages.unpack_moves(packet.body))
+        self.neighbourhood.told_moves(self._whereabouts.pushed, now_s)
         self._follow_clock(now_s)
         self._departures.reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._whereabouts.pushed), now_s)
-        self._hand_over(now_s)
-
-    def _ack(self, packet: Packet, now_s: float) -> None:
-        """Another satellite took (or refused) chunks we handed over."""
-        if packet.header.status is not Status.OK:
-            self.handover.refused(packet.header.request_id, now_s)
-            self._hand_over(now_s)
-            return
-        selection = Selection.unpack(packet.body)
-        names = [(selection.key, index) for index in selection.indices()]
-        moved = self.handover.acknowledged(packet.header.request_id, names, now_s)
-        self.counters.add("chunks_migrated_out", moved)
-        if moved:
-            self._forgetting.handed_over(packet.header.source, selection.key, now_s)
-        self._hand_over(now_s)
-
-    def _unreachable(self, packet: Packet, now_s: float) -> None:
-        self.counters.add("packets_unroutable")
-        self.handover.refused(packet.header.request_id, now_s)
         self._hand_over(now_s)
 
     def housekeeping(self) -> dict[str, int]:
@@ -271,30 +275,21 @@ class SatelliteMachine:
             **self.store.ledger.figures(), **self.transport_figures(),
         )  # fmt: skip
 
+    # --- neighbours ---
+
+    def _told(self, segments: list[memoryview], source: LinkEnd, now_s: float) -> None:
+        packets = [packet for segment in segments if (packet := self._parse(segment)) is not None]
+        bad, moved = self.neighbourhood.receive(packets, source, now_s)
+        if bad:
+            self.counters.add("packets_malformed", bad)
+        if moved:
+            self._whereabouts.push_to(self.neighbourhood.pushed)
+            self._follow_clock(now_s)
+            self._hand_over(now_s)
+
     # --- motion ---
 
     def _follow_clock(self, now_s: float) -> None:
         if self._whereabouts.follow(now_s):
             self._forgetting.box_moved(now_s)
             self.handover.plan(self.store, self._whereabouts.home_of_tag, self.config.address)
-
-    def _hand_over(self, now_s: float) -> None:
-        elsewhere: dict[SatelliteId, list[ChunkName]] = {}
-        for name in self.handover.strays_due(now_s):
-            chunk = self.store.peek(name)
-            if chunk is not None and (home := self._whereabouts.home(chunk.ref)) != self.config.address:
-                elsewhere.setdefault(home, []).append(name)
-        for home, names in elsewhere.items():
-            self.handover.enqueue(home, names)
-        while bursts := self.handover.bursts_to_send(now_s):
-            for burst in bursts:
-                self._send_burst(burst, now_s)
-
-    def _send_burst(self, burst: Burst, now_s: float) -> None:
-        self._forgetting.to_send(burst, now_s)
-        found = {name: chunk for name in burst.names if (chunk := self.store.peek(name)) is not None}
-        if len(found) < len(burst.names):
-            self.handover.forget(burst, set(burst.names) - found.keys())
-        if found:
-            there = Address(burst.destination.plane, burst.destination.slot)
-            self._departures.migrate(there, burst.request_id, list(found.values()), now_s)

@@ -23,3 +23,5 @@ class SatelliteConfig:
     replacement: str = "lru"
     """One of ``replacement.REPLACEMENTS``: what goes first when the memory is full."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    neighbour_patience_s: float = 0.05
+    """How long a neighbour may take to answer a question; the transport knows how long its links are."""

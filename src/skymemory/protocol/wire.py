@@ -59,6 +59,7 @@ class Op(IntEnum):
     LIST = 0x07
     ADVANCE = 0x08
     NOTICE = 0x09
+    LINKS = 0x0A
     RETAIN = 0x0B
     ACK = 0x41
     DATA = 0x42

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.space_packet import MAX_PACKET_BYTES
+from skymemory.transport.fault_schedule import FaultEvent
 from skymemory.transport.faults import FaultInjector
 
 GroundToken = tuple[str, int]
@@ -73,6 +75,9 @@ class SimulatedConstellation:
         self._order = count()
         self.satellites = {here: self._new_satellite(here) for here in sky.torus.satellites()}
         self._dead: set[SatelliteId] = set()
+        self._cut: set[frozenset[Node]] = set()
+        self._link_faults: dict[frozenset[Node], FaultInjector] = {}
+        self._events: deque[FaultEvent] = deque()
         self._clients: dict[GroundToken, ClientMachine] = {}
         self._touched: set[Node] = set(self.satellites)
         self._timers: dict[Node, float] = {}
@@ -96,7 +101,48 @@ class SimulatedConstellation:
         before.ledger.went(before.used_bytes, "lost")
         self.satellites[satellite] = self._new_satellite(satellite)
         self.satellites[satellite].store.ledger = before.ledger
+        self.satellites[satellite].neighbourhood.greet(self.now_s)
         self._touched.add(satellite)
+
+    @property
+    def dead(self) -> frozenset[SatelliteId]:
+        return frozenset(self._dead)
+
+    def kill_plane(self, plane: int) -> None:
+        for slot in range(self.sky.torus.slots_per_plane):
+            self.kill(SatelliteId(plane, slot))
+
+    def revive_plane(self, plane: int) -> None:
+        """All its satellites are back, empty."""
+        for slot in range(self.sky.torus.slots_per_plane):
+            self.revive(SatelliteId(plane, slot))
+
+    def cut(self, one: Node, other: Node) -> None:
+        """Nothing passes between these two any more, either way. What is on its way arrives."""
+        self.flush()
+        self._cut.add(frozenset((one, other)))
+
+    def mend(self, one: Node, other: Node) -> None:
+        """The link passes everything again."""
+        self._cut.discard(frozenset((one, other)))
+
+    def spoil(self, one: Node, other: Node, faults: FaultInjector | None) -> None:
+        """This link has faults of its own, beside those of all links; None: no longer."""
+        link = frozenset((one, other))
+        if faults is None:
+            self._link_faults.pop(link, None)
+        else:
+            self._link_faults[link] = faults
+
+    def follow(self, events: Iterable[FaultEvent]) -> None:
+        """Let these happen when their time comes, instead of what was still to come."""
+        self._events = deque(sorted(events, key=lambda event: event.time_s))
+
+    def _befall(self, event: FaultEvent) -> None:
+        for satellite in event.satellites:
+            (self.revive if event.over else self.kill)(satellite)
+        if event.link is not None:
+            (self.mend if event.over else self.cut)(*event.link)
 
     def connect(self, config: ClientConfig) -> SimulatedClient:
         """A ground host."""
@@ -110,6 +156,10 @@ class SimulatedConstellation:
         self.flush()
         timer_s = min(self._timers.values(), default=math.inf)
         arrival_s = self._arrivals[0].time_s if self._arrivals else math.inf
+        if self._events and self._events[0].time_s <= min(timer_s, arrival_s, limit_s):
+            self.now_s = max(self.now_s, self._events[0].time_s)
+            self._befall(self._events.popleft())
+            return True
         if min(timer_s, arrival_s) > limit_s or min(timer_s, arrival_s) == math.inf:
             self.now_s = limit_s if self.now_s < limit_s < math.inf else self.now_s
             return False
@@ -147,11 +197,13 @@ class SimulatedConstellation:
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
         """Datagrams of one batch that nothing befalls arrive together, as receive offload delivers them."""
         link_s = self._delay_s(sender, receiver)
+        link = frozenset((sender, receiver)) if self._cut or self._link_faults else frozenset()
+        own_faults = self._link_faults.get(link)
         run: list[bytes] = []
         for data in batch.datagrams():
             self.datagrams_sent += 1
             self.bytes_sent += len(data)
-            for copy, extra_s in self._faults.apply(data) if self._faults is not None else ((data, 0.0),):
+            for copy, extra_s in () if link in self._cut else self._flights(data, own_faults):
                 if extra_s > 0 or not self._offload:
                     self._arrive([copy], link_s + extra_s, sender, receiver)
                     continue
@@ -161,6 +213,14 @@ class SimulatedConstellation:
                 run.append(copy)
         if run:
             self._arrive(run, link_s, sender, receiver)
+
+    def _flights(self, data: bytes, own_faults: FaultInjector | None) -> list[tuple[bytes, float]]:
+        """What becomes of a datagram by the faults of its link, then by those of all links."""
+        flights = [(data, 0.0)]
+        for faults in (own_faults, self._faults):
+            if faults is not None:
+                flights = [(last, before_s + s) for copy, before_s in flights for last, s in faults.apply(copy)]
+        return flights
 
     def _arrive(self, run: list[bytes], delay_s: float, sender: Node, receiver: Node) -> None:
         data = run[0] if len(run) == 1 else b"".join(run)

@@ -1,0 +1,71 @@
+"""Sends what a satellite has to hand over: the plan of ``Handover`` turned into MIGRATE packets."""
+
+from __future__ import annotations
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.metrics import Counters
+from skymemory.protocol.chunk_store import ChunkName, ChunkStore
+from skymemory.protocol.departures import Departures
+from skymemory.protocol.forgetting import Forgetting
+from skymemory.protocol.handover import Burst, Handover
+from skymemory.protocol.messages import Packet
+from skymemory.protocol.selection import Selection
+from skymemory.protocol.whereabouts import Whereabouts
+from skymemory.protocol.wire import Address, Status
+
+
+class Migration:
+    """The hands of one satellite's ``Handover``."""
+
+    def __init__(
+        self, here: SatelliteId, store: ChunkStore, handover: Handover, whereabouts: Whereabouts,
+        departures: Departures, forgetting: Forgetting, counters: Counters,
+    ) -> None:  # fmt: skip
+        self._here = here
+        self._store = store
+        self._handover = handover
+        self._whereabouts = whereabouts
+        self._departures = departures
+        self._forgetting = forgetting
+        self._counters = counters
+
+    def send_due(self, now_s: float) -> None:
+        """All that is to leave now: strays whose time has come, fresh bursts, and those not acknowledged in time."""
+        elsewhere: dict[SatelliteId, list[ChunkName]] = {}
+        for name in self._handover.strays_due(now_s):
+            chunk = self._store.peek(name)
+            if chunk is not None and (home := self._whereabouts.home(chunk.ref)) != self._here:
+                elsewhere.setdefault(home, []).append(name)
+        for home, names in elsewhere.items():
+            self._handover.enqueue(home, names)
+        while bursts := self._handover.bursts_to_send(now_s):
+            for burst in bursts:
+                self._send(burst, now_s)
+
+    def acknowledged(self, packet: Packet, now_s: float) -> None:
+        """Another satellite took (or refused) chunks we handed over."""
+        if packet.header.status is not Status.OK:
+            self._handover.refused(packet.header.request_id, now_s)
+        else:
+            selection = Selection.unpack(packet.body)
+            names = [(selection.key, index) for index in selection.indices()]
+            moved = self._handover.acknowledged(packet.header.request_id, names, now_s)
+            self._counters.add("chunks_migrated_out", moved)
+            if moved:
+                self._forgetting.handed_over(packet.header.source, selection.key, now_s)
+        self.send_due(now_s)
+
+    def unreachable(self, packet: Packet, now_s: float) -> None:
+        """There is no way to whom we wanted to hand chunks over to."""
+        self._counters.add("packets_unroutable")
+        self._handover.refused(packet.header.request_id, now_s)
+        self.send_due(now_s)
+
+    def _send(self, burst: Burst, now_s: float) -> None:
+        self._forgetting.to_send(burst, now_s)
+        found = {name: chunk for name in burst.names if (chunk := self._store.peek(name)) is not None}
+        if len(found) < len(burst.names):
+            self._handover.forget(burst, set(burst.names) - found.keys())
+        if found:
+            there = Address(burst.destination.plane, burst.destination.slot)
+            self._departures.migrate(there, burst.request_id, list(found.values()), now_s)

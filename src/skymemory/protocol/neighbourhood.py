@@ -1,0 +1,206 @@
+"""A satellite's links to its neighbours: which are alive, told to all others (LINKS), and learnt from them.
+
+Nothing is sent while nothing is forwarded: a neighbour is asked for a sign of life only when a packet is sent to it
+and it has been silent for a while. One that stays silent is declared down, the declaration is flooded, and it is asked
+again now and then until it answers. A satellite that has just started greets its neighbours, who then tell it all they
+know: which links are down, and how far operators have moved the box meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import MalformedPacket
+from skymemory.placement.locate import Moves
+from skymemory.protocol.link_state import MAX_DECLARATIONS, REFRESH_S, Declaration, LinksBody, LinkState
+from skymemory.protocol.messages import Packet
+from skymemory.protocol.wire import Address
+
+Tell = Callable[[SatelliteId, bytes, float], None]
+"""Sends a LINKS with this body to a neighbour."""
+
+_FRESH_S = 0.2
+"""A neighbour heard so lately is not asked."""
+_TRIES = 4
+"""So many questions without an answer, and the link is taken to be down."""
+_MOST_AHEAD_S = 60.0
+"""A push that was made further in the future is not believed."""
+_FIRST_RETRY_S = 1.0
+_LAST_RETRY_S = 8.0
+"""A link that is down is tried after 1, 2, 4, 8, 8 … s."""
+
+
+class _Neighbour:
+    """One end of one or (on a ring of two) two links."""
+
+    __slots__ = ("bits", "deadline_s", "down", "heard_s", "retry_s", "tries")
+
+    def __init__(self) -> None:
+        self.bits = 0
+        self.heard_s = -math.inf
+        self.deadline_s = math.inf
+        """When an answer is overdue; or, of one that is down, when to ask again."""
+        self.tries = 0
+        self.down = False
+        self.retry_s = _FIRST_RETRY_S
+
+
+class Neighbourhood:
+    """The links of one satellite, and what it knows of all others' in ``links``."""
+
+    def __init__(
+        self, here: SatelliteId, torus: Torus, links: LinkState, pushed: Moves, patience_s: float, tell: Tell
+    ) -> None:
+        """``patience_s``: how long an answer from a neighbour may take."""
+        self.links = links
+        self.pushed = pushed
+        self.pushed_at_ms = 0
+        self._here = here
+        self._torus = torus
+        self._patience_s = patience_s
+        self._tell = tell
+        self._neighbours: dict[SatelliteId, _Neighbour] = {}
+        for bit, neighbour in enumerate(torus.neighbours(here)):
+            if neighbour != here:
+                self._neighbours.setdefault(neighbour, _Neighbour()).bits |= 1 << bit
+        self._refresh_s = math.inf
+
+    # --- what happens on the links ---
+
+    def heard(self, neighbour: SatelliteId, now_s: float) -> None:
+        """Something came from it."""
+        found = self._neighbours.get(neighbour)
+        if found is None:
+            return
+        found.heard_s = now_s
+        found.deadline_s = math.inf
+        if found.down:
+            found.down = False
+            self._declare(now_s)
+            self._tell_all_known(neighbour, now_s)
+
+    def used(self, link: object, now_s: float) -> None:
+        """Something is being sent by this link, of a neighbour or not: it had better be alive."""
+        found = self._neighbours.get(link)  # type: ignore[call-overload]
+        if found is not None and found.deadline_s == math.inf and found.heard_s + _FRESH_S <= now_s:
+            found.tries = 0
+            self._ask(link, found, now_s)  # type: ignore[arg-type]
+
+    def greet(self, now_s: float) -> None:
+        """We have just begun, and know nothing. Nobody is taken for dead who does not answer this."""
+        for neighbour in self._neighbours:
+            self._tell(neighbour, self._body(answer_me=True), now_s)
+
+    def told_moves(self, pushed: Moves, now_s: float) -> None:
+        """An operator has set what is added to the clock."""
+        self.pushed, self.pushed_at_ms = pushed, int(now_s * 1e3)
+
+    def receive(self, packets: Sequence[Packet], source: object, now_s: float) -> tuple[int, bool]:
+        """Neighbours have told us something: how many packets are not to be believed, and whether we have learnt of a
+        later push of the moves than we knew (now ``pushed``).
+
+        Believed is only the neighbour at the other end of the link that a packet came by.
+        """
+        bad, before = 0, self.pushed
+        for packet in packets:
+            try:
+                body = LinksBody.unpack(packet.body)
+            except MalformedPacket:
+                bad += 1
+                continue
+            if isinstance(source, SatelliteId) and packet.header.source == Address(*source):
+                self._receive(body, source, now_s)
+            else:
+                bad += 1
+        return bad, self.pushed != before
+
+    def _receive(self, body: LinksBody, source: SatelliteId, now_s: float) -> None:
+        fresh = []
+        for declaration in body.declarations:
+            if declaration.origin == self._here:
+                self._contradict(declaration, now_s)
+            elif self.links.learn(declaration, now_s):
+                fresh.append(declaration)
+                self._look_around(declaration, now_s)
+        later = self.pushed_at_ms < body.pushed_at_ms <= (now_s + _MOST_AHEAD_S) * 1e3
+        moved = later and body.pushed != self.pushed
+        if later:
+            self.pushed, self.pushed_at_ms = body.pushed, body.pushed_at_ms
+        if fresh or moved:
+            self._flood(fresh, now_s, source)
+        if body.answer_me:
+            self._tell_all_known(source, now_s)
+
+    def _contradict(self, declaration: Declaration, now_s: float) -> None:
+        """What we said before we started anew (or what somebody made up) still goes round: outdo it."""
+        ours = self._bits()
+        if declaration.down != ours and declaration.made_ms > self.links.made_ms(self._here):
+            self._declare(max(now_s, (declaration.made_ms + 1) / 1e3))
+
+    def _look_around(self, declaration: Declaration, now_s: float) -> None:
+        """Who is said to be silent may be dead, and rarely alone: ask those of our neighbours that are near it."""
+        for bit, silent in enumerate(self._torus.neighbours(declaration.origin)):
+            if declaration.down >> bit & 1:
+                for near in (silent, *self._torus.neighbours(silent)):
+                    self.used(near, now_s)
+
+    # --- time ---
+
+    def next_timer_s(self) -> float | None:
+        times = [neighbour.deadline_s for neighbour in self._neighbours.values()]
+        expiry_s = self.links.next_expiry_s
+        soonest_s = min(*times, self._refresh_s, math.inf if expiry_s is None else expiry_s, math.inf)
+        return soonest_s if soonest_s < math.inf else None
+
+    def handle_timer(self, now_s: float) -> None:
+        lost = False
+        for name, neighbour in self._neighbours.items():
+            if neighbour.deadline_s > now_s:
+                continue
+            if neighbour.down:
+                neighbour.retry_s = min(2 * neighbour.retry_s, _LAST_RETRY_S)
+                self._ask(name, neighbour, now_s)
+            elif neighbour.tries < _TRIES:
+                self._ask(name, neighbour, now_s)
+            else:
+                neighbour.down = lost = True
+                neighbour.retry_s = _FIRST_RETRY_S
+                neighbour.deadline_s = now_s + _FIRST_RETRY_S
+        if lost or self._refresh_s <= now_s:
+            self._declare(now_s)
+        expiry_s = self.links.next_expiry_s
+        if expiry_s is not None and expiry_s <= now_s:
+            self.links.expire(now_s)
+
+    # --- what we say ---
+
+    def _ask(self, name: SatelliteId, neighbour: _Neighbour, now_s: float) -> None:
+        neighbour.tries += 1
+        neighbour.deadline_s = now_s + (neighbour.retry_s if neighbour.down else self._patience_s)
+        self._tell(name, self._body(answer_me=True), now_s)
+
+    def _bits(self) -> int:
+        return sum(neighbour.bits for neighbour in self._neighbours.values() if neighbour.down)
+
+    def _declare(self, now_s: float) -> None:
+        """Say which of our links are down now, to everybody."""
+        made_ms = max(int(now_s * 1e3), self.links.made_ms(self._here) + 1)
+        ours = Declaration(self._here, self._bits(), made_ms)
+        self._refresh_s = now_s + REFRESH_S if ours.down else math.inf
+        if self.links.learn(ours, now_s):
+            self._flood([ours], now_s)
+
+    def _flood(self, declarations: Sequence[Declaration], now_s: float, source: SatelliteId | None = None) -> None:
+        for name, neighbour in self._neighbours.items():
+            if name != source and not neighbour.down:
+                self._tell(name, self._body(declarations=declarations), now_s)
+
+    def _tell_all_known(self, name: SatelliteId, now_s: float) -> None:
+        known = self.links.declared()
+        for at in range(0, max(1, len(known)), MAX_DECLARATIONS):
+            self._tell(name, self._body(declarations=known[at : at + MAX_DECLARATIONS]), now_s)
+
+    def _body(self, answer_me: bool = False, declarations: Sequence[Declaration] = ()) -> bytes:
+        return LinksBody(answer_me, self.pushed, self.pushed_at_ms, declarations).pack()
