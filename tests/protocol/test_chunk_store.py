@@ -149,3 +149,14 @@ def test_a_run_is_stored_as_its_chunks_would_be():
         assert again is None or (again.replaced, again.evicted) == (3, 0)
         assert together.used_bytes == apart.used_bytes
     assert room(2).put_run(KEYS[0], [0, 1, 2], chunks, size) is None
+
+
+def test_what_is_told_of_a_key_is_its_latest_placement():
+    """A value set again elsewhere leaves chunks behind where both places have a satellite; negative moves count too."""
+    store, payload = room(10), b"x" * 100
+    for index, moves in [(0, (-7, 2)), (13, (-3, -1)), (3, (-3, -1)), (10, (-7, 2))]:
+        tag = PlacementTag(2, 10, index % 10, *moves)
+        ref = ChunkRef(KEYS[0], index, 100, len(payload), zlib.crc32(payload), 5000, 1, tag).pack()
+        assert store.put((KEYS[0], index), ref, payload).stored
+    told = store.presence(KEYS[0])
+    assert (told.index, told.held, told.tag.slot_moves, told.tag.plane_moves) == (3, 4, -3, -1)

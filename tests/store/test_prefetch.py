@@ -17,6 +17,7 @@ from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.index.block_info import BlockInfo
 from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.base import LEASE_S, Prefetching, Presence
 from skymemory.store.constellation import ConstellationStore
@@ -35,12 +36,14 @@ CHUNK_BYTES = 6144
 class Sky:
     """A constellation whose box moves by the clock, with a note of which satellites the ground speaks to."""
 
-    def __init__(self, faults: FaultInjector | None = None, memory_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self, faults: FaultInjector | None = None, memory_bytes: int = 8 << 20, eviction: EvictionConfig | None = None
+    ) -> None:
         preset = preset_named(PRESET)
         self.map = SkyMap(preset.torus, preset.centre)
         self.clock = MoveClock(slot_period_s=SLOT_S, plane_period_s=PLANE_S, time_scale=1.0)
         self.asked: set[SatelliteId] = set()
-        self.sim = SimulatedConstellation(self.map, memory_bytes, self.clock, self._link_s, faults)
+        self.sim = SimulatedConstellation(self.map, memory_bytes, self.clock, self._link_s, faults, eviction=eviction)
 
     def _link_s(self, sender: object, receiver: object) -> float:
         if not isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId):
@@ -213,6 +216,33 @@ def test_a_reader_who_holds_the_old_entry_still_finds_everything() -> None:
             number = late.machine.get(old[key], memoryview(out), late.now_s())
             outcome = late.run([number])[number]
             assert outcome.ok and out == value
+
+
+@pytest.mark.parametrize("policy", ["gossip", "periodic", "migration"])
+@pytest.mark.parametrize("ahead_slots", [1, 2, 8])
+def test_satellites_that_look_for_dead_blocks_take_no_copy_for_one(policy: str, ahead_slots: int) -> None:
+    """Satellites of both places still hold chunks of the old one when the rest of it is gone."""
+    sky = Sky(eviction=EvictionConfig.of([policy], sweep_s=5.0))
+    store = sky.store()
+    store.put_many(ITEMS)
+    assert all(store.prefetch(KEYS, at=ahead_slots * SLOT_S + 1))
+    sky.until(LEASE_S + 1)
+    store.prefetch([], at=0.0)
+    sky.until(LEASE_S + 120)
+    assert read(store) == VALUES
+
+
+@pytest.mark.parametrize("ahead_slots", [1, 2, 8])
+def test_who_lost_the_index_finds_the_copy(ahead_slots: int) -> None:
+    sky = Sky()
+    store = sky.store()
+    store.put_many(ITEMS)
+    at_s = ahead_slots * SLOT_S + 1
+    store.prefetch(KEYS, at=at_s)
+    sky.until(at_s)
+    store.prefetch([], at=0.0)
+    other = store_over(sky.sim, 2, None, strategy="hop")
+    assert other.prefix(KEYS) == len(KEYS) and read(other) == VALUES
 
 
 def test_through_loss_and_reordering() -> None:

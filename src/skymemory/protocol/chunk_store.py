@@ -7,6 +7,7 @@ grow old together too, and where room is needed the oldest share goes chunk by c
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -26,6 +27,8 @@ Share = dict[int, Chunk]
 _VERSION = slice(48, 56)
 """Of a packed reference: length and CRC of the whole value, which tell two values of one key apart."""
 _TAG = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
+_SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
+_MOVES = struct.Struct(">ii")
 
 
 class StoredChunk(NamedTuple):
@@ -256,11 +259,11 @@ class ChunkStore:
         return len(share)
 
     def presence(self, key: bytes) -> Presence | None:
-        """What is held of ``key``, told by its lowest chunk."""
+        """What is held of ``key``, told by the lowest chunk of its latest placement."""
         share = self._shares.get(key)
         if share is None:
             return None
-        index = min(share)
+        index = told_by(share)
         ref = ChunkRef.unpack(share[index][0])
         return Presence(index, ref.chunks, ref.length_bytes, ref.value_bytes, ref.value_crc, len(share), ref.tag)
 
@@ -275,6 +278,17 @@ class ChunkStore:
             for index, (ref, _) in share.items():
                 groups.setdefault(ref[_TAG], []).append((key, index))
         return groups
+
+
+def told_by(share: Share) -> int:
+    """The lowest chunk of the latest placement. A value that was set again after moves of the box, or prefetched,
+    leaves chunks of the earlier placement on the satellites that both have.
+    """
+    settings = {ref[_SET_MOVES] for ref, _ in share.values()}
+    if len(settings) == 1:
+        return min(share)
+    latest = max(settings, key=lambda moves: sum(_MOVES.unpack(moves)))
+    return min(index for index, (ref, _) in share.items() if ref[_SET_MOVES] == latest)
 
 
 def _size_bytes(share: Share) -> int:

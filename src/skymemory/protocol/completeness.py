@@ -19,7 +19,7 @@ from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.chunk_store import ChunkStore, told_by
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
 from skymemory.protocol.motion import SkyMap
@@ -185,12 +185,12 @@ class Completeness:
 
     def _ref(self, key: bytes) -> ChunkRef | None:
         share = self._store.shares.get(key)
-        return ChunkRef.unpack(share[min(share)][0]) if share else None
+        return ChunkRef.unpack(share[told_by(share)][0]) if share else None
 
     def _own_share_is_whole(self, key: bytes) -> bool:
         """Whether all chunks are here that belong to the servers of which we hold any."""
         share = self._store.shares[key]
-        ref = ChunkRef.unpack(share[min(share)][0])
+        ref = ChunkRef.unpack(share[told_by(share)][0])
         held: dict[int, int] = {}
         for index in share:
             server = index % ref.tag.servers

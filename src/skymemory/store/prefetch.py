@@ -67,7 +67,7 @@ class Prefetcher:
             read = [asked[number] for number, outcome in driver.run(asked).items() if outcome.ok]
         begun: dict[int, tuple[ValueInfo, ValueInfo]] = {}
         with driver.lock:
-            for info in read:
+            for info in reversed(read):  # the first becomes the most recently used, as in every write of a chain
                 number, copy = machine.put(
                     info.key, values[info.key], info.chunk_bytes, _PARKED, info.servers, driver.now_s(), aim
                 )
