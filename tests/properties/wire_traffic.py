@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
+from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.notices import Notice, Region
+from skymemory.protocol.retention import Kept, Retain, pack_retain, pack_retained
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.selection import Selection
@@ -36,7 +39,8 @@ SOURCES = st.sampled_from([GROUND, NEIGHBOUR])
 
 
 def satellite() -> SatelliteMachine:
-    return SatelliteMachine(SatelliteConfig(HERE, MEMORY_BYTES), SKY_MAP, MoveClock(), 0.0)
+    eviction = EvictionConfig.of(["gossip", "periodic", "migration"])
+    return SatelliteMachine(SatelliteConfig(HERE, MEMORY_BYTES, eviction=eviction), SKY_MAP, MoveClock(), 0.0)
 
 
 def header(op: Op, request_id: int = 1) -> SkyHeader:
@@ -59,7 +63,14 @@ SOUND = [
         (Op.GET, SELECTED), (Op.HAS, messages.pack_keys([KEY])), (Op.EVICT, messages.pack_keys([KEY])),
         (Op.PING, b""), (Op.LIST, messages.pack_list(bytes(32), 9)), (Op.ADVANCE, messages.pack_moves(1, 1)),
         (Op.ACK, SELECTED), (Op.MISS, SELECTED), (Op.PONG, messages.pack_housekeeping({})), (Op.UNREACHABLE, b""),
+        (Op.RETAIN, pack_retain(Retain.PIN, 60.0, [KEY])), (Op.RETAIN, pack_retain(Retain.EXPIRE, 60.0, [KEY])),
+        (Op.RETAIN, pack_retain(Retain.TOUCH, 0.0, [KEY])), (Op.RETAINED, pack_retained([Kept.DONE])),
+        (Op.PRESENCE, messages.pack_presences([None])), (Op.GONE, messages.pack_keys([KEY])),
     ]),
+    messages.build_packet(
+        SkyHeader(Op.NOTICE, Address(*HERE), Address(*NEIGHBOUR), 0, 3),
+        Notice(Address(*NEIGHBOUR), 3, Region(HERE, 1, 1, 1, 1), 9, False, (KEY,)).pack(), 1, 0.0,
+    ),
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.client import ClientConfig
@@ -23,9 +24,10 @@ from skymemory.transport.udp_host import UdpHost
 PRESET = "testbed-19x5"
 
 
-def simulated(memory_bytes: int = 8 << 20, one_way_s: float = 0.002) -> SimulatedConstellation:
+def simulated(memory_bytes: int = 8 << 20, one_way_s: float = 0.002, **how: Any) -> SimulatedConstellation:
     preset = preset_named(PRESET)
-    return SimulatedConstellation(SkyMap(preset.torus, preset.centre), memory_bytes, delay_s=lambda a, b: one_way_s)
+    sky = SkyMap(preset.torus, preset.centre)
+    return SimulatedConstellation(sky, memory_bytes, delay_s=lambda a, b: one_way_s, **how)
 
 
 def store_over(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skymemory.cli._ground import ACCESS_CHOICES
-from skymemory.cli._options import add_json, add_run_dir
+from skymemory.cli._options import add_json, add_run_dir, duration
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.units import format_duration, format_size
 
@@ -24,10 +24,15 @@ class NotStored(SkyMemoryError):
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("kv", help="put any file into the constellation, and get it back")
-    verbs = parser.add_subparsers(dest="kv_verb", metavar="put|get|delete|list", required=True)
+    verbs = parser.add_subparsers(dest="kv_verb", metavar="put|get|pin|delete|list", required=True)
     put = verbs.add_parser("put", help="store a file under its name, or under --key")
     put.add_argument("file", type=Path)
     put.add_argument("--key", help="the name to store it under (default: the file's name)")
+    put.add_argument("--ttl", type=duration, metavar="TIME", help="have it forgotten after so long, such as 30m")
+    pin = verbs.add_parser("pin", help="keep a value from being evicted for a time")
+    pin.add_argument("key")
+    pin.add_argument("--ttl", type=duration, default=3600.0, metavar="TIME", help="for so long (default: 1h)")
+    pin.add_argument("--off", action="store_true", help="take the pin out")
     get = verbs.add_parser("get", help="read a value back")
     get.add_argument("key")
     get.add_argument("-o", "--out", help="where to write it; - is standard output (default: a file of the key's name)")
@@ -48,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     store = open_constellation(args.run_dir, use_index=not args.no_index, access=args.access)
     try:
-        return {"put": _put, "get": _get, "delete": _delete, "list": _list}[args.kv_verb](args, store)
+        return {"put": _put, "get": _get, "pin": _pin, "delete": _delete, "list": _list}[args.kv_verb](args, store)
     finally:
         store.close()
 
@@ -60,7 +65,7 @@ def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stder
 
 
 def _put(args: argparse.Namespace, store: ConstellationStore) -> int:
-    from skymemory.store.named import put_named
+    from skymemory.store.named import named_key, put_named
 
     try:
         data = args.file.read_bytes()
@@ -72,11 +77,34 @@ def _put(args: argparse.Namespace, store: ConstellationStore) -> int:
         raise SkyMemoryError(
             f"{key} was not stored: {done.reason}. See `skymemory constellation status`; the file is untouched"
         )
-    return _say(
-        args,
-        {"key": key, "bytes": len(data), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted},
-        f"stored {key}: {format_size(len(data))} in {format_duration(done.seconds)}, {done.retransmitted} resent",
-    )
+    facts: dict[str, object] = {
+        "key": key, "bytes": len(data), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted
+    }  # fmt: skip
+    text = f"stored {key}: {format_size(len(data))} in {format_duration(done.seconds)}, {done.retransmitted} resent"
+    if args.ttl is not None:
+        if not store.expire([named_key(key)], args.ttl)[0]:
+            raise SkyMemoryError(f"{key} is stored, but not every satellite promised to forget it: try --ttl again")
+        facts["ttl_s"] = args.ttl
+        text += f", forgotten in {format_duration(args.ttl)}"
+    return _say(args, facts, text)
+
+
+def _pin(args: argparse.Namespace, store: ConstellationStore) -> int:
+    from skymemory.store.base import Presence
+    from skymemory.store.named import named_key
+
+    key = named_key(args.key)
+    if store.lookup([key]) != [Presence.HIT]:
+        raise NotStored(f"{args.key} is not in the constellation")
+    ttl_s = 0.0 if args.off else args.ttl
+    if not store.pin([key], ttl_s)[0]:
+        raise SkyMemoryError(
+            f"{args.key} is not pinned: a satellite with chunks of it is silent, lacks them, or has pinned half of its "
+            "memory already; take out other pins with --off, or give the satellites more memory"
+        )
+    facts: dict[str, object] = {"key": args.key, "pinned": not args.off, "ttl_s": ttl_s}
+    text = f"{args.key} may be evicted again" if args.off else f"pinned {args.key} for {format_duration(args.ttl)}"
+    return _say(args, facts, text)
 
 
 def _get(args: argparse.Namespace, store: ConstellationStore) -> int:

@@ -11,9 +11,11 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.pointing import ACCESS_MODES, Access
+from skymemory.store.admission import AdmittingStore
 from skymemory.store.base import Store
 from skymemory.store.constellation import ConstellationStore
 from skymemory.store.memory import MemoryStore
+from skymemory.store.quota import TenantStore
 from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
 from skymemory.testbed.plan import ConstellationPlan
@@ -86,16 +88,41 @@ def open_constellation(
     return store
 
 
+_RULES = ("admit", "tenant", "quota")
+"""Options that say what of the writes is stored, whatever the store is."""
+
+
 def open_store(where: str = "constellation") -> Store:
     """A store by its address.
 
     ``memory`` or ``memory://4GiB`` (in this process), ``constellation`` (this user's, as started by
     ``skymemory constellation up``), ``constellation:///run/dir`` or
-    ``constellation:///run/dir?index=no&access=gateway``.
+    ``constellation:///run/dir?index=no&access=gateway``. Either may end in ``?admit=second`` (what is offered once is
+    not stored) and ``?tenant=NAME&quota=SIZE`` (so many bytes at most for this tenant).
     """
     kind, _, rest = where.partition("://")
     place, _, query = rest.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
+    rules: dict[str, str] = {name: options.pop(name) for name in _RULES if name in options}
+    return _ruled(_bare(kind, place, options, where), rules, where)
+
+
+def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
+    """The store behind its rules about writes."""
+    try:
+        if rules.get("admit", "all") not in ("all", "second"):
+            raise InvalidInput(f"store {where!r}: admit={rules['admit']}: expected all or second")
+        if ("tenant" in rules) != ("quota" in rules):
+            raise InvalidInput(f"store {where!r}: a quota is a tenant's: expected tenant=NAME&quota=SIZE")
+        if "quota" in rules:
+            store = TenantStore(store, rules["tenant"], parse_size(rules["quota"]))
+        return AdmittingStore(store) if rules.get("admit") == "second" else store
+    except InvalidInput:
+        store.close()
+        raise
+
+
+def _bare(kind: str, place: str, options: dict[str, str], where: str) -> Store:
     if kind == "memory":
         _no_others(options, (), where)
         return MemoryStore(parse_size(place)) if place else MemoryStore()

@@ -1,0 +1,91 @@
+"""Quota: so many bytes for one tenant; over them it evicts its own oldest values first, never another's.
+
+Tenants have keys of their own, because their salt is in the hash of every block: so a tenant's handle on a store sees
+all of its writes, and nobody else's. What it counts is the values that it stored and has not been told are gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from skymemory.errors import InvalidInput
+from skymemory.metrics import Counters
+from skymemory.store.base import Buffer, LoadTicket, Store, check_items, check_keys
+from skymemory.store.wrapped import Selecting
+from skymemory.units import format_size
+
+
+class TenantStore(Selecting):
+    """One tenant's handle on a store. Several tenants of one process share the store, each through its own handle."""
+
+    def __init__(self, store: Store, tenant: str, quota_bytes: int) -> None:
+        if quota_bytes <= 0:
+            raise InvalidInput(f"tenant {tenant!r}: a quota of {format_size(quota_bytes)}: expected more than nothing")
+        super().__init__(store)
+        self.tenant = tenant
+        self.quota_bytes = quota_bytes
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        """Least recently used first."""
+        self._used_bytes = 0
+        self._counters = Counters()
+        self._lock = threading.RLock()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+        """As many of the chain's first blocks as the quota holds; room is made among the tenant's own, oldest first."""
+        sizes = {key: memoryview(value).nbytes for key, value in check_items(items)}
+        with self._lock:
+            chosen, wanted_bytes = set[bytes](), 0
+            for key, size in sizes.items():
+                if wanted_bytes + size > self.quota_bytes:
+                    break
+                wanted_bytes += size
+                chosen.add(key)
+            own_bytes = sum(self._sizes.get(key, 0) for key in chosen)
+            excess_bytes = self._used_bytes - own_bytes + wanted_bytes - self.quota_bytes
+            victims: list[bytes] = []
+            for key, size in self._sizes.items():
+                if excess_bytes <= 0:
+                    break
+                if key not in chosen:
+                    victims.append(key)
+                    excess_bytes -= size
+            if victims:
+                self.delete(victims)
+                self._counters.add("evicted_for_quota", len(victims), self.tenant)
+            self._counters.add("refused_for_quota", len(sizes) - len(chosen), self.tenant)
+        return [key in chosen for key, _ in items]
+
+    def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        with self._lock:
+            for key, value in reversed(items):  # the first block becomes the most recent: a chain loses its end first
+                self._forget([key])
+                self._sizes[key] = memoryview(value).nbytes
+                self._used_bytes += self._sizes[key]
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        values = self.store.complete_load(ticket)
+        with self._lock:
+            self._forget([key for key, value in zip(ticket.keys, values, strict=True) if value is None])
+            for key in reversed(ticket.keys):
+                if key in self._sizes:
+                    self._sizes.move_to_end(key)
+        return values
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            self._forget(check_keys(keys))
+            return self.store.delete(keys)
+
+    def stats(self) -> dict[str, int | float]:
+        own = {"tenant_used_bytes": self._used_bytes, "tenant_quota_bytes": self.quota_bytes}
+        return {**self.store.stats(), **self._counters.as_dict(), **own}
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._used_bytes -= self._sizes.pop(key, 0)

@@ -1,0 +1,87 @@
+"""A store behind another: everything is passed on, so that a rule about writes need say no more than itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skymemory.store.base import Buffer, LoadTicket, Presence, Store, StoreTicket, TwoPhase
+
+
+class Wrapped(TwoPhase):
+    """``store`` with nothing changed."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    @property
+    def name(self) -> str:
+        return self.store.name
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        return self.store.lookup(keys)
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        return self.store.prefix(keys)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        return self.store.prepare_load(keys)
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        return self.store.complete_load(ticket)
+
+    def release(self, ticket: LoadTicket) -> None:
+        self.store.release(ticket)
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+        return self.store.prepare_store(items)
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        return self.store.complete_store(ticket)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.store.touch(keys)
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        return self.store.pin(keys, ttl_s)
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        return self.store.delete(keys)
+
+    def stats(self) -> dict[str, int | float]:
+        return self.store.stats()
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
+        return self.store.estimate_load_s(keys, now_s)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class Selecting(Wrapped):
+    """Stores some of what it is offered: ``select`` says which. The rest comes back as not stored."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._opened: dict[StoreTicket, tuple[StoreTicket, list[bool]]] = {}
+
+    def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+        """Whether each of these goes to the store behind."""
+        return [True] * len(items)
+
+    def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        """These were stored."""
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+        chosen = self.select(items)
+        inner = self.store.prepare_store([item for item, go in zip(items, chosen, strict=True) if go])
+        ticket = StoreTicket(tuple(items), inner.expires_s)
+        self._opened[ticket] = (inner, chosen)
+        return ticket
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        inner, chosen = self._opened.pop(ticket, (ticket, []))
+        outcomes = iter(self.store.complete_store(inner))
+        done = [go and next(outcomes) for go in chosen]
+        ticket.seconds, ticket.state = inner.seconds, inner.state
+        self.stored([item for item, ok in zip(ticket.items, done, strict=True) if ok])
+        return done

@@ -1,0 +1,357 @@
+"""Dead blocks under each policy, over virtual time: dropped where they should be; nothing alive is; notices stop."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.protocol.conftest import World, key_of
+
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.protocol import messages
+from skymemory.protocol.eviction import EvictionConfig, parse_policies
+from skymemory.protocol.messages import Packet, build_packet, parse_packet
+from skymemory.protocol.motion import MoveClock
+from skymemory.protocol.notices import Notice, Region
+from skymemory.protocol.retention import Kept, Retain, pack_retain, unpack_retain, unpack_retained
+from skymemory.protocol.wire import Address, Op, SkyHeader
+from skymemory.transport.faults import FaultInjector
+
+GOSSIP = EvictionConfig.of(["gossip"])
+PLANE = EvictionConfig.of(["gossip-plane"])
+PERIODIC = EvictionConfig.of(["periodic"], sweep_s=10.0)
+MIGRATION = EvictionConfig.of(["migration"])
+ALL = EvictionConfig.of(["gossip", "periodic", "migration"], sweep_s=10.0)
+
+
+def dead_and_live(sky: World, infos) -> tuple[set[str], set[str]]:
+    """Names of which some chunks are left, and of which all are."""
+    dead, live = set(), set()
+    for name, info in infos.items():
+        held = [bool(holders) for holders in sky.holders(info).values()]
+        if all(held):
+            live.add(name)
+        elif any(held):
+            dead.add(name)
+    return dead, live
+
+
+def punch(sky: World, info, at: SatelliteId) -> None:
+    """The satellite loses what it has of the value, and tells nobody."""
+    assert sky.sim.satellites[at].store.remove_key(info.key)
+
+
+def fill(sky: World, count: int, value_of, size: int = 20_000, **options):
+    values = {f"v{number}": value_of(size + number, number) for number in range(count)}
+    return values, {name: sky.put(name, value, 1000, **options)[1] for name, value in values.items()}
+
+
+@pytest.mark.parametrize("access", ["los", "gateway"])
+@pytest.mark.parametrize("strategy", ["rotation_hop", "hop", "cost"])
+def test_gossip_leaves_nothing_dead_in_the_box_and_stops(world, value_of, access, strategy):
+    """Satellites of different fullness evict different blocks: without gossip half of what is held would be dead."""
+    sky = world(access, memory_bytes=24 * 1072, eviction=GOSSIP)
+    values, infos = {}, {}
+    rng = random.Random(3)
+    for number in range(30):
+        size = rng.randrange(500, 20_000)
+        values[str(number)] = value_of(size, number)
+        done, info = sky.put(str(number), values[str(number)], 1000, strategy)
+        assert done.ok
+        infos[str(number)] = info
+    sky.settle(1.0)
+    dead, live = dead_and_live(sky, infos)
+    assert not dead and len(live) >= 5 and sky.counted("chunks_evicted") > 0
+    gone = set(sky.host.machine.take_gone())
+    assert {infos[name].key for name in infos.keys() - live} <= gone
+    for name in live:
+        read, out = sky.get(infos[name])
+        assert read.ok and out == values[name]
+    before = sky.sim.datagrams_sent
+    sky.settle(100.0)
+    assert sky.sim.datagrams_sent == before
+    evictions = len(infos) - len(live)
+    assert 0 < sky.counted("notices_sent") <= evictions * 3 * 40
+
+
+def test_without_gossip_the_dead_stay(world, value_of):
+    """The check of the check."""
+    sky = world(memory_bytes=24 * 1072)
+    rng, infos = random.Random(3), {}
+    for number in range(30):
+        infos[str(number)] = sky.put(str(number), value_of(rng.randrange(500, 20_000), number), 1000)[1]
+    sky.settle(1.0)
+    assert dead_and_live(sky, infos)[0] and not sky.host.machine.take_gone()
+
+
+def test_gossip_along_the_plane_keeps_look_ups_true(world, value_of):
+    sky = world(memory_bytes=24 * 1072, eviction=PLANE)
+    rng, infos = random.Random(3), {}
+    for number in range(30):
+        infos[str(number)] = sky.put(str(number), value_of(rng.randrange(10_000, 20_000), number), 1000)[1]
+    sky.settle(1.0)
+    dead, live = dead_and_live(sky, infos)
+    centre = sky.sky.centre
+    for name in dead:
+        holders = {holder for held in sky.holders(infos[name]).values() for holder in held}
+        assert not {holder for holder in holders if holder.plane == centre.plane}
+    flooded = world(memory_bytes=24 * 1072, eviction=GOSSIP)
+    for number in range(30):
+        flooded.put(str(number), value_of(random.Random(number).randrange(10_000, 20_000), number), 1000)
+    assert live and sky.counted("notices_sent") < flooded.counted("notices_sent")
+
+
+def test_a_notice_that_comes_late_does_not_hurt_what_is_stored_again(world, value_of):
+    sky = world(memory_bytes=24 * 1072, eviction=GOSSIP)
+    values, infos = fill(sky, 12, value_of)
+    sky.settle(1.0)
+    for name, value in list(values.items())[:3]:
+        done, infos[name] = sky.put(name, value, 1000)
+        assert done.ok
+    sky.settle(1.0)
+    for name in list(values)[:3]:
+        read, out = sky.get(infos[name])
+        assert read.ok and out == values[name]
+
+
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_sweeps_find_a_hole_and_leave_the_rest_alone(world, value_of, lost):
+    sky = world(eviction=PERIODIC)
+    values, infos = fill(sky, 12, value_of)
+    homes = sky.homes(infos["v3"], (0, 0))
+    for index in range(lost):
+        punch(sky, infos["v3"], homes[2 * index][0])
+    sky.settle(75.0)
+    dead, live = dead_and_live(sky, infos)
+    assert not dead and live == values.keys() - {"v3"}
+    assert infos["v3"].key in sky.host.machine.take_gone()
+    asked, before = sky.counted("questions_asked"), sky.sim.datagrams_sent
+    assert asked <= 95 * 8 * 8
+    sky.settle(100.0)
+    assert sky.sim.datagrams_sent - before <= 10 * 10 * 2 * 6  # ten holders, ten sweeps, question and answer, links
+    assert dead_and_live(sky, infos)[1] == values.keys() - {"v3"}
+
+
+def test_sweeps_do_not_take_a_slow_writer_or_a_move_for_a_hole(world, value_of):
+    sky = world(eviction=EvictionConfig.of(["periodic"], sweep_s=0.3), link_s=0.1)
+    values, infos = {}, {}
+    for number in range(6):
+        name = str(number)
+        values[name] = value_of(200_000 + number, number)
+        done, infos[name] = sky.put(name, values[name], 1000)
+        assert done.ok
+        sky.advance(number + 1, number % 2)
+        sky.settle(0.7)
+    sky.settle(20.0)
+    assert dead_and_live(sky, infos) == (set(), values.keys())
+    assert sky.counted("chunks_purged") == 0 and sky.counted("questions_asked") > 0
+
+
+def test_nothing_dead_is_carried_over(world, value_of):
+    sky = world(eviction=MIGRATION)
+    values, infos = fill(sky, 10, value_of)
+    homes = sky.homes(infos["v4"], (0, 0))
+    after = sky.homes(infos["v4"], (1, 0))
+    leaving = [index for index in homes if homes[index] != after[index]]
+    staying = [index for index in homes if homes[index] == after[index]]
+    for index in staying:
+        if sky.sim.satellites[homes[index][0]].store.presence(infos["v4"].key):
+            punch(sky, infos["v4"], homes[index][0])
+    sky.advance(1)
+    sky.settle(20.0)
+    _, live = dead_and_live(sky, infos)
+    assert leaving and live == values.keys() - {"v4"}
+    moved = {name: sky.holders(info) == sky.homes(info, (1, 0)) for name, info in infos.items() if name != "v4"}
+    assert all(moved.values())
+    assert sky.counted("chunks_purged") > 0
+    new_homes = {after[index][0] for index in leaving}
+    assert all(sky.sim.satellites[home].store.presence(infos["v4"].key) is None for home in new_homes)
+
+
+@pytest.mark.parametrize("steps", [[(1, 0), (2, 0), (3, 0)], [(0, 1), (1, 1), (1, 0)], [(5, 2)]])
+def test_the_look_before_a_handover_loses_nothing_that_lives(world, value_of, steps):
+    sky = world(eviction=MIGRATION)
+    values, infos = fill(sky, 10, value_of)
+    for step in steps:
+        sky.advance(*step)
+        sky.settle(2.0)
+    sky.settle(10.0)
+    assert dead_and_live(sky, infos) == (set(), values.keys())
+    assert sky.counted("chunks_purged") == 0
+    for name, value in values.items():
+        read, out = sky.get(infos[name])
+        assert read.ok and out == value
+
+
+@pytest.mark.parametrize("config", [GOSSIP, PLANE, PERIODIC, MIGRATION, ALL])
+def test_never_wrong_bytes_under_pressure_moves_and_loss(world, value_of, config):
+    """A small memory, links that lose and repeat, a box that moves: every read is the right bytes or a miss."""
+    sky = world(
+        memory_bytes=40 * 1072, eviction=config, faults=FaultInjector(loss=0.02, duplicate=0.02, reorder=0.02, seed=5),
+        clock=MoveClock(slot_period_s=7.0, plane_period_s=31.0, time_scale=1.0),
+    )  # fmt: skip
+    rng = random.Random(11)
+    current: dict[str, tuple[bytes, object]] = {}
+    hits = 0
+    for step in range(160):
+        name = f"k{rng.randrange(24)}"
+        if rng.random() < 0.5 or name not in current:
+            value = value_of(rng.randrange(1, 15_000), step)
+            done, info = sky.put(name, value, 1000)
+            if done.ok:
+                current[name] = (value, info)
+            else:
+                current.pop(name, None)
+        else:
+            value, info = current[name]
+            read, out = sky.get(info)
+            hits += read.ok
+            assert not read.ok or out == value
+        if rng.random() < 0.2:
+            sky.settle(rng.random() * 4)
+    assert hits > 10
+    for machine in sky.sim.satellites.values():
+        assert machine.store.used_bytes <= machine.store.limit_bytes
+
+
+def notice_packet(source: Address, ground: int, hops: int = 9) -> bytes:
+    region = Region(SatelliteId(2, 9), 1, 1, 1, 1)
+    body = Notice(Address(2, 8), 1, region, hops, False, (key_of("v0"),)).pack()
+    return build_packet(SkyHeader(Op.NOTICE, Address(2, 9), source, ground, 1), body, 0, 0.0)
+
+
+@pytest.mark.parametrize(("source", "ground"), [(Address(2, 9, 0xFF), 7), (Address(2, 8), 7), (Address(2, 9, 0xFF), 0)])
+def test_a_notice_of_a_ground_host_is_refused_and_counted(world, value_of, source, ground):
+    sky = world(eviction=GOSSIP)
+    _, infos = fill(sky, 1, value_of)
+    centre = sky.sim.satellites[SatelliteId(2, 9)]
+    before = centre.counters.get("packets_malformed")
+    centre.receive_datagram(notice_packet(source, ground), ("ground", 7), 0.0)
+    assert centre.counters.get("packets_malformed") == before + 1
+    assert dead_and_live(sky, infos)[1] == {"v0"}
+
+
+def test_a_notice_goes_no_further_than_its_hops(world, value_of):
+    for hops in (0, 1, 9):
+        sky = world(eviction=GOSSIP)
+        sky.sim.satellites[SatelliteId(2, 9)].receive_datagram(
+            notice_packet(Address(2, 8), 0, hops), SatelliteId(2, 8), 0.0
+        )
+        sky.sim._touched.add(SatelliteId(2, 9))
+        sky.settle(1.0)
+        assert (sky.counted("notices_sent") > 0) == (hops > 0)
+        assert sky.counted("notices_sent") <= {0: 0, 1: 4, 9: 24}[hops]
+
+
+def test_regions_wrap_and_may_be_wider_than_the_torus():
+    torus = Torus(5, 19)
+    region = Region(SatelliteId(0, 0), 1, 1, 2, 1)
+    inside = {satellite for satellite in torus.satellites() if region.holds(satellite, torus)}
+    assert inside == {torus.wrap(plane, slot) for plane in (-1, 0, 1) for slot in (-2, -1, 0, 1)}
+    assert all(Region(SatelliteId(3, 3), 9, 9, 99, 99).holds(satellite, torus) for satellite in torus.satellites())
+
+
+@pytest.mark.parametrize(
+    ("body", "unpack"),
+    [
+        (b"", Notice.unpack), (bytes(24), Notice.unpack), (bytes(23) + b"\1", Notice.unpack), (b"", unpack_retain),
+        (b"\0\1\3\0" + bytes(40), unpack_retain), (b"\0\2\1\0" + bytes(40), unpack_retain), (b"", unpack_retained),
+        (b"\0\1\0\0\3", unpack_retained), (b"\0\2\0\0\1", unpack_retained),
+    ],
+)  # fmt: skip
+def test_damaged_bodies_are_malformed(body, unpack):
+    with pytest.raises(MalformedPacket):
+        unpack(body)
+
+
+@pytest.mark.parametrize("text", ["", "lru", "lazy,gosip", "gossip,gossip-plane", "none,lazy"])
+def test_unknown_policies_are_refused_by_name(text):
+    with pytest.raises(InvalidInput, match="eviction"):
+        parse_policies(text)
+    assert parse_policies("none") == () and parse_policies(" Lazy, periodic,lazy") == ("lazy", "periodic")
+
+
+# --- RETAIN ---
+
+
+def retain(sky: World, what: Retain, until_s: float, name: str, at: SatelliteId) -> list[Kept]:
+    answer = sky.ask(Op.RETAIN, pack_retain(what, until_s, [key_of(name)]), at)
+    assert answer.ok
+    return unpack_retained(answer.body)
+
+
+def everywhere(sky: World, what: Retain, until_s: float, name: str, info) -> set[Kept]:
+    places = {holder for holders in sky.holders(info).values() for holder in holders}
+    return {retain(sky, what, until_s, name, place)[0] for place in places}
+
+
+def test_what_is_pinned_outlives_pressure_and_moves_until_its_time(world, value_of):
+    sky = world(memory_bytes=24 * 1072)
+    values, infos = fill(sky, 2, value_of)
+    assert everywhere(sky, Retain.PIN, 60.0, "v0", infos["v0"]) == {Kept.DONE}
+    for round_ in range(3):
+        for number in range(20):
+            sky.put(f"other{round_}{number}", value_of(9_000, number), 1000)
+        sky.advance(round_ + 1)
+        sky.settle(3.0)
+    read, out = sky.get(infos["v0"])
+    assert read.ok and out == values["v0"] and not sky.get(infos["v1"])[0].ok
+    sky.sim.settle(61.0)
+    for number in range(30):
+        sky.put(f"later{number}", value_of(9_000, number), 1000)
+    assert not sky.get(infos["v0"])[0].ok
+
+
+def test_no_more_than_its_share_of_the_memory_is_pinned(world, value_of):
+    sky = world(memory_bytes=20 * 1072)
+    _, infos = fill(sky, 9, value_of, size=19_900)
+    outcomes = [everywhere(sky, Retain.PIN, 60.0, name, infos[name]) for name in list(infos)[:6]]
+    assert outcomes == [{Kept.DONE}] * 5 + [{Kept.REFUSED}]
+    assert sky.counted("pins_refused") == 10
+    assert everywhere(sky, Retain.PIN, 0.0, "v0", infos["v0"]) == {Kept.DONE}
+    assert everywhere(sky, Retain.PIN, 60.0, "v5", infos["v5"]) == {Kept.DONE}
+    assert retain(sky, Retain.PIN, 60.0, "never stored", SatelliteId(2, 9)) == [Kept.ABSENT]
+
+
+def test_what_expires_goes_at_its_time_wherever_it_is_then(world, value_of):
+    sky = world()
+    _, infos = fill(sky, 3, value_of)
+    assert everywhere(sky, Retain.EXPIRE, 30.0, "v0", infos["v0"]) == {Kept.DONE}
+    assert everywhere(sky, Retain.EXPIRE, 30.0, "v1", infos["v1"]) == {Kept.DONE}
+    assert everywhere(sky, Retain.PIN, 90.0, "v0", infos["v0"]) == {Kept.DONE}
+    sky.advance(1)
+    sky.settle(3.0)
+    sky.advance(1, 1)
+    sky.settle(3.0)
+    _, infos["v1"] = sky.put("v1", value_of(20_001, 1), 1000)  # stored anew: kept
+    sky.sim.settle(29.0)
+    assert dead_and_live(sky, infos) == (set(), infos.keys())
+    sky.sim.settle(31.0)
+    assert dead_and_live(sky, infos) == (set(), {"v1", "v2"})
+    assert not sky.holders(infos["v0"])[0]
+    assert sky.counted("chunks_expired") == 24  # and what was left of the old v1 where the new one has no chunks
+
+
+def test_a_touch_is_not_answered_and_orders_what_goes_next(world, value_of):
+    sky = world(memory_bytes=8 * 1072)
+    fill(sky, 4, value_of)
+    centre = sky.sim.satellites[SatelliteId(2, 9)]
+    body = pack_retain(Retain.TOUCH, 0, [key_of("v1"), key_of("absent"), key_of("v0")])
+    machine = sky.host.machine
+    for satellite in sky.sim.satellites:
+        machine.cancel(machine.ask(Op.RETAIN, body, satellite, sky.now_s))
+    sky.settle(1.0)
+    order = list(dict.fromkeys(key for (key, _), _ in centre.store.items()))
+    assert order == [key_of(f"v{number}") for number in (2, 3, 0, 1)]
+    assert machine.counters.get("packets_unexpected") == 0
+
+
+def test_gone_is_taken_from_no_other_conversation(world):
+    sky = world()
+    for ground, expected in ((7, [key_of("v0")]), (8, [])):
+        header = SkyHeader(Op.GONE, Address(2, 9, 0xFF), Address(2, 9), ground, 0)
+        sky.host.machine.receive_datagram(build_packet(header, messages.pack_keys([key_of("v0")]), 0, 0.0), 0.0)
+        assert sky.host.machine.take_gone() == expected
+    assert sky.host.machine.counters.get("packets_unexpected") == 1
+    assert isinstance(parse_packet(notice_packet(Address(2, 8), 0)), Packet)

@@ -1,0 +1,168 @@
+"""Write admission and quotas: the contract behind them, and what they refuse; pins and expiry of the constellation."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.contract.store_contract import StoreContract, Tier
+from tests.store.conftest import simulated, store_over, udp_store
+
+from skymemory.errors import InvalidInput
+from skymemory.store.admission import AdmittingStore, Sketch
+from skymemory.store.base import Presence
+from skymemory.store.memory import MemoryStore
+from skymemory.store.quota import TenantStore
+from skymemory.store.shared_index import SharedIndex
+from skymemory.testbed.connect import open_store
+
+KEYS = [random.Random(number).randbytes(32) for number in range(40)]
+
+
+class Everything(Sketch):
+    def seen(self, key: bytes) -> bool:
+        return True
+
+
+class TestBehindAdmission(StoreContract):
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        store = AdmittingStore(MemoryStore(256_000), Everything())
+        yield Tier(store, budget_bytes=256_000)
+        store.close()
+
+
+class TestBehindAQuota(StoreContract):
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        store = TenantStore(MemoryStore(256_000), "a", 1 << 30)
+        yield Tier(store, budget_bytes=256_000)
+        store.close()
+
+
+def test_the_second_sighting_stores() -> None:
+    store = AdmittingStore(MemoryStore())
+    shared, once = KEYS[:3], KEYS[3:6]
+    assert store.put_many([(key, b"v") for key in shared + once[:1]]) == [False] * 4
+    assert store.put_many([(key, b"v") for key in shared + once[1:2]]) == [True] * 3 + [False]
+    assert store.lookup([*shared, *once]) == [Presence.HIT] * 3 + [Presence.MISS] * 3
+    assert store.stats()["writes_not_admitted"] == 5
+    assert store.put_many([(shared[0], b"new")]) == [True] and bytes(store.get_many(shared[:1])[0] or b"") == b"new"
+
+
+def test_a_sketch_forgets_in_time_and_seldom_errs() -> None:
+    sketch = Sketch(1000)
+    fresh = [random.Random(number).randbytes(32) for number in range(10_000, 14_000)]
+    assert sum(sketch.seen(key) for key in fresh[:1000]) < 10
+    assert all(sketch.seen(key) for key in fresh[:1000])
+    wrong = sum(sketch.seen(key) for key in fresh[1000:3500])
+    assert wrong < 40
+    assert sum(sketch.seen(key) for key in fresh[:500]) < 40, "2,500 later they are forgotten"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["put", "put", "get", "delete"]), st.sampled_from("ab"),
+            st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), st.integers(1, 60),
+        ),
+        max_size=40,
+    )
+)  # fmt: skip
+def test_a_tenant_over_its_quota_evicts_its_own_oldest_and_nobody_elses(steps) -> None:
+    """Against a naive twin: an ordered dictionary of sizes per tenant."""
+    memory = MemoryStore(1 << 20)
+    tenants = {name: TenantStore(memory, name, 100) for name in "ab"}
+    naive: dict[str, OrderedDict[bytes, int]] = {name: OrderedDict() for name in "ab"}
+    for verb, name, numbers, size in steps:
+        keys = [KEYS[number + (20 if name == "b" else 0)] for number in numbers]
+        own = naive[name]
+        if verb == "put":
+            fits = min(len(keys), 100 // size)
+            chosen = keys[:fits]
+            while own and sum(s for k, s in own.items() if k not in chosen) + fits * size > 100:
+                del own[next(k for k in own if k not in chosen)]
+            assert tenants[name].put_many([(key, bytes(size)) for key in keys]) == [True] * fits + [False] * (
+                len(keys) - fits
+            )
+            for key in reversed(chosen):
+                own.pop(key, None)
+                own[key] = size
+        elif verb == "get":
+            got = tenants[name].get_many(keys)
+            assert [value is not None for value in got] == [key in own for key in keys]
+            for key in reversed(keys):
+                if key in own:
+                    own.move_to_end(key)
+        else:
+            tenants[name].delete(keys)
+            for key in keys:
+                own.pop(key, None)
+        for who, store in tenants.items():
+            assert store.used_bytes == sum(naive[who].values()) <= 100
+        held = {key for key, there in zip(KEYS, memory.lookup(KEYS), strict=True) if there is Presence.HIT}
+        assert held == naive["a"].keys() | naive["b"].keys()
+
+
+def test_a_quota_holds_over_the_constellation_and_other_tenants_do_not_notice() -> None:
+    sky = simulated()
+    store = store_over(sky, index=SharedIndex())
+    noisy, quiet = TenantStore(store, "noisy", 50_000), TenantStore(store, "quiet", 50_000)
+    assert quiet.put_many([(KEYS[30], bytes(20_000))]) == [True]
+    for key in KEYS[:20]:
+        assert noisy.put_many([(key, bytes(10_000))]) == [True]
+    assert noisy.lookup(KEYS[:20]) == [Presence.MISS] * 15 + [Presence.HIT] * 5
+    assert quiet.lookup([KEYS[30]]) == [Presence.HIT] and quiet.get_many([KEYS[30]]) == [bytes(20_000)]
+    used = sum(machine.store.used_bytes for machine in sky.satellites.values())
+    assert 70_000 <= used <= 72_000 + 72 * 20
+    assert noisy.stats()["evicted_for_quota{noisy}"] == 15
+
+
+def test_stores_are_opened_with_rules() -> None:
+    store = open_store("memory://1MiB?admit=second&tenant=a&quota=1KiB")
+    assert isinstance(store, AdmittingStore) and isinstance(store.store, TenantStore)
+    assert store.store.quota_bytes == 1024
+    for wrong in ("admit=third", "quota=1KiB", "tenant=a", "tenant=a&quota=none", "admitt=second"):
+        with pytest.raises(InvalidInput):
+            open_store(f"memory://1MiB?{wrong}")
+
+
+def crowd(store, first: int, count: int, size: int) -> None:  # type: ignore[no-untyped-def]
+    for number in range(count):
+        store.put_many([(random.Random(first + number).randbytes(32), bytes(size))])
+
+
+@pytest.mark.parametrize("kind", ["simulated", "udp"])
+def test_pin_and_expire_tell_the_truth(kind: str) -> None:
+    """Over virtual time, and over real sockets and processes' clocks."""
+    with udp_store(SharedIndex()) if kind == "udp" else _simulated_store() as store:
+        keys, value = KEYS[:4], bytes(400_000)
+        assert store.put_many([(key, value) for key in keys]) == [True] * 4
+        assert store.pin([keys[0], KEYS[9]], 1000.0) == [True, False]
+        assert store.expire(keys[1:2], 0.3) == [True]
+        crowd(store, 1000, 40, 3_000_000)
+        got = store.get_many(keys)
+        assert [None if one is None else bytes(one) for one in got] == [value, None, None, None]
+        assert store.pin(keys[:1], 0.0) == [True]
+        crowd(store, 2000, 40, 3_000_000)
+        assert store.get_many(keys[:1]) == [None]
+
+
+def test_a_pin_over_the_budget_leaves_nothing_pinned() -> None:
+    with _simulated_store() as store:
+        big = [(key, bytes(15_000_000)) for key in KEYS[:4]]
+        assert store.put_many(big) == [True] * 4
+        assert store.pin(KEYS[:4], 100.0) == [True, True, False, False]
+        machines = store._driver._constellation.satellites.values()
+        assert sum(machine.housekeeping()["pinned_bytes"] for machine in machines) < 31_000_000
+
+
+def _simulated_store():  # type: ignore[no-untyped-def]
+    from contextlib import closing
+
+    return closing(store_over(simulated(), index=SharedIndex()))
