@@ -14,7 +14,11 @@ from tests.store.conftest import PRESET, store_over, udp_store
 from skymemory.cache.predictor import DAY_S
 from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.constellation.presets import preset_named
+from skymemory.constellation.sight import OrbitSight
 from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.track import track_over
+from skymemory.constellation.trajectory import Trajectory, Waypoint, host_at
+from skymemory.constellation.visibility import visible
 from skymemory.index.block_info import BlockInfo
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.eviction import EvictionConfig
@@ -243,6 +247,33 @@ def test_who_lost_the_index_finds_the_copy(ahead_slots: int) -> None:
     store.prefetch([], at=0.0)
     other = store_over(sky.sim, 2, None, strategy="hop")
     assert other.prefix(KEYS) == len(KEYS) and read(other) == VALUES
+
+
+def test_a_host_that_travels_finds_its_values_where_it_arrives() -> None:
+    """An aircraft over real orbits: what it parked at the start waits overhead when it is over the ocean."""
+    preset = preset_named("starlink-a")
+    way = Trajectory((Waypoint(0.0, 40.0, -75.0), Waypoint(25_000.0, 49.0, 8.0)))
+    track = track_over(preset.shell, way, preset.epoch_unix_s)
+    sight = OrbitSight(preset.shell, way, preset.epoch_unix_s, 25.0, "nearest")
+    sky = Sky()
+    sky.map = SkyMap(preset.torus, preset.torus.wrap(*track.cell_at(0.0)), sight=sight)
+    sky.clock = MoveClock(time_scale=1.0, track=track)
+    sky.sim = SimulatedConstellation(sky.map, 8 << 20, sky.clock, sky._link_s)
+    driver = sky.sim.connect(ClientConfig(1, "hybrid", expected_rtt_s=0.1))
+    store = ConstellationStore(driver, sky.map, SkySettings("hop"), index=SharedIndex())
+    assert all(store.put_many(ITEMS))
+    at_s = 10_800.0
+    assert sky.clock.moves(at_s) != track_over(preset.shell, preset.host, preset.epoch_unix_s).moves(at_s)
+    sky.until(at_s - 600)
+    assert store.prefetch(KEYS, at=at_s) == [True] * len(KEYS)
+    sky.until(at_s)
+    centre = sky.map.centre_at(sky.clock.moves(at_s))
+    holders = sky.around(at_s)
+    assert max(preset.torus.hops(centre, satellite) for satellite in holders) == 2
+    sky.asked.clear()
+    assert read(store) == VALUES
+    in_sight = set(visible(preset.shell, host_at(way, at_s), preset.epoch_unix_s, at_s))
+    assert centre in in_sight and sky.asked <= in_sight and sky.asked & holders
 
 
 def test_through_loss_and_reordering() -> None:
