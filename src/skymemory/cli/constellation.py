@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli import layout
+from skymemory.cli import _faults, layout
 from skymemory.cli._ground import add_ground_options, ground_of
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
 from skymemory.errors import InvalidInput
@@ -112,6 +112,7 @@ def add_parser(subparsers: Subparsers) -> None:
     attach.add_argument("plan", type=Path, metavar="FILE")
     add_run_dir(attach)
 
+    _faults.add_parsers(verbs)
     layout.add_parser(verbs)
 
 
@@ -259,6 +260,7 @@ def _attach(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "up": _up, "status": _status, "down": _down, "rotate": _rotate, "plan": _write_plan,
-        "attach": _attach, "layout": layout.run,
+        "attach": _attach, "layout": layout.run, "disable": _faults.disable, "enable": _faults.enable,
+        "revive": _faults.revive,
     }  # fmt: skip
     return actions[args.action](args)

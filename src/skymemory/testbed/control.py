@@ -76,6 +76,18 @@ def ping_all(
         client.close()
 
 
+def ping_these(
+    plan: ConstellationPlan, satellites: Iterable[SatelliteId], patience_s: float
+) -> dict[SatelliteId, Housekeeping | None]:
+    """``ping_all`` of some; ``patience_s`` comes on top of the round trip."""
+    asked = list(satellites)
+    client = control_client(plan, patience_s + worst_round_trip_s(plan, asked))
+    try:
+        return _ping(client, asked)
+    finally:
+        client.close()
+
+
 def confirm_all_answer(plan: ConstellationPlan) -> None:
     """Raise ``ConstellationError`` naming the hosts some of whose satellites do not answer.
 

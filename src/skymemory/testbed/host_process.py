@@ -11,13 +11,14 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from skymemory.errors import ConstellationError
+from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.testbed.child import READY, STAY
+from skymemory.testbed.outages import read_outages
 from skymemory.testbed.plan import ConstellationPlan, HostShare
 from skymemory.testbed.ports import check_host_ports
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.wiring import host_spec
-from skymemory.transport.udp_host import serve_host
+from skymemory.transport.udp_host import UdpHost, serve_host
 
 
 class _Line:
@@ -57,8 +58,9 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _serve(
-    plan: ConstellationPlan, host: HostShare, listen: str | None, fd: int | None, say: Callable[[str], None]
-) -> None:
+    plan: ConstellationPlan, host: HostShare, listen: str | None, fd: int | None, say: Callable[[str], None],
+    directory: RunDirectory | None,
+) -> None:  # fmt: skip
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -72,8 +74,20 @@ async def _serve(
         if line is not None:
             line.ready()
 
+    def follow_outages(served: UdpHost) -> None:
+        """The satellites that operators have disabled are dead, now and at each SIGHUP."""
+
+        def look() -> None:
+            try:
+                served.set_dead(read_outages(directory) if directory is not None else frozenset())
+            except (OSError, InvalidInput) as error:
+                say(f"{host.name}: {error}")
+
+        loop.add_signal_handler(signal.SIGHUP, look)
+        look()
+
     try:
-        await serve_host(host_spec(plan, host, listen), stop, ready)
+        await serve_host(host_spec(plan, host, listen), stop, ready, follow_outages)
     finally:
         if line is not None:
             line.close()
@@ -96,7 +110,7 @@ def run_host(
         directory.write_record(host.name, os.getpid())
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(_serve(plan, host, listen, supervisor_fd, say))
+            runner.run(_serve(plan, host, listen, supervisor_fd, say, directory))
     except OSError as error:
         check_host_ports(plan, host, listen)
         raise ConstellationError(f"{host.name} cannot serve its satellites: {error}") from error

@@ -23,6 +23,7 @@ from skymemory.testbed.plan_file import load_plan, save_plan
 
 PLAN_NAME = "constellation.json"
 INDEX_NAME = "index"
+OUTAGES_NAME = "outages.json"
 LOG_TAIL_BYTES = 2048
 
 
@@ -87,6 +88,11 @@ class RunDirectory:
     def index_path(self) -> Path:
         """Where the ground keeps its index of what it has stored in this constellation."""
         return self.path / INDEX_NAME
+
+    @property
+    def outages_path(self) -> Path:
+        """Which satellites operators have disabled."""
+        return self.path / OUTAGES_NAME
 
     def log_path(self, host: str) -> Path:
         return self.path / f"{host}.log"
@@ -201,6 +207,6 @@ class RunDirectory:
 
     def sweep(self) -> None:
         """Remove what a constellation leaves: plan, pid files, index and logs. Call it with the lock held."""
-        for pattern in ("*.pid", "*.log", ".*.pid.*", PLAN_NAME, f".{PLAN_NAME}.*", INDEX_NAME):
+        for pattern in ("*.pid", "*.log", ".*.pid.*", PLAN_NAME, f".{PLAN_NAME}.*", INDEX_NAME, OUTAGES_NAME):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)

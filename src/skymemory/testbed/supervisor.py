@@ -144,6 +144,29 @@ def start(
     return Started(plan, time.monotonic() - began_s, children if foreground else [])
 
 
+def revive(directory: RunDirectory, gate: SignalGate | None = None) -> list[str]:
+    """Start the dead hosts of this computer again and return when their satellites listen: the names of these hosts.
+
+    They come back empty, know of pushed moves by the plan, and learn of later ones from their neighbours. Either all
+    of them run then, or those that were dead still are.
+    """
+    with directory.locked(), gate or SignalGate() as gate:
+        plan = directory.read_plan()
+        dead = [plan.host_named(state.name) for state in inspect(directory) if state.state == "dead"]
+        children: list[Child] = []
+        with ExitStack() as undo:
+            undo.callback(end_children, children)
+            for host in dead:
+                gate.check()
+                check_host_ports(plan, host)
+                children.append(spawn(host, directory.plan_path, directory))
+            _await_ready(children, plan, directory, gate)
+            for child in children:
+                child.release()
+            undo.pop_all()
+    return [host.name for host in dead]
+
+
 def start_on_free_ports(
     directory: RunDirectory,
     plan_at: Callable[[int], ConstellationPlan],
@@ -180,6 +203,7 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None],
                 say(f"{child.host.name} died ({child.exit_words()}); {directory.log_tail(child.host.name)}")
         with directory.locked():
             end_children(started.children)
+            end_processes(directory.living().values())  # those that were revived
             directory.sweep()
     return 0 if gate.closed else 1
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import groupby
 from operator import itemgetter
 from typing import cast
@@ -20,27 +19,20 @@ from skymemory import native
 from skymemory.constellation.sight import BoxSight, Sight
 from skymemory.constellation.torus import Axis, SatelliteId
 from skymemory.placement.locate import Moves
+from skymemory.protocol.ledger import Ledger
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine
 from skymemory.transport.host_spec import Endpoint, HostSpec
+from skymemory.transport.udp_satellite import UdpSatellite
 from skymemory.transport.udp_socket import BatchSocket, Run
 
 _FIGURES_KEPT_S = 0.5
 """Percentiles over many holds are not worked out anew for each of a host's satellites."""
+_PATIENCE_S = 0.05
+"""Beside the round trip: how long a neighbour may be busy before its silence counts."""
 RECEIVE_ROUNDS = 4
 """Batches taken from one socket before the others get their turn."""
-
-
-class _Satellite:
-    """A machine and its socket."""
-
-    def __init__(self, machine: SatelliteMachine, sock: BatchSocket) -> None:
-        self.machine = machine
-        self.sock = sock
-        self.timer: asyncio.TimerHandle | None = None
-        self.timer_s = 0.0
-        self.backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
 
 
 class UdpHost:
@@ -62,7 +54,8 @@ class UdpHost:
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
         self._last_figures: dict[str, int] = {}
         self._figures_until_s = 0.0
-        self._satellites: dict[SatelliteId, _Satellite] = {}
+        self._satellites: dict[SatelliteId, UdpSatellite] = {}
+        self._ledgers: dict[SatelliteId, Ledger] = {}
         try:
             for name, endpoint in spec.mine.items():
                 self._satellites[name] = self._launch(name, endpoint)
@@ -73,14 +66,20 @@ class UdpHost:
         """What the kernel did not grant of the socket buffers, in words; empty if it granted all."""
         if self._delays is not None:
             loop.add_reader(self._delays.fileno(), self._release_due)
+        for satellite in self._satellites.values():
+            self._after(satellite)
 
-    def _launch(self, name: SatelliteId, endpoint: Endpoint) -> _Satellite:
+    def _launch(self, name: SatelliteId, endpoint: Endpoint) -> UdpSatellite:
         sock = BatchSocket(*endpoint)
         config = SatelliteConfig(
             name, self.spec.memory_bytes, routing=self.spec.routing, credit_bytes=sock.receive_buffer_bytes // 2,
             replacement=self.spec.replacement, eviction=self.spec.eviction,
+            neighbour_patience_s=_PATIENCE_S + 2 * max(self._link_s.values()),
         )  # fmt: skip
-        satellite = _Satellite(SatelliteMachine(config, self.spec.sky, self.spec.clock, self.now_s()), sock)
+        machine = SatelliteMachine(config, self.spec.sky, self.spec.clock, self.now_s())
+        machine.store.ledger = self._ledgers.pop(name, machine.store.ledger)
+        machine.neighbourhood.greet(self.now_s())
+        satellite = UdpSatellite(machine, sock, self._loop)
         satellite.machine.transport_figures = self._figures
         self._loop.add_reader(sock.fileno(), self._readable, satellite)
         self._arm(satellite)
@@ -90,13 +89,25 @@ class UdpHost:
         """Unix time that never jumps: what the clock of the moves counts in."""
         return time.monotonic() + self._wall_offset_s
 
+    def set_dead(self, dead: Collection[SatelliteId]) -> None:
+        """Of our satellites exactly these are dead from now on: they neither answer nor forward. Those that were dead
+        and are not any more come back, empty; their books go on, with what they held as lost.
+
+        Raises:
+            OSError: somebody has taken the port of one that should come back.
+        """
+        for name in self._satellites.keys() & dead:
+            satellite = self._satellites.pop(name)
+            satellite.close()
+            self._ledgers[name] = satellite.machine.store.ledger
+            self._ledgers[name].went(satellite.machine.store.used_bytes, "lost")
+        for name in self.spec.mine.keys() - self._satellites.keys() - set(dead):
+            self._satellites[name] = self._launch(name, self.spec.mine[name])
+            self._after(self._satellites[name])
+
     def close(self) -> None:
         for satellite in self._satellites.values():
-            self._loop.remove_reader(satellite.sock.fileno())
-            self._loop.remove_writer(satellite.sock.fileno())
-            if satellite.timer is not None:
-                satellite.timer.cancel()
-            satellite.sock.close()
+            satellite.close()
         self._satellites.clear()
         if self._delays is not None:
             self._loop.remove_reader(self._delays.fileno())
@@ -105,7 +116,7 @@ class UdpHost:
 
     # --- in ---
 
-    def _readable(self, satellite: _Satellite) -> None:
+    def _readable(self, satellite: UdpSatellite) -> None:
         quiet = True
         for _ in range(RECEIVE_ROUNDS):
             arrivals, served = self._receive(satellite)
@@ -117,7 +128,7 @@ class UdpHost:
         if not quiet:
             self._after(satellite)
 
-    def _receive(self, satellite: _Satellite) -> tuple[list[Run], list[native.Served]]:
+    def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served]]:
         """What arrived; and where nothing is held or spoilt on the way, the plain requests that were served already."""
         requests = satellite.machine.plain_requests(self.now_s()) if self._direct else None
         if requests is None:
@@ -129,10 +140,10 @@ class UdpHost:
                 if rest is not None:
                     headers, payloads = rest
                     batch = SegmentBatch(headers, len(headers) // (len(payloads) if payloads else 1), payloads)
-                    self._wait_to_send(satellite, batch, endpoint)
+                    satellite.wait_to_send(batch, endpoint)
         return arrivals, served
 
-    def _arrive(self, satellite: _Satellite, runs: list[native.Run], endpoint: Endpoint) -> None:
+    def _arrive(self, satellite: UdpSatellite, runs: list[native.Run], endpoint: Endpoint) -> None:
         source: SatelliteId | Endpoint = self._names.get(endpoint, endpoint)
         faults = self.spec.faults
         if faults is not None:
@@ -147,11 +158,13 @@ class UdpHost:
             satellite.machine.receive_runs(runs, source, self.now_s())
 
     def _arrive_later(
-        self, satellite: _Satellite, data: bytes, segment_bytes: int, source: SatelliteId | Endpoint, extra_s: float
+        self, satellite: UdpSatellite, data: bytes, segment_bytes: int, source: SatelliteId | Endpoint, extra_s: float
     ) -> None:
         """Hold what came up a beam as long as light takes, or what a fault delays; then let the machine have it."""
 
         def arrive() -> None:
+            if satellite.closed:
+                return
             satellite.machine.receive_batch(data, segment_bytes, source, self.now_s())
             self._after(satellite)
 
@@ -166,8 +179,10 @@ class UdpHost:
 
     # --- out ---
 
-    def _after(self, satellite: _Satellite) -> None:
+    def _after(self, satellite: UdpSatellite) -> None:
         """Send what the machine has to say, and set its alarm."""
+        if satellite.closed:
+            return
         machine = satellite.machine
         for batch, to in machine.datagrams_to_send(self.now_s()):
             if isinstance(to, SatelliteId):
@@ -178,7 +193,7 @@ class UdpHost:
                 self._down(satellite, batch, cast(Endpoint, to))
         self._arm(satellite)
 
-    def _down(self, satellite: _Satellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
+    def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
         """To a ground host: by the beam, whose faults are injected here because the host injects none."""
         link = (satellite.machine.config.address, "down")
         hold_s = self._beam_one_way_s(satellite) if self._delays is not None else 0.0
@@ -193,38 +208,16 @@ class UdpHost:
                     self._depart(satellite, single(data), endpoint, link, hold_s)
 
     def _depart(
-        self, satellite: _Satellite, batch: SegmentBatch, endpoint: Endpoint, link: object, hold_s: float
+        self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint, link: object, hold_s: float
     ) -> None:
         if self._delays is None:
-            self._transmit(satellite, batch, endpoint)
+            satellite.transmit(batch, endpoint)
         else:
-            self._delays.push(link, batch.total_bytes, hold_s, lambda: self._transmit(satellite, batch, endpoint))
-
-    def _transmit(self, satellite: _Satellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        rest = batch if satellite.backlog else satellite.sock.send(batch, endpoint)
-        if rest is not None:
-            self._wait_to_send(satellite, rest, endpoint)
-
-    def _wait_to_send(self, satellite: _Satellite, rest: SegmentBatch, endpoint: Endpoint) -> None:
-        if not satellite.backlog:
-            self._loop.add_writer(satellite.sock.fileno(), self._writable, satellite)
-        satellite.backlog.append((endpoint, rest))
-        satellite.machine.backlog_bytes += rest.total_bytes
-
-    def _writable(self, satellite: _Satellite) -> None:
-        while satellite.backlog:
-            endpoint, batch = satellite.backlog.popleft()
-            rest = satellite.sock.send(batch, endpoint)
-            satellite.machine.backlog_bytes -= batch.total_bytes
-            if rest is not None:
-                satellite.backlog.appendleft((endpoint, rest))
-                satellite.machine.backlog_bytes += rest.total_bytes
-                return
-        self._loop.remove_writer(satellite.sock.fileno())
+            self._delays.push(link, batch.total_bytes, hold_s, lambda: satellite.transmit(batch, endpoint))
 
     # --- time ---
 
-    def _beam_one_way_s(self, satellite: _Satellite) -> float:
+    def _beam_one_way_s(self, satellite: UdpSatellite) -> float:
         """How long light takes between the ground host and this satellite, where it stands now to a second's flight."""
         here, moves = satellite.machine.config.address, satellite.machine.moves
         if here == self.spec.onboard:
@@ -242,7 +235,7 @@ class UdpHost:
             for release in self._delays.pop_due():
                 release()
 
-    def _arm(self, satellite: _Satellite) -> None:
+    def _arm(self, satellite: UdpSatellite) -> None:
         due_s = satellite.machine.next_timer_s()
         if satellite.timer is not None:
             if due_s == satellite.timer_s:
@@ -253,7 +246,7 @@ class UdpHost:
             satellite.timer_s = due_s
             satellite.timer = self._loop.call_later(max(0.0, due_s - self.now_s()), self._alarm, satellite)
 
-    def _alarm(self, satellite: _Satellite) -> None:
+    def _alarm(self, satellite: UdpSatellite) -> None:
         satellite.timer = None
         satellite.machine.handle_timer(self.now_s())
         self._after(satellite)
@@ -271,9 +264,13 @@ class UdpHost:
         return self._last_figures
 
 
-async def serve_host(spec: HostSpec, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+async def serve_host(
+    spec: HostSpec, stop: asyncio.Event, on_ready: Callable[[str], None],
+    on_host: Callable[[UdpHost], None] | None = None,
+) -> None:  # fmt: skip
     """Run one host's satellites until ``stop`` is set.
 
+    ``on_host`` is handed the host before that, to have some of its satellites die and come back.
     ``on_ready`` is called once all sockets are bound, with what is wrong with their buffers (mostly nothing).
 
     Raises:
@@ -281,6 +278,8 @@ async def serve_host(spec: HostSpec, stop: asyncio.Event, on_ready: Callable[[st
     """
     host = UdpHost(spec, asyncio.get_running_loop())
     try:
+        if on_host is not None:
+            on_host(host)
         on_ready(host.shortfall)
         await stop.wait()
     finally:

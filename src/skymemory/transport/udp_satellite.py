@@ -1,0 +1,61 @@
+"""One satellite of a host: its machine, its socket, and what the kernel has not taken yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from skymemory.protocol.satellite import SatelliteMachine
+from skymemory.protocol.segments import SegmentBatch
+from skymemory.transport.host_spec import Endpoint
+from skymemory.transport.udp_socket import BatchSocket
+
+
+class UdpSatellite:
+    """A machine and its socket; nothing leaves by it once it is closed."""
+
+    def __init__(self, machine: SatelliteMachine, sock: BatchSocket, loop: asyncio.AbstractEventLoop) -> None:
+        self.machine = machine
+        self.sock = sock
+        self.timer: asyncio.TimerHandle | None = None
+        self.timer_s = 0.0
+        self.closed = False
+        self._loop = loop
+        self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
+
+    def transmit(self, batch: SegmentBatch, endpoint: Endpoint) -> None:
+        """Send, after what waits already."""
+        if self.closed:
+            return
+        rest = batch if self._backlog else self.sock.send(batch, endpoint)
+        if rest is not None:
+            self.wait_to_send(rest, endpoint)
+
+    def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
+        """What the kernel did not take now."""
+        if not self._backlog:
+            self._loop.add_writer(self.sock.fileno(), self._writable)
+        self._backlog.append((endpoint, rest))
+        self.machine.backlog_bytes += rest.total_bytes
+
+    def _writable(self) -> None:
+        while self._backlog:
+            endpoint, batch = self._backlog.popleft()
+            rest = self.sock.send(batch, endpoint)
+            self.machine.backlog_bytes -= batch.total_bytes
+            if rest is not None:
+                self._backlog.appendleft((endpoint, rest))
+                self.machine.backlog_bytes += rest.total_bytes
+                return
+        self._loop.remove_writer(self.sock.fileno())
+
+    def close(self) -> None:
+        """Neither hears nor speaks from now on."""
+        self.closed = True
+        self._loop.remove_reader(self.sock.fileno())
+        self._loop.remove_writer(self.sock.fileno())
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        self._backlog.clear()
+        self.sock.close()

@@ -1,0 +1,152 @@
+"""Satellites disabled, planes gone, host processes killed and started again: with real processes and sockets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.wire import Op
+from skymemory.store.constellation import ConstellationStore
+from skymemory.testbed.connect import expected_round_trip_s, open_constellation
+from skymemory.testbed.control import ping_all, rotate
+from skymemory.testbed.plan_file import load_plan, save_plan
+from skymemory.testbed.wiring import client_of
+
+VALUE = os.urandom(300_000)
+KEY = hashlib.sha256(b"faults").digest()
+
+
+class Sky:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def __call__(self, *words: str) -> str:
+        answer = subprocess.run(
+            [sys.executable, "-m", "skymemory", "constellation", *words, "--run-dir", str(self.run_dir)],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout
+
+    @property
+    def plan(self):
+        return load_plan(self.run_dir / "constellation.json")
+
+    def kill(self, *hosts: int) -> None:
+        for host in hosts:
+            pid = json.loads((self.run_dir / f"host-{host}.pid").read_text("utf-8"))["pid"]
+            os.kill(pid, signal.SIGKILL)
+
+    def silent(self) -> set[SatelliteId]:
+        return {satellite for satellite, answer in ping_all(self.plan, 0.3).items() if answer is None}
+
+
+@pytest.fixture
+def sky(tmp_path: Path) -> Iterator[Sky]:
+    sky = Sky(tmp_path / "run")
+    sky("up", "--base-port", "auto", "--delay", "off")
+    yield sky
+    sky("down")
+
+
+@pytest.fixture
+def store(sky: Sky) -> Iterator[ConstellationStore]:
+    store = open_constellation(sky.run_dir)
+    yield store
+    store.close()
+
+
+def plane(number: int) -> set[SatelliteId]:
+    return {SatelliteId(number, slot) for slot in range(19)}
+
+
+def test_disabled_satellites_are_dead_and_come_back_empty(sky: Sky, store: ConstellationStore) -> None:
+    assert store.put_many([(KEY, VALUE)]) == [True]
+    assert sky("disable", "2,9", "1,3") == "2 satellites are disabled\n"
+    assert sky.silent() == {SatelliteId(2, 9), SatelliteId(1, 3)}
+    assert store.get_many([KEY]) == [None]
+    sky("disable", "--plane", "4")
+    assert sky.silent() == {SatelliteId(2, 9), SatelliteId(1, 3)} | plane(4)
+    assert sky("enable", "--plane", "4", "2,9") == "1 satellite is disabled\n"
+    answers = ping_all(sky.plan, 0.3)
+    assert {satellite for satellite, answer in answers.items() if answer is None} == {SatelliteId(1, 3)}
+    assert answers[SatelliteId(2, 9)]["chunks_held"] == 0
+    sky("enable", "--all")
+    assert not sky.silent()
+    time.sleep(1.0)
+    assert store.get_many([KEY]) == [None] and store.put_many([(KEY, VALUE)]) == [True]
+    assert bytes(store.get_many([KEY])[0]) == VALUE
+
+
+def test_what_is_no_satellite_is_refused(sky: Sky) -> None:
+    for words in (["2,19"], ["5,0"], ["2"], ["--plane", "5"], []):
+        with pytest.raises(AssertionError, match=r"satellite|plane"):
+            sky("disable", *words)
+    assert not (sky.run_dir / "outages.json").exists()
+
+
+def test_packets_go_round_what_is_disabled(sky: Sky) -> None:
+    """From the gateway (2, 9) to (4, 9), both ways closed but one."""
+    plan = sky.plan
+    client = client_of(plan, "gateway", expected_round_trip_s(plan, "gateway"), 2.0)
+    try:
+
+        def ping(satellite: SatelliteId) -> bool:
+            number = client.machine.ask(Op.PING, b"", satellite, client.now_s())
+            return client.run([number])[number].ok
+
+        assert ping(SatelliteId(4, 9))
+        sky("disable", "--plane", "3")
+        assert ping(SatelliteId(4, 9)) and ping(SatelliteId(4, 12))
+        assert not ping(SatelliteId(3, 9))
+        sky("enable", "--all")
+        assert ping(SatelliteId(3, 9)) and ping(SatelliteId(4, 9))
+    finally:
+        client.close()
+
+
+def test_killed_hosts_are_started_again_and_learn_what_they_missed(sky: Sky, store: ConstellationStore) -> None:
+    assert store.put_many([(KEY, VALUE)]) == [True]
+    sky("disable", "0,7")
+    before = sky.plan
+    sky.kill(0, 4)
+    time.sleep(0.2)
+    assert rotate(before, 2, 1).moves_after == (2, 1)
+    save_plan(before, sky.run_dir / "constellation.json")  # as on a computer that has not got the new file
+    assert sky("revive") == "started again, empty: host-0, host-4\n"
+    assert sky("revive") == "no host process is dead\n"
+    assert sky.silent() == {SatelliteId(0, 7)}
+    sky("enable", "--all")
+    answers = ping_all(sky.plan, 0.3).values()
+    assert {(answer["pushed_slot_moves"], answer["pushed_plane_moves"]) for answer in answers} == {(2, 1)}
+    assert bytes(store.get_many([KEY])[0]) == VALUE  # planes 1 to 3 hold it, wherever it is by now
+
+
+def test_idle_satellites_cost_nothing_even_with_a_plane_dead(sky: Sky) -> None:
+    def used_ticks() -> int:
+        pids = [json.loads(path.read_text("utf-8"))["pid"] for path in sky.run_dir.glob("*.pid")]
+        stats = [Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split() for pid in pids]
+        return sum(int(stat[11]) + int(stat[12]) for stat in stats)
+
+    plan = sky.plan
+    client = client_of(plan, "gateway", 0.0, 0.8)
+    sky("disable", "--plane", "3")
+    for satellite in (SatelliteId(4, 9), SatelliteId(4, 12)):
+        number = client.machine.ask(Op.PING, b"", satellite, client.now_s())
+        client.run([number])
+    client.close()
+    time.sleep(1.5)
+    before, begun_s = used_ticks(), time.monotonic()
+    time.sleep(3.0)
+    share = (used_ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - begun_s)
+    assert share < 0.02  # of one core; 0.01 was measured
