@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.presets import EPOCH_UNIX_S, PRESETS
 from skymemory.constellation.torus import SatelliteId
-from skymemory.constellation.track import Knot, Track, track_over, track_through
+from skymemory.constellation.track import Knot, Track, track_over
 from skymemory.constellation.trajectory import Trajectory, Waypoint, host_at, parse_waypoints
 from skymemory.constellation.visibility import GroundHost, anchor, overhead_cell
 from skymemory.errors import InvalidInput
@@ -104,10 +104,14 @@ def test_the_next_move_of_a_moving_host_is_exact(way: Trajectory, starts: list[f
             assert before_s == next_s or clock.moves(before_s) == clock.moves(now_s)
 
 
+def through(*knots: tuple[float, float, float]) -> Track:
+    return Track(tuple(Knot(*knot) for knot in knots))
+
+
 def test_a_way_that_turns_back_at_an_edge_and_one_that_stands() -> None:
-    touching = MoveClock(time_scale=1.0, track=track_through([(0, 0.0, 0.0), (10, 0.0, 0.49), (20, 0.0, 0.0)]))
+    touching = MoveClock(time_scale=1.0, track=through((0, 0.0, 0.0), (10, 0.0, 0.49), (20, 0.0, 0.0)))
     assert touching.next_move_s(0.0) is None and touching.moves(10.0) == (0, 0)
-    walk = MoveClock(time_scale=1.0, track=track_through([(0, 0.0, 0.0), (10, 0.0, 1.0), (20, 1.0, 1.0)]))
+    walk = MoveClock(time_scale=1.0, track=through((0, 0.0, 0.0), (10, 0.0, 1.0), (20, 1.0, 1.0)))
     assert walk.next_move_s(0.0) == pytest.approx(5.0) and walk.moves(6.0) == (-1, 0)
     assert walk.next_move_s(6.0) == pytest.approx(15.0) and walk.moves(16.0) == (-1, 1)
     assert walk.next_move_s(16.0) is None and walk.moves(1e9) == (-1, 1)

@@ -88,3 +88,18 @@ def test_suspicion_ends_with_a_word_or_with_time():
     links.peer(HERE).heard(None, 7.1)
     assert not links.is_suspect(HERE, 7.2)
     assert links.silent_since_s(HERE, 6.0) == 7.1 and links.silent_since_s(HERE, 8.0) == 8.0
+
+
+def test_another_way_may_take_as_long_as_any_way_has():
+    trip = RoundTrip(0.03)
+    for _ in range(50):
+        trip.sample(0.03)
+    assert trip.timeout_s() < 0.06
+    trip.sample(0.2)
+    for _ in range(50):
+        trip.sample(0.03)
+    assert trip.timeout_s() < 0.06
+    trip.rerouted()
+    assert trip.timeout_s() >= 0.2, "the long way may be back"
+    trip.sample(0.03)
+    assert trip.smoothed_s == 0.03, "and is forgotten with the first answer"

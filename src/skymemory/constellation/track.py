@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -125,8 +124,3 @@ def _knot_times(way: Trajectory) -> list[float]:
         pieces = max(1, math.ceil(way.leg_rad(leg) / _PIECE_RAD))
         times += [here.time_s + (there.time_s - here.time_s) * piece / pieces for piece in range(1, pieces + 1)]
     return times
-
-
-def track_through(places: Sequence[tuple[float, float, float]]) -> Track:
-    """The track of a user who is at ``(seconds, row, column)`` in a grid of cells: rows are planes, columns slots."""
-    return Track(tuple(Knot(*place) for place in places))

@@ -269,7 +269,8 @@ class ClientMachine:
     # --- sending ---
 
     def _point_beam(self, now_s: float) -> None:
-        self._pointing.aim(self._outbox, self._clock, now_s)
+        if self._pointing.aim(self._outbox, self._clock, now_s):
+            self._links.rerouted()
 
     def _enqueue(self, operation: Operation) -> None:
         """It has something to send, as soon as it is its turn and the windows let it."""

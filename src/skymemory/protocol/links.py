@@ -50,6 +50,11 @@ class Links:
             window = self._outbound[beam] = Window(self._credit_bytes, _WINDOW_FLOOR_BYTES)
         return window
 
+    def rerouted(self) -> None:
+        """The gateway is another: what was measured through the one before says little of the ways through this one."""
+        for peer in self._peers.values():
+            peer.round_trip.rerouted()
+
     def round_trip(self, satellite: SatelliteId) -> RoundTrip:
         return self.peer(satellite).round_trip
 

@@ -17,8 +17,16 @@ class RoundTrip:
         self.smoothed_s = expected_s
         self._deviation_s = 0.0
         self._measured = False
+        self._longest_s = expected_s
+
+    def rerouted(self) -> None:
+        """Packets take another way from now on: until that is measured, it may be as long as any way was."""
+        self.smoothed_s = self._longest_s
+        self._measured = False
 
     def sample(self, round_trip_s: float) -> None:
+        if round_trip_s > self._longest_s:
+            self._longest_s = round_trip_s
         if not self._measured:
             self.smoothed_s, self._deviation_s = round_trip_s, round_trip_s / 2
             self._measured = True

@@ -34,23 +34,26 @@ class Pointing:
         self._counters = counters
         self._seen_at: tuple[Moves, int] | None = None
 
-    def aim(self, outbox: Outbox, clock: FollowedClock, now_s: float) -> None:
+    def aim(self, outbox: Outbox, clock: FollowedClock, now_s: float) -> bool:
+        """Point them as they must be now; whether the gateway has changed."""
         if self._access == "los":
-            return
+            return False
         moves, sky_s = clock.moves(now_s), clock.sky_s(now_s)
         at = moves, math.floor(sky_s)
         if at == self._seen_at:
-            return
+            return False
         self._seen_at = at
         if self._access == "onboard":
             outbox.gateway = self._sky.centre
-            return
+            return False
         gateway, seen = self._look(moves, sky_s)
         if self._access == "hybrid":
             outbox.direct = frozenset(seen)
-        if outbox.gateway not in (None, gateway):
+        changed = outbox.gateway not in (None, gateway)
+        if changed:
             self._counters.add("gateway_handovers")
         outbox.gateway = gateway
+        return changed
 
     def _look(self, moves: Moves, sky_s: float) -> tuple[SatelliteId, tuple[SatelliteId, ...]]:
         """The gateway, and all that is in sight. With nothing in sight, the box's centre has to do, and is counted."""
