@@ -24,7 +24,9 @@ BURST_CHUNKS = 10
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
 _RETRY_S = 10.0
-"""After how long a satellite that was full or did not answer is tried again."""
+"""After how long a satellite that was full or did not answer is tried again, at first."""
+_MOST_RETRY_S = 160.0
+"""It is tried half as often each time, down to this: else a value that does not fit crosses the links for ever."""
 _MOST_QUEUED = 1 << 20
 
 
@@ -55,6 +57,8 @@ class Handover:
         self._doomed: dict[ChunkName, float] = {}
         self._strays: dict[ChunkName, float] = {}
         self._stray_times: list[tuple[float, ChunkName]] = []
+        self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
+        """Where whose chunks were refused since the last move: when they are tried again, and after what wait."""
         self._next_request_id = 1
 
     @property
@@ -73,6 +77,7 @@ class Handover:
         self._queued.clear()
         self._strays.clear()
         self._stray_times.clear()
+        self._retries.clear()
         on_its_way = {name for burst in self._in_flight.values() for name in burst.names}
         for tag, names in store.names_by_tag().items():
             destination = where(tag)
@@ -166,8 +171,16 @@ class Handover:
     def refused(self, request_id: int, now_s: float) -> None:
         """The other satellite cannot take the burst: its chunks stay here, and it is tried again later."""
         burst = self._in_flight.pop(request_id, None)
-        for name in burst.names if burst is not None else ():
-            self.stray(name, now_s + _RETRY_S)
+        if burst is None or not burst.names:
+            return
+        case = burst.destination, burst.names[0][0]
+        due_s, wait_s = self._retries.get(case, (now_s, _RETRY_S / 2))
+        if due_s <= now_s:
+            wait_s = min(2 * wait_s, _MOST_RETRY_S)
+            due_s = now_s + wait_s
+            self._retries[case] = due_s, wait_s
+        for name in burst.names:
+            self.stray(name, due_s)
 
     def to_delete(self, now_s: float) -> list[ChunkName]:
         """Copied chunks whose grace is over; each is returned once."""

@@ -79,7 +79,8 @@ class SimulatedConstellation:
         self._link_faults: dict[frozenset[Node], FaultInjector] = {}
         self._events: deque[FaultEvent] = deque()
         self._clients: dict[GroundToken, ClientMachine] = {}
-        self._touched: set[Node] = set(self.satellites)
+        self._touched: dict[Node, None] = dict.fromkeys(self.satellites)
+        """In order, so that a seed gives the same run in every process."""
         self._timers: dict[Node, float] = {}
 
     def _new_satellite(self, here: SatelliteId) -> SatelliteMachine:
@@ -102,7 +103,7 @@ class SimulatedConstellation:
         self.satellites[satellite] = self._new_satellite(satellite)
         self.satellites[satellite].store.ledger = before.ledger
         self.satellites[satellite].neighbourhood.greet(self.now_s)
-        self._touched.add(satellite)
+        self._touched[satellite] = None
 
     @property
     def dead(self) -> frozenset[SatelliteId]:
@@ -169,7 +170,7 @@ class SimulatedConstellation:
         else:
             for node in [node for node, time_s in self._timers.items() if time_s <= self.now_s]:
                 self._machine(node).handle_timer(self.now_s)
-                self._touched.add(node)
+                self._touched[node] = None
         return True
 
     def settle(self, limit_s: float) -> None:
@@ -181,8 +182,11 @@ class SimulatedConstellation:
         return self.satellites[node] if isinstance(node, SatelliteId) else self._clients[node]
 
     def flush(self) -> None:
-        """Send what the machines that something happened to (clients: always) have to say, and note their timers."""
-        for node in [*self._touched, *self._clients]:
+        """Send what the machines that something happened to have to say, and note their timers."""
+        for token, client in self._clients.items():
+            if client.wants_to_send:
+                self._touched[token] = None
+        for node in self._touched:
             machine = self._machine(node)
             for batch, to in machine.datagrams_to_send(self.now_s):
                 if node not in self._dead:
@@ -232,9 +236,10 @@ class SimulatedConstellation:
         data, segment_bytes = arrival.data, arrival.segment_bytes
         if isinstance(receiver, SatelliteId):
             if receiver not in self._dead:
-                self._touched.add(receiver)
+                self._touched[receiver] = None
                 self.satellites[receiver].receive_batch(data, segment_bytes, sender, self.now_s)
         else:
+            self._touched[receiver] = None
             self._clients[receiver].receive_batch(data, segment_bytes, self.now_s)
 
 

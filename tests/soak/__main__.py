@@ -1,0 +1,49 @@
+"""`python -m tests.soak`: 30 days in virtual time, or with ``--real`` minutes over processes that are killed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.soak.virtual import Setting, VirtualSoak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--days", type=float, default=30.0, help="of virtual time (default 30)")
+    parser.add_argument("--operations", type=int, default=1_000_000, help="on values of 1 to 4 chunks (default 10^6)")
+    parser.add_argument("--full-blocks", type=int, default=2_000, help="operations on 480 chunks (default 2,000)")
+    parser.add_argument("--real", action="store_true", help="real UDP: processes, killed and started again")
+    parser.add_argument("--minutes", type=float, default=10.0, help="with --real (default 10)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.real:
+        from tests.soak.real import RealSoak
+
+        outcome = RealSoak(options.minutes * 60, options.seed).run(_tell)
+    else:
+        setting = Setting(options.days, options.operations, options.full_blocks, options.seed)
+        outcome = VirtualSoak(setting).run(_tell)
+    row: dict[str, Any] = {
+        **{name: value for name, value in vars(options).items() if name != "json"},
+        "seconds": round(outcome.seconds, 1),
+        "slot_moves": outcome.moves[0], "plane_moves": outcome.moves[1], "wrong": outcome.wrong,
+        "open_books": outcome.open_books, **outcome.books, **dict(sorted(outcome.counted.items())),
+    }  # fmt: skip
+    for name, value in row.items():
+        print(f"{name:32} {value:,}" if isinstance(value, int | float) else f"{name:32} {value or 'none'}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(row, indent=1) + "\n", "utf-8")
+    return 1 if outcome.wrong or outcome.open_books else 0
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
