@@ -1,6 +1,6 @@
 """Satellites, client and migration against a dictionary: never wrong bytes, and what nothing befell is found.
 
-The stated number of faults is no death: a value that was stored while all was well, and since when no satellite has died,
+The stated number of faults is no death: what was stored while all was well, and since when no satellite has died,
 must be found whenever all is well again, however the box moved and whatever storm of lost, doubled, late and damaged
 datagrams passed meanwhile. During storms, and after deaths, it is the right bytes or a miss. Nothing is evicted for
 want of room (the memory is large); EVICT is the caller's own deletion.
