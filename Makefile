@@ -1,11 +1,11 @@
 # SkyMemory. `make` says what there is to make; every target does the set-up it needs by itself.
 #
-# PYTHON=...  the Python to use (3.11 or newer)        ARGS=...  passed on to `demo`, `test`
+# PYTHON=...  the Python to use (3.11 or newer)        ARGS=...  passed on to `demo`, `test`, `fuzz`, `soak`
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion test check bench docs clean
+.PHONY: help setup demo demo-motion test fuzz soak check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -49,6 +49,12 @@ demo-motion: $(VENV)/.installed ## an orbit run fast: the box moves, a plane die
 
 test: $(VENV)/.installed-dev ## all tests, in at most 7 minutes
 	@$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(VENV)/.installed-dev ## a million hostile inputs, about three minutes (ARGS="--inputs 200000")
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+soak: $(VENV)/.installed-dev ## 30 days in virtual time, about an hour (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP)
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 check: $(VENV)/.installed-dev ## style, types, and who may import whom
 	@$(BIN)/ruff check .

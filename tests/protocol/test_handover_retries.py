@@ -1,0 +1,45 @@
+"""What a satellite cannot take is offered again ever more rarely, until the box moves on."""
+
+from __future__ import annotations
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.handover import Handover
+
+HERE, THERE = SatelliteId(2, 9), SatelliteId(2, 12)
+KEY, OTHER = bytes(32), bytes([1]) * 32
+
+
+def refuse_all(handover: Handover, now_s: float) -> None:
+    while bursts := handover.bursts_to_send(now_s):
+        for burst in bursts:
+            handover.refused(burst.request_id, now_s)
+
+
+def test_the_wait_doubles_up_to_a_limit_for_all_chunks_of_a_key_alike():
+    handover, now_s, waits = Handover(4, 0.1, 1.0), 0.0, []
+    names = [(KEY, index) for index in range(25)]
+    handover.enqueue(THERE, names)
+    for _ in range(7):
+        refuse_all(handover, now_s)
+        due_s = handover.next_timer_s()
+        assert due_s is not None
+        waits.append(due_s - now_s)
+        now_s = due_s
+        assert sorted(handover.strays_due(now_s)) == names, "three bursts, one wait"
+        handover.enqueue(THERE, names)
+    assert waits == [10.0, 20.0, 40.0, 80.0, 160.0, 160.0, 160.0]
+
+
+def test_another_key_and_another_move_begin_anew():
+    handover = Handover(4, 0.1, 1.0)
+    for _ in range(2):
+        handover.enqueue(THERE, [(KEY, 0)])
+        refuse_all(handover, 0.0)
+        handover.strays_due(10.0)
+        handover.enqueue(THERE, [(KEY, 0)])
+        refuse_all(handover, 10.0)
+        handover.enqueue(THERE, [(OTHER, 0)])
+        refuse_all(handover, 10.0)
+        assert handover.strays_due(20.0) == [(OTHER, 0)] and handover.strays_due(30.0) == [(KEY, 0)]
+        handover.plan(ChunkStore(1000), lambda tag: HERE, HERE)
