@@ -22,16 +22,16 @@ from skymemory.cli._demo_motion_screen import Screen
 from skymemory.cli._demo_motion_watch import Watch, wait_for_answers
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.constellation.torus import SatelliteId
-from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves, Placement
 from skymemory.store.shared_index import SharedIndex
-from skymemory.testbed.child import READY, Child, end_children, spawn
+from skymemory.testbed.child import Child, end_children
 from skymemory.testbed.connect import store_of
 from skymemory.testbed.control import confirm_all_answer
 from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.signals import SignalGate
-from skymemory.testbed.supervisor import Started, start_on_free_ports
+from skymemory.testbed.supervisor import Started, revive, start_on_free_ports
 from skymemory.testbed.wiring import clock_of
 from skymemory.units import format_duration, format_size
 from skymemory.view.orbit_frame import LEGEND, OrbitFrame, frame_width, render_frame
@@ -45,7 +45,6 @@ LEAST_SECONDS = 5.0
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
 GIVE_UP_S = 0.5
-HOST_PATIENCE_S = 15.0
 
 
 @dataclass(slots=True)
@@ -148,14 +147,7 @@ def _kill(flight: _Flight) -> tuple[HostShare, int, int]:
 def _revive(flight: _Flight, host: HostShare, started: Started) -> None:
     """Its process again, with empty memory: the clock tells it where the box is."""
     began_s = time.perf_counter()
-    child = spawn(host, flight.directory.plan_path, flight.directory)
-    started.children.append(child)
-    flight.children[host.name] = child
-    child.line.settimeout(HOST_PATIENCE_S)
-    if child.line.recv(len(READY)) != READY:
-        raise ConstellationError(
-            f"{host.name} did not come back; its log ends:\n{flight.directory.log_tail(host.name)}"
-        )
+    revive(flight.directory, flight.gate, started.children)
     flight.dead = None
     flight.screen.say(
         f"{host.name} ({_planes(host)}) is back after {time.perf_counter() - began_s:.2f} s, empty", flight.picture()

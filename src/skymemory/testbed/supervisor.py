@@ -144,11 +144,11 @@ def start(
     return Started(plan, time.monotonic() - began_s, children if foreground else [])
 
 
-def revive(directory: RunDirectory, gate: SignalGate | None = None) -> list[str]:
+def revive(directory: RunDirectory, gate: SignalGate | None = None, kept: list[Child] | None = None) -> list[str]:
     """Start the dead hosts of this computer again and return when their satellites listen: the names of these hosts.
 
     They come back empty, know of pushed moves by the plan, and learn of later ones from their neighbours. Either all
-    of them run then, or those that were dead still are.
+    of them run then, or those that were dead still are. Where ``kept`` is given they stay on their lines, in it.
     """
     with directory.locked(), gate or SignalGate() as gate:
         plan = directory.read_plan()
@@ -161,8 +161,11 @@ def revive(directory: RunDirectory, gate: SignalGate | None = None) -> list[str]
                 check_host_ports(plan, host)
                 children.append(spawn(host, directory.plan_path, directory))
             _await_ready(children, plan, directory, gate)
-            for child in children:
-                child.release()
+            if kept is None:
+                for child in children:
+                    child.release()
+            else:
+                kept.extend(children)
             undo.pop_all()
     return [host.name for host in dead]
 
