@@ -29,7 +29,7 @@ from skymemory.testbed.supervisor import start_on_free_ports, stop
 def versions() -> dict[str, str]:
     """What the figures were measured with."""
     found = {"skymemory": skymemory.__version__, "python": platform.python_version(), "kernel": platform.release()}
-    for name in ("numpy", "torch", "transformers", "redis", "hiredis", "uvloop"):
+    for name in ("numpy", "torch", "transformers", "redis", "hiredis", "uvloop", "cryptography"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -74,6 +74,8 @@ def constellation(
     """A constellation of processes on free ports; stopped and gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="skymemory-bench-"))
     directory = RunDirectory(folder)
+    if options.get("auth", "off") != "off":
+        options["keys_file"] = str(directory.keys_path)
     try:
         started = start_on_free_ports(
             directory,

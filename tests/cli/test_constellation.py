@@ -96,7 +96,33 @@ def test_the_plan_of_five_computers(capsys: pytest.CaptureFixture[str], tmp_path
     assert plan.faults == Faults(0.01, 0.02, 0.03, 0.0, 7)
     said = capsys.readouterr().out
     assert "on 10.0.0.5: skymemory satellite --plan sky.json --host 4" in said
-    assert "not authenticated" in said
+    assert (plan.auth, plan.keys_file) == ("on", str(tmp_path / "sky.keys")) and plan.keys_file in said
+    assert (tmp_path / "sky.keys").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_plan_for_other_computers_without_keys_must_be_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "sky.json"
+    words = f"constellation plan --out {out} --host 10.0.0.1:26000"
+    assert _main(f"{words} --auth off") == 2 and not out.exists()
+    assert "--insecure" in capsys.readouterr().err
+    assert _main(f"{words} --insecure") == 0 and load_plan(out).auth == "off"
+    said = capsys.readouterr().out
+    assert "--host 0 --insecure" in said and "not authenticated" in said
+    assert _main(f"satellite --plan {out} --host 0") == 2
+    assert "10.0.0.1" in capsys.readouterr().err
+    assert _main(f"constellation plan --out {out} --host 127.0.0.1:1") == 0 and load_plan(out).auth == "off"
+    assert _main(f"satellite --plan {out} --host 0 --listen 0.0.0.0") == 2
+    assert "--insecure" in capsys.readouterr().err
+
+
+def test_plan_and_keys_may_be_copied_together(tmp_path: Path) -> None:
+    out = tmp_path / "here" / "sky.json"
+    out.parent.mkdir()
+    assert _main(f"constellation plan --out {out} --host 10.0.0.1:26000") == 0
+    out.parent.rename(tmp_path / "there")
+    assert load_plan(tmp_path / "there" / "sky.json").keys_file == str(tmp_path / "there" / "sky.keys")
 
 
 def test_attach_and_forget(capsys: pytest.CaptureFixture[str], tmp_path: Path, run_dir: Path) -> None:

@@ -88,9 +88,9 @@ class Satellite:
             else:
                 requests = self.machine.plain_requests(1000.25)
                 assert requests is not None
-                addresses, shares, settled, room_bytes, terms = requests
+                addresses, shares, settled, room_bytes, terms, guard = requests
                 arrivals, served, errors = self.impl.serve(
-                    fd, scratch, 16, addresses, {("127.0.0.9", 1): 0}, shares, settled, room_bytes, terms
+                    fd, scratch, 16, addresses, {("127.0.0.9", 1): 0}, shares, settled, room_bytes, terms, guard
                 )
                 assert errors == 0 and all(entry[-1] is None for entry in served)
                 self.machine.served(served)
@@ -169,7 +169,7 @@ def test_neighbours_and_impossible_arguments(fast: ModuleType) -> None:
         satellite = Satellite(impl)
         try:
             satellite.hear([set_batch(KEYS[0], [0, 1], 1, 1)])
-            addresses, shares, settled, room, terms = satellite.machine.plain_requests(1.0) or pytest.fail("not now")
+            addresses, shares, settled, room, terms, _ = satellite.machine.plain_requests(1.0) or pytest.fail("not now")
             batch = get_batch(KEYS[0], [0], 2)
             satellite.client.sendto(batch.datagrams()[0], satellite.sock.address)
             scratch, fd = bytearray(SLOT_BYTES), satellite.sock.fileno()
@@ -193,7 +193,7 @@ def test_what_the_kernel_does_not_take_is_handed_back(fast: ModuleType) -> None:
         indices = [SERVER + SERVERS * step for step in range(4)]
         shares = {KEYS[0]: {index: (bytes(72), payload) for index, payload in zip(indices, payloads, strict=True)}}
         satellite.client.sendto(get_batch(KEYS[0], [0, 1, 2, 3], 1).datagrams()[0], satellite.sock.address)
-        addresses, _, settled, room, terms = satellite.machine.plain_requests(1.0) or pytest.fail("not now")
+        addresses, _, settled, room, terms, _ = satellite.machine.plain_requests(1.0) or pytest.fail("not now")
         scratch, fd = bytearray(SLOT_BYTES), satellite.sock.fileno()
         _, (entry,), errors = fast.serve(fd, scratch, 1, addresses, {}, shares, settled, room, terms)
         assert errors == 0 and entry[4] == 4

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from skymemory.constellation.presets import preset_named
+from skymemory.protocol.authentication import Authority
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import SkyMap
 from skymemory.store.constellation import ConstellationStore
@@ -38,7 +39,7 @@ def store_over(
 
 
 @contextmanager
-def udp_store(index: SharedIndex | None = None) -> Iterator[ConstellationStore]:
+def udp_store(index: SharedIndex | None = None, authority: Authority | None = None) -> Iterator[ConstellationStore]:
     """All 95 satellites behind real sockets, their event loop in a thread of this process."""
     plan = make_plan(
         PRESET, hosts=local_hosts(PRESET, 1, free_base_port(95)), delay_scale=0.0, memory_per_satellite_bytes=8 << 20
@@ -49,14 +50,14 @@ def udp_store(index: SharedIndex | None = None) -> Iterator[ConstellationStore]:
 
     def serve() -> None:
         asyncio.set_event_loop(loop)
-        hosts.append(UdpHost(host_spec(plan, plan.hosts[0]), loop))
+        hosts.append(UdpHost(host_spec(plan, plan.hosts[0], authority=authority), loop))
         ready.set()
         loop.run_forever()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     assert ready.wait(10)
-    client = UdpClient(ClientConfig(9), sky_of(plan), clock_of(plan), plan.addresses())
+    client = UdpClient(ClientConfig(9, authority=authority), sky_of(plan), clock_of(plan), plan.addresses())
     store = ConstellationStore(
         client, sky_of(plan), SkySettings(memory_per_satellite_bytes=plan.memory_per_satellite_bytes), index=index
     )

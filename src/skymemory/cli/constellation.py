@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from skymemory.cli import _faults, layout
 from skymemory.cli._ground import add_ground_options, ground_of
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
+from skymemory.cli._protection import add_auth, auth_of, check_plan, say_how_to_share
 from skymemory.errors import InvalidInput
 from skymemory.protocol.replacement import REPLACEMENTS
 from skymemory.units import format_size, parse_delay
@@ -61,6 +62,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--replacement", default="lru", choices=REPLACEMENTS, help="what goes first: used longest ago, or seldom used"
     )
     memory.add_argument("--sweep", type=duration, default=30.0, metavar="TIME", help="between sweeps (default: 30s)")
+    add_auth(parser)
     faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%%")
     for name, what in (
         ("loss", "packets dropped"), ("duplicate", "packets doubled"),
@@ -107,6 +109,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--host", action="append", required=True, metavar="IP:PORT",
         help="a computer and its first UDP port; once per computer, in the order of the planes",
     )  # fmt: skip
+    plan.add_argument("--insecure", action="store_true", help="let other computers command it without keys")
 
     attach = verbs.add_parser("attach", help="use the constellation of a plan that runs on other computers")
     attach.add_argument("plan", type=Path, metavar="FILE")
@@ -134,6 +137,7 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
         memory_policy=MemoryPolicy(args.eviction, args.replacement, args.sweep),
         ground=ground_of(args),
         faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
+        **auth_of(args, hosts),
     )
 
 
@@ -237,12 +241,9 @@ def _write_plan(args: argparse.Namespace) -> int:
             raise InvalidInput(f"host {text!r}: expected an address and a port such as 10.0.0.1:26000")
         addresses.append((ip, int(port)))
     plan = _plan_of(args, remote_hosts(args.preset, addresses))
+    check_plan(plan, args.insecure)
     save_plan(plan, args.out)
-    print(f"wrote {args.out}; copy it to each computer and run there:")
-    for number, host in enumerate(plan.hosts):
-        print(f"  on {host.ip}: skymemory satellite --plan {args.out.name} --host {number}")
-    if not all(host.is_loopback for host in plan.hosts):
-        print("packets are not authenticated: keep these addresses on a network of your own")
+    say_how_to_share(plan, args.out, args.insecure)
     return 0
 
 

@@ -15,6 +15,7 @@ from skymemory.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
+    from skymemory.store.base import Store
     from skymemory.store.constellation import ConstellationStore
 
 
@@ -46,14 +47,23 @@ def add_parser(subparsers: Subparsers) -> None:
         verb.add_argument(
             "--no-index", action="store_true", help="ask the satellites instead of the local index, as after its loss"
         )
+    for verb in (put, get):
+        verb.add_argument("--seal", type=Path, metavar="FILE", help="the tenant's keys, to seal and open it with")
 
 
 def run(args: argparse.Namespace) -> int:
-    from skymemory.testbed.connect import open_constellation
+    from skymemory.testbed.connect import open_constellation, sealed
+    from skymemory.testbed.key_file import KeyFollower
 
+    keys = KeyFollower(args.seal) if getattr(args, "seal", None) else None
     store = open_constellation(args.run_dir, use_index=not args.no_index, access=args.access)
     try:
-        return {"put": _put, "get": _get, "pin": _pin, "delete": _delete, "list": _list}[args.kv_verb](args, store)
+        edge = store if keys is None else sealed(store, keys)
+        if args.kv_verb == "get":
+            return _get(args, edge)
+        if args.kv_verb == "put":
+            return _put(args, store, edge)
+        return {"pin": _pin, "delete": _delete, "list": _list}[args.kv_verb](args, store)
     finally:
         store.close()
 
@@ -64,7 +74,7 @@ def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stder
     return 0
 
 
-def _put(args: argparse.Namespace, store: ConstellationStore) -> int:
+def _put(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> int:
     from skymemory.store.named import named_key, put_named
 
     try:
@@ -72,7 +82,7 @@ def _put(args: argparse.Namespace, store: ConstellationStore) -> int:
     except OSError as error:
         raise InvalidInput(f"cannot read {args.file}: {error.strerror}") from error
     key = args.key or args.file.name
-    done = put_named(store, key, data)
+    done = put_named(edge, key, data)
     if not done.ok:
         raise SkyMemoryError(
             f"{key} was not stored: {done.reason}. See `skymemory constellation status`; the file is untouched"
@@ -107,7 +117,7 @@ def _pin(args: argparse.Namespace, store: ConstellationStore) -> int:
     return _say(args, facts, text)
 
 
-def _get(args: argparse.Namespace, store: ConstellationStore) -> int:
+def _get(args: argparse.Namespace, store: Store) -> int:
     from skymemory.store.named import get_named
 
     done = get_named(store, args.key)

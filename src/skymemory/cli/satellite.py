@@ -27,6 +27,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--listen", metavar="IP", help="the address to bind, if not the plan's (behind address translation: 0.0.0.0)"
     )
+    parser.add_argument(
+        "--insecure", action="store_true", help="listen beyond this computer although the plan asks for no MACs"
+    )
     add_run_dir(parser)
     parser.add_argument("--supervisor-fd", type=int, help=argparse.SUPPRESS)
 
@@ -47,5 +50,6 @@ def run(args: argparse.Namespace) -> int:
         say=print,
         directory=RunDirectory(args.run_dir) if args.run_dir else None,
         supervisor_fd=args.supervisor_fd,
+        insecure=args.insecure,
     )
     return 0

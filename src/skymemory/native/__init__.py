@@ -16,7 +16,7 @@ from skymemory.native import twin
 from skymemory.native.twin_landing import Landing, Tally
 from skymemory.native.twin_packets import Ack
 from skymemory.native.twin_runs import AnswerTerms, Run
-from skymemory.native.twin_serve import Served
+from skymemory.native.twin_serve import Guard, Served
 from skymemory.native.twin_udp import SLOT_BYTES, Arrival
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ __all__ = [
     "Ack",
     "AnswerTerms",
     "Arrival",
+    "Guard",
     "Landing",
     "Run",
     "Served",

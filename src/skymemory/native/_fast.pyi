@@ -1,4 +1,4 @@
-from collections.abc import Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 
 from typing_extensions import Buffer
 
@@ -28,6 +28,7 @@ def serve(
     fd: int, scratch: Buffer, slots: int, addresses: Buffer, neighbours: Mapping[tuple[str, int], object],
     shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]], settled: Set[bytes], room_bytes: int,
     terms: tuple[int, int, int, int, int, int],
+    guard: tuple[Callable[[bytes], bytes | None], Callable[[bytes], bool]] | None = None,
 ) -> tuple[
     list[tuple[int, int, int, str, int]],
     list[tuple[int, bytes, int, tuple[str, int], int, int, int, int, tuple[bytearray, list[bytes] | None] | None]],

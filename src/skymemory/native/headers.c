@@ -21,8 +21,12 @@ uint32_t sky_header_crc(const uint8_t *packet, size_t sky, size_t end)
     return sky_crc32(0, copy, head + rest);
 }
 
-/* The reason code of a packet's headers; *ref is where its chunk reference stands, 0 where it carries no payload. */
-int sky_check_header(const uint8_t *packet, size_t size, size_t *ref)
+static size_t mac_bytes(const uint8_t *sky_header)
+{
+    return sky_header[FLAGS_AT] & AUTHENTICATED ? MAC_BYTES : 0;
+}
+
+int sky_check_packet(const uint8_t *packet, size_t size, size_t *ref)
 {
     *ref = 0;
     if (size < COMMAND_BYTES)
@@ -35,8 +39,8 @@ int sky_check_header(const uint8_t *packet, size_t size, size_t *ref)
         return MALFORMED;
     uint8_t op = packet[sky + 1];
     int carries = op == OP_SET || op == OP_MIGRATE || op == OP_DATA;
-    size_t end = carries ? prefix + REF_BYTES : size;
-    if (end > size)
+    size_t mac = mac_bytes(packet + sky), end = carries ? prefix + REF_BYTES + mac : size;
+    if (end > size || end < prefix + mac)
         return MALFORMED;
     if (sky_header_crc(packet, sky, end) != be32(packet + sky + CRC_AT))
         return HEADER_CRC;
@@ -48,10 +52,19 @@ int sky_check_header(const uint8_t *packet, size_t size, size_t *ref)
     return OK;
 }
 
+int sky_check_header(const uint8_t *packet, size_t size, size_t *ref)
+{
+    int code = sky_check_packet(packet, size, ref);
+    if (code != OK || !mac_bytes(packet + (packet[0] & 0x10 ? COMMAND_BYTES : TELEMETRY_BYTES)))
+        return code;
+    *ref = 0;
+    return MALFORMED;
+}
+
 int sky_payload_is_sound(const uint8_t *packet, size_t size, size_t ref)
 {
-    const uint8_t *payload = packet + ref + REF_BYTES;
-    return sky_crc32(0, payload, size - ref - REF_BYTES) == be32(packet + ref + REF_CRC_AT);
+    size_t start = ref + REF_BYTES + mac_bytes(packet + ref - SKY_BYTES);
+    return sky_crc32(0, packet + start, size - start) == be32(packet + ref + REF_CRC_AT);
 }
 
 PyObject *sky_py_seal_headers(PyObject *self, PyObject *args)

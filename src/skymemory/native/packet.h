@@ -19,6 +19,9 @@ enum {
     MUTABLE_AT = 20,
     MUTABLE_END = 24,
     CRC_AT = 40,
+    FLAGS_AT = 2,
+    AUTHENTICATED = 0x01, /* a MAC ends the body */
+    MAC_BYTES = 16,
     DESTINATION_AT = 4, /* within the SKY header, and the next two */
     SOURCE_AT = 8,
     REQUEST_AT = 16,
@@ -73,7 +76,10 @@ typedef struct {
 
 /* headers.c: CRC of packet[0:end] without the CRC field, the forwarders' four bytes taken as zero. */
 uint32_t sky_header_crc(const uint8_t *packet, size_t sky, size_t end);
-/* The reason code of a packet's headers; *ref is where its chunk reference stands, 0 where it carries no payload. */
+/* The reason code of a packet's headers; *ref is where its chunk reference stands, 0 where it carries no payload. The MAC
+ * of an authenticated packet is not looked at. */
+int sky_check_packet(const uint8_t *packet, size_t size, size_t *ref);
+/* The same of a packet without a MAC; MALFORMED for one with, which is not for whoever asks this. */
 int sky_check_header(const uint8_t *packet, size_t size, size_t *ref);
 int sky_payload_is_sound(const uint8_t *packet, size_t size, size_t ref);
 

@@ -15,7 +15,7 @@ static void verify(const uint8_t *data, size_t size, size_t segment, Py_ssize_t 
 {
     for (Py_ssize_t i = 0; i < count; i++) {
         size_t start = (size_t)i * segment, length = size - start < segment ? size - start : segment, ref;
-        int code = sky_check_header(data + start, length, &ref);
+        int code = sky_check_packet(data + start, length, &ref);
         if (ref && !sky_payload_is_sound(data + start, length, ref))
             code = PAYLOAD_CRC;
         codes[i] = (uint8_t)code;

@@ -44,6 +44,27 @@ static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject 
     return pair;
 }
 
+/* What answers a lone GET, as ``sky_answer_plain_get`` has it; of one with a MAC, if it is authentic and new. */
+static PyObject *answer_get(Service *service, const uint8_t *packet, size_t size)
+{
+    if (!service->open)
+        return sky_answer_plain_get(packet, size, service->shares, &service->terms);
+    PyObject *whole = PyBytes_FromStringAndSize((const char *)packet, (Py_ssize_t)size), *answer = NULL;
+    PyObject *plain = whole ? PyObject_CallOneArg(service->open, whole) : NULL;
+    if (plain && PyBytes_Check(plain))
+        answer = sky_answer_plain_get((const uint8_t *)PyBytes_AS_STRING(plain), (size_t)PyBytes_GET_SIZE(plain),
+                                      service->shares, &service->terms);
+    if (answer) { /* only now: what is not answered here is looked at once more, and must then be new */
+        PyObject *first = PyObject_CallOneArg(service->first, whole);
+        if (!first || !PyObject_IsTrue(first))
+            Py_CLEAR(answer);
+        Py_XDECREF(first);
+    }
+    Py_XDECREF(plain);
+    Py_XDECREF(whole);
+    return answer;
+}
+
 /* Serve the request that begins with message ``at`` and comes from ``endpoint``: how many messages it took, 0 where it
  * is not plain, -1 with an exception. */
 static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
@@ -55,14 +76,14 @@ static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
     Taken taken = {0};
     int messages = 0, packets = 1;
     if (op == OP_GET && segment >= size) {
-        answer = sky_answer_plain_get(packet, size, service->shares, &service->terms);
+        answer = answer_get(service, packet, size);
         if (answer) {
             headers = Py_NewRef(PyTuple_GET_ITEM(answer, 1));
             payloads = PyTuple_GET_ITEM(answer, 2);
             taken.chunks = PyList_GET_SIZE(payloads);
             packets = (int)taken.chunks, messages = 1;
         }
-    } else if (op == OP_SET) {
+    } else if (op == OP_SET && !service->open) {
         messages = sky_take_sets(service, at, &taken, &headers);
     }
     if (messages > 0) {
@@ -102,12 +123,19 @@ PyObject *sky_py_serve(PyObject *self, PyObject *args)
 {
     Py_buffer scratch, addresses;
     Py_ssize_t slots;
+    PyObject *guard = Py_None;
     Service service = {0};
-    if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII):serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
+    if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII)|O:serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
                           &service.neighbours, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
-                          &service.room_bytes, SKY_TERMS(&service.terms)))
+                          &service.room_bytes, SKY_TERMS(&service.terms), &guard))
         return NULL;
     PyObject *result = NULL, *served = NULL;
+    if (guard != Py_None && (!PyTuple_Check(guard) || PyTuple_GET_SIZE(guard) != 2)) {
+        PyErr_SetString(PyExc_TypeError, "guard: expected None or a pair of callables");
+        goto done;
+    }
+    if (guard != Py_None)
+        service.open = PyTuple_GET_ITEM(guard, 0), service.first = PyTuple_GET_ITEM(guard, 1);
     if (addresses.len != ADDRESSES_BYTES) {
         PyErr_Format(PyExc_ValueError, "addresses of %zd bytes: expected %d", addresses.len, (int)ADDRESSES_BYTES);
     } else if ((served = PyList_New(0)) != NULL && sky_receive(service.fd, &scratch, slots, &service.inbox) == 0) {
@@ -121,6 +149,7 @@ PyObject *sky_py_serve(PyObject *self, PyObject *args)
         if (arrivals)
             result = Py_BuildValue("NOi", arrivals, served, service.send_errors);
     }
+done:
     sky_inbox_free(&service.inbox);
     Py_XDECREF(served);
     PyBuffer_Release(&addresses);

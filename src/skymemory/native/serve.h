@@ -9,6 +9,7 @@ typedef struct {
     int fd, send_errors;
     const uint8_t *addresses; /* destination and source, as such requests bear them */
     PyObject *neighbours, *shares, *settled;
+    PyObject *open, *first; /* borrowed, both NULL where packets carry no MACs */
     Py_ssize_t room_bytes;
     AnswerTerms terms;
     Inbox inbox;

@@ -25,6 +25,8 @@ SKY_APID, VERSION, UNSEGMENTED = 0x0C0, 1, 3
 COMMAND_BYTES, TELEMETRY_BYTES = 8, 16
 SKY_BYTES, REF_BYTES = 44, 72
 MUTABLE_AT, MUTABLE_END, CRC_AT = 20, 24, 40
+FLAGS_AT, AUTHENTICATED, MAC_BYTES = 2, 0x01, 16
+"""A flag of the SKY header, and the MAC that then ends the body."""
 SET, MIGRATE, DATA = 0x01, 0x05, 0x42
 CARRIERS = frozenset((SET, MIGRATE, DATA))
 """Operations that carry a payload after a chunk reference."""
@@ -60,7 +62,21 @@ def seal_headers(headers: Buffer, header_bytes: int, sky_offset: int) -> None:
 
 
 def check_header(packet: memoryview) -> tuple[int, int]:
-    """Reason code, and where the chunk reference stands (0: the operation carries no payload)."""
+    """As ``check_packet``, of a packet without a MAC: one with it is malformed to whoever asks this."""
+    code, ref = check_packet(packet)
+    return (MALFORMED, 0) if not code and mac_bytes(packet) else (code, ref)
+
+
+def mac_bytes(packet: memoryview) -> int:
+    """How long the MAC at the end of the body of a sound packet is."""
+    sky = COMMAND_BYTES if packet[0] & 0x10 else TELEMETRY_BYTES
+    return MAC_BYTES if packet[sky + FLAGS_AT] & AUTHENTICATED else 0
+
+
+def check_packet(packet: memoryview) -> tuple[int, int]:
+    """Reason code, and where the chunk reference stands (0: the operation carries no payload). The MAC of an
+    authenticated packet is not looked at.
+    """
     size = len(packet)
     if size < COMMAND_BYTES:
         return MALFORMED, 0
@@ -73,8 +89,9 @@ def check_header(packet: memoryview) -> tuple[int, int]:
     if size < prefix or packet[sky] != VERSION:
         return MALFORMED, 0
     carries = packet[sky + 1] in CARRIERS
-    end = prefix + REF_BYTES if carries else size
-    if end > size:
+    mac = mac_bytes(packet)
+    end = prefix + REF_BYTES + mac if carries else size
+    if not prefix + mac <= end <= size:
         return MALFORMED, 0
     if header_crc(packet, sky, end) != _CRC.unpack_from(packet, sky + CRC_AT)[0]:
         return HEADER_CRC, 0
@@ -101,8 +118,8 @@ def verify_segments(data: Buffer, segment_bytes: int) -> bytes:
     """
     codes = bytearray()
     for packet in segments(data, segment_bytes):
-        code, ref = check_header(packet)
-        if ref and zlib.crc32(packet[ref + REF_BYTES :]) != _CRC.unpack_from(packet, ref + 44)[0]:
+        code, ref = check_packet(packet)
+        if ref and zlib.crc32(packet[ref + REF_BYTES + mac_bytes(packet) :]) != _CRC.unpack_from(packet, ref + 44)[0]:
             code = PAYLOAD_CRC
         codes.append(code)
     return bytes(codes)

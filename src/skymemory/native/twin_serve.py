@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Set
+from collections.abc import Callable, Mapping, MutableMapping, Set
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,11 @@ Served = tuple[int, bytes, int, tuple[str, int], int, int, int, int, Rest | None
 bytes added beyond these; what is yet to be sent.
 """
 
+Guard = tuple[Callable[[bytes], bytes | None], Callable[[bytes], bool]]
+"""Of a satellite that asks for MACs: a packet without its MAC if that is right; and whether it is here for the first
+time, which is then remembered.
+"""
+
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _OP_AT, _KEY_AT, _KEY_BYTES = COMMAND_BYTES + 1, COMMAND_BYTES + SKY_BYTES, 32
@@ -29,14 +34,14 @@ _OP_AT, _KEY_AT, _KEY_BYTES = COMMAND_BYTES + 1, COMMAND_BYTES + SKY_BYTES, 32
 def serve(
     fd: int, scratch: Buffer, slots: int, addresses: Buffer, neighbours: Mapping[tuple[str, int], object],
     shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]], settled: Set[bytes], room_bytes: int,
-    terms: AnswerTerms,
+    terms: AnswerTerms, guard: Guard | None = None,
 ) -> tuple[list[Arrival], list[Served], int]:  # fmt: skip
     """``recv_batch``, but plain requests that come first are served at once.
 
     Plain is what bears ``addresses`` (destination and source, packed), comes from an endpoint that is none of the
     ``neighbours``, and is a lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of
     SETs that ``take_sets`` takes. Returns what else arrived, what was served, and how often the network refused to
-    send (that answer is lost).
+    send (that answer is lost). With a ``guard`` no SETs are taken, and GETs only with a MAC that it accepts.
 
     Raises:
         OSError: the socket's pending error; the next call reads on.
@@ -56,11 +61,11 @@ def serve(
         headers, payloads, messages, chunks = bytearray(), None, 0, 0
         replaced, replaced_bytes, added_bytes = 0, 0, 0
         if packet[_OP_AT] == GET and segment_bytes >= size:
-            answer = answer_get(packet, shares, now)
+            answer = _answer(packet, shares, now, guard)
             if answer is not None:
                 _, headers, payloads = answer
                 messages, chunks = 1, len(payloads)
-        elif packet[_OP_AT] == SET:
+        elif packet[_OP_AT] == SET and guard is None:
             runs = _runs_of_one_sender(view, arrivals[at:])
             taken = take_sets(runs, shares, settled, room_bytes, now)
             if taken is not None:
@@ -76,6 +81,20 @@ def serve(
         room_bytes -= added_bytes
         at += messages
     return arrivals[at:], served, send_errors
+
+
+def _answer(
+    packet: memoryview, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], terms: AnswerTerms, guard: Guard | None
+) -> tuple[bytes, bytearray, list[bytes]] | None:
+    """As ``answer_get``; of a GET with a MAC, if it is authentic and new."""
+    if guard is None:
+        return answer_get(packet, shares, terms)
+    opens, is_first = guard
+    whole = bytes(packet)
+    plain = opens(whole)
+    answer = answer_get(plain, shares, terms) if plain is not None else None
+    # Only now: what is not answered here is looked at once more, and must then be new.
+    return answer if answer is not None and is_first(whole) else None
 
 
 def _runs_of_one_sender(view: memoryview, arrivals: list[Arrival]) -> list[Run]:

@@ -10,6 +10,7 @@ from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.native import Ack, Tally
 from skymemory.protocol import messages
+from skymemory.protocol.authentication import FLAG_AUTHENTICATED
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
@@ -95,6 +96,8 @@ class Answers:
                 self.gone.extend(messages.unpack_keys(packet.body))
                 return None
             request = self._in_flight.find(header.request_id)
+            if header.flags & FLAG_AUTHENTICATED:  # a gate would have taken the MAC off
+                raise MalformedPacket("an answer with a MAC that nobody checks")
             if request is None or header.ground != self._ground:
                 self._counters.add("packets_unexpected")
                 return None
@@ -111,7 +114,7 @@ class Answers:
     def _control(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> Verdict | None:
         transfer = request.operation.transfer
         if header.op is Op.UNREACHABLE:
-            return Verdict(request.operation, "unreachable")
+            return Verdict(request.operation, "refused" if header.status is Status.REFUSED else "unreachable")
         if header.op is Op.BUSY:
             request.window.lost(now_s, self._links.round_trip(request.satellite).smoothed_s)
         elif isinstance(transfer, WriteTransfer) and header.op is Op.ACK:

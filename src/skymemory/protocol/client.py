@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -17,8 +17,10 @@ from skymemory.metrics import Counters
 from skymemory.native import Landing, Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol.answers import Answers, Verdict
+from skymemory.protocol.authentication import Authority
 from skymemory.protocol.bursts import Bursts
 from skymemory.protocol.followed_clock import FollowedClock
+from skymemory.protocol.gate import ClientGate
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
 from skymemory.protocol.messages import Buffer
@@ -53,6 +55,8 @@ class ClientConfig:
     give_up_s: float = 0.8
     suspect_s: float = 1.0
     read_burst_chunks: int = 64
+    authority: Authority | None = field(default=None, repr=False)
+    """Signs what we ask; None where the satellites ask for no MACs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,9 @@ class ClientMachine:
         self._clock = FollowedClock(clock, self.counters)
         self._pointing = Pointing(config.access, sky, self.counters)
         self._links = Links(config.window_bytes, config.credit_bytes, config.expected_rtt_s, config.suspect_s)
-        self._outbox = Outbox(config.ground, config.window_bytes)
+        self._outbox = Outbox(config.ground, config.window_bytes, config.authority)
+        every_packet = config.authority is not None and config.authority.every_packet
+        self._gate = ClientGate(config.authority, self.counters) if every_packet and config.authority else None
         self._in_flight = InFlight(self._links, self._outbox, config.give_up_s)
         self._bursts = Bursts(self._links, self._in_flight)
         self._answers = Answers(self._in_flight, self._links, self._clock, self.counters, config.ground, self._enqueue)
@@ -156,9 +162,11 @@ class ClientMachine:
 
     def receive_runs(self, runs: list[Run], now_s: float) -> None:
         """``receive_batch`` for each of several."""
+        if self._gate is not None:
+            runs = self._gate.admit(runs)
         at = 0
         while at < len(runs):
-            tallies = native.place_runs(runs, at, self.awaited)
+            tallies = native.place_runs(runs, at, self._in_flight.awaited)
             self.placed(tallies, now_s)
             at += sum(tally[2] for tally in tallies)
             if at < len(runs):
@@ -167,8 +175,10 @@ class ClientMachine:
 
     @property
     def awaited(self) -> dict[int, Landing]:
-        """Where what answers reads belongs: a transport may place runs of DATA as they come, and tell ``placed``."""
-        return self._in_flight.awaited
+        """Where what answers reads belongs: a transport may place runs of DATA as they come, and tell ``placed``.
+        Nothing, where answers must pass the gate first.
+        """
+        return self._in_flight.awaited if self._gate is None else {}
 
     def placed(self, tallies: Sequence[Tally], now_s: float) -> None:
         """Runs of DATA have been placed where they were ``awaited``."""
@@ -226,9 +236,10 @@ class ClientMachine:
         if segment_bytes <= 0 or not len(view):
             self.counters.add("packets_malformed")
             return
+        awaited = self._in_flight.awaited
         for at in range(0, len(view), segment_bytes):
             packet = view[at : at + segment_bytes]
-            if len(view) > segment_bytes and (tallies := native.place_runs([(packet, len(packet))], 0, self.awaited)):
+            if len(view) > segment_bytes and (tallies := native.place_runs([(packet, len(packet))], 0, awaited)):
                 self.placed(tallies, now_s)
             elif (ack := native.open_ack(packet)) is not None:
                 self._finish(self._answers.acknowledged(ack, now_s), now_s)

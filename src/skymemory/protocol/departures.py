@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
 from skymemory.protocol.chunk_store import Chunk, Share
 from skymemory.protocol.forwarding import LinkEnd, Router
+from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
@@ -25,16 +29,17 @@ from skymemory.protocol.wire import (
 
 
 class Departures:
-    """Packs and queues what leaves. ``credit_bytes`` is offered in every header: what we can take at once."""
+    """Packs and queues what leaves. The config's ``credit_bytes`` is offered in every header, its authority signs."""
 
     def __init__(
-        self, address: Address, whereabouts: Whereabouts, router: Router, counters: Counters, credit_bytes: int
+        self, address: Address, whereabouts: Whereabouts, router: Router, counters: Counters, config: SatelliteConfig
     ) -> None:
         self._address = address
         self._whereabouts = whereabouts
         self._router = router
         self._counters = counters
-        self._credit = credit_bytes // CREDIT_UNIT_BYTES
+        self._credit = config.credit_bytes // CREDIT_UNIT_BYTES
+        self._authority = config.authority
         self._sequence = 0
         self._outgoing: list[tuple[SegmentBatch, LinkEnd]] = []
         self._told: list[tuple[SegmentBatch, LinkEnd]] = []
@@ -58,11 +63,11 @@ class Departures:
     ) -> None:
         """One control packet back to whoever asked."""
         packet = messages.build_packet(self._answer(request, op, status), bytes(body), self._take_sequence(1), now_s)
-        self._send(single(packet), request.source)
+        self._send(single(packet), request.source, now_s)
 
     def reply_chunks(self, request: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> None:
         """DATA: one packet per chunk."""
-        self._send(self._bulk(self._answer(request, Op.DATA, Status.OK), chunks, now_s), request.source)
+        self._send(self._bulk(self._answer(request, Op.DATA, Status.OK), chunks, now_s), request.source, now_s)
 
     def terms(self, now_s: float) -> native.AnswerTerms:
         """What an answer of ours says beyond the request and the chunks."""
@@ -83,7 +88,15 @@ class Departures:
             return None
         key, headers, payloads = answer
         self.sent(len(payloads))
-        return key, SegmentBatch(headers, TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES, payloads)
+        batch = SegmentBatch(headers, TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES, payloads)
+        return key, self._signed(batch, now_s)
+
+    def refuse(self, command: memoryview, link: LinkEnd, now_s: float) -> None:
+        """Tell a ground host, by the link it came by, that its command was not taken: it is not to wait."""
+        with suppress(MalformedPacket):
+            header = self._answer(SkyHeader.unpack(command, COMMAND_BYTES), Op.UNREACHABLE, Status.REFUSED)
+            packet = messages.build_packet(header, b"", self._take_sequence(1), now_s)
+            self._outgoing.append((self._signed(single(packet), now_s), link))
 
     def command(self, op: Op, there: SatelliteId, request_id: int, body: bytes, now_s: float) -> None:
         """One control packet of our own to another satellite."""
@@ -92,7 +105,8 @@ class Departures:
             op, Address(*there), self._address, 0, request_id, slot_moves=slot_moves, plane_moves=plane_moves,
             credit=self._credit,
         )  # fmt: skip
-        self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), header.destination)
+        packet = messages.build_packet(header, body, self._take_sequence(1), now_s)
+        self._send(single(packet), header.destination, now_s)
 
     def tell_ground(self, op: Op, body: bytes, most: int, now_s: float) -> int:
         """Telemetry that nobody asked for, to the ground hosts heard of last, ``most`` of them; how many."""
@@ -103,7 +117,7 @@ class Departures:
             header = SkyHeader(
                 op, there, self._address, ground, 0, slot_moves=slot_moves, plane_moves=plane_moves, credit=self._credit
             )  # fmt: skip
-            self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), there)
+            self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), there, now_s)
         return len(hosts)
 
     def migrate(self, there: Address, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
@@ -113,7 +127,7 @@ class Departures:
             Op.MIGRATE, there, self._address, 0, request_id, slot_moves=slot_moves, plane_moves=plane_moves,
             credit=self._credit,
         )  # fmt: skip
-        self._send(self._bulk(header, chunks, now_s), there)
+        self._send(self._bulk(header, chunks, now_s), there, now_s)
 
     def tell(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
         """LINKS: to a neighbour by our link to it, whatever the routes say."""
@@ -123,7 +137,7 @@ class Departures:
             credit=self._credit,
         )  # fmt: skip
         packet = messages.build_packet(header, body, self._take_sequence(1), now_s)
-        self._told.append((single(packet), neighbour))
+        self._told.append((self._signed(single(packet), now_s), neighbour))
 
     def _bulk(self, header: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> SegmentBatch:
         refs, payloads = zip(*chunks, strict=True)
@@ -141,9 +155,13 @@ class Departures:
         self._sequence = (first + count) & 0x3FFF
         return first
 
-    def _send(self, batch: SegmentBatch, destination: Address) -> None:
+    def _signed(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
+        """Where MACs are asked for, with them: a command always, an answer if every packet has one."""
+        return batch if self._authority is None else self._authority.sign(batch, now_s)
+
+    def _send(self, batch: SegmentBatch, destination: Address, now_s: float) -> None:
         to = self._router.exit_for(destination, batch.headers)
         if to is None:
             self._counters.add("packets_unroutable", batch.count)
         else:
-            self._outgoing.append((batch, to))
+            self._outgoing.append((self._signed(batch, now_s), to))

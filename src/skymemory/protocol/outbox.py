@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
+from skymemory.protocol.authentication import Authority
 from skymemory.protocol.links import Peer
 from skymemory.protocol.pacing import Window
 from skymemory.protocol.segments import SegmentBatch, prefixed_batch, single
@@ -81,10 +82,11 @@ class Outbox:
     those in ``direct`` have one.
     """
 
-    def __init__(self, ground: int, credit_bytes: int) -> None:
+    def __init__(self, ground: int, credit_bytes: int, authority: Authority | None = None) -> None:
         self.gateway: SatelliteId | None = None
         self.direct: frozenset[SatelliteId] = frozenset()
         self._ground = ground
+        self._authority = authority
         self._credit = credit_bytes // CREDIT_UNIT_BYTES
         self._sequence = 0
         self._batches: list[tuple[SegmentBatch, SatelliteId]] = []
@@ -119,7 +121,8 @@ class Outbox:
             beams.append(beam)
         prefix = self._prefix(requests[0], beams[0], 1, 0, now_s)
         packets = native.command_packets(prefix, self._take_sequence(len(rows)), rows)
-        self._batches += zip(map(single, packets), beams, strict=True)
+        for packet, beam in zip(packets, beams, strict=True):
+            self._queue(single(packet), beam, now_s)
 
     def _queue_chunks(self, request: Request, transfer: WriteTransfer, now_s: float) -> None:
         beam = self.beam(request.satellite)
@@ -127,7 +130,11 @@ class Outbox:
         sequence = self._take_sequence(len(payloads))
         prefix = self._prefix(request, beam, 1, sequence, now_s)
         batch = prefixed_batch(prefix, refs, payloads, sequence)
-        self._batches.append((batch, beam))
+        self._queue(batch, beam, now_s)
+
+    def _queue(self, batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
+        """Where MACs are asked for, it is signed: a repetition anew."""
+        self._batches.append((batch if self._authority is None else self._authority.sign(batch, now_s), beam))
 
     def _prefix(self, request: Request, beam: SatelliteId, body_bytes: int, sequence: int, now_s: float) -> bytes:
         """The headers, packed without a ``SkyHeader`` in between: a block takes dozens."""

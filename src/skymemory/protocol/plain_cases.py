@@ -14,12 +14,13 @@ from skymemory.protocol.chunk_service import ChunkService
 from skymemory.protocol.chunk_store import Share
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start
+from skymemory.protocol.gate import SatelliteGate
 from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, GROUND_SHELL, Address, Op
 
-PlainRequests = tuple[bytes, MutableMapping[bytes, Share], Set[bytes], int, native.AnswerTerms]
+PlainRequests = tuple[bytes, MutableMapping[bytes, Share], Set[bytes], int, native.AnswerTerms, native.Guard | None]
 """What ``native.serve`` is told of a satellite: the addresses its requests bear, its chunks, the placement tags whose
-chunks it may store, the bytes it has room for, and the terms of its answers.
+chunks it may store, the bytes it has room for, the terms of its answers, and where it asks for MACs who checks them.
 """
 
 _CARRIERS = (Op.SET, Op.MIGRATE)
@@ -32,10 +33,14 @@ _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 class PlainCases:
     """Each says whether it took the packets; if not, nothing has been done."""
 
-    def __init__(self, address: Address, chunks: ChunkService, departures: Departures, router: Router) -> None:
+    def __init__(
+        self, address: Address, chunks: ChunkService, departures: Departures, router: Router,
+        gate: SatelliteGate | None = None,
+    ) -> None:  # fmt: skip
         self._chunks = chunks
         self._departures = departures
         self._router = router
+        self._gate = gate
         self._here = address.pack().to_bytes(4, "big")
         self._by_our_beam = self._here + Address(address.plane, address.slot, GROUND_SHELL).pack().to_bytes(4, "big")
 
@@ -56,10 +61,16 @@ class PlainCases:
         self._departures.pass_on(batch, source)
         return True
 
-    def terms(self, settled: Set[bytes], now_s: float) -> PlainRequests:
-        """What whoever receives for us needs to serve such requests himself; good until the machine is next called."""
-        chunks = self._chunks
-        return self._by_our_beam, chunks.shares, settled, chunks.room_bytes, self._departures.terms(now_s)
+    def terms(self, settled: Set[bytes], now_s: float) -> PlainRequests | None:
+        """What whoever receives for us needs to serve such requests himself; good until the machine is next called.
+        None where answers need MACs.
+        """
+        chunks, guard = self._chunks, None
+        if self._gate is not None:
+            if self._gate.every_packet:
+                return None
+            guard = self._gate.guard(now_s)
+        return self._by_our_beam, chunks.shares, settled, chunks.room_bytes, self._departures.terms(now_s), guard
 
     def served(self, served: Sequence[native.Served]) -> int:
         """Requests that were served by our ``terms``; how many packets they came in."""

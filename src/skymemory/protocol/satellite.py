@@ -15,11 +15,13 @@ from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
+from skymemory.protocol.authentication import claims_mac
 from skymemory.protocol.chunk_service import ChunkService
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forgetting import Forgetting
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
+from skymemory.protocol.gate import SatelliteGate
 from skymemory.protocol.handover import Handover
 from skymemory.protocol.link_state import LinkState
 from skymemory.protocol.messages import Buffer, Packet
@@ -55,9 +57,8 @@ class SatelliteMachine:
         self._whereabouts = Whereabouts(config.address, sky, clock, now_s)
         links = LinkState(sky.torus)
         self._router = Router(config.address, sky.torus, config.routing, links)
-        self._departures = Departures(
-            self._address, self._whereabouts, self._router, self.counters, config.credit_bytes
-        )  # fmt: skip
+        self._departures = Departures(self._address, self._whereabouts, self._router, self.counters, config)
+        self._gate = SatelliteGate.of(config.authority, self._address, self.counters, self._departures.refuse, now_s)
         self.neighbourhood = Neighbourhood(
             config.address, sky.torus, links, clock.pushed, config.neighbour_patience_s, self._departures.tell
         )  # fmt: skip
@@ -73,7 +74,7 @@ class SatelliteMachine:
         )  # fmt: skip
         self._hand_over = self._migration.send_due
         self._chunks.on_set = self._forgetting.retention.stored
-        self._plain = PlainCases(self._address, self._chunks, self._departures, self._router)
+        self._plain = PlainCases(self._address, self._chunks, self._departures, self._router, self._gate)
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict, Op.LIST: self._chunks.list,
             Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._migration.acknowledged,
@@ -101,13 +102,13 @@ class SatelliteMachine:
         """
         if isinstance(source, SatelliteId):
             self.neighbourhood.heard(source, now_s)
+        runs = runs if self._gate is None else self._gate.admit(runs, source, now_s)
         at = 0
         while at < len(runs):
             taken = self._plain.store(runs, at, source, now_s)
             if taken:
-                self.counters.add(
-                    "packets_received", sum(-(-len(view) // size) for view, size in runs[at : at + taken])
-                )
+                packets = sum(-(-len(view) // size) for view, size in runs[at : at + taken])
+                self.counters.add("packets_received", packets)
                 if not self.handover.idle:
                     self._hand_over(now_s)
             else:
@@ -217,26 +218,25 @@ class SatelliteMachine:
     # --- requests for this satellite ---
 
     def _deliver(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        if segments[0][start + 1] in _CARRIERS:
-            if start != COMMAND_BYTES:
-                self.counters.add("packets_malformed", len(segments))
-                return
+        carries = segments[0][start + 1] in _CARRIERS
+        if claims_mac(segments[0], start) or (carries and start != COMMAND_BYTES):  # a gate takes MACs off
+            self.counters.add("packets_malformed", len(segments))
+        elif carries:
             self._chunks.set(segments, start, now_s)
             if not self.handover.idle:
                 self._hand_over(now_s)
-            return
-        for segment in segments:
-            packet = self._parse(segment)
-            if packet is None:
-                continue
-            handler = self._handlers.get(packet.header.op)
-            if handler is None:
-                self.counters.add("packets_malformed")
-                continue
-            try:
-                handler(packet, now_s)
-            except MalformedPacket:
-                self.counters.add("packets_malformed")
+        else:
+            for segment in segments:
+                self._handle(segment, now_s)
+
+    def _handle(self, segment: memoryview, now_s: float) -> None:
+        try:
+            packet = messages.parse_packet(segment)
+            if packet.header.op not in self._handlers:
+                raise MalformedPacket(f"{packet.header.op.name}: nothing that satellites are told")
+            self._handlers[packet.header.op](packet, now_s)
+        except MalformedPacket:
+            self.counters.add("packets_malformed")
 
     def _stored(self, key: bytes, indices: list[int], ref: bytes, op: Op, now_s: float) -> None:
         """Chunks of one placement came in: they stay, or go on where the box has moved on meanwhile.

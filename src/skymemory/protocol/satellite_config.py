@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.protocol.authentication import Authority
 from skymemory.protocol.eviction import EvictionConfig
 
 
@@ -25,3 +26,5 @@ class SatelliteConfig:
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     neighbour_patience_s: float = 0.05
     """How long a neighbour may take to answer a question; the transport knows how long its links are."""
+    authority: Authority | None = field(default=None, repr=False)
+    """Whose commands it obeys; None: anybody's."""

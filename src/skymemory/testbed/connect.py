@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
+from skymemory.keys import KeyRing
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.pointing import ACCESS_MODES, Access
 from skymemory.store.admission import AdmittingStore
@@ -16,8 +17,10 @@ from skymemory.store.base import Store
 from skymemory.store.constellation import ConstellationStore
 from skymemory.store.memory import MemoryStore
 from skymemory.store.quota import TenantStore
+from skymemory.store.sealed import SealedStore
 from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
+from skymemory.testbed.key_file import KeyFollower
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.wiring import client_of, clock_of, shell_of, sky_of
@@ -88,8 +91,8 @@ def open_constellation(
     return store
 
 
-_RULES = ("admit", "tenant", "quota")
-"""Options that say what of the writes is stored, whatever the store is."""
+_RULES = ("admit", "tenant", "quota", "seal")
+"""Options that say what of the writes is stored, and how, whatever the store is."""
 
 
 def open_store(where: str = "constellation") -> Store:
@@ -98,7 +101,8 @@ def open_store(where: str = "constellation") -> Store:
     ``memory`` or ``memory://4GiB`` (in this process), ``constellation`` (this user's, as started by
     ``skymemory constellation up``), ``constellation:///run/dir`` or
     ``constellation:///run/dir?index=no&access=gateway``. Either may end in ``?admit=second`` (what is offered once is
-    not stored) and ``?tenant=NAME&quota=SIZE`` (so many bytes at most for this tenant).
+    not stored), ``?tenant=NAME&quota=SIZE`` (so many bytes at most for this tenant) and ``?seal=FILE`` (values are
+    sealed with the tenant's keys in that file, which `skymemory keys new` makes).
     """
     kind, _, rest = where.partition("://")
     place, _, query = rest.partition("?")
@@ -114,6 +118,8 @@ def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
             raise InvalidInput(f"store {where!r}: admit={rules['admit']}: expected all or second")
         if ("tenant" in rules) != ("quota" in rules):
             raise InvalidInput(f"store {where!r}: a quota is a tenant's: expected tenant=NAME&quota=SIZE")
+        if "seal" in rules:
+            store = sealed(store, KeyFollower(Path(rules["seal"])))
         if "quota" in rules:
             store = TenantStore(store, rules["tenant"], parse_size(rules["quota"]))
         return AdmittingStore(store) if rules.get("admit") == "second" else store
@@ -133,6 +139,16 @@ def _bare(kind: str, place: str, options: dict[str, str], where: str) -> Store:
     raise InvalidInput(
         f"store {where!r}: expected memory[://SIZE] or constellation[://RUN_DIR][?index=no&access=gateway]"
     )
+
+
+def sealed(store: Store, keys: KeyFollower) -> SealedStore:
+    """The store with its values sealed for the tenant of these keys."""
+
+    def ring() -> KeyRing:
+        keys.refresh()
+        return keys.authority.ring
+
+    return SealedStore(store, ring, time.time)
 
 
 def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> None:

@@ -13,9 +13,11 @@ from contextlib import suppress
 
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.testbed.child import READY, STAY
+from skymemory.testbed.key_file import LOOK_S, KeyFollower
 from skymemory.testbed.outages import read_outages
 from skymemory.testbed.plan import ConstellationPlan, HostShare
 from skymemory.testbed.ports import check_host_ports
+from skymemory.testbed.protection import check_exposure, follower_of
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.wiring import host_spec
 from skymemory.transport.udp_host import UdpHost, serve_host
@@ -57,6 +59,13 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+async def _follow(keys: KeyFollower) -> None:
+    """Keys that are rotated count while the satellites fly on."""
+    while True:
+        await asyncio.sleep(LOOK_S / 4)
+        keys.refresh()
+
+
 async def _serve(
     plan: ConstellationPlan, host: HostShare, listen: str | None, fd: int | None, say: Callable[[str], None],
     directory: RunDirectory | None,
@@ -66,6 +75,9 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     line = _Line(fd, stop) if fd is not None else None
+    keys = follower_of(plan, say)
+    following = loop.create_task(_follow(keys)) if keys is not None else None
+    authority = keys.authority if keys is not None else None
 
     def ready(shortfall: str) -> None:
         if shortfall:
@@ -87,8 +99,10 @@ async def _serve(
         look()
 
     try:
-        await serve_host(host_spec(plan, host, listen), stop, ready, follow_outages)
+        await serve_host(host_spec(plan, host, listen, authority), stop, ready, follow_outages)
     finally:
+        if following is not None:
+            following.cancel()
         if line is not None:
             line.close()
 
@@ -101,8 +115,13 @@ def run_host(
     say: Callable[[str], None],
     directory: RunDirectory | None = None,
     supervisor_fd: int | None = None,
+    insecure: bool = False,
 ) -> None:
-    """Serve ``host`` of ``plan``; returns when told to stop. With a ``directory``, note the process in it."""
+    """Serve ``host`` of ``plan``; returns when told to stop. With a ``directory``, note the process in it.
+
+    Raises ``InvalidInput`` where other computers could command it without a key, unless ``insecure`` says so.
+    """
+    check_exposure(plan, host, listen, insecure)
     if directory is not None:
         earlier = directory.read_record(host.name)
         if earlier is not None and earlier.alive and earlier.pid != os.getpid():

@@ -21,6 +21,7 @@ from skymemory.protocol.pointing import ACCESS_MODES as ACCESS_MODES
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
 from skymemory.testbed.ground import Ground
 from skymemory.testbed.memory_policy import MemoryPolicy
+from skymemory.testbed.protection import check_auth
 
 DEFAULT_HOSTS = 5
 DEFAULT_BASE_PORT = 26_000
@@ -122,6 +123,10 @@ class ConstellationPlan:
     pushed_plane_moves: int = 0
     """Moves that operators added to the clock by hand: ``rotate`` writes them here, for hosts that start later."""
     ground: Ground = field(default_factory=Ground)
+    auth: str = "off"
+    """One of ``protection.AUTH_MODES``."""
+    keys_file: str = ""
+    """Where the keys are, if ``auth`` is not off; in a plan file relative to its folder."""
 
     def __post_init__(self) -> None:
         preset = preset_named(self.preset)
@@ -149,6 +154,7 @@ class ConstellationPlan:
             self.memory_per_satellite_bytes >= self.chunk_bytes,
             f"{self.memory_per_satellite_bytes} bytes of memory hold no chunk of {self.chunk_bytes}",
         )
+        check_auth(self.auth, self.keys_file, self.chunk_bytes)
         _require(math.isfinite(self.epoch_s), f"epoch {self.epoch_s}: expected Unix time in seconds")
         _require(
             max(abs(self.pushed_slot_moves), abs(self.pushed_plane_moves)) <= MAX_PUSHED_MOVES,
@@ -257,6 +263,8 @@ def make_plan(
     faults: Faults | None = None,
     memory_policy: MemoryPolicy | None = None,
     ground: Ground | None = None,
+    auth: str = "off",
+    keys_file: str = "",
 ) -> ConstellationPlan:
     """A plan with the preset's own defaults where nothing is said; ``hosts`` defaults to five on this
     computer, the strategy of a host on board to ``hop``.
@@ -281,4 +289,6 @@ def make_plan(
         faults=faults or Faults(),
         memory_policy=memory_policy or MemoryPolicy(),
         ground=ground,
+        auth=auth,
+        keys_file=keys_file,
     )

@@ -136,7 +136,9 @@ def load_plan(path: Path) -> ConstellationPlan:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InvalidInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, which no plan is")
-        return from_json(path.read_text("utf-8"), str(path))
+        plan = from_json(path.read_text("utf-8"), str(path))
+        keys_file = path.absolute().parent / plan.keys_file
+        return dataclasses.replace(plan, keys_file=str(keys_file)) if plan.keys_file else plan
     except OSError as error:
         raise InvalidInput(f"cannot read the plan {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -145,6 +147,9 @@ def load_plan(path: Path) -> ConstellationPlan:
 
 def save_plan(plan: ConstellationPlan, path: Path) -> None:
     """Write a plan file; a reader sees the old file or the new one, never half of one."""
+    keys_file = Path(plan.keys_file)
+    if plan.keys_file and keys_file.parent == path.absolute().parent:  # they may be copied elsewhere together
+        plan = dataclasses.replace(plan, keys_file=keys_file.name)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         scratch.write_text(to_json(plan), "utf-8")

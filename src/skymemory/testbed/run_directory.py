@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
+from skymemory.testbed.key_file import new_keys
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.plan_file import load_plan, save_plan
 
 PLAN_NAME = "constellation.json"
 INDEX_NAME = "index"
 OUTAGES_NAME = "outages.json"
+KEYS_NAME = "keys"
 LOG_TAIL_BYTES = 2048
 
 
@@ -94,6 +96,11 @@ class RunDirectory:
         """Which satellites operators have disabled."""
         return self.path / OUTAGES_NAME
 
+    @property
+    def keys_path(self) -> Path:
+        """The keys of a constellation that was started here and not given any."""
+        return self.path / KEYS_NAME
+
     def log_path(self, host: str) -> Path:
         return self.path / f"{host}.log"
 
@@ -145,6 +152,9 @@ class RunDirectory:
             os.close(handle)
 
     def write_plan(self, plan: ConstellationPlan) -> None:
+        """Note what runs here, with new keys if it asks for them and was not given any."""
+        if plan.keys_file == str(self.keys_path) and not self.keys_path.exists():
+            new_keys(self.keys_path)
         save_plan(plan, self.plan_path)
 
     def read_plan(self) -> ConstellationPlan:
@@ -207,6 +217,9 @@ class RunDirectory:
 
     def sweep(self) -> None:
         """Remove what a constellation leaves: plan, pid files, index and logs. Call it with the lock held."""
-        for pattern in ("*.pid", "*.log", ".*.pid.*", PLAN_NAME, f".{PLAN_NAME}.*", INDEX_NAME, OUTAGES_NAME):
+        patterns = (
+            "*.pid", "*.log", ".*.pid.*", PLAN_NAME, f".{PLAN_NAME}.*", INDEX_NAME, OUTAGES_NAME, KEYS_NAME
+        )  # fmt: skip
+        for pattern in patterns:
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)

@@ -12,10 +12,12 @@ from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
+from skymemory.protocol.authentication import Authority
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.pointing import Access
 from skymemory.testbed.plan import ConstellationPlan, HostShare
+from skymemory.testbed.protection import follower_of
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.host_spec import HostSpec
 from skymemory.transport.udp_client import UdpClient
@@ -52,8 +54,12 @@ def tolerated_skew_s(plan: ConstellationPlan) -> float:
     return slot_move_period_s(shell_of(plan)) / plan.time_scale / 2
 
 
-def host_spec(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> HostSpec:
-    """What the process of ``host`` runs. ``listen`` is the address to bind where it is not the plan's."""
+def host_spec(
+    plan: ConstellationPlan, host: HostShare, listen: str | None = None, authority: Authority | None = None
+) -> HostSpec:
+    """What the process of ``host`` runs. ``listen`` is the address to bind where it is not the plan's; ``authority``
+    the keys of a plan that asks for MACs.
+    """
     mine = {satellite: (listen or ip, port) for satellite, (ip, port) in plan.addresses_of(host)}
     faults = plan.faults
     return HostSpec(
@@ -71,6 +77,7 @@ def host_spec(plan: ConstellationPlan, host: HostShare, listen: str | None = Non
             loss=faults.loss, duplicate=faults.duplicate, reorder=faults.reorder, corrupt=faults.corrupt,
             seed=faults.seed + plan.hosts.index(host),
         ) if faults.any else None,
+        authority=authority,
     )  # fmt: skip
 
 
@@ -88,11 +95,14 @@ def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
 
 def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, give_up_s: float) -> UdpClient:
     """A ground host by a number of its own, on loopback unless some host of the plan is on another computer."""
+    keys = follower_of(plan)
     config = ClientConfig(
         ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 is what satellites write where no ground host asked
         access=access,
         expected_rtt_s=expected_rtt_s,
         give_up_s=give_up_s,
+        authority=keys.authority if keys is not None else None,
     )
     bind_ip = "127.0.0.1" if all(host.is_loopback for host in plan.hosts) else "0.0.0.0"
-    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip=bind_ip)
+    refresh = keys.refresh if keys is not None else None
+    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip=bind_ip, refresh=refresh)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.protocol.authentication import Authority
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.transport.faults import FaultInjector
@@ -36,3 +37,5 @@ class HostSpec:
     replacement: str = "lru"
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     onboard: SatelliteId | None = None
+    authority: Authority | None = None
+    """Whose commands the satellites obey; None: anybody's."""

@@ -16,6 +16,7 @@ from itertools import count
 from typing import cast
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.protocol.authentication import Authority
 from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
@@ -53,10 +54,10 @@ class SimulatedConstellation:
         self, sky: SkyMap, memory_bytes: int, clock: MoveClock | None = None, delay_s: LinkDelay = no_delay,
         faults: FaultInjector | None = None, routing: RoutingMode = "greedy", offload: bool = True,
         replacement: str = "lru", eviction: EvictionConfig | None = None,
-        clocks: Mapping[SatelliteId, MoveClock] | None = None,
+        clocks: Mapping[SatelliteId, MoveClock] | None = None, authority: Authority | None = None,
     ) -> None:  # fmt: skip
         """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks`` are
-        of satellites whose clocks are wrong.
+        of satellites whose clocks are wrong. ``authority`` is the satellites'; a client's is in its config.
         """
         self.sky = sky
         self.clock = clock or MoveClock()
@@ -71,6 +72,7 @@ class SimulatedConstellation:
         self._offload = offload
         self._replacement = replacement
         self._eviction = eviction or EvictionConfig()
+        self._authority = authority
         self._arrivals: list[_Arrival] = []
         self._order = count()
         self.satellites = {here: self._new_satellite(here) for here in sky.torus.satellites()}
@@ -85,7 +87,8 @@ class SimulatedConstellation:
 
     def _new_satellite(self, here: SatelliteId) -> SatelliteMachine:
         config = SatelliteConfig(
-            here, self._memory_bytes, self._routing, replacement=self._replacement, eviction=self._eviction
+            here, self._memory_bytes, self._routing, replacement=self._replacement, eviction=self._eviction,
+            authority=self._authority,
         )  # fmt: skip
         return SatelliteMachine(config, self.sky, self._clocks.get(here, self.clock), self.now_s)
 

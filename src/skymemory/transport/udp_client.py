@@ -10,7 +10,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from skymemory.constellation.torus import SatelliteId
@@ -39,8 +39,10 @@ class UdpClient:
 
     def __init__(
         self, config: ClientConfig, sky: SkyMap, clock: MoveClock, satellites: Mapping[SatelliteId, Endpoint],
-        bind_ip: str = "127.0.0.1",
+        bind_ip: str = "127.0.0.1", refresh: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
+        """``refresh`` is called before operations are run: it may replace the keys of the config's authority."""
+        self._refresh = refresh
         self._sock = BatchSocket(bind_ip, 0)
         window_bytes = self._sock.receive_buffer_bytes // 2 + int(config.expected_rtt_s * DRAIN_BYTES_PER_S)
         self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock)
@@ -65,6 +67,8 @@ class UdpClient:
 
         Where it is interrupted (Ctrl-C), they are given up: nothing is received into their buffers any more.
         """
+        if self._refresh is not None:
+            self._refresh()
         waiting, finished = set(numbers), dict[int, Finished]()
         machine = self.machine
         with self._lock:

@@ -75,6 +75,7 @@ class UdpHost:
             name, self.spec.memory_bytes, routing=self.spec.routing, credit_bytes=sock.receive_buffer_bytes // 2,
             replacement=self.spec.replacement, eviction=self.spec.eviction,
             neighbour_patience_s=_PATIENCE_S + 2 * max(self._link_s.values()),
+            authority=self.spec.authority,
         )  # fmt: skip
         machine = SatelliteMachine(config, self.spec.sky, self.spec.clock, self.now_s())
         machine.store.ledger = self._ledgers.pop(name, machine.store.ledger)

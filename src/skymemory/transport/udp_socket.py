@@ -134,10 +134,9 @@ class BatchSocket:
     ) -> tuple[list[Run], list[native.Served]]:
         """As ``receive``, but plain requests that come first are served at once: see ``native.serve``."""
         view = _scratch(self._slots)
-        addresses, shares, settled, room_bytes, terms = requests
         try:
             arrivals, served, errors = native.serve(
-                self._socket.fileno(), view, self._slots, addresses, neighbours, shares, settled, room_bytes, terms
+                self._socket.fileno(), view, self._slots, requests[0], neighbours, *requests[1:]
             )
         except OSError:
             if self._socket.fileno() < 0:

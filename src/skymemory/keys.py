@@ -1,0 +1,86 @@
+"""Secret keys by number: which one signs or seals now, which are still (or already) accepted.
+
+A ring is a value: it is read from a file by the ``testbed``, and replaced as a whole when keys are rotated. Everything
+that is made of a key is derived from it for one purpose, so that a ring shared by two purposes weakens neither.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+from dataclasses import dataclass, field
+
+from skymemory.errors import InvalidInput
+
+SECRET_BYTES = 32
+MAX_KEY_ID = 0xFFFF
+MAX_KEYS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SecretKey:
+    """One key: ``key_id`` names it on the wire (1 to 65,535), ``from_s`` is the Unix time from which it is used.
+
+    It is accepted as long as it is in the ring, before ``from_s`` too: so nobody meets a key that he does not know yet.
+    """
+
+    key_id: int
+    secret: bytes = field(repr=False)
+    from_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.key_id <= MAX_KEY_ID:
+            raise InvalidInput(f"key id {self.key_id}: expected 1 to {MAX_KEY_ID}")
+        if not math.isfinite(self.from_s):
+            raise InvalidInput(f"key {self.key_id} is used from {self.from_s}: expected Unix time in seconds")
+        if len(self.secret) != SECRET_BYTES:
+            raise InvalidInput(f"key {self.key_id} has {len(self.secret)} bytes: expected {SECRET_BYTES}")
+
+    def derive(self, purpose: bytes) -> bytes:
+        """32 bytes for one purpose: HMAC-SHA-256 of its name."""
+        return hmac.digest(self.secret, purpose, "sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRing:
+    """The keys that are accepted, by ascending time of use."""
+
+    keys: tuple[SecretKey, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.keys) <= MAX_KEYS:
+            raise InvalidInput(f"{len(self.keys)} keys in a ring: expected 1 to {MAX_KEYS}; retire old ones")
+        ids = [key.key_id for key in self.keys]
+        if len(set(ids)) != len(ids):
+            raise InvalidInput(f"two keys share an id: {', '.join(map(str, ids))}")
+        if list(self.keys) != sorted(self.keys, key=lambda key: key.from_s):
+            raise InvalidInput("keys out of order: expected ascending times of use")
+
+    def find(self, key_id: int) -> SecretKey | None:
+        return next((key for key in self.keys if key.key_id == key_id), None)
+
+    def active(self, now_s: float) -> SecretKey:
+        """The key to use: the latest whose time has come (where none has, the first)."""
+        return next((key for key in reversed(self.keys) if key.from_s <= now_s), self.keys[0])
+
+    def with_key(self, secret: bytes, from_s: float) -> KeyRing:
+        """The ring with one key more, which is accepted at once and used from ``from_s``, by the first free id."""
+        last, taken = self.keys[-1], {key.key_id for key in self.keys}
+        later, earlier = range(last.key_id + 1, MAX_KEY_ID + 1), range(1, last.key_id)
+        key_id = next(key_id for key_id in (*later, *earlier) if key_id not in taken)
+        return KeyRing((*self.keys, SecretKey(key_id, secret, max(from_s, last.from_s))))
+
+    def without(self, key_ids: set[int], now_s: float) -> KeyRing:
+        """The ring without these keys. Raises ``InvalidInput`` for unknown ones and for the one in use."""
+        unknown = key_ids - {key.key_id for key in self.keys}
+        if unknown:
+            known = ", ".join(str(key.key_id) for key in self.keys)
+            raise InvalidInput(f"no key {min(unknown)} in the ring: it has {known}")
+        if self.active(now_s).key_id in key_ids:
+            raise InvalidInput(f"key {self.active(now_s).key_id} is in use: rotate first, then retire it")
+        return KeyRing(tuple(key for key in self.keys if key.key_id not in key_ids))
+
+
+def first_ring(secret: bytes) -> KeyRing:
+    """A ring of one key, number 1."""
+    return KeyRing((SecretKey(1, secret),))

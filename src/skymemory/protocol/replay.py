@@ -1,0 +1,72 @@
+"""Which authenticated commands have been here before: a bounded window per sender.
+
+Every command that a sender transmits has a number of its own, greater than all before: its time in microseconds, then
+the 14 bits of its sequence count. A retransmission is made anew, so it has a new number and passes; the very bytes of
+an earlier packet do not, whoever sends them again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+MAX_SKEW_S = 30.0
+"""A command whose time differs more than this from the receiver's is refused: so old ones need not be remembered."""
+REMEMBERED = 2048
+"""Numbers remembered of one sender, in each of two generations; what is older than all of them is refused."""
+MAX_SENDERS = 256
+START_GRACE_S = 1.0
+"""A receiver that starts takes what was made so shortly before: its neighbours start when it does, and greet it."""
+_SEQUENCE_BITS = 14
+
+Sender = tuple[int, int, int]
+"""Key id, ground host, and where that is 0 the packed address of a satellite."""
+
+
+def stamp(time_us: int, sequence_count: int) -> int:
+    """The number of a command: unique per sender, ascending."""
+    return time_us << _SEQUENCE_BITS | sequence_count
+
+
+class _Seen:
+    """What one sender has sent: everything up to ``floor`` counts as seen."""
+
+    __slots__ = ("earlier", "floor", "newest", "recent")
+
+    def __init__(self, floor: int) -> None:
+        self.floor = floor
+        self.newest = floor
+        self.recent: set[int] = set()
+        self.earlier: set[int] = set()
+
+    def first(self, number: int) -> bool:
+        if number <= self.floor or number in self.recent or number in self.earlier:
+            return False
+        self.recent.add(number)
+        if number > self.newest:
+            self.newest = number
+        if len(self.recent) >= REMEMBERED:
+            if self.earlier:
+                self.floor = max(self.floor, max(self.earlier))
+            self.earlier, self.recent = self.recent, set()
+        return True
+
+
+class ReplayWindow:
+    """One receiver's memory. It knows nothing from before ``start_us`` and refuses what was made before then."""
+
+    def __init__(self, start_us: int) -> None:
+        self._floor = stamp(start_us, 0) - 1
+        self._senders: OrderedDict[Sender, _Seen] = OrderedDict()
+
+    def first(self, sender: Sender, number: int) -> bool:
+        """Whether this command, authentic and recent, is here for the first time; it is remembered."""
+        seen = self._senders.get(sender)
+        if seen is None:
+            seen = self._senders[sender] = _Seen(self._floor)
+            if len(self._senders) > MAX_SENDERS:
+                # All that was made before the last word of a sender we forget is refused from now on.
+                _, forgotten = self._senders.popitem(last=False)
+                self._floor = max(self._floor, forgotten.newest)
+        else:
+            self._senders.move_to_end(sender)
+        return seen.first(number)

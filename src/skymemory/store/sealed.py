@@ -1,0 +1,214 @@
+"""Values sealed for one tenant: what any tier below stores is AES-256-GCM ciphertext, opened only under his key.
+
+A sealed value is ``magic "SKYE" 4 | version 1 | zero 1 | key id 2 | nonce 12 | ciphertext | tag 16``, big-endian. The
+20 bytes in front and the 32-byte key it is stored under are authenticated with it: a value moved to another key is not
+opened. It is sealed whole, before it is cut into chunks, so no satellite and no link ever sees what is in it.
+
+The nonce is 96 random bits for each value, also when the same key is stored again. One key seals at most 2^32 values
+(NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB: rotate it before.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.keys import KeyRing
+from skymemory.metrics import Counters
+from skymemory.store.base import (
+    Buffer,
+    KeyReport,
+    LoadReport,
+    LoadTicket,
+    Presence,
+    Store,
+    StoreTicket,
+    TwoPhase,
+    check_items,
+)
+from skymemory.store.rooms import Rooms
+
+NONCE_BYTES, TAG_BYTES = 12, 16
+_MAGIC, _VERSION = b"SKYE", 1
+_HEAD = struct.Struct(f">4sBBH{NONCE_BYTES}s")
+OVERHEAD_BYTES = _HEAD.size + TAG_BYTES
+"""By how much a sealed value is longer."""
+NOT_AUTHENTIC = "not authentic"
+"""The reason of a miss where a value was there and could not be opened: another tenant's, or tampered with."""
+_PURPOSE = b"skymemory payloads 1"
+
+
+@dataclass(slots=True)
+class _Sealed:
+    """A store ticket's own state: the ticket below, and the buffer the ciphertext is in."""
+
+    below: StoreTicket
+    room: Any
+
+
+class SealedStore(TwoPhase):
+    """Any store, its values sealed. ``ring`` is asked for the keys at each use: it may be rotated meanwhile.
+
+    Raises:
+        MissingExtra: the ``cryptography`` library is not installed.
+    """
+
+    def __init__(self, store: Store, ring: Callable[[], KeyRing], now_s: Callable[[], float]) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            raise MissingExtra("sealed values need the extra 'secure': pip install 'skymemory[secure]'") from error
+        self._cipher, self._invalid = AESGCM, (InvalidTag, ValueError)
+        self._store = store
+        self._ring = ring
+        self._now_s = now_s
+        self._ciphers: dict[bytes, Any] = {}
+        self._rooms = Rooms()
+        self._counters = Counters()
+
+    @property
+    def name(self) -> str:
+        return self._store.name
+
+    # --- sealing and opening ---
+
+    def _cipher_of(self, secret: bytes) -> Any:
+        """The cipher of a key; a few are kept, for setting one up costs as much as a small value."""
+        found = self._ciphers.get(secret)
+        if found is None:
+            if len(self._ciphers) > 16:
+                self._ciphers.clear()
+            found = self._ciphers[secret] = self._cipher(secret)
+        return found
+
+    def _seal(self, key: bytes, value: memoryview, out: memoryview) -> None:
+        """Into ``out``, which is ``OVERHEAD_BYTES`` longer than ``value``."""
+        secret = self._ring().active(self._now_s())
+        nonce = os.urandom(NONCE_BYTES)
+        head = _HEAD.pack(_MAGIC, _VERSION, 0, secret.key_id, nonce)
+        out[: len(head)] = head
+        self._cipher_of(secret.derive(_PURPOSE)).encrypt_into(nonce, value, head + key, out[len(head) :])
+
+    def _open(self, key: bytes, sealed: memoryview, out: memoryview) -> bool:
+        """Whether it could be opened into ``out``, which is ``OVERHEAD_BYTES`` shorter."""
+        head = bytes(sealed[: _HEAD.size])
+        magic, version, zero, key_id, nonce = _HEAD.unpack(head)
+        secret = self._ring().find(key_id)
+        if (magic, version, zero) != (_MAGIC, _VERSION, 0) or secret is None:
+            return False
+        try:
+            self._cipher_of(secret.derive(_PURPOSE)).decrypt_into(nonce, sealed[_HEAD.size :], head + key, out)
+        except self._invalid:
+            return False
+        return True
+
+    # --- loading ---
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        below = self._store.prepare_load(keys)
+        return LoadTicket(below.keys, below.expires_s, state=below)
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        below = ticket.state
+        if not isinstance(below, LoadTicket):
+            raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
+        sealed = self._store.complete_load(below)
+        try:
+            values = {key: value for key, value in zip(ticket.keys, sealed, strict=True) if value is not None}
+            room = self._rooms.take(sum(max(0, len(value) - OVERHEAD_BYTES) for value in values.values()))
+            opened, at = {}, 0
+            for key, value in values.items():
+                size_bytes = len(value) - OVERHEAD_BYTES
+                out = room.data[at : at + max(0, size_bytes)]
+                at += len(out)
+                if size_bytes >= 0 and self._open(key, value, out):
+                    opened[key] = out.toreadonly()
+        finally:
+            self._store.release(below)
+        ticket.state = room
+        rejected = len(values) - len(opened)
+        self._counters.add("values_opened", len(opened))
+        self._counters.add("values_not_authentic", rejected)
+        ticket.report = self._report(below.report, opened, values.keys() - opened.keys(), ticket.keys)
+        return [opened.get(key) for key in ticket.keys]
+
+    @staticmethod
+    def _report(
+        report: LoadReport | None, opened: dict[bytes, memoryview], rejected: set[bytes], keys: tuple[bytes, ...]
+    ) -> LoadReport | None:
+        """That of the tier below, in bytes of the values themselves."""
+        if report is None:
+            return None
+        told = (
+            KeyReport(seconds=told.seconds, retransmitted=told.retransmitted, reason=NOT_AUTHENTIC)
+            if key in rejected
+            else replace(told, size_bytes=len(opened[key]))
+            if key in opened
+            else told
+            for key, told in zip(keys, report.keys, strict=True)
+        )
+        return replace(report, keys=tuple(told))
+
+    def release(self, ticket: LoadTicket) -> None:
+        state, ticket.state = ticket.state, None
+        if isinstance(state, LoadTicket):
+            self._store.release(state)
+        elif state is not None:
+            self._rooms.give_back(state)  # type: ignore[arg-type]
+
+    # --- storing ---
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+        items = check_items(items)
+        views = [(key, memoryview(value).cast("B")) for key, value in items]
+        room = self._rooms.take(sum(len(value) + OVERHEAD_BYTES for _, value in views))
+        sealed, at = [], 0
+        for key, value in views:
+            out = room.data[at : at + len(value) + OVERHEAD_BYTES]
+            at += len(out)
+            self._seal(key, value, out)
+            sealed.append((key, out))
+        below = self._store.prepare_store(sealed)
+        return StoreTicket(items, below.expires_s, state=_Sealed(below, room))
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        state = ticket.state
+        if not isinstance(state, _Sealed):
+            raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
+        ticket.state = None
+        stored = self._store.complete_store(state.below)
+        self._rooms.give_back(state.room)
+        ticket.seconds, ticket.state = state.below.seconds, state.below.state
+        self._counters.add("values_sealed", sum(stored))
+        return stored
+
+    # --- the rest: keys are what they are below ---
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        return self._store.lookup(keys)
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        return self._store.prefix(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._store.touch(keys)
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        return self._store.pin(keys, ttl_s)
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._store.delete(keys)
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
+        return self._store.estimate_load_s(keys, now_s)
+
+    def stats(self) -> dict[str, int | float]:
+        return {**self._store.stats(), **self._counters.as_dict()}
+
+    def close(self) -> None:
+        self._store.close()

@@ -1,0 +1,396 @@
+"""MACs, the replay window and the gate: what passes, what is refused, and that nothing behind it notices."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.protocol.conftest import World, key_of
+
+from skymemory import native
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.keys import KeyRing, SecretKey, first_ring
+from skymemory.native import twin
+from skymemory.protocol import messages
+from skymemory.protocol.authentication import MAX_SIGNED_CHUNK_BYTES, Authority
+from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.motion import MoveClock
+from skymemory.protocol.replay import MAX_SENDERS, MAX_SKEW_S, REMEMBERED, ReplayWindow, stamp
+from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.segments import bulk_batch, single
+from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, Address, ChunkRef, Op, PlacementTag, SkyHeader
+from skymemory.transport.faults import FaultInjector
+from skymemory.transport.simulated import SimulatedConstellation
+
+OLD, NEW, OTHER = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
+HERE = SatelliteId(2, 9)
+NOW_S = 1_700_000_000.25
+KEY = bytes(range(100, 132))
+GROUND = ("ground", 7)
+
+
+def authority(secret: bytes = OLD, every_packet: bool = False) -> Authority:
+    return Authority(first_ring(secret), every_packet)
+
+
+def header(op: Op, ground: int = 7, request_id: int = 1, now_s: float = NOW_S) -> SkyHeader:
+    return SkyHeader(
+        op, Address(2, 9), Address(2, 9, 0xFF), ground, request_id, timestamp_us=int(now_s * 1e6) & 0xFFFFFFFF
+    )  # fmt: skip
+
+
+def command(op: Op, body: bytes, by: Authority | None = None, sequence: int = 0, now_s: float = NOW_S) -> bytes:
+    batch = single(messages.build_packet(header(op, now_s=now_s), body, sequence, now_s))
+    return bytes((by or authority()).sign(batch, now_s).headers)
+
+
+def sets(count: int, by: Authority, payload_bytes: int = 100, sequence: int = 0) -> list[bytes]:
+    rng = random.Random(1)
+    payloads = [rng.randbytes(payload_bytes) for _ in range(count)]
+    refs = b"".join(
+        ChunkRef(
+            KEY, i, count, payload_bytes, native.crc32(payload), count * payload_bytes, 0, PlacementTag(1, 1, 0, 0, 0)
+        ).pack()
+        for i, payload in enumerate(payloads)
+    )
+    return by.sign(bulk_batch(header(Op.SET), refs, payloads, sequence, NOW_S), NOW_S).datagrams()
+
+
+def satellite(world: World, by: Authority | None = None, now_s: float = NOW_S) -> SatelliteMachine:
+    config = SatelliteConfig(HERE, 1 << 20, authority=by or authority())
+    return SatelliteMachine(config, world.sky, MoveClock(), now_s)
+
+
+def counted(machine: SatelliteMachine) -> tuple[int, int, int]:
+    return tuple(machine.counters.get(name) for name in ("packets_refused", "packets_replayed", "packets_malformed"))
+
+
+def test_the_mac_is_what_the_reference_says() -> None:
+    """Worked out with the standard library alone, from docs/reference/wire.md."""
+    packet = command(Op.EVICT, messages.pack_keys([KEY]), sequence=5)
+    assert packet[10] == 1 and packet[46:48] == b"\0\1" and int.from_bytes(packet[4:6], "big") == len(packet) - 7
+    covered = bytearray(packet[:-16])
+    covered[28:32] = covered[48:52] = bytes(4)
+    key = hmac.new(OLD, b"skymemory packets 1", hashlib.sha256).digest()
+    time_high = (int(NOW_S * 1e6) >> 32).to_bytes(4, "big")
+    assert hmac.new(key, time_high + covered, hashlib.sha256).digest()[:16] == packet[-16:]
+    for implementation in (native, twin):
+        assert implementation.verify_segments(packet, len(packet)) == b"\0"
+
+
+def test_in_a_set_the_mac_stands_between_reference_and_payload_and_does_not_cover_it() -> None:
+    for packet in sets(3, authority()):
+        covered = bytearray(packet[:124])
+        covered[28:32] = covered[48:52] = bytes(4)
+        key = hmac.new(OLD, b"skymemory packets 1", hashlib.sha256).digest()
+        time_high = (int(NOW_S * 1e6) >> 32).to_bytes(4, "big")
+        assert hmac.new(key, time_high + covered, hashlib.sha256).digest()[:16] == packet[124:140]
+        for implementation in (native, twin):
+            assert implementation.verify_segments(packet, len(packet)) == b"\0"
+            damaged = packet[:-1] + bytes([packet[-1] ^ 1])
+            assert implementation.verify_segments(damaged, len(packet)) == b"\3"
+            assert implementation.open_runs([(memoryview(packet), len(packet))], 0) is None
+
+
+def test_what_is_signed_comes_in_and_is_answered_as_ever(world: type[World]) -> None:
+    machine, by = satellite(world()), authority()
+    run = sets(4, by)
+    machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
+    assert machine.counters.get("chunks_set") == 4 and machine.counters.get("packets_received") == 4
+    ((ack, link),) = machine.datagrams_to_send(NOW_S)
+    assert link == GROUND and messages.parse_packet(ack.datagrams()[0]).header.op is Op.ACK
+    machine.receive_datagram(command(Op.EVICT, messages.pack_keys([KEY]), sequence=9), GROUND, NOW_S)
+    assert machine.counters.get("chunks_deleted") == 4 and counted(machine) == (0, 0, 0)
+    assert satellite(world(), authority(every_packet=True)).plain_requests(NOW_S) is None
+
+
+@pytest.mark.parametrize(
+    "by", [None, authority(OTHER), Authority(KeyRing((SecretKey(9, OLD),)))], ids=["none", "wrong", "unknown id"]
+)
+@pytest.mark.parametrize("op", [Op.EVICT, Op.MIGRATE, Op.ADVANCE, Op.PING])
+def test_who_has_no_key_is_refused_counted_and_told(world: type[World], by: Authority | None, op: Op) -> None:
+    machine = satellite(world())
+    run = sets(4, authority())
+    machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
+    machine.datagrams_to_send(NOW_S)
+    body = {Op.EVICT: messages.pack_keys([KEY]), Op.ADVANCE: messages.pack_moves(5, 5), Op.PING: b""}.get(op)
+    if body is None:
+        ref = ChunkRef(KEY, 0, 1, 3, native.crc32(b"new"), 3, 0, PlacementTag(1, 1, 0, 0, 0)).pack()
+        plain = bulk_batch(header(op), ref, [b"new"], 9, NOW_S)
+        forged = (plain if by is None else by.sign(plain, NOW_S)).datagrams()[0]
+    else:
+        plain = single(messages.build_packet(header(op), body, 9, NOW_S))
+        forged = (plain if by is None else by.sign(plain, NOW_S)).datagrams()[0]
+    machine.receive_datagram(forged, ("ground", 66), NOW_S)
+    assert counted(machine) == (1, 0, 0)
+    assert len(machine.store) == 4 and machine.moves == (0, 0)
+    ((answer, link),) = machine.datagrams_to_send(NOW_S)
+    told = messages.parse_packet(answer.datagrams()[0]).header
+    assert link == ("ground", 66) and (told.op.name, told.status.name) == ("UNREACHABLE", "REFUSED")
+
+
+def test_a_replayed_packet_does_nothing_and_a_retransmission_passes(world: type[World]) -> None:
+    machine, body = satellite(world()), messages.pack_keys([KEY])
+    evict = command(Op.EVICT, body, sequence=3)
+    machine.receive_datagram(evict, GROUND, NOW_S)
+    run = sets(2, authority(), sequence=10)
+    machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
+    machine.datagrams_to_send(NOW_S)
+    machine.receive_datagram(evict, GROUND, NOW_S + 1)
+    assert len(machine.store) == 2 and counted(machine) == (0, 1, 0) and not machine.datagrams_to_send(NOW_S)
+    again = command(Op.EVICT, body, sequence=4, now_s=NOW_S + 1)
+    machine.receive_datagram(again, GROUND, NOW_S + 1)
+    assert len(machine.store) == 0 and counted(machine) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("later_s", [MAX_SKEW_S + 1, -MAX_SKEW_S - 1, 2**32 / 1e6, 600.0])
+def test_an_old_packet_is_refused_even_where_the_clock_of_32_bits_has_come_round(
+    world: type[World], later_s: float
+) -> None:
+    machine = satellite(world(), now_s=NOW_S - 100)
+    machine.receive_datagram(command(Op.PING, b""), GROUND, NOW_S + later_s)
+    assert counted(machine) == (1, 0, 0)
+
+
+def test_a_satellite_that_starts_again_takes_nothing_from_before(world: type[World]) -> None:
+    machine = satellite(world(), now_s=NOW_S + 1.1)
+    machine.receive_datagram(command(Op.EVICT, messages.pack_keys([KEY])), GROUND, NOW_S + 2)
+    assert counted(machine) == (0, 1, 0)
+
+
+@given(bit=st.integers(0, 8 * 124 - 1))
+def test_any_changed_bit_that_the_mac_covers_is_refused_even_with_a_right_checksum(bit: int) -> None:
+    machine = satellite(World())
+    packet = bytearray(sets(1, authority())[0])
+    packet[bit // 8] ^= 1 << bit % 8
+    head = packet[:140]
+    native.seal_headers(head, 140, 8)
+    packet[:140] = head
+    machine.receive_datagram(bytes(packet), GROUND, NOW_S)
+    assert (len(machine.store) == 1) == (28 <= bit // 8 < 32 or 48 <= bit // 8 < 52)
+
+
+def test_damage_is_not_taken_for_an_attack(world: type[World]) -> None:
+    machine = satellite(world())
+    packet = bytearray(command(Op.PING, b""))
+    packet[20] ^= 1
+    machine.receive_datagram(bytes(packet), GROUND, NOW_S)
+    run = sets(2, authority())
+    machine.receive_datagram(run[0][:-1] + bytes([run[0][-1] ^ 1]), GROUND, NOW_S)
+    assert counted(machine) == (0, 0, 2) and not machine.datagrams_to_send(NOW_S)
+
+
+def test_rotation_old_and_new_are_accepted_and_then_the_old_is_not(world: type[World]) -> None:
+    ring = first_ring(OLD)
+    machine_keys = Authority(ring)
+    machine = satellite(world(), machine_keys)
+    both = ring.with_key(NEW, from_s=NOW_S + 10)
+    assert both.active(NOW_S).key_id == 1 and both.active(NOW_S + 10).key_id == 2
+    old, new = Authority(ring), Authority(KeyRing((SecretKey(2, NEW),)))
+    machine.receive_datagram(command(Op.PING, b"", new, 0), GROUND, NOW_S)
+    assert counted(machine) == (1, 0, 0)
+    machine_keys.ring = both
+    for sequence, by in enumerate((new, old, Authority(both)), 1):
+        machine.receive_datagram(command(Op.PING, b"", by, sequence), GROUND, NOW_S)
+    assert counted(machine) == (1, 0, 0)
+    machine_keys.ring = both.without({1}, NOW_S + 11)
+    machine.receive_datagram(command(Op.PING, b"", old, 7), GROUND, NOW_S)
+    assert counted(machine) == (2, 0, 0)
+    machine.receive_datagram(command(Op.PING, b"", new, 8), GROUND, NOW_S)
+    assert counted(machine) == (2, 0, 0)
+
+
+def test_a_ring_refuses_what_makes_no_sense() -> None:
+    ring = first_ring(OLD)
+    with pytest.raises(InvalidInput, match="in use"):
+        ring.without({1}, NOW_S)
+    with pytest.raises(InvalidInput, match="no key 7"):
+        ring.with_key(NEW, 0).without({7}, NOW_S)
+    with pytest.raises(InvalidInput, match="32"):
+        SecretKey(1, b"short")
+    with pytest.raises(InvalidInput, match="share an id"):
+        KeyRing((SecretKey(1, OLD), SecretKey(1, NEW)))
+    assert [key.key_id for key in KeyRing((SecretKey(0xFFFF, OLD),)).with_key(NEW, 0).keys] == [0xFFFF, 1]
+    assert OLD.hex() not in repr(ring) and repr(OLD) not in repr(ring)
+
+
+# --- the window ---
+
+
+@given(st.lists(st.integers(0, 300), max_size=300))
+def test_within_the_window_each_number_passes_once(numbers: list[int]) -> None:
+    window, seen = ReplayWindow(0), set()
+    for number in numbers:
+        assert window.first((1, 7, 0), stamp(number, 0)) == (number not in seen)
+        seen.add(number)
+
+
+def test_the_window_is_bounded_and_forgets_only_what_it_then_refuses() -> None:
+    window = ReplayWindow(0)
+    count = 5 * REMEMBERED
+    order = list(range(count))
+    rng = random.Random(3)
+    for at in range(0, count, 64):  # reordered a little, as networks do
+        order[at : at + 64] = rng.sample(order[at : at + 64], len(order[at : at + 64]))
+    assert all(window.first((1, 7, 0), stamp(number, 1)) for number in order)
+    assert not any(window.first((1, 7, 0), stamp(number, 1)) for number in order)
+    (seen,) = window._senders.values()
+    assert len(seen.recent) + len(seen.earlier) <= 2 * REMEMBERED
+
+
+def test_forgotten_senders_cannot_be_replayed() -> None:
+    window = ReplayWindow(0)
+    for ground in range(1, 3 * MAX_SENDERS):
+        assert window.first((1, ground, 0), stamp(ground, 0))
+    assert len(window._senders) <= MAX_SENDERS
+    assert not any(window.first((1, ground, 0), stamp(ground, 0)) for ground in range(1, 3 * MAX_SENDERS))
+
+
+# --- whole constellations ---
+
+
+def guarded(by: Authority, access: str = "los", **kwargs) -> tuple[World, SimulatedConstellation]:
+    world = World(access=access)
+    world.sim = SimulatedConstellation(world.sky, 64 << 20, None, lambda a, b: 0.004, authority=by, **kwargs)
+    world.host = world.sim.connect(ClientConfig(7, access, expected_rtt_s=0.008, authority=by))
+    return world, world.sim
+
+
+@pytest.mark.parametrize("every_packet", [False, True])
+@pytest.mark.parametrize("access", ["los", "gateway"])
+@pytest.mark.parametrize("offload", [True, False])
+def test_values_come_back_through_a_guarded_constellation(every_packet, access, offload, value_of) -> None:
+    world, _ = guarded(authority(every_packet=every_packet), access, offload=offload)
+    value = value_of(300_000)
+    done, info = world.put("guarded", value)
+    assert done.ok and world.get(info)[1] == value
+    world.advance(1)  # and migrates: satellites command each other by the same ring
+    world.settle()
+    assert world.counted("chunks_migrated_in") > 0 and world.get(info)[1] == value
+    assert world.counted("packets_refused") == world.counted("packets_replayed") == 0
+    assert world.counted("packets_malformed") == 0
+    missing = world.host.machine.get(
+        info.__class__(key_of("else"), *[getattr(info, n) for n in info.__slots__[1:]]),
+        memoryview(bytearray(300_000)),
+        world.now_s,
+    )
+    assert world.host.run([missing])[missing].report.failure == "missing"
+
+
+@pytest.mark.parametrize("every_packet", [False, True])
+def test_loss_duplication_and_reordering_are_survived_and_duplicates_counted(every_packet, value_of) -> None:
+    faults = FaultInjector(loss=0.05, duplicate=0.1, reorder=0.1, corrupt=0.02, seed=4)
+    world, _ = guarded(authority(every_packet=every_packet), faults=faults)
+    for number in range(5):
+        value = value_of(100_000, number)
+        done, info = world.put(f"lossy {number}", value)
+        assert done.ok, done.report
+        finished, got = world.get(info)
+        assert finished.ok and got == value
+    assert world.counted("packets_replayed") > 0 and world.counted("packets_refused") == 0
+
+
+@pytest.mark.parametrize("by", [None, authority(OTHER)])
+def test_a_client_without_the_key_fails_at_once_and_says_why(by: Authority | None, value_of) -> None:
+    world, sim = guarded(authority())
+    stranger = sim.connect(ClientConfig(8, expected_rtt_s=0.008, authority=by))
+    began_s = world.now_s
+    done, _ = world.put("stranger", value_of(100_000), host=stranger)
+    assert not done.ok and done.report.failure == "refused" and world.now_s - began_s < 0.1
+    assert world.counted("chunks_set") == 0 and world.counted("packets_refused") > 0
+
+
+def test_a_client_ignores_answers_without_a_mac_where_every_packet_has_one(value_of) -> None:
+    by = authority(every_packet=True)
+    world, _ = guarded(by)
+    _, info = world.put("answers", value_of(10_000))
+    machine = world.host.machine
+    out = bytearray(10_000)
+    number = machine.get(info, memoryview(out), world.now_s)
+    (batch, _), *_ = machine.datagrams_to_send(world.now_s)
+    asked = messages.parse_packet(batch.datagrams()[0]).header
+    forged = SkyHeader(Op.UNREACHABLE, asked.source, asked.destination, 7, asked.request_id)
+    machine.receive_datagram(messages.build_packet(forged, b"", 0, 0.0), world.now_s)
+    machine.receive_datagram(
+        authority(OTHER, True).sign(single(messages.build_packet(forged, b"", 0, 0.0)), 0.0).headers, world.now_s
+    )
+    assert machine.next_event() is None and machine.counters.get("packets_refused") == 2
+    assert world.get(info)[0].ok and number not in {event.number for event in iter(machine.next_event, None)}
+
+
+def test_a_forged_answer_ends_an_operation_where_answers_carry_none(value_of) -> None:
+    """What docs/security.md admits: a miss, never wrong bytes."""
+    world, _ = guarded(authority())
+    _, info = world.put("answers", value_of(10_000))
+    machine = world.host.machine
+    number = machine.get(info, memoryview(bytearray(10_000)), world.now_s)
+    (batch, _), *_ = machine.datagrams_to_send(world.now_s)
+    asked = messages.parse_packet(batch.datagrams()[0]).header
+    forged = SkyHeader(Op.UNREACHABLE, asked.source, asked.destination, 7, asked.request_id)
+    machine.receive_datagram(messages.build_packet(forged, b"", 0, 0.0), world.now_s)
+    event = machine.next_event()
+    assert event is not None and event.number == number and not event.ok
+
+
+def test_the_largest_chunk_leaves_room_for_a_mac() -> None:
+    by = authority(every_packet=True)
+    (packet,) = sets(1, by, MAX_SIGNED_CHUNK_BYTES)
+    assert native.verify_segments(packet, len(packet)) == b"\0"
+    with pytest.raises(ValueTooLarge, match=str(MAX_SIGNED_CHUNK_BYTES)):
+        sets(1, by, MAX_CHUNK_BYTES)
+
+
+def test_a_larger_chunk_than_an_answer_can_sign_is_refused(world: type[World]) -> None:
+    by = authority()
+    machine = satellite(world(), by)
+    (packet,) = sets(1, by, MAX_SIGNED_CHUNK_BYTES + 8)
+    machine.receive_datagram(packet, GROUND, NOW_S)
+    assert len(machine.store) == 0 and counted(machine) == (1, 0, 0)
+
+
+@given(st.binary(max_size=400), st.integers(-1, 300))
+def test_garbage_at_the_gate_raises_nothing(data: bytes, segment_bytes: int) -> None:
+    machine = satellite(World())
+    for source in (GROUND, SatelliteId(2, 8)):
+        machine.receive_batch(data, segment_bytes, source, NOW_S)
+    assert machine.counters.get("chunks_set") == 0
+
+
+@given(st.data())
+def test_mutilated_authentic_packets_raise_nothing(data) -> None:
+    machine = satellite(World(), authority(every_packet=True))
+    run = b"".join(sets(3, authority()))
+    cut = data.draw(st.integers(1, len(run)))
+    packet = bytearray(run[:cut])
+    for _ in range(data.draw(st.integers(0, 3))):
+        packet[data.draw(st.integers(0, cut - 1))] = data.draw(st.integers(0, 255))
+    machine.receive_batch(bytes(packet), data.draw(st.integers(1, 260)), GROUND, NOW_S)
+    assert CHUNK_REF_BYTES and len(machine.store) <= 3
+
+
+def test_a_satellite_that_asks_for_no_macs_drops_packets_that_carry_one(world: type[World]) -> None:
+    """As every peer does that knows only version 1 without keys; a SET must not be stored with its MAC for payload."""
+    machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20), world().sky, MoveClock(), NOW_S)
+    run = sets(3, authority())
+    machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
+    machine.receive_datagram(command(Op.EVICT, messages.pack_keys([KEY])), GROUND, NOW_S)
+    assert len(machine.store) == 0 and counted(machine) == (0, 0, 4) and not machine.datagrams_to_send(NOW_S)
+
+
+def test_a_client_that_asks_for_no_macs_drops_answers_that_carry_one(value_of) -> None:
+    world, _ = guarded(authority())
+    _, info = world.put("answers", value_of(10_000))
+    machine = world.host.machine
+    number = machine.get(info, memoryview(bytearray(10_000)), world.now_s)
+    (batch, _), *_ = machine.datagrams_to_send(world.now_s)
+    asked = messages.parse_packet(batch.datagrams()[0]).header
+    answer = SkyHeader(Op.UNREACHABLE, asked.source, asked.destination, 7, asked.request_id)
+    signed = authority(every_packet=True).sign(single(messages.build_packet(answer, b"", 0, 0.0)), 0.0)
+    machine.receive_datagram(signed.headers, world.now_s)
+    assert machine.next_event() is None and machine.counters.get("packets_malformed") == 1
+    assert world.get(info)[0].ok and number not in {event.number for event in iter(machine.next_event, None)}

@@ -1,0 +1,57 @@
+"""Golden bytes of authenticated packets (``authenticated.json``): frozen with the wire format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.vectors.test_wire_vectors import KEY, NOW_S, SEQUENCE, VALUE, header
+
+from skymemory import native
+from skymemory.keys import KeyRing, SecretKey
+from skymemory.native import twin
+from skymemory.protocol import messages
+from skymemory.protocol.authentication import Authority, opened
+from skymemory.protocol.segments import bulk_batch, pack_refs, single
+from skymemory.protocol.wire import Op, Status
+
+VECTORS = {
+    entry["name"]: bytes.fromhex(entry["hex"].replace(" ", ""))
+    for entry in json.loads((Path(__file__).parent / "authenticated.json").read_text("utf-8"))
+}
+SIGNER = Authority(KeyRing((SecretKey(0x0102, bytes(range(64, 96))),)), every_packet=True)
+
+
+def chunk(op: Op) -> bytes:
+    refs = pack_refs(KEY, [1], native.crc32_chunks(VALUE, 16), 16, len(VALUE), native.crc32(VALUE), 10, 3, (-2, 1))
+    return SIGNER.sign(bulk_batch(header(op), refs, [VALUE[16:32]], SEQUENCE, NOW_S), NOW_S).datagrams()[0]
+
+
+def control(op: Op, body: bytes, status: Status = Status.OK) -> bytes:
+    plain = single(messages.build_packet(header(op, status), body, SEQUENCE, NOW_S))
+    return bytes(SIGNER.sign(plain, NOW_S).headers)
+
+
+BUILT = {
+    "set": chunk(Op.SET),
+    "data": chunk(Op.DATA),
+    "evict": control(Op.EVICT, messages.pack_keys([KEY])),
+    "unreachable-refused": control(Op.UNREACHABLE, b"", Status.REFUSED),
+}
+
+
+def test_there_is_a_vector_of_each() -> None:
+    assert set(VECTORS) == set(BUILT)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_packets_are_built_byte_for_byte_and_accepted(name: str) -> None:
+    packet = VECTORS[name]
+    assert BUILT[name].hex() == packet.hex()
+    for implementation in (native, twin):
+        assert implementation.verify_segments(packet, len(packet)) == b"\0"
+    sky = 8 if packet[0] & 0x10 else 16
+    time_high = int(NOW_S * 1e6) >> 32 if sky == 8 else 0
+    assert opened(SIGNER, memoryview(packet), sky, time_high) is not None
+    assert opened(SIGNER, memoryview(packet), sky, time_high + 1) is None
