@@ -170,6 +170,30 @@ def test_a_request_in_flight_keeps_its_number_when_the_gateway_changes() -> None
     assert host.machine.counters.get("packets_malformed") == 0
 
 
+@pytest.mark.parametrize("access", ["gateway", "hybrid"])
+def test_a_gateway_that_dies_in_the_middle_of_a_transfer_is_passed_over_and_used_again(access: str) -> None:
+    """None of the value is on it. What was under way through it is asked for again through the next."""
+    plan = plan_of("starlink-a", access, servers=3, strategy="rotation", ground=Ground(gateway="climbing"))
+    sky = VirtualConstellation(plan)
+    host = sky.connect()
+    number, info = host.machine.put(key(1), value(1, 400_000), 6144, 1, 3, 0.0)
+    assert host.run([number])[number].ok
+    dead = host.machine._outbox.gateway
+    assert dead is not None
+    assert dead not in sky_of(plan).servers_at(1, 3, (0, 0), (0, 0))
+    out = bytearray(info.value_bytes)
+    number = host.machine.get(info, memoryview(out), sky.simulated.now_s)
+    sky.simulated.flush()
+    sky.simulated.kill(dead)
+    assert host.run([number])[number].ok and bytes(out) == value(1, 400_000)
+    machine = host.machine
+    assert machine.counters.get("gateway_silent") >= 1 and machine._outbox.gateway != dead
+    sky.simulated.revive(dead)
+    sky.simulated.settle(sky.simulated.now_s + 6)
+    number = machine.get(info, memoryview(out), sky.simulated.now_s)
+    assert host.run([number])[number].ok and machine._outbox.gateway == dead
+
+
 def test_with_nothing_in_sight_the_centre_has_to_do_and_is_counted() -> None:
     plan = plan_of("kuiper-b", "gateway", ground=Ground(latitude_deg=70.0))
     sky = VirtualConstellation(plan)

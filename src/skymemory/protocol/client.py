@@ -226,6 +226,8 @@ class ClientMachine:
         self._point_beam(now_s)
         for request in self._in_flight.overdue(now_s):
             alive = self._in_flight.find(request.request_id) is request
+            if alive and self._pointing.doubt(request, self._outbox, self._links, now_s):
+                self._point_beam(now_s)
             if alive and self._in_flight.give_up_or_repeat(request, self.moves(now_s), now_s):
                 self._finish(Verdict(request.operation, "timeout"), now_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.pacing import RoundTrip, Window
@@ -49,6 +50,10 @@ class Links:
         if window is None:
             window = self._outbound[beam] = Window(self._credit_bytes, _WINDOW_FLOOR_BYTES)
         return window
+
+    def heard_s(self, but: Container[SatelliteId]) -> float:
+        """When any satellite was last heard, ``but`` these."""
+        return max((peer.heard_s for here, peer in self._peers.items() if here not in but), default=-math.inf)
 
     def rerouted(self) -> None:
         """The gateway is another: what was measured through the one before says little of the ways through this one."""

@@ -6,7 +6,8 @@
 ``onboard``  the host is a satellite: its beam has no length, and all else goes by links from there.
 
 The gateway changes while packets are under way and nothing is lost: an answer finds the host by the gateway that its
-request was sent through, and what is sent again takes the gateway of now.
+request was sent through, and what is sent again takes the gateway of now. A gateway through which nothing comes any
+more is passed over for a while.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.followed_clock import FollowedClock
+from skymemory.protocol.links import Links
 from skymemory.protocol.motion import SkyMap
-from skymemory.protocol.outbox import Outbox
+from skymemory.protocol.outbox import Outbox, Request
 
 Access = Literal["los", "gateway", "onboard", "hybrid"]
 ACCESS_MODES: tuple[Access, ...] = get_args(Access)
+_PASSED_OVER_S = 5.0
+"""After so long a gateway that was silent is tried again."""
 
 
 class Pointing:
@@ -33,6 +37,10 @@ class Pointing:
         self._sky = sky
         self._counters = counters
         self._seen_at: tuple[Moves, int] | None = None
+        self._look_again_s = math.inf
+        self._since_s = -math.inf
+        """Since when the gateway has been the gateway."""
+        self._silent_until_s: dict[SatelliteId, float] = {}
 
     def aim(self, outbox: Outbox, clock: FollowedClock, now_s: float) -> bool:
         """Point them as they must be now; whether the gateway has changed."""
@@ -40,9 +48,11 @@ class Pointing:
             return False
         moves, sky_s = clock.moves(now_s), clock.sky_s(now_s)
         at = moves, math.floor(sky_s)
-        if at == self._seen_at:
+        if at == self._seen_at and now_s < self._look_again_s:
             return False
         self._seen_at = at
+        self._silent_until_s = {here: until_s for here, until_s in self._silent_until_s.items() if until_s > now_s}
+        self._look_again_s = min(self._silent_until_s.values(), default=math.inf)
         if self._access == "onboard":
             outbox.gateway = self._sky.centre
             return False
@@ -52,8 +62,24 @@ class Pointing:
         changed = outbox.gateway not in (None, gateway)
         if changed:
             self._counters.add("gateway_handovers")
+            self._since_s = now_s
         outbox.gateway = gateway
         return changed
+
+    def doubt(self, request: Request, outbox: Outbox, links: Links, now_s: float) -> bool:
+        """A request is overdue: whether that is the gateway's fault, for nothing at all has come through it for two
+        timeouts. Then it is passed over, and ``aim`` finds the next.
+        """
+        gateway = outbox.gateway
+        if gateway is None or self._access == "onboard" or outbox.beam(request.satellite) != gateway:
+            return False
+        heard_s = max(links.heard_s(outbox.direct), self._since_s, request.begun_s)
+        if now_s - heard_s < 2 * request.peer.round_trip.timeout_s():
+            return False
+        self._silent_until_s[gateway] = now_s + _PASSED_OVER_S
+        self._seen_at = None
+        self._counters.add("gateway_silent")
+        return True
 
     def _look(self, moves: Moves, sky_s: float) -> tuple[SatelliteId, tuple[SatelliteId, ...]]:
         """The gateway, and all that is in sight. With nothing in sight, the box's centre has to do, and is counted."""
@@ -62,6 +88,6 @@ class Pointing:
             return centre, ()
         seen = self._sky.sight.in_sight(centre, sky_s)
         if seen:
-            return seen[0], seen
+            return next((here for here in seen if here not in self._silent_until_s), seen[0]), seen
         self._counters.add("gateway_out_of_sight")
         return centre, ()
