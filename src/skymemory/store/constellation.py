@@ -59,7 +59,8 @@ class ConstellationStore(TwoPhase):
         self._strategy = strategy = self.settings.strategy_code
         self._driver = driver
         self._sky = sky
-        self._catalog = Catalog(index, Prober(driver, sky, strategy, self.settings.servers), self.settings.chunk_bytes)
+        prober = Prober(driver, sky, strategy, self.settings.servers, self.settings.can_hold)
+        self._catalog = Catalog(index, prober, self.settings.chunk_bytes)
         self._name = name
         self._loads: set[LoadTicket] = set()
         self._stores: set[StoreTicket] = set()

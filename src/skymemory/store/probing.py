@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.errors import MalformedPacket
+from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.index.lookup import PrefixSearch
 from skymemory.protocol import messages
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Presence
@@ -20,10 +20,15 @@ class Prober:
     of smaller values, and when the box has empty cells, it may hold none, so the others are asked too.
     """
 
-    def __init__(self, driver: ClientDriver, sky: SkyMap, strategy: int, servers: int) -> None:
+    def __init__(
+        self, driver: ClientDriver, sky: SkyMap, strategy: int, servers: int,
+        can_hold: Callable[[int, int, int], bool] = lambda chunks, chunk_bytes, value_bytes: True,
+    ) -> None:  # fmt: skip
+        """``can_hold``: whether the constellation has room for so many chunks of a value of so many bytes."""
         self._driver = driver
         self._sky = sky
         self._placement = sky.placement(strategy, servers)
+        self._can_hold = can_hold
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
         """What the box knows of each key; absent keys are absent from the answer. At most two round trips."""
@@ -64,9 +69,24 @@ class Prober:
                 continue
             for key, presence in zip(asked[number], presences, strict=False):
                 info = value_info(key, presence) if presence is not None else None
-                if info is not None:
+                if info is None:
+                    continue
+                if self._believable(info):
                     found.setdefault(key, info)
+                else:
+                    machine.counters.add("presences_unbelievable")
         return found
+
+    def _believable(self, info: ValueInfo) -> bool:
+        """Whether there can be such a value: whoever reads it sets aside memory for all of it before a byte comes."""
+        if not self._can_hold(info.chunks, info.chunk_bytes, info.value_bytes):
+            return False
+        try:
+            info.check()
+            self._sky.servers_at(info.strategy, info.servers, info.set_moves, info.set_moves)
+        except InvalidInput:
+            return False
+        return True
 
 
 def value_info(key: bytes, presence: Presence) -> ValueInfo | None:

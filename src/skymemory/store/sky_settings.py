@@ -11,6 +11,9 @@ from skymemory.protocol.wire import CHUNK_REF_BYTES
 from skymemory.units import format_size
 
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
+_MOST_CHUNKS = 1 << 20
+_MOST_SERVERS = 64
+"""Another writer may spread over more servers than we do; by so much we give him credit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,15 @@ class SkySettings:
             return _WIRE_LIMIT_BYTES
         chunks = self.memory_per_satellite_bytes // (self.chunk_bytes + CHUNK_REF_BYTES)
         return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes)
+
+    def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
+        """Whether a value that a satellite tells of can be there at all: its chunks, with what each weighs beside its
+        bytes, must fit into the satellites. Where their memory is not known, a million chunks are believed.
+        """
+        if not self.memory_per_satellite_bytes:
+            return chunks <= _MOST_CHUNKS
+        room_bytes = self.memory_per_satellite_bytes * max(self.servers, _MOST_SERVERS)
+        return value_bytes + chunks * CHUNK_REF_BYTES <= room_bytes
 
     def check_size(self, size_bytes: int) -> None:
         """Raises ``ValueTooLarge``, naming the limit, for a value that could never fit."""
