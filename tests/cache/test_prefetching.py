@@ -15,7 +15,9 @@ from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
+from skymemory.store.base import Prefetching
 from skymemory.store.memory import MemoryStore
+from skymemory.store.wrapped import Wrapped
 
 NINE_S = 9 * 3600
 
@@ -117,6 +119,20 @@ def test_a_cache_tells_of_every_prompt_it_looks_up() -> None:
     now_s[0] = 3 * DAY_S + NINE_S - 60
     assert scheduler.tick() == 10
     assert tier.asked == [(tuple(cache.hashes(tokens)), 3 * DAY_S + NINE_S)]
+
+
+def test_behind_other_rules_and_in_a_tier_without_distance_it_still_works() -> None:
+    """Wrappers pass it on; in plain memory whatever is there is near."""
+    store = Wrapped(MemoryStore())
+    assert isinstance(store, Prefetching) and not isinstance(store.store, Prefetching)
+    store.put_many([(chain("daily")[0], b"value")])
+    scheduler, now_s = PrefetchScheduler(store, clock=lambda: now_s), 0.0
+    for day in range(3):
+        now_s = day * DAY_S + NINE_S
+        scheduler.saw(chain("daily"))
+    now_s += DAY_S - 60
+    assert scheduler.tick() == 1
+    assert scheduler.counters.get("not_prefetched_blocks_total") == 3
 
 
 def test_a_lead_of_nothing_is_refused() -> None:

@@ -20,11 +20,13 @@ from skymemory.constellation.track import track_over
 from skymemory.constellation.trajectory import Trajectory, Waypoint, host_at
 from skymemory.constellation.visibility import visible
 from skymemory.index.block_info import BlockInfo
+from skymemory.keys import first_ring
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.base import LEASE_S, Prefetching, Presence
 from skymemory.store.constellation import ConstellationStore
+from skymemory.store.sealed import SealedStore
 from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
 from skymemory.transport.faults import FaultInjector
@@ -69,7 +71,7 @@ class Sky:
         return sum(len(machine.store.shares.get(key, ())) for machine in self.sim.satellites.values())
 
 
-def read(store: ConstellationStore, keys: list[bytes] = KEYS) -> list[bytes | None]:
+def read(store: ConstellationStore | SealedStore, keys: list[bytes] = KEYS) -> list[bytes | None]:
     return [None if view is None else bytes(view) for view in store.get_many(keys)]
 
 
@@ -247,6 +249,20 @@ def test_who_lost_the_index_finds_the_copy(ahead_slots: int) -> None:
     store.prefetch([], at=0.0)
     other = store_over(sky.sim, 2, None, strategy="hop")
     assert other.prefix(KEYS) == len(KEYS) and read(other) == VALUES
+
+
+def test_sealed_values_are_copied_by_one_who_has_no_key() -> None:
+    pytest.importorskip("cryptography")
+    sky = Sky()
+    index = SharedIndex()
+    ring = first_ring(bytes(range(32)))
+    owner = SealedStore(sky.store(index=index), lambda: ring, lambda: 1000.0)
+    assert all(owner.put_many(ITEMS))
+    sky.until(2000.0)
+    assert sky.store(index=index, ground=2).prefetch(KEYS, at=2600.0) == [True] * len(KEYS)
+    assert owner.prefetch(KEYS, at=2600.0) == [True] * len(KEYS)
+    sky.asked.clear()
+    assert read(owner) == VALUES and sky.asked == sky.around(2600.0)
 
 
 def test_a_host_that_travels_finds_its_values_where_it_arrives() -> None:

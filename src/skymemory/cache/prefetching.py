@@ -12,7 +12,7 @@ from skymemory.cache.manager import TIER_FAILURES
 from skymemory.cache.predictor import Expectation, Predictor
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
-from skymemory.store.base import Prefetching
+from skymemory.store.base import Prefetching, Store, bring_near
 
 _MOST_ATTEMPTS = 3
 
@@ -35,7 +35,7 @@ class PrefetchScheduler:
     """
 
     def __init__(
-        self, store: Prefetching, predictor: Predictor | None = None, *, lead_s: float = 600.0,
+        self, store: Store | Prefetching, predictor: Predictor | None = None, *, lead_s: float = 600.0,
         clock: Callable[[], float] = time.time, counters: Counters | None = None,
     ) -> None:  # fmt: skip
         if lead_s <= 0:
@@ -89,7 +89,7 @@ class PrefetchScheduler:
     def _prefetch(self, expectation: Expectation) -> list[bool]:
         self.counters.add("prefetches_total")
         try:
-            near = self._store.prefetch(expectation.keys, expectation.at_s)
+            near = bring_near(self._store, expectation.keys, expectation.at_s)
         except TIER_FAILURES:
             self.counters.add("prefetch_failures_total")
             return [False] * len(expectation.keys)

@@ -161,6 +161,13 @@ class Prefetching(Protocol):
         """
 
 
+def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> list[bool]:
+    """``prefetch`` of any tier: in one that knows no near and far, what is there is near."""
+    if isinstance(store, Prefetching):
+        return store.prefetch(keys, at)
+    return [presence is Presence.HIT for presence in store.lookup(keys)]
+
+
 class TwoPhase:
     """``get_many`` and ``put_many`` out of the two phases: the mixin of the implementations."""
 

@@ -28,6 +28,7 @@ from skymemory.store.base import (
     Store,
     StoreTicket,
     TwoPhase,
+    bring_near,
     check_items,
 )
 from skymemory.store.rooms import Rooms
@@ -203,6 +204,10 @@ class SealedStore(TwoPhase):
 
     def delete(self, keys: Sequence[bytes]) -> list[bool]:
         return self._store.delete(keys)
+
+    def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
+        """What is copied stays sealed; no key is needed for it."""
+        return bring_near(self._store, keys, at)
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
         return self._store.estimate_load_s(keys, now_s)

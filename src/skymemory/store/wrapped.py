@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skymemory.store.base import Buffer, LoadTicket, Presence, Store, StoreTicket, TwoPhase
+from skymemory.store.base import Buffer, LoadTicket, Presence, Store, StoreTicket, TwoPhase, bring_near
 
 
 class Wrapped(TwoPhase):
@@ -46,6 +46,9 @@ class Wrapped(TwoPhase):
 
     def delete(self, keys: Sequence[bytes]) -> list[bool]:
         return self.store.delete(keys)
+
+    def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
+        return bring_near(self.store, keys, at)
 
     def stats(self) -> dict[str, int | float]:
         return self.store.stats()
