@@ -150,3 +150,44 @@ def test_idle_satellites_cost_nothing_even_with_a_plane_dead(sky: Sky) -> None:
     time.sleep(3.0)
     share = (used_ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - begun_s)
     assert share < 0.02  # of one core; 0.01 was measured
+
+
+def test_with_all_hosts_killed_a_get_costs_milliseconds_and_it_heals(sky: Sky, store: ConstellationStore) -> None:
+    assert store.put_many([(KEY, VALUE)]) == [True]
+    sky.kill(0, 1, 2, 3, 4)
+    time.sleep(0.1)
+    begun_s = time.monotonic()
+    assert store.get_many([KEY]) == [None]
+    assert time.monotonic() - begun_s < 1.0
+    assert store.stats()["breaker_open"] == 1
+    seconds = []
+    for _ in range(200):
+        begun_s = time.perf_counter()
+        assert store.get_many([KEY]) == [None]
+        seconds.append(time.perf_counter() - begun_s)
+        time.sleep(0.005)
+    assert sorted(seconds)[190] < 0.005 and store.put_many([(KEY, VALUE)]) == [False] and store.names() == []
+    sky("revive")
+    for _ in range(50):
+        store.put_many([(KEY, VALUE)])
+        if not store.stats()["breaker_open"]:
+            break
+        time.sleep(0.1)
+    assert store.stats()["breaker_open"] == 0 and store.stats()["client_breaker_opened"] == 1
+    time.sleep(1.0)
+    assert store.put_many([(KEY, VALUE)]) == [True] and bytes(store.get_many([KEY])[0]) == VALUE
+
+
+def test_a_dead_host_costs_a_listing_one_wait_and_does_not_open_the_breaker(
+    sky: Sky, store: ConstellationStore
+) -> None:
+    sky.kill(2)
+    begun_s = time.monotonic()
+    assert store.names() == []
+    assert time.monotonic() - begun_s < 1.3
+    begun_s = time.monotonic()
+    store.names()
+    assert time.monotonic() - begun_s < 0.3
+    for _ in range(3):
+        store.put_many([(KEY, VALUE)])
+    assert store.stats()["breaker_open"] == 0 and store.stats().get("client_breaker_opened", 0) == 0

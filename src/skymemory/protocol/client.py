@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -17,57 +16,26 @@ from skymemory.metrics import Counters
 from skymemory.native import Landing, Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol.answers import Answers, Verdict
-from skymemory.protocol.authentication import Authority
 from skymemory.protocol.bursts import Bursts
+from skymemory.protocol.client_config import ClientConfig, Finished
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.gate import ClientGate
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
 from skymemory.protocol.messages import Buffer
 from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.outages import Outages
 from skymemory.protocol.outbox import Operation, Outbox
-from skymemory.protocol.pointing import Access, Pointing
+from skymemory.protocol.pointing import Pointing
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.transfer import (
-    ReadTransfer,
-    TransferReport,
-    ValueInfo,
-    Where,
-    WriteTransfer,
-)
+from skymemory.protocol.transfer import ReadTransfer, TransferReport, ValueInfo, Where, WriteTransfer
 from skymemory.protocol.wire import Op
 
+__all__ = ["ClientConfig", "ClientMachine", "Finished"]
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
-
-
-@dataclass(frozen=True, slots=True)
-class ClientConfig:
-    """``window_bytes``: what may be on its way to us (our receive buffer's real size bounds it); ``credit_bytes``:
-    what a satellite is taken to hold before it has said so; ``expected_rtt_s``: round trip by geometry.
-    """
-
-    ground: int
-    access: Access = "los"
-    window_bytes: int = 3 << 20
-    credit_bytes: int = 1 << 20
-    expected_rtt_s: float = 0.0
-    give_up_s: float = 0.8
-    suspect_s: float = 1.0
-    read_burst_chunks: int = 64
-    authority: Authority | None = field(default=None, repr=False)
-    """Signs what we ask; None where the satellites ask for no MACs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The end of operation ``number``. For ``ask``, ``body`` is the answer's; for transfers, ``report`` says all."""
-
-    number: int
-    ok: bool
-    report: TransferReport
-    body: bytes = b""
-    info: ValueInfo | None = None
+_ALWAYS_ASKED = (Op.PING, Op.ADVANCE)
+"""Even of those who have been silent: an operator wants to know."""
 
 
 class ClientMachine:
@@ -86,6 +54,8 @@ class ClientMachine:
         self._in_flight = InFlight(self._links, self._outbox, config.give_up_s)
         self._bursts = Bursts(self._links, self._in_flight)
         self._answers = Answers(self._in_flight, self._links, self._clock, self.counters, config.ground, self._enqueue)
+        self._outages = Outages(sky, self._links, self._outbox, self._pointing, self.counters, self._ping)
+        self.breaker = self._outages.breaker
         self._operations: dict[int, Operation] = {}
         self._waiting: deque[Operation] = deque()
         self._events: deque[Finished] = deque()
@@ -132,9 +102,15 @@ class ClientMachine:
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float) -> int:
         """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE, RETAIN): one packet there, one back."""
         operation = self._register(None, TransferReport(satellites=1), now_s)
+        if op not in _ALWAYS_ASKED and self._outages.refuses(satellite, self._centre(now_s), now_s):
+            self._finish(Verdict(operation, "unreachable"), now_s)
+            return operation.number
         self._point_beam(now_s)
         self._in_flight.send(operation, satellite, op, [], body, 0, self.moves(now_s), now_s)
         return operation.number
+
+    def _ping(self, satellite: SatelliteId, now_s: float) -> int:
+        return self.ask(Op.PING, b"", satellite, now_s)
 
     def cancel(self, number: int) -> None:
         """Forget an operation; what still comes for it is ignored."""
@@ -205,7 +181,11 @@ class ClientMachine:
             operation = self._waiting.popleft()
             operation.queued = False
             transfer = operation.transfer
-            if operation.number in self._operations and transfer is not None:
+            if operation.number not in self._operations or transfer is None:
+                continue
+            if self.breaker.is_open and self._outages.refuses(None, self._centre(now_s), now_s):
+                self._finish(Verdict(operation, "unreachable"), now_s)
+            else:
                 moves = self.moves(now_s)
                 if isinstance(transfer, ReadTransfer):
                     self._finish(self._bursts.ask(operation, transfer, moves, now_s), now_s)
@@ -225,10 +205,11 @@ class ClientMachine:
     def handle_timer(self, now_s: float) -> None:
         self._point_beam(now_s)
         for request in self._in_flight.overdue(now_s):
-            alive = self._in_flight.find(request.request_id) is request
-            if alive and self._pointing.doubt(request, self._outbox, self._links, now_s):
+            if self._in_flight.find(request.request_id) is not request:
+                continue
+            if self._outages.doubt(request, self._centre(now_s), now_s):
                 self._point_beam(now_s)
-            if alive and self._in_flight.give_up_or_repeat(request, self.moves(now_s), now_s):
+            if self._in_flight.give_up_or_repeat(request, self.moves(now_s), now_s):
                 self._finish(Verdict(request.operation, "timeout"), now_s)
 
     # --- arrival ---
@@ -252,6 +233,9 @@ class ClientMachine:
 
     # --- beginning and ending ---
 
+    def _centre(self, now_s: float) -> SatelliteId:
+        return self._sky.centre_at(self.moves(now_s))
+
     def _where(self, strategy: int, servers: int, set_moves: Moves) -> Where:
         sky = self._sky
         return lambda moves: sky.servers_at(strategy, servers, set_moves, moves)
@@ -272,8 +256,9 @@ class ClientMachine:
             return
         operation, failure = verdict.operation, verdict.failure
         self._in_flight.drop(operation)
-        operation.report.seconds = now_s - operation.started_s
-        operation.report.failure = failure
+        if self._outages.ended(operation, failure, now_s):
+            return
+        operation.report.seconds, operation.report.failure = now_s - operation.started_s, failure
         info = operation.transfer.info if operation.transfer is not None else None
         if failure:
             self.counters.add("operations_failed", label=failure)

@@ -51,10 +51,6 @@ class Links:
             window = self._outbound[beam] = Window(self._credit_bytes, _WINDOW_FLOOR_BYTES)
         return window
 
-    def heard_s(self, but: Container[SatelliteId]) -> float:
-        """When any satellite was last heard, ``but`` these."""
-        return max((peer.heard_s for here, peer in self._peers.items() if here not in but), default=-math.inf)
-
     def rerouted(self) -> None:
         """The gateway is another: what was measured through the one before says little of the ways through this one."""
         for peer in self._peers.values():
@@ -81,6 +77,10 @@ class Links:
     def overtaken(self, satellite: SatelliteId, sent_s: float) -> bool:
         """Whether something sent later than ``sent_s`` has been answered: satellites serve in order of arrival."""
         return self.peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
+
+    def heard_anybody_since(self, time_s: float, but: Container[SatelliteId] = ()) -> bool:
+        """Whether any satellite, ``but`` these, has answered since then. Looks at all: for when something is wrong."""
+        return any(peer.heard_s > time_s for here, peer in self._peers.items() if here not in but)
 
     def suspect(self, satellite: SatelliteId, now_s: float) -> None:
         """It did not answer: for a while, operations that need it fail at once instead of waiting again."""

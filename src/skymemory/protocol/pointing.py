@@ -19,9 +19,9 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.followed_clock import FollowedClock
-from skymemory.protocol.links import Links
+from skymemory.protocol.gateways import around, next_gateway
 from skymemory.protocol.motion import SkyMap
-from skymemory.protocol.outbox import Outbox, Request
+from skymemory.protocol.outbox import Outbox
 
 Access = Literal["los", "gateway", "onboard", "hybrid"]
 ACCESS_MODES: tuple[Access, ...] = get_args(Access)
@@ -38,8 +38,6 @@ class Pointing:
         self._counters = counters
         self._seen_at: tuple[Moves, int] | None = None
         self._look_again_s = math.inf
-        self._since_s = -math.inf
-        """Since when the gateway has been the gateway."""
         self._silent_until_s: dict[SatelliteId, float] = {}
 
     def aim(self, outbox: Outbox, clock: FollowedClock, now_s: float) -> bool:
@@ -62,32 +60,24 @@ class Pointing:
         changed = outbox.gateway not in (None, gateway)
         if changed:
             self._counters.add("gateway_handovers")
-            self._since_s = now_s
         outbox.gateway = gateway
         return changed
 
-    def doubt(self, request: Request, outbox: Outbox, links: Links, now_s: float) -> bool:
-        """A request is overdue: whether that is the gateway's fault, for nothing at all has come through it for two
-        timeouts. Then it is passed over, and ``aim`` finds the next.
+    def silent(self, outbox: Outbox, satellite: SatelliteId, now_s: float) -> None:
+        """Nobody has been heard, not even the gateway, by which we talk to ``satellite``: it is passed over for a
+        while, and ``aim`` finds the next.
         """
         gateway = outbox.gateway
-        if gateway is None or self._access == "onboard" or outbox.beam(request.satellite) != gateway:
-            return False
-        heard_s = max(links.heard_s(outbox.direct), self._since_s, request.begun_s)
-        if now_s - heard_s < 2 * request.peer.round_trip.timeout_s():
-            return False
-        self._silent_until_s[gateway] = now_s + _PASSED_OVER_S
-        self._seen_at = None
-        self._counters.add("gateway_silent")
-        return True
+        if gateway is not None and self._access != "onboard" and outbox.beam(satellite) == gateway:
+            self._silent_until_s[gateway] = now_s + _PASSED_OVER_S
+            self._seen_at = None
+            self._counters.add("gateway_silent")
 
     def _look(self, moves: Moves, sky_s: float) -> tuple[SatelliteId, tuple[SatelliteId, ...]]:
         """The gateway, and all that is in sight. With nothing in sight, the box's centre has to do, and is counted."""
         centre = self._sky.centre_at(moves)
-        if self._sky.sight is None:
-            return centre, ()
-        seen = self._sky.sight.in_sight(centre, sky_s)
-        if seen:
-            return next((here for here in seen if here not in self._silent_until_s), seen[0]), seen
-        self._counters.add("gateway_out_of_sight")
-        return centre, ()
+        seen = self._sky.sight.in_sight(centre, sky_s) if self._sky.sight is not None else ()
+        if not seen and self._sky.sight is not None:
+            self._counters.add("gateway_out_of_sight")
+        candidates = seen or (around(centre, self._sky.torus) if self._silent_until_s else [centre])
+        return next_gateway(candidates, self._silent_until_s) or centre, seen

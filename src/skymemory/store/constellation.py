@@ -263,6 +263,7 @@ class ConstellationStore(TwoPhase):
         figures: dict[str, int | float] = {
             **self._counters.as_dict(), **{f"client_{k}": v for k, v in self._driver.machine.counters.as_dict().items()}
         }  # fmt: skip
+        figures["breaker_open"] = int(self._driver.machine.breaker.is_open)
         figures["satellites_ahead_s"] = self._clock_ahead_s
         if self._catalog.index is not None:
             figures["values"] = len(self._catalog.index)

@@ -29,10 +29,9 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
     A value is listed if its first chunk is there and readable; whether all the others are, only a read can tell.
     """
     first_chunks: dict[bytes, tuple[SatelliteId, Presence]] = {}
-    for satellite in satellites:
-        for key, presence in _held(driver, satellite):
-            if presence.index == 0:
-                first_chunks[key] = (satellite, presence)
+    for satellite, key, presence in _held(driver, satellites):
+        if presence.index == 0:
+            first_chunks[key] = (satellite, presence)
     now_s = driver.now_s()
     with driver.lock:
         asked = {
@@ -49,23 +48,28 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
     return sorted(found, key=lambda value: value.name)
 
 
-def _held(driver: ClientDriver, satellite: SatelliteId) -> Iterator[tuple[bytes, Presence]]:
-    """Every key of one satellite with what it has of it."""
-    after = bytes(KEY_BYTES)
-    while True:
+def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple[SatelliteId, bytes, Presence]]:
+    """Every key of each satellite with what it has of it: page after page, of all of them at the same time."""
+    after = dict.fromkeys(satellites, bytes(KEY_BYTES))
+    while after:
         with driver.lock:
-            body = messages.pack_list(after, messages.MAX_KEYS_PER_PACKET // 2)
-            number = driver.machine.ask(Op.LIST, body, satellite, driver.now_s())
-            answer = driver.run([number])[number]
-        try:
-            page = messages.unpack_listed(answer.body) if answer.ok else []
-        except MalformedPacket:
-            driver.machine.counters.add("packets_malformed")
-            return
-        if not page or page[-1][0] <= after:  # the end, or a satellite that would go on for ever
-            return
-        yield from page
-        after = page[-1][0]
+            asked = {
+                driver.machine.ask(
+                    Op.LIST, messages.pack_list(last, messages.MAX_KEYS_PER_PACKET // 2), satellite, driver.now_s()
+                ): satellite
+                for satellite, last in after.items()
+            }
+            answers = driver.run(asked)
+        for number, satellite in asked.items():
+            last = after.pop(satellite)
+            try:
+                page = messages.unpack_listed(answers[number].body) if answers[number].ok else []
+            except MalformedPacket:
+                driver.machine.counters.add("packets_malformed")
+                continue
+            if page and page[-1][0] > last:  # neither the end, nor a satellite that would go on for ever
+                after[satellite] = page[-1][0]
+                yield from ((satellite, key, presence) for key, presence in page)
 
 
 def _header(start_of_value: bytes) -> ValueHeader | None:

@@ -10,10 +10,11 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.native import Run, Tally
 from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.segments import SegmentBatch
@@ -76,6 +77,8 @@ class UdpClient:
                 for number in waiting & self._unclaimed.keys():
                     finished[number] = self._unclaimed.pop(number)
                 waiting -= finished.keys()
+                if machine.breaker.is_open:
+                    self._take(*self._sock.receive_awaited(machine.awaited, _CALLS, 0))  # answers to earlier probes
                 while True:
                     if machine.wants_to_send or self._backlog:
                         self._send()
@@ -118,7 +121,11 @@ class UdpClient:
         if not tallies and not runs:
             self._sleep()
             tallies, runs = self._sock.receive_awaited(machine.awaited, calls, 0)
-        now_s = self.now_s()
+        self._take(tallies, runs)
+
+    def _take(self, tallies: Sequence[Tally], runs: list[Run]) -> None:
+        """What has come, and whatever is due."""
+        machine, now_s = self.machine, self.now_s()
         if tallies:
             machine.placed(tallies, now_s)
         if runs:
