@@ -284,7 +284,6 @@ def test_a_host_whose_own_clock_is_wrong_follows_the_satellites_and_one_wrong_sa
     assert store._driver.machine.moves(sky.simulated.now_s) == clock.moves(sky.simulated.now_s)
     for turn in range(20):
         put(store, key(turn), value(turn, 60_000))
-        got(store, key(turn))
+        assert got(store, key(turn)) == value(turn, 60_000), "what the liar gave away is found where it says"
         assert store._driver.machine.moves(sky.simulated.now_s) == clock.moves(sky.simulated.now_s)
     assert store.stats()["client_clocks_beyond_bound"] > 0
-    assert store.stats()["hits"] > 0
