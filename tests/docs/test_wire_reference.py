@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.protocol import chunk_store, link_state, messages, notices, retention, selection, wire
+from skymemory.protocol import chunk_store, dead, link_state, messages, notices, retention, selection, wire
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.space_packet import COMMAND_BYTES, MAX_PACKET_BYTES, TELEMETRY_BYTES, pack_command
@@ -132,6 +132,7 @@ def test_limits():
         "value": 2**32 - 1,
         "selection": selection.MAX_SELECTION_BITS,
         "keys": messages.MAX_KEYS_PER_PACKET,
+        "dead values": dead.MAX_DEAD_PER_PACKET,
         "listing": messages.MAX_KEYS_PER_PACKET // 2,
         "moves": wire.MAX_MOVES,
     }

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
+from skymemory.protocol.dead import pack_dead, pack_setting
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.notices import Notice, Region
@@ -56,6 +57,7 @@ def bulk(op: Op, request_id: int = 1, servers: int = 1) -> list[bytes]:
     return bulk_batch(header(op, request_id), refs, payloads, 0, 0.0).datagrams()
 
 
+DEAD = (KEY, pack_setting(zlib.crc32(VALUE), 0, 0))
 SELECTED = Selection.of(KEY, list(range(9))).pack()
 SOUND = [
     *bulk(Op.SET), *bulk(Op.DATA)[:2],
@@ -65,11 +67,11 @@ SOUND = [
         (Op.ACK, SELECTED), (Op.MISS, SELECTED), (Op.PONG, messages.pack_housekeeping({})), (Op.UNREACHABLE, b""),
         (Op.RETAIN, pack_retain(Retain.PIN, 60.0, [KEY])), (Op.RETAIN, pack_retain(Retain.EXPIRE, 60.0, [KEY])),
         (Op.RETAIN, pack_retain(Retain.TOUCH, 0.0, [KEY])), (Op.RETAINED, pack_retained([Kept.DONE])),
-        (Op.PRESENCE, messages.pack_presences([None])), (Op.GONE, messages.pack_keys([KEY])),
+        (Op.PRESENCE, messages.pack_presences([None])), (Op.GONE, pack_dead([DEAD])),
     ]),
     messages.build_packet(
         SkyHeader(Op.NOTICE, Address(*HERE), Address(*NEIGHBOUR), 0, 3),
-        Notice(Address(*NEIGHBOUR), 3, Region(HERE, 1, 1, 1, 1), 9, False, (KEY,)).pack(), 1, 0.0,
+        Notice(Address(*NEIGHBOUR), 3, Region(HERE, 1, 1, 1, 1), 9, False, (DEAD,)).pack(), 1, 0.0,
     ),
 ]  # fmt: skip
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import zlib
 
 import pytest
 from tests.protocol.conftest import World, key_of
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.protocol import messages
+from skymemory.protocol.dead import pack_dead, pack_setting, unpack_dead
 from skymemory.protocol.eviction import EvictionConfig, parse_policies
 from skymemory.protocol.messages import Packet, build_packet, parse_packet
 from skymemory.protocol.motion import MoveClock
@@ -63,7 +64,7 @@ def test_gossip_leaves_nothing_dead_in_the_box_and_stops(world, value_of, access
     sky.settle(1.0)
     dead, live = dead_and_live(sky, infos)
     assert not dead and len(live) >= 5 and sky.counted("chunks_evicted") > 0
-    gone = set(sky.host.machine.take_gone())
+    gone = {key for key, _ in sky.host.machine.take_gone()}
     assert {infos[name].key for name in infos.keys() - live} <= gone
     for name in live:
         read, out = sky.get(infos[name])
@@ -125,7 +126,7 @@ def test_sweeps_find_a_hole_and_leave_the_rest_alone(world, value_of, lost):
     sky.settle(75.0)
     dead, live = dead_and_live(sky, infos)
     assert not dead and live == values.keys() - {"v3"}
-    assert infos["v3"].key in sky.host.machine.take_gone()
+    assert infos["v3"].key in dict(sky.host.machine.take_gone())
     asked, before = sky.counted("questions_asked"), sky.sim.datagrams_sent
     assert asked <= 95 * 8 * 8
     sky.settle(100.0)
@@ -146,6 +147,24 @@ def test_sweeps_do_not_take_a_slow_writer_or_a_move_for_a_hole(world, value_of):
     sky.settle(20.0)
     assert dead_and_live(sky, infos) == (set(), values.keys())
     assert sky.counted("chunks_purged") == 0 and sky.counted("questions_asked") > 0
+
+
+@pytest.mark.parametrize("sizes", [(3_000, 40_000), (40_000, 3_000), (15_000, 40_000)])
+def test_leftovers_of_an_earlier_value_do_not_cost_the_later_one(world, value_of, sizes):
+    """Set, moved on, set again: old chunks stay where the new value has other ones, or none."""
+    sky = world(eviction=PERIODIC)
+    infos = {}
+    for number in range(6):
+        sky.put(f"v{number}", value_of(sizes[0] + number), 1000, host=sky.host)
+    sky.advance(1, 1)
+    sky.settle(5.0)
+    for number in range(6):
+        infos[f"v{number}"] = sky.put(f"v{number}", value_of(sizes[1] + number), 1000)[1]
+    sky.settle(200.0)
+    assert dead_and_live(sky, infos)[1] == infos.keys()
+    for number, info in enumerate(infos.values()):
+        read, out = sky.get(info)
+        assert read.ok and out == value_of(sizes[1] + number)
 
 
 def test_nothing_dead_is_carried_over(world, value_of):
@@ -215,9 +234,12 @@ def test_never_wrong_bytes_under_pressure_moves_and_loss(world, value_of, config
         assert machine.store.used_bytes <= machine.store.limit_bytes
 
 
+DEAD = (key_of("v0"), pack_setting(zlib.crc32(b"v0"), 0, 0))
+
+
 def notice_packet(source: Address, ground: int, hops: int = 9) -> bytes:
     region = Region(SatelliteId(2, 9), 1, 1, 1, 1)
-    body = Notice(Address(2, 8), 1, region, hops, False, (key_of("v0"),)).pack()
+    body = Notice(Address(2, 8), 1, region, hops, False, (DEAD,)).pack()
     return build_packet(SkyHeader(Op.NOTICE, Address(2, 9), source, ground, 1), body, 0, 0.0)
 
 
@@ -257,6 +279,7 @@ def test_regions_wrap_and_may_be_wider_than_the_torus():
     [
         (b"", Notice.unpack), (bytes(24), Notice.unpack), (bytes(23) + b"\1", Notice.unpack), (b"", unpack_retain),
         (b"\0\1\3\0" + bytes(40), unpack_retain), (b"\0\2\1\0" + bytes(40), unpack_retain), (b"", unpack_retained),
+        (b"", unpack_dead), (b"\0\1\0\0" + bytes(43), unpack_dead), (b"\0\0\0\0", unpack_dead),
         (b"\0\1\0\0\3", unpack_retained), (b"\0\2\0\0\1", unpack_retained),
     ],
 )  # fmt: skip
@@ -349,9 +372,30 @@ def test_a_touch_is_not_answered_and_orders_what_goes_next(world, value_of):
 
 def test_gone_is_taken_from_no_other_conversation(world):
     sky = world()
-    for ground, expected in ((7, [key_of("v0")]), (8, [])):
+    for ground, expected in ((7, [DEAD]), (8, [])):
         header = SkyHeader(Op.GONE, Address(2, 9, 0xFF), Address(2, 9), ground, 0)
-        sky.host.machine.receive_datagram(build_packet(header, messages.pack_keys([key_of("v0")]), 0, 0.0), 0.0)
+        sky.host.machine.receive_datagram(build_packet(header, pack_dead([DEAD]), 0, 0.0), 0.0)
         assert sky.host.machine.take_gone() == expected
     assert sky.host.machine.counters.get("packets_unexpected") == 1
     assert isinstance(parse_packet(notice_packet(Address(2, 8), 0)), Packet)
+
+
+def test_a_notice_of_an_earlier_setting_does_not_cost_the_later_one(world, value_of):
+    """Leftovers are the oldest that a satellite has, so the first to be evicted and told of."""
+    sky = world(memory_bytes=30 * 1072, eviction=GOSSIP)
+    _, infos = fill(sky, 6, value_of)
+    sky.advance(1, 1)
+    sky.settle(5.0)
+    for satellite in sky.sim.satellites.values():  # the move takes the old chunks along: leave copies of them behind
+        assert satellite.handover.at_rest
+    _, later = fill(sky, 6, value_of)
+    sky.settle(1.0)
+    assert all(later[name].set_moves != infos[name].set_moves for name in infos)
+    old = tuple((info.key, pack_setting(info.value_crc, *info.set_moves)) for info in infos.values())
+    body = Notice(Address(2, 7), 9, Region(SatelliteId(2, 9), 2, 2, 9, 9), 30, False, old).pack()
+    packet = build_packet(SkyHeader(Op.NOTICE, Address(2, 8), Address(2, 7), 0, 9), body, 0, sky.now_s)
+    sky.sim.satellites[SatelliteId(2, 8)].receive_datagram(packet, SatelliteId(2, 7), sky.now_s)
+    sky.sim._touched.add(SatelliteId(2, 8))
+    sky.settle(1.0)
+    assert sky.counted("notices_sent") > 50
+    assert dead_and_live(sky, later) == (set(), later.keys())

@@ -17,6 +17,7 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.native import twin
 from skymemory.protocol import messages
+from skymemory.protocol.dead import pack_dead, pack_setting, unpack_dead
 from skymemory.protocol.link_state import Declaration, LinksBody
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
 from skymemory.protocol.notices import Notice, Region
@@ -58,6 +59,7 @@ def control(op: Op, body: bytes, status: Status = Status.OK) -> bytes:
 
 
 LINKS = LinksBody(True, (-3, 1), 1_700_000_000_250, [Declaration(SatelliteId(2, 8), 0b0101, 1_700_000_000_251)])
+DEAD = ((KEY, pack_setting(0xDEADBEEF, -2, 1)), (OTHER_KEY, pack_setting(5, 3, -4)))
 SOME = Selection.of(KEY, [1, 11, 31], 10)
 HOUSEKEEPING = messages.pack_housekeeping({name: (i + 1) << i for i, name in enumerate(HOUSEKEEPING_FIELDS)})
 """Of these the golden packet has the 22 that there were at first: fields are only ever appended."""
@@ -84,12 +86,10 @@ BUILT = {
     "evicted": control(Op.EVICTED, messages.pack_count(470)),
     "advanced": control(Op.ADVANCED, messages.pack_moves(-3, 1)),
     "pong": control(Op.PONG, struct.pack(">HH", 22, 0) + HOUSEKEEPING[4 : 4 + 22 * 8]),
-    "notice": control(
-        Op.NOTICE, Notice(HERE, 77, Region(SatelliteId(2, 9), 1, 1, 2, 1), 6, True, (KEY, OTHER_KEY)).pack()
-    ),
+    "notice": control(Op.NOTICE, Notice(HERE, 77, Region(SatelliteId(2, 9), 1, 1, 2, 1), 6, True, DEAD).pack()),
     "retain": control(Op.RETAIN, pack_retain(Retain.PIN, 1_700_000_060.5, [KEY, OTHER_KEY])),
     "retained": control(Op.RETAINED, pack_retained([Kept.DONE, Kept.REFUSED])),
-    "gone": control(Op.GONE, messages.pack_keys([KEY])),
+    "gone": control(Op.GONE, pack_dead(DEAD[:1])),
     "unreachable": control(Op.UNREACHABLE, b"", Status.HOP_LIMIT),
 }
 
@@ -134,10 +134,10 @@ def test_bodies_are_read_back():
     assert messages.unpack_listed(body("listed")) == [(KEY, PRESENCE)]
     assert messages.unpack_count(body("evicted")) == 470
     region = Region(SatelliteId(2, 9), north=1, south=1, west=2, east=1)
-    assert Notice.unpack(body("notice")) == Notice(HERE, 77, region, 6, True, (KEY, OTHER_KEY))
+    assert Notice.unpack(body("notice")) == Notice(HERE, 77, region, 6, True, DEAD)
     assert unpack_retain(body("retain")) == (Retain.PIN, 1_700_000_060.5, [KEY, OTHER_KEY])
     assert unpack_retained(body("retained")) == [Kept.DONE, Kept.REFUSED]
-    assert messages.unpack_keys(body("gone")) == [KEY]
+    assert unpack_dead(body("gone")) == list(DEAD[:1])
     assert list(messages.unpack_housekeeping(body("pong")).values()) == [(i + 1) << i for i in range(22)]
     for name, index in (("set", 1), ("migrate", 1), ("data", 1), ("data-last-chunk", 2)):
         ref, payload = ChunkRef.unpack(body(name)), bytes(body(name)[CHUNK_REF_BYTES:])

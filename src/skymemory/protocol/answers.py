@@ -11,6 +11,7 @@ from skymemory.metrics import Counters
 from skymemory.native import Ack, Tally
 from skymemory.protocol import messages
 from skymemory.protocol.authentication import FLAG_AUTHENTICATED
+from skymemory.protocol.dead import Dead, unpack_dead
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
@@ -50,8 +51,8 @@ class Answers:
         self._counters = counters
         self._ground = ground
         self._resume = resume
-        self.gone: deque[bytes] = deque(maxlen=_REMEMBERED_GONE)
-        """Keys that satellites say they evicted, until somebody takes them."""
+        self.gone: deque[Dead] = deque(maxlen=_REMEMBERED_GONE)
+        """Values that satellites say are dead, until somebody takes them."""
 
     def data(self, tallies: Sequence[Tally], now_s: float) -> list[Verdict]:
         """What was in runs of DATA that have been placed."""
@@ -93,7 +94,7 @@ class Answers:
             packet = messages.parse_packet(view)
             header = packet.header
             if header.op is Op.GONE and header.ground == self._ground:
-                self.gone.extend(messages.unpack_keys(packet.body))
+                self.gone.extend(unpack_dead(packet.body))
                 return None
             request = self._in_flight.find(header.request_id)
             if header.flags & FLAG_AUTHENTICATED:  # a gate would have taken the MAC off

@@ -18,6 +18,7 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.answers import Answers, Verdict
 from skymemory.protocol.bursts import Bursts
 from skymemory.protocol.client_config import ClientConfig, Finished
+from skymemory.protocol.dead import Dead
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.gate import ClientGate
 from skymemory.protocol.in_flight import InFlight
@@ -118,8 +119,8 @@ class ClientMachine:
         if operation is not None:
             self._in_flight.drop(operation)
 
-    def take_gone(self) -> list[bytes]:
-        """Keys that satellites have said since the last time they evicted (GONE), unasked."""
+    def take_gone(self) -> list[Dead]:
+        """Values that satellites have said since the last time are dead (GONE), unasked."""
         gone = list(self._answers.gone)
         self._answers.gone.clear()
         return gone

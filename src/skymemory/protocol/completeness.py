@@ -20,6 +20,7 @@ from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.chunk_store import ChunkStore, told_by
+from skymemory.protocol.dead import Dead, setting_of
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
 from skymemory.protocol.motion import SkyMap
@@ -56,11 +57,11 @@ class _Suspect:
 
 
 class Completeness:
-    """Suspicions of one satellite, and how they are cleared or confirmed. ``purge`` is told of dead keys."""
+    """Suspicions of one satellite, and how they are cleared or confirmed. ``purge`` is told of what is dead."""
 
     def __init__(
         self, here: SatelliteId, confirm_s: float, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, purge: Callable[[list[bytes], float], None],
+        departures: Departures, counters: Counters, purge: Callable[[list[Dead], float], None],
     ) -> None:  # fmt: skip
         self._here = here
         self._confirm_s = confirm_s
@@ -134,7 +135,9 @@ class Completeness:
         same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._whereabouts.moves
         for key, expected, presence in zip(question.keys, question.expected, presences, strict=True):
             if presence is not None and presence.held >= expected:
-                self._suspects.pop(key, None)
+                known = self._suspects.get(key)
+                if known is not None and known.distance == question.distance:
+                    del self._suspects[key]
                 question.lacking[key] = _FOUND
             else:
                 question.lacking[key] -= 1
@@ -172,9 +175,10 @@ class Completeness:
             self._suspects[key] = _Suspect(distance, now_s + self._confirm_s, self._whereabouts.moves)
 
     def _drop(self, dead: list[bytes], now_s: float) -> None:
-        dead = [key for key in dead if self._ref(key) is not None]
-        if dead:
-            self._purge(dead, now_s)
+        shares = self._store.shares
+        found = [(key, setting_of(shares[key][told_by(shares[key])][0])) for key in dead if shares.get(key)]
+        if found:
+            self._purge(found, now_s)
 
     def _ask(self, place: SatelliteId, question: _Question) -> None:
         number = self._next_request_id
@@ -188,13 +192,18 @@ class Completeness:
         return ChunkRef.unpack(share[told_by(share)][0]) if share else None
 
     def _own_share_is_whole(self, key: bytes) -> bool:
-        """Whether all chunks are here that belong to the servers of which we hold any."""
+        """Whether all chunks are here that belong to the servers of which we hold any.
+
+        Leftovers of an earlier value or placement of the key say nothing of this one, and are not counted.
+        """
         share = self._store.shares[key]
-        ref = ChunkRef.unpack(share[told_by(share)][0])
+        packed = share[told_by(share)][0]
+        ref = ChunkRef.unpack(packed)
         held: dict[int, int] = {}
-        for index in share:
-            server = index % ref.tag.servers
-            held[server] = held.get(server, 0) + 1
+        for index, (its_ref, _) in share.items():
+            if setting_of(its_ref) == setting_of(packed):
+                server = index % ref.tag.servers
+                held[server] = held.get(server, 0) + 1
         return all(count >= _chunks_of(server, ref) for server, count in held.items())
 
     def _places(self, ref: ChunkRef, server: int, before: Moves | None) -> Sequence[SatelliteId]:

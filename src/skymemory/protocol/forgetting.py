@@ -9,6 +9,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.completeness import ANSWER_S, Completeness
+from skymemory.protocol.dead import Dead
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.handover import Burst, Handover
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
@@ -20,6 +21,8 @@ from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import Address, Op
 
 _SWEEP_PAGES = 8
+_DISTANCES = (1, 2, 4, 8)
+"""Which other servers of a key are asked before it is handed over: so many further in its ring."""
 
 
 class Forgetting:
@@ -80,7 +83,8 @@ class Forgetting:
             if self._whereabouts.home_of_tag(tag) != self._here
             for name in names
         ]
-        self._completeness.look_at(dict.fromkeys(leaving), 1, now_s, before)
+        for distance in _DISTANCES:
+            self._completeness.look_at(dict.fromkeys(leaving), distance, now_s, before)
         if self._completeness.asking:
             self._handover.fresh_from_s = now_s + ANSWER_S
 
@@ -116,7 +120,6 @@ class Forgetting:
         self._swept_to = done[-1] if done and (left or len(keys) == _SWEEP_PAGES * MAX_KEYS_PER_PACKET) else b""
         self._sweeps += not self._swept_to
 
-    def _purge(self, keys: list[bytes], now_s: float) -> None:
-        self._counters.add("chunks_purged", sum(self._store.remove_key(key, "evicted") for key in keys))
-        for at in range(0, len(keys), MAX_KEYS_PER_PACKET):
-            self._notices.tell_ground(tuple(keys[at : at + MAX_KEYS_PER_PACKET]), now_s)
+    def _purge(self, dead: list[Dead], now_s: float) -> None:
+        self._notices.purge(dead)
+        self._notices.tell_ground(dead, now_s)

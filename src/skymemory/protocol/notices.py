@@ -10,17 +10,25 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
-from skymemory.protocol import messages
 from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.dead import (
+    MAX_DEAD_PER_PACKET,
+    Dead,
+    drop,
+    join_dead,
+    pack_dead,
+    setting_of,
+    split_dead,
+)
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, Packet
+from skymemory.protocol.messages import Buffer, Packet
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import TAG_OFFSET, Address, Op
@@ -57,27 +65,25 @@ class Notice:
     region: Region
     hops: int
     told: bool
-    keys: tuple[bytes, ...]
+    dead: tuple[Dead, ...]
 
     def pack(self) -> bytes:
         area = self.region
         head = _NOTICE.pack(
             self.origin.pack(), self.number, Address(*area.centre).pack(), area.north, area.south, area.west, area.east,
-            self.hops, _TOLD if self.told else 0, len(self.keys),
+            self.hops, _TOLD if self.told else 0, len(self.dead),
         )  # fmt: skip
-        return head + b"".join(self.keys)
+        return head + join_dead(self.dead)
 
     @classmethod
     def unpack(cls, body: Buffer) -> Notice:
         if len(body) < _NOTICE.size:
-            raise MalformedPacket(f"NOTICE of {len(body)} bytes: expected {_NOTICE.size} and keys")
+            raise MalformedPacket(f"NOTICE of {len(body)} bytes: expected {_NOTICE.size} and what is dead")
         origin, number, centre, north, south, west, east, hops, flags, count = _NOTICE.unpack_from(body)
-        if not 1 <= count <= MAX_KEYS_PER_PACKET or len(body) != _NOTICE.size + count * KEY_BYTES:
-            raise MalformedPacket(f"NOTICE of {count} keys in {len(body)} bytes")
-        keys = tuple(bytes(body[at : at + KEY_BYTES]) for at in range(_NOTICE.size, len(body), KEY_BYTES))
+        dead = tuple(split_dead(body[_NOTICE.size :], count))
         middle = Address.unpack(centre)
         region = Region(SatelliteId(middle.plane, middle.slot), north, south, west, east)
-        return cls(Address.unpack(origin), number, region, hops, bool(flags & _TOLD), keys)
+        return cls(Address.unpack(origin), number, region, hops, bool(flags & _TOLD), dead)
 
 
 class Notices:
@@ -118,17 +124,17 @@ class Notices:
         if now_s < self._due_s:
             return
         self._due_s = math.inf
-        by_region: dict[Region, list[bytes]] = {}
+        by_region: dict[Region, list[Dead]] = {}
         for key, ref in self._evicted.items():
-            by_region.setdefault(self._region(ref), []).append(key)
+            by_region.setdefault(self._region(ref), []).append((key, setting_of(ref)))
         self._evicted.clear()
-        for region, keys in by_region.items():
-            self._purge(keys)
-            for at in range(0, len(keys), MAX_KEYS_PER_PACKET):
-                self._begin(region, tuple(keys[at : at + MAX_KEYS_PER_PACKET]), now_s)
+        for region, dead in by_region.items():
+            self.purge(dead)
+            for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
+                self._begin(region, tuple(dead[at : at + MAX_DEAD_PER_PACKET]), now_s)
 
     def receive(self, packet: Packet, now_s: float) -> None:
-        """Drop the keys, tell our ground hosts unless the origin told its own, and pass it on, once."""
+        """Drop what is dead, tell our ground hosts unless the origin told its own, and pass it on, once."""
         notice = Notice.unpack(packet.body)
         if packet.header.ground or packet.header.source.shell:
             raise MalformedPacket("NOTICE of a ground host: only satellites know what they evict")
@@ -137,28 +143,33 @@ class Notices:
             self._counters.add("notices_repeated")
             return
         self._remember(name)
-        self._purge(notice.keys)
-        for key in notice.keys:
-            self._evicted.pop(key, None)
-        told = notice.told or self.tell_ground(notice.keys, now_s)
+        self.purge(notice.dead)
+        for key, setting in notice.dead:
+            if setting_of(self._evicted.get(key, b"")) == setting:
+                del self._evicted[key]
+        told = notice.told or self.tell_ground(notice.dead, now_s)
         source = SatelliteId(packet.header.source.plane, packet.header.source.slot)
         self._pass_on(replace(notice, told=told), source, now_s)
 
-    def tell_ground(self, keys: tuple[bytes, ...], now_s: float) -> bool:
+    def tell_ground(self, dead: Sequence[Dead], now_s: float) -> bool:
         """The ground hosts that we know hear that these values are gone; whether there are any."""
-        told = self._departures.tell_ground(Op.GONE, messages.pack_keys(keys), _GROUND_HOSTS_TOLD, now_s)
-        return told > 0
+        for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
+            body = pack_dead(dead[at : at + MAX_DEAD_PER_PACKET])
+            if not self._departures.tell_ground(Op.GONE, body, _GROUND_HOSTS_TOLD, now_s):
+                return False
+        return True
 
-    def _purge(self, keys: list[bytes] | tuple[bytes, ...]) -> None:
-        self._counters.add("chunks_purged", sum(self._store.remove_key(key, "evicted") for key in keys))
+    def purge(self, dead: Sequence[Dead]) -> None:
+        """Drop what we have of these."""
+        self._counters.add("chunks_purged", drop(self._store, dead))
 
-    def _begin(self, region: Region, keys: tuple[bytes, ...], now_s: float) -> None:
+    def _begin(self, region: Region, dead: tuple[Dead, ...], now_s: float) -> None:
         self._number = (self._number + 1) & 0xFFFFFFFF
         origin = Address(*self._here)
         self._remember((origin, self._number))
         away = self._sky.torus.hops(self._here, region.centre)
         hops = min(255, away + region.north + region.south + region.west + region.east + 2)
-        notice = Notice(origin, self._number, region, hops, self.tell_ground(keys, now_s), keys)
+        notice = Notice(origin, self._number, region, hops, self.tell_ground(dead, now_s), dead)
         self._pass_on(notice, None, now_s)
 
     def _pass_on(self, notice: Notice, source: SatelliteId | None, now_s: float) -> None:

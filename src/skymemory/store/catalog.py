@@ -72,6 +72,13 @@ class Catalog:
         while len(self._links) > _REMEMBERED_LINKS:
             self._links.popitem(last=False)
 
+    def settled(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
+        """What is known here of these keys, without asking anybody."""
+        if self.index is None:
+            return {key: self._known[key] for key in keys if key in self._known}
+        infos = self.index.infos(keys)
+        return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
+
     def before(self, key: bytes) -> list[ValueInfo]:
         """What is known of the blocks before ``key`` in its chain, the first one first; no further than is known."""
         chain: list[bytes] = []

@@ -9,6 +9,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
+from skymemory.protocol.dead import pack_setting
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.retention import Kept, Retain, pack_retain, unpack_retained
@@ -28,8 +29,12 @@ class Upkeep:
         self._counters = counters
 
     def hear(self) -> None:
-        """What satellites have said they evicted (GONE) leaves the index."""
-        if gone := self._driver.machine.take_gone():
+        """What satellites have said is dead (GONE) leaves the index, unless it was set anew meanwhile."""
+        if dead := dict(self._driver.machine.take_gone()):
+            known = self._catalog.settled(list(dead))
+            gone = [
+                key for key, info in known.items() if pack_setting(info.value_crc, *info.set_moves) == dead[key]
+            ]  # fmt: skip
             self._counters.add("values_gone_by_notice", len(gone))
             self._catalog.remove(gone)
 
