@@ -152,7 +152,7 @@ def run(eviction: str, replacement: str, admission: bool, seed: int, requests: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--seed", type=int, default=20240601)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()

@@ -260,7 +260,7 @@ def test_a_notice_goes_no_further_than_its_hops(world, value_of):
         sky.sim.satellites[SatelliteId(2, 9)].receive_datagram(
             notice_packet(Address(2, 8), 0, hops), SatelliteId(2, 8), 0.0
         )
-        sky.sim._touched[SatelliteId(2, 9)] = None
+        assert sky.ask(Op.PING, b"", SatelliteId(2, 9)).ok  # so that it is asked what it has to send
         sky.settle(1.0)
         assert (sky.counted("notices_sent") > 0) == (hops > 0)
         assert sky.counted("notices_sent") <= {0: 0, 1: 4, 9: 24}[hops]
@@ -395,7 +395,7 @@ def test_a_notice_of_an_earlier_setting_does_not_cost_the_later_one(world, value
     body = Notice(Address(2, 7), 9, Region(SatelliteId(2, 9), 2, 2, 9, 9), 30, False, old).pack()
     packet = build_packet(SkyHeader(Op.NOTICE, Address(2, 8), Address(2, 7), 0, 9), body, 0, sky.now_s)
     sky.sim.satellites[SatelliteId(2, 8)].receive_datagram(packet, SatelliteId(2, 7), sky.now_s)
-    sky.sim._touched.add(SatelliteId(2, 8))
+    assert sky.ask(Op.PING, b"", SatelliteId(2, 8)).ok
     sky.settle(1.0)
     assert sky.counted("notices_sent") > 50
     assert dead_and_live(sky, later) == (set(), later.keys())
