@@ -1,7 +1,8 @@
 """Reads while the box turns, beside the same reads while it stands still: `python benchmarks/motion.py [--json FILE]`.
 
 Real processes on this computer: blocks of 480 chunks over 10 of 95 satellites, a read of one of them every few
-milliseconds. Still and turning constellations take turns. Before that the same blocks turn with nobody reading, at
+milliseconds. Still and turning constellations (the last as fast as the budget allows, others
+slower) take turns. Before that the same blocks turn with nobody reading, at
 faster and faster clocks: what the host processes then burn, and what crosses the busiest link, is what migration costs.
 """
 
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="of each turn (default 12)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of the still and of the turning one (default 2)")
     parser.add_argument("--every-ms", type=float, default=20.0, help="a read is due so often (default 20)")
-    parser.add_argument("--scales", type=float, nargs="*", default=[60, 120, 240, 480, 960])
+    parser.add_argument("--scales", type=float, nargs="*", default=[240, 480, 960, 1920, 2880])
     parser.add_argument("--scale", type=float, help="take this one instead of looking for the largest in budget")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -176,7 +177,7 @@ def main() -> None:
             ],
         )  # fmt: skip
     for delay in (0.0, 1.0):
-        for scale in [0.0, chosen] * options.rounds:
+        for scale in [0.0, chosen / 4, chosen / 2, chosen] * options.rounds:
             rows.append(
                 turn(scale, options.blocks, options.seconds, options.every_ms / 1e3, delay, options.seed)
                 | {"kind": "reads"}
@@ -188,7 +189,7 @@ def report(rows: list[dict[str, Any]], chosen: float, options: argparse.Namespac
     table, merged = [], []
     for delay in (0.0, 1.0):
         still_p99 = 0.0
-        for scale in (0.0, chosen):
+        for scale in (0.0, chosen / 4, chosen / 2, chosen):
             same = [row for row in rows if row["kind"] == "reads" and (row["scale"], row["delay"]) == (scale, delay)]
             reads = [seconds for row in same for seconds in row["read_seconds"]]
             moved, least = (sum(row[name] for row in same) for name in ("moved_bytes", "least_bytes"))

@@ -81,7 +81,8 @@ class ClientMachine:
         burst_bytes = self._links.inbound.size_bytes // 4
         burst_chunks = max(1, min(self.config.read_burst_chunks, burst_bytes // max(1, info.chunk_bytes)))
         where = self._where(info.strategy, info.servers, info.set_moves)
-        return self._begin(ReadTransfer(info, out, where, self.moves(now_s), burst_chunks), now_s)
+        moves = self._clock.to_read_at(info.set_moves, now_s)
+        return self._begin(ReadTransfer(info, out, where, moves, burst_chunks), now_s)
 
     def put(
         self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float,

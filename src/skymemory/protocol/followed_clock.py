@@ -22,6 +22,10 @@ LISTENERS = 5
 _LEAST_AGREEING = 2
 _WORD_KEPT_S = 30.0
 """What was said before that counts no more."""
+HANDED_OVER_S = 0.15
+"""So long after a move by the clock readers look where chunks were before it. The copies there outlive the move by
+the grace of the handover (1 s), those elsewhere may be on their way: a read then needs one round trip, not two.
+"""
 TOLERATED_STEPS = 1
 """A satellite's count may differ by so many moves on each axis from what most say."""
 
@@ -47,6 +51,13 @@ class FollowedClock:
                 self._before.appendleft(self._latest)
             self._latest = moves
         return moves
+
+    def to_read_at(self, set_moves: Moves, now_s: float) -> Moves:
+        """The moves by which to look first for a value that was set at ``set_moves``: those of a little while ago, when
+        what they ask for has been handed over for certain, but not of a time before the value was set.
+        """
+        moves, before = self.moves(now_s), self._clock.moves(now_s - HANDED_OVER_S)
+        return moves if set_moves[0] > before[0] or set_moves[1] > before[1] else before
 
     def at(self, time_s: float) -> Moves:
         """The moves at another time, as far as is known now; nothing is remembered of it."""
