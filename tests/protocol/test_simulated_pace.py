@@ -17,7 +17,7 @@ def test_a_read_just_after_a_move_takes_one_round_trip(world, value_of, strategy
     value = value_of(60_000)
     _, info = sky.put("v", value, 1000, strategy)
     for move_s in (10.0, 20.0, 30.0, 36.0, 40.0):
-        for later_s in (0.0001, 0.013, 0.1, 0.149, 0.151):
+        for later_s in (0.0001, 0.013, 0.1, 0.29, 0.31):
             sky.sim.settle(move_s + later_s)
             read, out = sky.get(info)
             assert read.ok and out == value
