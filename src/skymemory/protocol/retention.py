@@ -98,6 +98,8 @@ class Retention:
         self._departures = departures
         self._counters = counters
         self._pin_bytes = int(store.limit_bytes * pin_share)
+        self._room_bytes = 0
+        """What may be pinned yet, counted anew for each packet: a look at every share pinned."""
         self._pins: dict[bytes, float] = {}
         self._expiries: dict[bytes, float] = {}
         self._next_s = math.inf
@@ -120,6 +122,7 @@ class Retention:
             for key in reversed(keys):
                 self._store.refresh(key)
             return
+        self._room_bytes = self._pin_bytes - self.pinned_bytes if what is Retain.PIN else 0
         promise = self._pin if what is Retain.PIN else self._expire
         outcomes = [promise(key, until_s, now_s) if key in self._store.shares else Kept.ABSENT for key in keys]
         self._departures.reply(packet.header, Op.RETAINED, pack_retained(outcomes), now_s)
@@ -130,9 +133,11 @@ class Retention:
             self._store.unshield(key)
             return Kept.DONE
         if not self._store.is_shielded(key):
-            if self.pinned_bytes + self._store.share_bytes(key) > self._pin_bytes:
+            size_bytes = self._store.share_bytes(key)
+            if size_bytes > self._room_bytes:
                 self._counters.add("pins_refused")
                 return Kept.REFUSED
+            self._room_bytes -= size_bytes
             self._store.shield(key)
         self._pins[key] = until_s
         self._next_s = min(self._next_s, until_s)
