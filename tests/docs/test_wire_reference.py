@@ -102,6 +102,7 @@ def test_the_names_of_the_chunk_reference_and_the_presence_are_at_their_places()
         expected = {
             "number": 0x32, "chunks": 0x32333435, "length": 0x363738, "crc": 0x393A3B3C, "value_bytes": 0x3D3E3F40,
             "value_crc": 0x41424344, "servers": 0x2223, "server": 0x0406, "strategy": 0x21, "flags": 0, "spare": 0,
+            "replica": 0,
             "slot_moves": -7, "plane_moves": -8, "held": 0x4546, "key": int.from_bytes(bytes(range(32)), "big"),
         }  # fmt: skip
         for row in rows:

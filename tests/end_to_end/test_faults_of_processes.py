@@ -191,3 +191,22 @@ def test_a_dead_host_costs_a_listing_one_wait_and_does_not_open_the_breaker(
     for _ in range(3):
         store.put_many([(KEY, VALUE)])
     assert store.stats()["breaker_open"] == 0 and store.stats().get("client_breaker_opened", 0) == 0
+
+
+def test_with_two_copies_a_dead_plane_is_no_miss(tmp_path: Path) -> None:
+    sky = Sky(tmp_path / "run")
+    sky("up", "--base-port", "auto", "--delay", "off", "--replicas", "2")
+    store = open_constellation(sky.run_dir)
+    try:
+        assert store.put_many([(KEY, VALUE)]) == [True]
+        sky("disable", "--plane", "1")
+        assert bytes(store.get_many([KEY])[0]) == VALUE
+        sky.kill(2)
+        sky("enable", "--all")
+        ticket = store.prepare_load([KEY])
+        store.complete_load(ticket)  # plane 1 is empty and plane 2 dead: a hit or an honest miss
+        assert store.put_many([(KEY, VALUE)]) == [True] and bytes(store.get_many([KEY])[0]) == VALUE
+        assert store.delete([KEY]) == [True] and store.get_many([KEY]) == [None]
+    finally:
+        store.close()
+        sky("down")

@@ -45,6 +45,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--memory-per-satellite", type=size, default=64 * 2**20, metavar="SIZE", help="(default: 64MiB)"
     )
     parser.add_argument("--servers", type=int, help="satellites a value is spread over (default: the preset's, 10)")
+    parser.add_argument("--replicas", type=int, default=1, metavar="K", help="copies of every chunk (default: 1)")
     parser.add_argument("--strategy", help="placement: rotation, hop, rotation_hop, cost or baseline")
     add_ground_options(parser)
     parser.add_argument("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
@@ -128,6 +129,7 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
         hosts=hosts,
         servers=args.servers,
         strategy=args.strategy,
+        replicas=args.replicas,
         access=args.access,
         chunk_bytes=args.chunk,
         delay_scale=args.delay,

@@ -114,11 +114,29 @@ class Placement:
             (cell[1] - now_moves[1] + set_moves[1] + box.north) % box.height - box.north,
         )
 
-    def locate(self, server: int, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> SatelliteId:
+    def replica_cell(self, cell: Cell, replica: int) -> Cell:
+        """Where the copy of what is set in ``cell`` is set: replicas 0 (``cell`` itself) to width · height − 1 are all
+        in different cells, and as long as the box has rows left, in different planes.
+
+        A shift within the whole box, as the motion is one: so the copies stay apart wherever the box goes.
+        """
+        box = self.layout.box
+        if not 0 <= replica < box.width * box.height:
+            raise InvalidInput(f"replica {replica} in a box of {box.width} by {box.height}: too small for it")
+        across, down = divmod(replica, box.height)
+        return (
+            (cell[0] + across + down * (box.width // 2) + box.west) % box.width - box.west,
+            (cell[1] + down + box.north) % box.height - box.north,
+        )
+
+    def locate(
+        self, server: int, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0), replica: int = 0
+    ) -> SatelliteId:
         """The satellite that holds now what was set on ``server`` (0-based) at ``set_moves``."""
         if not 0 <= server < self.layout.servers:
             raise InvalidInput(f"server {server}: expected 0 … {self.layout.servers - 1}")
-        x, y = self.cell_at(self.layout.cells[server], set_moves, now_moves)
+        cell = self.replica_cell(self.layout.cells[server], replica)
+        x, y = self.cell_at(cell, set_moves, now_moves)
         centre = self.centre_of(set_moves, now_moves)
         return self.torus.wrap(centre.plane + y, centre.slot + x)
 

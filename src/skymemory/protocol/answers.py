@@ -115,7 +115,9 @@ class Answers:
     def _control(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> Verdict | None:
         transfer = request.operation.transfer
         if header.op is Op.UNREACHABLE:
-            return Verdict(request.operation, "refused" if header.status is Status.REFUSED else "unreachable")
+            if header.status is Status.REFUSED:
+                return Verdict(request.operation, "refused")
+            return self.lost(request, "unreachable")
         if header.op is Op.BUSY:
             request.window.lost(now_s, self._links.round_trip(request.satellite).smoothed_s)
         elif isinstance(transfer, WriteTransfer) and header.op is Op.ACK:
@@ -153,13 +155,28 @@ class Answers:
         if selection.key != transfer.info.key:
             return None
         if header.status is not Status.OK:
-            return Verdict(request.operation, "full")
+            return self.lost(request, "full")
         return self._stored(request, transfer, selection.indices(), header.credit, now_s)
+
+    def lost(self, request: Request, failure: str) -> Verdict | None:
+        """Its satellite will not answer as we wish: the end, unless there are copies of what it was about."""
+        transfer = request.operation.transfer
+        if isinstance(transfer, ReadTransfer):
+            saved = transfer.redirect(request.indices, request.satellite)
+        else:
+            saved = transfer is not None and transfer.waive(request.indices)
+        if not saved:
+            return Verdict(request.operation, failure)
+        self._in_flight.retire(request)
+        if isinstance(transfer, WriteTransfer) and transfer.missing == 0:
+            return Verdict(request.operation)
+        self._resume(request.operation)
+        return None
 
     def _stored(
         self, request: Request, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
     ) -> Verdict | None:
-        fresh = transfer.acknowledge(indices)
+        fresh = transfer.acknowledge(transfer.of_request(indices, request.indices))
         self._in_flight.answered(request, fresh * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
         request.window.offer(credit * CREDIT_UNIT_BYTES)
         if transfer.missing == 0:

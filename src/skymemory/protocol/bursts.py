@@ -33,6 +33,9 @@ class Bursts:
             satellite, indices, steps = transfer.pending[0]
             size_bytes = len(indices) * size_each
             if self._links.is_suspect(satellite, now_s):
+                transfer.pending.popleft()
+                if transfer.redirect(indices, satellite):
+                    continue
                 return Verdict(operation, "unreachable")
             if not window.admits(size_bytes):
                 break
@@ -55,8 +58,13 @@ class Bursts:
             burst = transfer.pending.popleft()
             satellite, indices = burst.satellite, burst.indices
             if self._links.is_suspect(satellite, now_s):
-                yield Verdict(operation, "unreachable")
-                return
+                if not transfer.waive(indices):
+                    yield Verdict(operation, "unreachable")
+                    return
+                if transfer.missing == 0:
+                    yield Verdict(operation)
+                    return
+                continue
             fits = self._admitted(burst, size_each)
             if not fits:
                 stalled.append(burst)

@@ -28,6 +28,7 @@ from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.outages import Outages
 from skymemory.protocol.outbox import Operation, Outbox
 from skymemory.protocol.pointing import Pointing
+from skymemory.protocol.replicas import ReplicatedRead, ReplicatedWrite
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, ValueInfo, Where, WriteTransfer
 from skymemory.protocol.wire import Op
@@ -72,7 +73,7 @@ class ClientMachine:
         """How far the box will have moved (or had) at another time than now."""
         return self._clock.at(time_s)
 
-    def get(self, info: ValueInfo, out: memoryview, now_s: float) -> int:
+    def get(self, info: ValueInfo, out: memoryview, now_s: float, replicas: int = 1) -> int:
         """Begin to read a value into ``out``, which must be writable and at least ``info.value_bytes`` long.
 
         Raises:
@@ -80,13 +81,16 @@ class ClientMachine:
         """
         burst_bytes = self._links.inbound.size_bytes // 4
         burst_chunks = max(1, min(self.config.read_burst_chunks, burst_bytes // max(1, info.chunk_bytes)))
-        where = self._where(info.strategy, info.servers, info.set_moves)
+        copies = self._copies(info.strategy, info.servers, info.set_moves, replicas)
         moves = self._clock.to_read_at(info.set_moves, now_s)
-        return self._begin(ReadTransfer(info, out, where, moves, burst_chunks), now_s)
+        if replicas > 1:
+            hedged = ReplicatedRead(info, out, copies, moves, burst_chunks, self.config.hedge_round_trips)
+            return self._begin(hedged, now_s)
+        return self._begin(ReadTransfer(info, out, copies[0], moves, burst_chunks), now_s)
 
     def put(
         self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float,
-        set_moves: Moves | None = None,
+        set_moves: Moves | None = None, replicas: int = 1,
     ) -> tuple[int, ValueInfo]:  # fmt: skip
         """Begin to write a value; the caller keeps ``value`` unchanged until the operation ends.
 
@@ -97,8 +101,10 @@ class ClientMachine:
             InvalidInput: a strategy or number of servers that this constellation has not.
         """
         moves = self.moves(now_s) if set_moves is None else set_moves
-        where = self._where(strategy, servers, moves)
-        transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, where)
+        copies = self._copies(strategy, servers, moves, replicas)
+        transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, copies[0])
+        if replicas > 1:
+            transfer = ReplicatedWrite.of_copies(transfer, copies, moves)
         return self._begin(transfer, now_s), transfer.info
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float) -> int:
@@ -209,10 +215,13 @@ class ClientMachine:
         for request in self._in_flight.overdue(now_s):
             if self._in_flight.find(request.request_id) is not request:
                 continue
+            if self._in_flight.hedge(request, now_s):
+                self._enqueue(request.operation)
+                continue
             if self._outages.doubt(request, self._centre(now_s), now_s):
                 self._point_beam(now_s)
             if self._in_flight.give_up_or_repeat(request, self.moves(now_s), now_s):
-                self._finish(Verdict(request.operation, "timeout"), now_s)
+                self._finish(self._answers.lost(request, "timeout"), now_s)
 
     # --- arrival ---
 
@@ -238,9 +247,11 @@ class ClientMachine:
     def _centre(self, now_s: float) -> SatelliteId:
         return self._sky.centre_at(self.moves(now_s))
 
-    def _where(self, strategy: int, servers: int, set_moves: Moves) -> Where:
-        sky = self._sky
-        return lambda moves: sky.servers_at(strategy, servers, set_moves, moves)
+    def _copies(self, strategy: int, servers: int, set_moves: Moves, replicas: int) -> list[Where]:
+        def copy(replica: int) -> Where:
+            return lambda moves: self._sky.servers_at(strategy, servers, set_moves, moves, replica)
+
+        return [copy(replica) for replica in range(replicas)]
 
     def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
         operation = Operation(self._next_number, transfer, now_s, report)

@@ -11,9 +11,11 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.links import Links, Peer
 from skymemory.protocol.outbox import Operation, Outbox, Request
 from skymemory.protocol.pacing import Window
+from skymemory.protocol.replicas import ReplicatedRead
 from skymemory.protocol.transfer import ReadTransfer, WriteTransfer
 from skymemory.protocol.wire import Op
 
+_LEAST_HEDGE_S = 0.002
 _MOST_PATIENCE = 10
 """A request that is answered only in part for so many times ``give_up_s`` is given up."""
 _MOST_BACKOFF = 4
@@ -62,6 +64,8 @@ class InFlight:
         """``send`` without the sending."""
         window, peer = self.window(op, satellite), self._links.peer(satellite)
         timeout_s = min(_patience_s(peer, window), self._give_up_s)
+        if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
+            timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _LEAST_HEDGE_S))
         request = Request(
             self._next_request_id, operation, satellite, op, indices, body, now_s, now_s + timeout_s, size_bytes,
             moves, window, peer,
@@ -130,6 +134,16 @@ class InFlight:
         request.deadline_s = min(request.deadline_s, now_s + self._links.grace_s(request.satellite))
         self._alarm_s = min(self._alarm_s, request.deadline_s)
         request.gap_seen = True
+
+    def hedge(self, request: Request, now_s: float) -> bool:
+        """An overdue request for what has copies: whether the next copy is to be asked, and this one waited for."""
+        transfer = request.operation.transfer
+        if request.hedged or not isinstance(transfer, ReplicatedRead) or request.attempts > 1 or not transfer.hedge:
+            return False
+        request.hedged = True
+        request.deadline_s = now_s + _patience_s(request.peer, request.window)
+        self._alarm_s = min(self._alarm_s, request.deadline_s)
+        return transfer.ask_next(request.indices, request.satellite)
 
     def give_up_or_repeat(self, request: Request, moves: Moves, now_s: float) -> bool:
         """An overdue request is settled, sent again, or (True) hopeless."""

@@ -102,7 +102,7 @@ class SkyMap:
         self.sight = sight
         self._links_s = (slot_link_s, plane_link_s)
         self._placements: dict[tuple[int, int], Placement] = {}
-        self._located: dict[tuple[int, int, Moves, Moves], tuple[SatelliteId, ...]] = {}
+        self._located: dict[tuple[int, int, Moves, Moves, int], tuple[SatelliteId, ...]] = {}
 
     def placement(self, strategy: int, servers: int) -> Placement:
         """Raises ``InvalidInput`` for an unknown strategy code or more servers than satellites."""
@@ -117,14 +117,21 @@ class SkyMap:
             self._placements[strategy, servers] = found
         return found
 
-    def servers_at(self, strategy: int, servers: int, set_moves: Moves, now_moves: Moves) -> tuple[SatelliteId, ...]:
+    def servers_at(
+        self, strategy: int, servers: int, set_moves: Moves, now_moves: Moves, replica: int = 0
+    ) -> tuple[SatelliteId, ...]:
         """The satellite of each server, now, of a value set at ``set_moves``."""
-        wanted = (strategy, servers, set_moves, now_moves)
+        wanted = (strategy, servers, set_moves, now_moves, replica)
         found = self._located.get(wanted)
         if found is None:
             if len(self._located) > 1024:
                 self._located.clear()
-            found = self.placement(strategy, servers).locate_all(set_moves, now_moves)
+            placement = self.placement(strategy, servers)
+            found = (
+                tuple(placement.locate(server, set_moves, now_moves, replica) for server in range(servers))
+                if replica
+                else placement.locate_all(set_moves, now_moves)
+            )
             self._located[wanted] = found
         return found
 

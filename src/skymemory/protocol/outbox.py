@@ -73,6 +73,8 @@ class Request:
     attempts: int = 1
     sent_s: float = 0.0
     """When it was last transmitted."""
+    hedged: bool = False
+    """The next copy has been asked for it too."""
     gap_seen: bool = False
     """Later parts of its answer are here, earlier ones are not."""
 

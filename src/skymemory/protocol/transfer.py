@@ -108,7 +108,7 @@ def _plan(
     return bursts, len({burst.satellite for burst in bursts})
 
 
-def _planned(
+def planned(
     chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
 ) -> tuple[tuple[Burst, ...], int]:
     plan = _plan if chunks <= _PLANNED_CHUNKS else _plan.__wrapped__
@@ -139,7 +139,7 @@ class ReadTransfer:
         self.arrived = bytearray(info.chunks)
         self.crcs = bytearray(info.chunks * _CRC_BYTES)
         self.missing = info.chunks
-        bursts, satellites = _planned(info.chunks, where(moves), info.servers, burst_chunks)
+        bursts, satellites = planned(info.chunks, where(moves), info.servers, burst_chunks)
         self.pending = deque(bursts)
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self.landing: Landing = (
@@ -190,6 +190,10 @@ class ReadTransfer:
         others = [place for place in places if place != asked]
         return deque([*others, next(iter(places))] if others else [])
 
+    def redirect(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
+        """``satellite`` is dead: get these chunks elsewhere. False if they are nowhere else."""
+        return False
+
     def verified(self) -> bool:
         """Whether the whole value's checksum is right: it is combined from the chunks' own, which were checked."""
         info = self.info
@@ -204,7 +208,7 @@ class WriteTransfer:
 
     info: ValueInfo
     refs: np.ndarray
-    payloads: Slices
+    payloads: Sequence[memoryview]
     acknowledged: bytearray
     missing: int
     pending: deque[Burst]
@@ -233,7 +237,7 @@ class WriteTransfer:
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
         refs = pack_refs(key, range(chunks), crcs, chunk_bytes, len(view), value_crc, servers, strategy, moves)
         payloads = Slices(view, chunk_bytes, range(chunks))
-        bursts, satellites = _planned(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
+        bursts, satellites = planned(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
         report = TransferReport(len(view), chunks, satellites)
         return cls(info, refs, payloads, bytearray(chunks), chunks, deque(bursts), report)
 
@@ -243,6 +247,14 @@ class WriteTransfer:
             its = slice(indices.start, indices.stop, indices.step)
             return self.refs[its].tobytes(), self.payloads[its]
         return self.refs[indices].tobytes(), [self.payloads[index] for index in indices]
+
+    def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
+        """What an answer to a request for ``asked`` means by ``indices``."""
+        return indices
+
+    def waive(self, indices: Sequence[int]) -> bool:
+        """These cannot be stored where they should be: whether that can be borne."""
+        return False
 
     def acknowledge(self, indices: Sequence[int]) -> int:
         """Chunks newly known to be stored."""

@@ -61,7 +61,7 @@ class Whereabouts:
             set_slot_moves = int.from_bytes(tag[8:12], "big", signed=True)
             set_plane_moves = int.from_bytes(tag[12:16], "big", signed=True)
             placement = self._sky.placement(tag[4], servers)
-            found = placement.locate(number - 1, (set_slot_moves, set_plane_moves), self.moves)
+            found = placement.locate(number - 1, (set_slot_moves, set_plane_moves), self.moves, tag[5])
             self._homes[tag] = found
             if found == self._here:
                 self.settled.add(tag)

@@ -35,6 +35,7 @@ CREDIT_UNIT_BYTES = 4096
 CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
 CHUNK_REF_BYTES = CHUNK_REF.size
 TAG_OFFSET, TAG_BYTES = 56, 16
+REPLICA_OFFSET = 61
 """Within the chunk reference: where the placement tag stands."""
 
 COMMAND_PREFIX_BYTES = COMMAND_BYTES + SKY_BYTES
@@ -124,6 +125,7 @@ class PlacementTag:
     server: int
     slot_moves: int
     plane_moves: int
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +148,20 @@ class ChunkRef:
         tag = self.tag
         return CHUNK_REF.pack(
             self.key, self.index + 1, self.chunks, self.length_bytes, self.crc, self.value_bytes, self.value_crc,
-            tag.servers, tag.server + 1, tag.strategy, 0, 0, tag.slot_moves, tag.plane_moves,
+            tag.servers, tag.server + 1, tag.strategy, tag.replica, 0, tag.slot_moves, tag.plane_moves,
         )  # fmt: skip
 
     @classmethod
     def unpack(cls, body: bytes | bytearray | memoryview) -> ChunkRef:
         if len(body) < CHUNK_REF_BYTES:
             raise MalformedPacket(f"chunk reference of {len(body)} bytes: expected {CHUNK_REF_BYTES}")
-        (key, number, chunks, length, crc, value_bytes, value_crc, servers, server, strategy, _flags, _spare,
+        (key, number, chunks, length, crc, value_bytes, value_crc, servers, server, strategy, replica, _spare,
          slot_moves, plane_moves) = CHUNK_REF.unpack_from(body)  # fmt: skip
         if not 1 <= number <= chunks or not servers or server != (number - 1) % servers + 1:
             raise MalformedPacket(f"chunk {number} of {chunks} on server {server} of {servers}: out of range")
         if length > value_bytes or length > MAX_CHUNK_BYTES or chunks > max(1, value_bytes):
             raise MalformedPacket(f"chunk of {length} bytes, one of {chunks}, in a value of {value_bytes}")
-        tag = PlacementTag(strategy, servers, server - 1, slot_moves, plane_moves)
+        tag = PlacementTag(strategy, servers, server - 1, slot_moves, plane_moves, replica)
         return cls(key, number - 1, chunks, length, crc, value_bytes, value_crc, tag)
 
 

@@ -66,7 +66,7 @@ class ConstellationStore(TwoPhase):
         self._stores: set[StoreTicket] = set()
         self._rooms = Rooms()
         self._counters = Counters()
-        self._upkeep = Upkeep(driver, sky, self._catalog, self._counters)
+        self._upkeep = Upkeep(driver, sky, self._catalog, self._counters, self.settings.replicas)
         self._prefetcher = Prefetcher(driver, sky, self._catalog, self._counters)
         self._bytes_per_s = 1e9
         self._clock_ahead_s = 0.0
@@ -130,7 +130,7 @@ class ConstellationStore(TwoPhase):
         with self._driver.lock:
             for info in reversed(infos):  # the first becomes the most recently used: a chain loses its end first
                 out = room[at : at + info.value_bytes]
-                outs[self._driver.machine.get(info, out, self._driver.now_s())] = out
+                outs[self._driver.machine.get(info, out, self._driver.now_s(), self.settings.replicas)] = out
                 at += info.value_bytes
             finished = self._driver.run(outs)
         outcomes, values, gone = {}, {}, []
@@ -214,7 +214,8 @@ class ConstellationStore(TwoPhase):
     def _begin_put(self, key: bytes, value: Buffer) -> int:
         settings = self.settings
         number, _ = self._driver.machine.put(
-            key, value, settings.chunk_bytes, self._strategy, settings.servers, self._driver.now_s()
+            key, value, settings.chunk_bytes, self._strategy, settings.servers, self._driver.now_s(),
+            replicas=settings.replicas,
         )  # fmt: skip
         return number
 

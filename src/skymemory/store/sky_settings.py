@@ -26,6 +26,8 @@ class SkySettings:
     memory_per_satellite_bytes: int = 0
     lazy_eviction: bool = True
     """Whether who finds a value with a chunk gone evicts the rest of it."""
+    replicas: int = 1
+    """Copies of every chunk, on different satellites (and planes, as far as the box has rows)."""
 
     @property
     def strategy_code(self) -> int:
@@ -41,7 +43,7 @@ class SkySettings:
         if not self.memory_per_satellite_bytes:
             return _WIRE_LIMIT_BYTES
         chunks = self.memory_per_satellite_bytes // (self.chunk_bytes + CHUNK_REF_BYTES)
-        return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes)
+        return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes // self.replicas)
 
     def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
         """Whether a value that a satellite tells of can be there at all: its chunks, with what each weighs beside its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
@@ -22,7 +23,10 @@ from skymemory.store.driver import ClientDriver
 class Upkeep:
     """One question to each satellite concerned, for many values at once."""
 
-    def __init__(self, driver: ClientDriver, sky: SkyMap, catalog: Catalog, counters: Counters) -> None:
+    def __init__(
+        self, driver: ClientDriver, sky: SkyMap, catalog: Catalog, counters: Counters, replicas: int = 1
+    ) -> None:
+        self._replicas = range(replicas)
         self._driver = driver
         self._sky = sky
         self._catalog = catalog
@@ -110,8 +114,8 @@ class Upkeep:
         places = [moves, (moves[0] - 1, moves[1]), (moves[0], moves[1] - 1)] if nearby else [moves]
         by_satellite: dict[SatelliteId, list[bytes]] = {}
         for info in infos:
-            for near in places:
-                servers = self._sky.servers_at(info.strategy, info.servers, info.set_moves, near)
+            for near, replica in product(places, self._replicas):
+                servers = self._sky.servers_at(info.strategy, info.servers, info.set_moves, near, replica)
                 for satellite in servers[: info.chunks]:
                     keys = by_satellite.setdefault(satellite, [])
                     if not keys or keys[-1] != info.key:

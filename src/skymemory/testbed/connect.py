@@ -164,6 +164,7 @@ def store_of(
     access = access or plan.access
     client = client_of(plan, check_access(plan, access), expected_round_trip_s(plan, access), give_up_s)
     settings = SkySettings(
-        plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes, plan.memory_policy.lazy
+        plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes, plan.memory_policy.lazy,
+        plan.replicas,
     )  # fmt: skip
     return ConstellationStore(client, sky_of(plan), settings, index=index)

@@ -16,7 +16,7 @@ from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
-from skymemory.placement.layout import check_servers, parse_strategy
+from skymemory.placement.layout import check_servers, layout, parse_strategy
 from skymemory.protocol.pointing import ACCESS_MODES as ACCESS_MODES
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
 from skymemory.testbed.ground import Ground
@@ -119,6 +119,7 @@ class ConstellationPlan:
     time_scale: float = 0.0
     faults: Faults = field(default_factory=Faults)
     memory_policy: MemoryPolicy = field(default_factory=MemoryPolicy)
+    replicas: int = 1
     pushed_slot_moves: int = 0
     pushed_plane_moves: int = 0
     """Moves that operators added to the clock by hand: ``rotate`` writes them here, for hosts that start later."""
@@ -137,7 +138,9 @@ class ConstellationPlan:
             f"the plan says {self.planes} of {self.slots_per_plane}",
         )
         check_servers(self.servers, torus)
-        parse_strategy(self.strategy)
+        box = layout(parse_strategy(self.strategy), self.servers, torus).box
+        most = min(255, box.width * box.height)
+        _require(1 <= self.replicas <= most, f"{self.replicas} replicas of a chunk: the box has room for 1 to {most}")
         _require(self.access in ACCESS_MODES, f"access {self.access!r}: expected one of {', '.join(ACCESS_MODES)}")
         _require(self.centre in torus, f"centre {tuple(self.centre)} is not on the torus of {self.preset}")
         overhead = self.ground.centre(preset)
@@ -260,6 +263,7 @@ def make_plan(
     memory_per_satellite_bytes: int = DEFAULT_MEMORY_BYTES,
     epoch_s: float = 0.0,
     time_scale: float = 0.0,
+    replicas: int = 1,
     faults: Faults | None = None,
     memory_policy: MemoryPolicy | None = None,
     ground: Ground | None = None,
@@ -286,6 +290,7 @@ def make_plan(
         memory_per_satellite_bytes=memory_per_satellite_bytes,
         epoch_s=epoch_s,
         time_scale=time_scale,
+        replicas=replicas,
         faults=faults or Faults(),
         memory_policy=memory_policy or MemoryPolicy(),
         ground=ground,

@@ -59,6 +59,7 @@ class VirtualConstellation:
         """The store over it."""
         plan = self.plan
         settings = SkySettings(
-            plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes, plan.memory_policy.lazy
+            plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes, plan.memory_policy.lazy,
+            plan.replicas,
         )  # fmt: skip
         return ConstellationStore(self.connect(access, ground), self.simulated.sky, settings, index=index)
