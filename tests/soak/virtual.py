@@ -164,6 +164,8 @@ class VirtualSoak:
         choice = dice.random()
         if not versions or choice < 0.25:
             self._put(host, key, full)
+            if full:  # else it has mostly been lost to deaths and full satellites before it is read, hours later
+                self._get(host, key, self._versions[key][-1])
         elif choice < 0.95 or full:
             version = versions[-1] if dice.random() < 0.9 else dice.choice(versions)
             self._get(host, key, version)
