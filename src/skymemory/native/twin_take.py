@@ -41,12 +41,10 @@ def take_sets(
     ref_at = COMMAND_BYTES + SKY_BYTES
     if len(view) < ref_at + REF_BYTES or view[COMMAND_BYTES + 1] != SET or bytes(view[ref_at:][_TAG]) not in settled:
         return None
-    opened = None
-    for count in range(1, len(runs) + 1):
-        longer = open_runs(runs[:count], 0)
-        if longer is None or longer[3] < count or not _steps(longer[0]):
-            break
-        opened = longer
+    opened = open_runs(runs, 0)
+    if opened is not None and not _steps(opened[0]):  # only as far as the numbers go on in equal steps
+        whole = (open_runs(runs[:count], 0) for count in range(opened[3] - 1, 0, -1))
+        opened = next((shorter for shorter in whole if shorter is not None and _steps(shorter[0])), None)
     if opened is None or opened[2] > room_bytes:
         return None
     indices, chunks, size_bytes, taken = opened
