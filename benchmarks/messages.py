@@ -50,7 +50,7 @@ class Counted:
         self.sim = SimulatedConstellation(self.sky, 64 << 20, clock, delay_s=lambda a, b: LINK_S)
         self.access = access
         self.settings = SkySettings(chosen.strategy, chosen.servers)
-        self.store = self.connect(SharedIndex(folder / f"{access}.index"))
+        self.store = self.connect(SharedIndex(folder / f"{access}.index", born=True))
         self._before = (0, 0)
 
     def connect(self, index: SharedIndex | None) -> ConstellationStore:

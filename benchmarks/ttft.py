@@ -90,7 +90,7 @@ def main() -> None:
     rows = []
     for scale, label in ((0.0, "off"), (1.0, "real")):
         with constellation(delay_scale=scale, memory_per_satellite_bytes=64 << 20) as (plan, folder):
-            store = store_of(plan, index=SharedIndex(folder / "index"))
+            store = store_of(plan, index=SharedIndex(folder / "index", born=True))
             with KVCManager(model, tokenizer, store=store, weights=f"random {args.seed}") as kvc:
                 for length in args.lengths:
                     ids = document[:, : length + TAIL_TOKENS]

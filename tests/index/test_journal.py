@@ -15,6 +15,7 @@ from skymemory.index.block_info import BlockInfo, InfoTable, pack_groups
 from skymemory.index.journal import Record, RecordOp, decode_records, encode_record
 from skymemory.index.radix import RadixIndex
 from skymemory.index.snapshot import Snapshot, pack_snapshot
+from skymemory.index.standing import Standing
 
 HASHES = [bytes([n]) * 32 for n in range(1, 6)]
 INFOS = [BlockInfo(n, n * 100, n, float(n), n, -n, ("hop", "rotation")[n % 2], 9, bytes([n % 2])) for n in range(5)]
@@ -26,6 +27,9 @@ RECORDS = [
     Record(RecordOp.CLEAR),
     Record(RecordOp.ADD),
     Record(RecordOp.REMOVE),
+    Record(RecordOp.BORN),
+    Record(RecordOp.LOST),
+    Record(RecordOp.PROBED, probed=(12, 3)),
 ]
 
 
@@ -37,6 +41,7 @@ def encode(record: Record) -> bytes:
         start=record.start,
         parent=record.parent,
         context=record.context,
+        probed=record.probed,
     )
 
 
@@ -81,6 +86,20 @@ def test_replaying_gives_the_same_index() -> None:
     assert len(replayed) == 0
 
 
+def test_a_journal_says_whether_it_is_complete() -> None:
+    standing = Standing()
+    assert not standing.complete
+    for record, complete in zip(RECORDS, [False] * 7 + [True, False, False], strict=True):
+        standing.apply(record)
+        assert standing.complete is complete
+    assert (standing.keys_probed, standing.values_adopted) == (12, 3)
+    index = RadixIndex()
+    index.add(HASHES, INFOS)
+    for record in RECORDS[-3:]:
+        index.apply(record)
+    assert len(index) == 5
+
+
 def framed(op: int, body: bytes, version: int = 1) -> bytes:
     blank = struct.pack("<BBHII", 0x5B, op, version, len(body), 0)
     return blank[:8] + struct.pack("<I", zlib.crc32(blank + body)) + body
@@ -114,6 +133,7 @@ GROUPS = pack_groups(TABLE.groups)
         framed(1, add_body(0, 1, 1, bytes(32), b"\xff\0\0")),
         framed(1, add_body(0, 1, 1, bytes(32), b"\xff\xff\xff\0\0\0\0")),
         framed(2, HASHES[0] + b"x"),
+        framed(7, bytes(7)),
     ],
 )
 def test_intact_records_that_contradict_themselves_are_malformed(record: bytes) -> None:

@@ -34,8 +34,15 @@ class TestSimulatedWithoutIndex(StoreContract):
 class TestUdpWithIndexFile(StoreContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        with udp_store(SharedIndex(tmp_path / "index")) as store:
+        with udp_store(SharedIndex(tmp_path / "index", born=True)) as store:
             yield Tier(store, pins=False, leases=False)
+
+
+class TestUdpWithIncompleteIndexFile(StoreContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        with udp_store(SharedIndex(tmp_path / "index")) as store:
+            yield Tier(store, pins=False, leases=False, knows_absence=False)
 
 
 class TestUdpWithoutIndex(StoreContract):

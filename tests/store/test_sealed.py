@@ -42,7 +42,7 @@ class TestSealedMemory(StoreContract):
 class TestSealedConstellation(StoreContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        with udp_store(SharedIndex(tmp_path / "index")) as store:
+        with udp_store(SharedIndex(tmp_path / "index", born=True)) as store:
             yield Tier(sealed(store), pins=False, leases=False)
 
 

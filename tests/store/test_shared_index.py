@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skymemory.index.block_info import BlockInfo
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.shared_index import SharedIndex, found_journal, look_at_journal
 
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
 
@@ -63,3 +64,86 @@ def test_a_record_that_was_not_written_whole_is_forgotten_and_cut_off(
     assert index.infos([key(1), key(2)]) == other.infos([key(1), key(2)]) == [INFO, None]
     add(other, 3)
     assert index.infos([key(1), key(2), key(3)]) == [INFO, None, INFO]
+
+
+def standing(path: Path) -> tuple[bool, int]:
+    """Of a process that comes new to it."""
+    index = SharedIndex(path)
+    try:
+        return index.standing.complete, len(index)
+    finally:
+        index.close()
+
+
+def test_a_journal_knows_whether_it_began_with_its_constellation(tmp_path: Path) -> None:
+    assert SharedIndex().complete and not SharedIndex(born=False).complete
+    founded, late = tmp_path / "founded", tmp_path / "late"
+    late.write_bytes(b"")
+    found_journal(founded)
+    for path in (founded, late):
+        add(SharedIndex(path), 1)
+    assert standing(founded) == (True, 1) and standing(late) == (False, 1)
+    assert SharedIndex(late, born=True).standing.complete is False, "somebody has written there before"
+    assert look_at_journal(tmp_path / "none") is None and not (tmp_path / "none").exists()
+    founded.unlink()
+    assert standing(founded) == (False, 0)
+
+
+@pytest.mark.parametrize("damage", ["a bit in the middle", "torn", "garbage behind", "all garbage", "emptied"])
+def test_what_was_damaged_is_incomplete_for_everybody_from_then_on(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "index"
+    found_journal(path)
+    old = SharedIndex(path)
+    for number in range(1, 6):
+        add(old, number)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes({
+        "a bit in the middle": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "torn": whole[:-7],
+        "garbage behind": whole + os.urandom(50),
+        "all garbage": os.urandom(len(whole)),
+        "emptied": b"",
+    }[damage])  # fmt: skip
+    kept = {"a bit in the middle": 2, "torn": 4, "garbage behind": 5, "all garbage": 0, "emptied": 0}[damage]
+    assert standing(path) == (False, kept)
+    assert standing(path) == (False, kept), "the damage has been cut off, and the word of it stays"
+    add(SharedIndex(path), 9)
+    assert standing(path) == (False, kept + 1)
+    if damage in ("torn", "emptied"):
+        assert len(old) == kept + 1 and not old.complete
+
+
+def test_a_journal_shortened_between_two_records_is_noticed_by_whoever_had_read_further(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    found_journal(path)
+    old = SharedIndex(path)
+    add(old, 1)
+    after_one = path.stat().st_size
+    add(old, 2)
+    os.truncate(path, after_one)
+    assert len(old) == 1 and not old.complete
+    assert standing(path) == (False, 1)
+
+
+def test_with_no_room_left_the_journal_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    path = tmp_path / "index"
+    found_journal(path)
+    index = SharedIndex(path)
+    add(index, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="no space"):
+            add(index, 2)
+    assert standing(path) == (False, 1)
+
+
+def test_what_probing_brought_is_written_down(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    index = SharedIndex(path)
+    index.note_probed(10, 3)
+    SharedIndex(path).note_probed(5, 1)
+    assert (index.standing.keys_probed, index.standing.values_adopted) == (15, 4)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from skymemory.errors import ConstellationError, NoConstellation
+from skymemory.store.shared_index import SharedIndex
 from skymemory.testbed import child, supervisor
 from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
 from skymemory.testbed.ports import check_ports, free_base_port
@@ -183,7 +184,7 @@ def test_what_a_crash_left_behind_is_swept_by_the_next_up(
         directory.pid_path(host).write_text(f'{{"pid": {os.getpid()}, "start": "another boot/1"}}', "utf-8")
     supervisor.start(directory, plan)
     assert sorted(directory.living()) == directory.recorded_hosts() == ["host-0", "host-1", "host-2"]
-    assert not directory.index_path.exists()
+    assert SharedIndex(directory.index_path).standing.complete and len(SharedIndex(directory.index_path)) == 0
     assert "old words" not in directory.log_tail("host-0")
 
 

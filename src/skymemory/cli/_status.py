@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skymemory.errors import NoConstellation
+from skymemory.store.shared_index import look_at_journal
 from skymemory.testbed.control import Housekeeping, ping_all, pushed_moves
 from skymemory.testbed.plan_file import load_plan
 from skymemory.testbed.supervisor import HostState, inspect
@@ -17,6 +18,7 @@ from skymemory.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from skymemory.constellation.torus import SatelliteId
+    from skymemory.index.standing import Standing
     from skymemory.testbed.control import Rotation
     from skymemory.testbed.plan import ConstellationPlan
     from skymemory.testbed.run_directory import RunDirectory
@@ -30,6 +32,8 @@ class StatusReport:
     hosts: list[HostState]
     answers: dict[SatelliteId, Housekeeping | None]
     where: str
+    index: tuple[Standing, int] | None = None
+    """What the local index says of itself, and how many values it knows; None where there is none."""
 
     @property
     def healthy(self) -> bool:
@@ -76,7 +80,8 @@ def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) 
             f"the constellation of {directory.path} has died, all {len(hosts)} host processes; "
             f"start another with `skymemory constellation up`\n{hosts[0].log_tail}".rstrip()
         )
-    return StatusReport(plan, hosts, ping_all(plan, patience_s), str(directory.path))
+    index = look_at_journal(directory.index_path)
+    return StatusReport(plan, hosts, ping_all(plan, patience_s), str(directory.path), index)
 
 
 def _as_object(report: StatusReport) -> dict[str, Any]:
@@ -105,13 +110,17 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
         "clock_off_us": report.worst("clock_off_us"),
         "clocks_beyond_bound": len(report.wrong_clocks),
         "faults_injected": report.per_host("faults_injected"),
+        "index": None if report.index is None else {
+            "complete": report.index[0].complete, "values": report.index[1],
+            "keys_probed": report.index[0].keys_probed, "values_adopted": report.index[0].values_adopted,
+        },
         "hosts": hosts,
         "totals": {
             field: report.total(field)
             for field in fields
             if not field.startswith(("pushed_", "delay_", "faults_", "clock_"))
         },
-    }
+    }  # fmt: skip
 
 
 def _delay_words(scale: float) -> str:
@@ -145,6 +154,13 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
             print(f"delays held to within {report.worst('delay_error_p99_us')} µs (99th percentile of the worst host)")
         if plan.faults.any:
             print(f"faults injected: {report.per_host('faults_injected')}")
+    if report.index is not None:
+        standing, values = report.index
+        print(
+            f"index of this computer: {values} values"
+            + ("" if standing.complete else "; incomplete, so satellites are asked for what it does not know")
+            + (f": {standing.values_adopted} values adopted so far" if standing.values_adopted else "")
+        )
     if report.wrong_clocks:
         print(
             f"WARNING: the clocks of {len(report.wrong_clocks)} satellites and of this computer are up to "

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         edge = store if keys is None else sealed(store, keys)
         if args.kv_verb == "get":
-            return _get(args, edge)
+            return _get(args, store, edge)
         if args.kv_verb == "put":
             return _put(args, store, edge)
         return {"pin": _pin, "delete": _delete, "list": _list}[args.kv_verb](args, store)
@@ -88,7 +88,8 @@ def _put(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> in
             f"{key} was not stored: {done.reason}. See `skymemory constellation status`; the file is untouched"
         )
     facts: dict[str, object] = {
-        "key": key, "bytes": len(data), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted
+        "key": key, "bytes": len(data), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted,
+        **_probing(store),
     }  # fmt: skip
     text = f"stored {key}: {format_size(len(data))} in {format_duration(done.seconds)}, {done.retransmitted} resent"
     if args.ttl is not None:
@@ -117,19 +118,28 @@ def _pin(args: argparse.Namespace, store: ConstellationStore) -> int:
     return _say(args, facts, text)
 
 
-def _get(args: argparse.Namespace, store: Store) -> int:
+def _probing(store: ConstellationStore) -> dict[str, int | float]:
+    """What the index did not know and the satellites were asked for."""
+    stats = store.stats()
+    return {name: stats.get(f"index_{name}", 0) for name in ("keys_probed", "values_adopted")}
+
+
+def _get(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> int:
     from skymemory.store.named import get_named
 
-    done = get_named(store, args.key)
+    done = get_named(edge, args.key)
     if done.value is None:
         raise NotStored(f"{args.key} is not in the constellation ({done.reason})")
     facts: dict[str, object] = {
-        "key": args.key, "bytes": len(done.value), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted
+        "key": args.key, "bytes": len(done.value), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted,
+        **_probing(store),
     }  # fmt: skip
     text = (
         f"read {args.key}: {format_size(len(done.value))} in {format_duration(done.seconds)}, "
         f"{done.retransmitted} chunks asked for again"
     )
+    if facts["keys_probed"]:
+        text += ", found by asking the satellites"
     if args.out == "-":
         sys.stdout.buffer.write(done.value)
         return _say(args, facts, text, to_stderr=True)

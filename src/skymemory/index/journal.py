@@ -8,6 +8,9 @@ One record, little-endian::
     REMOVE          hashes 32 n
     REMOVE_CONTEXT  the context's digest
     CLEAR           nothing
+    BORN            nothing
+    LOST            nothing
+    PROBED          keys asked for 4 | values adopted 4
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ JOURNAL_VERSION = 1
 _MARKER = 0x5B
 _FRAME = struct.Struct("<BBHII")
 _ADD = struct.Struct(f"<III{HASH_BYTES}s")
+_PROBED = struct.Struct("<II")
 _NO_PARENT = bytes(HASH_BYTES)
 
 
@@ -36,11 +40,19 @@ class RecordOp(enum.IntEnum):
     REMOVE = 2
     REMOVE_CONTEXT = 3
     CLEAR = 4
+    BORN = 5
+    """The constellation is empty as this is written: what the journal does not say is not there."""
+    LOST = 6
+    """Records before this one are lost: what the journal does not say may be there all the same."""
+    PROBED = 7
+    """The satellites were asked, and values found that the journal did not know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One change. ``infos``, ``start`` and ``parent`` belong to ADD, ``context`` to REMOVE_CONTEXT."""
+    """One change. ``infos``, ``start`` and ``parent`` belong to ADD, ``context`` to REMOVE_CONTEXT, ``probed`` (keys
+    asked for, values adopted) to PROBED.
+    """
 
     op: RecordOp
     hashes: tuple[bytes, ...] = ()
@@ -48,6 +60,7 @@ class Record:
     start: int = 0
     parent: bytes | None = None
     context: bytes = b""
+    probed: tuple[int, int] = (0, 0)
 
 
 def encode_record(
@@ -58,6 +71,7 @@ def encode_record(
     start: int = 0,
     parent: bytes | None = None,
     context: bytes = b"",
+    probed: tuple[int, int] = (0, 0),
 ) -> bytes:
     """The bytes to append. About 68 per block added, 32 per block removed, and 12 to 100 around them."""
     if op is RecordOp.ADD:
@@ -67,6 +81,8 @@ def encode_record(
         body = b"".join(hashes)
     elif op is RecordOp.REMOVE_CONTEXT:
         body = context
+    elif op is RecordOp.PROBED:
+        body = _PROBED.pack(*(min(count, 0xFFFFFFFF) for count in probed))
     else:
         body = b""
     blank = _FRAME.pack(_MARKER, op, JOURNAL_VERSION, len(body), 0)
@@ -115,8 +131,12 @@ def _decode_body(op: int, body: memoryview) -> Record:
         return Record(RecordOp.REMOVE, split_hashes(body))
     if op == RecordOp.REMOVE_CONTEXT:
         return Record(RecordOp.REMOVE_CONTEXT, context=bytes(body))
-    if op == RecordOp.CLEAR:
-        return Record(RecordOp.CLEAR)
+    if op == RecordOp.PROBED:
+        if len(body) != _PROBED.size:
+            raise MalformedPacket(f"a PROBED record of {len(body)} bytes, {_PROBED.size} are expected")
+        return Record(RecordOp.PROBED, probed=_PROBED.unpack(body))
+    if op in (RecordOp.CLEAR, RecordOp.BORN, RecordOp.LOST):
+        return Record(RecordOp(op))
     raise MalformedPacket(f"an index journal record with operation {op}, known are 1 to {max(RecordOp)}")
 
 

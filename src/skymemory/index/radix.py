@@ -128,7 +128,7 @@ class RadixIndex:
         return [key for run in forest.runs() if not forest.is_closed(run) for key in run.keys]
 
     def apply(self, record: Record) -> None:
-        """Repeats a change read from a journal."""
+        """Repeats a change read from a journal; records about the journal itself change no block."""
         if record.op is RecordOp.ADD:
             self.add(record.hashes, record.infos, record.start, record.parent)
         elif record.op is RecordOp.REMOVE:
@@ -136,7 +136,7 @@ class RadixIndex:
                 self.remove(block_hash)
         elif record.op is RecordOp.REMOVE_CONTEXT:
             self.remove_context(record.context)
-        else:
+        elif record.op is RecordOp.CLEAR:
             self.clear()
 
     def snapshot(self) -> bytes:

@@ -1,4 +1,6 @@
-"""What is known of the values in the sky: by the index, or, without one, by what probing learned."""
+"""What is known of the values in the sky: by the index, or, without one, by what probing learned. Where an index cannot
+know all there is, probing fills it (``rebuilding``).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from skymemory.index.block_info import BlockInfo
 from skymemory.protocol.motion import STRATEGY_CODES, STRATEGY_NAMES
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.store.probing import Prober
+from skymemory.store.rebuilding import Rebuilding
 from skymemory.store.shared_index import SharedIndex
 
 _REMEMBERED_LINKS = 1 << 17
@@ -22,6 +25,7 @@ class Catalog:
     def __init__(self, index: SharedIndex | None, prober: Prober, chunk_bytes: int) -> None:
         self.index = index
         self._prober = prober
+        self._rebuilding = Rebuilding(index, prober, self._enter) if index is not None else None
         self._chunk_bytes = chunk_bytes
         self._known: OrderedDict[bytes, ValueInfo] = OrderedDict()
         self._links: OrderedDict[bytes, tuple[int, bytes | None]] = OrderedDict()
@@ -29,21 +33,39 @@ class Catalog:
     def prefix(self, keys: Sequence[bytes]) -> int:
         """Leading keys that are all there."""
         self._remember_chain(keys)
-        if self.index is not None:
-            return self.index.longest_prefix(keys)
+        if self.index is not None and self._rebuilding is not None:
+            return self._rebuilding.prefix(keys, self.index.longest_prefix(keys))
         count, known = self._prober.prefix(keys)
         self._remember(known)
         return count
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """What is known of the keys that are there."""
+        """What is known of the keys that are there; the satellites are asked for what the index cannot know."""
         self._remember_chain(keys)
-        if self.index is None:
+        if self._rebuilding is None:
             found = self._prober.find(keys) if keys else {}
             self._remember(found)
             return found
-        infos = self.index.infos(keys)
-        return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
+        found = self.settled(keys)
+        if len(found) < len(keys) and (more := self._rebuilding.find([key for key in keys if key not in found])):
+            found.update(more)
+        return found
+
+    def absent(self, keys: Sequence[bytes]) -> bool:
+        """Whether one of the keys is known to be nowhere, without asking anybody."""
+        if self._rebuilding is None:
+            return False
+        known = self.settled(keys)
+        return any(self._rebuilding.absent(key) for key in keys if key not in known)
+
+    def probing(self) -> dict[str, int]:
+        """What probing has cost and brought in this process: HAS packets, keys asked for, values adopted."""
+        figures = {"index_probe_packets": self._prober.questions}
+        if self._rebuilding is not None and self.index is not None:
+            figures["index_complete"] = int(self.index.complete)
+            figures["index_keys_probed"] = self._rebuilding.keys_probed
+            figures["index_values_adopted"] = self._rebuilding.values_adopted
+        return figures
 
     def _info(self, key: bytes, info: BlockInfo) -> ValueInfo:
         return ValueInfo(
@@ -88,7 +110,7 @@ class Catalog:
             parent = self._links.get(parent, (0, None))[1]
         chain.reverse()
         if self.index is not None:
-            return list(self.find(chain).values()) if chain else []
+            return list(self.settled(chain).values()) if chain else []
         return [self._known[known] for known in chain if known in self._known]
 
     def take(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
@@ -102,7 +124,13 @@ class Catalog:
             found.update(self._prober.find(unknown) if unknown else {})
         return {key: found[key] for key in wanted if key in found}
 
-    def add(self, infos: Iterable[ValueInfo], now_s: float) -> None:
+    def add(self, infos: Sequence[ValueInfo], now_s: float) -> None:
+        """These have been stored."""
+        if self._rebuilding is not None:
+            self._enter(infos, now_s)
+            self._rebuilding.there(info.key for info in infos)
+
+    def _enter(self, infos: Iterable[ValueInfo], now_s: float) -> None:
         """Enter values in runs of one chain, so that one record describes each run."""
         if self.index is None:
             return
@@ -142,8 +170,9 @@ class Catalog:
     def remove(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._known.pop(key, None)
-        if self.index is not None:
+        if self.index is not None and self._rebuilding is not None:
             self.index.remove(keys)
+            self._rebuilding.gone(keys)
 
     def close(self) -> None:
         if self.index is not None:

@@ -40,6 +40,7 @@ from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
 from skymemory.store.upkeep import Upkeep
 
+_TYPICAL_BYTES = 3e6
 _GONE = ("missing", "corrupt", "other version")
 
 
@@ -266,20 +267,22 @@ class ConstellationStore(TwoPhase):
         }  # fmt: skip
         figures["breaker_open"] = int(self._driver.machine.breaker.is_open)
         figures["satellites_ahead_s"] = self._clock_ahead_s
+        figures.update(self._catalog.probing())
         if self._catalog.index is not None:
             figures["values"] = len(self._catalog.index)
         return figures
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Round trip plus bytes at the rate of late; infinite when the index knows one of them to be absent."""
+        """Round trip plus bytes at the rate of late; infinite when one of them is known to be absent. Asks nobody: what
+        an index cannot know is taken to be there.
+        """
         keys = self._check(keys)
         rtt_s = self._driver.machine.config.expected_rtt_s
-        if self._catalog.index is None:
-            return rtt_s + 3e6 * len(keys) / self._bytes_per_s
-        found = self._catalog.find(keys)
-        if len(found) < len(set(keys)):
+        if self._catalog.absent(keys):
             return math.inf
-        return rtt_s + sum(found[key].value_bytes for key in keys) / self._bytes_per_s
+        found = self._catalog.settled(keys) if self._catalog.index is not None else {}
+        sizes = [found[key].value_bytes if key in found else _TYPICAL_BYTES for key in keys]
+        return rtt_s + sum(sizes) / self._bytes_per_s
 
     def close(self) -> None:
         if not self._closed:

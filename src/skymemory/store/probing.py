@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.index.lookup import PrefixSearch
+from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Presence
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import Op
 from skymemory.store.driver import ClientDriver
+
+_LEFT_BEHIND_S = 1.0
+"""So long after a move the box of before is asked, too."""
+
+
+def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) -> int:
+    """Leading keys all present, where ``find`` tells which of some are: with few calls, and correct with holes.
+
+    The first key is among the first that are asked for: of a prompt that nobody has stored nothing else is.
+    """
+    search = PrefixSearch(len(keys), verify_batch=MAX_KEYS_PER_PACKET)
+    first = True
+    while not search.done:
+        asked = sorted({0, *search.next_probe()}) if first else search.next_probe()
+        first = False
+        present = find([keys[position] for position in asked])
+        search.answer({position: keys[position] in present for position in asked})
+    return search.result
 
 
 class Prober:
@@ -29,28 +49,59 @@ class Prober:
         self._sky = sky
         self._placement = sky.placement(strategy, servers)
         self._can_hold = can_hold
+        self.questions = 0
+        """HAS packets so far."""
+
+    def now_s(self) -> float:
+        return self._driver.now_s()
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
         """What the box knows of each key; absent keys are absent from the answer. At most two round trips."""
-        box = list(dict.fromkeys(self._placement.box_satellites(self._driver.machine.moves(self._driver.now_s()))))
-        centre = self._sky.centre_at(self._driver.machine.moves(self._driver.now_s()))
-        found = self._ask([centre], keys)
+        return self.search(keys)[0]
+
+    def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
+        """``find``, and whether the keys that were not found are absent for certain: all that may hold some answered.
+
+        Just after a move these are the satellites of the box of before, too: a chunk outlives its handover there. Where
+        the answers tell that the box is elsewhere than we thought, it is searched again, once.
+        """
+        moves = self._moves()
+        found, certain = self._search_at(moves, keys)
+        if len(found) < len(set(keys)) and self._moves() != moves:
+            moves = self._moves()
+            more, certain = self._search_at(moves, [key for key in keys if key not in found])
+            found.update(more)
+        return found, certain and self._moves() == moves
+
+    def _moves(self) -> Moves:
+        return self._driver.machine.moves(self._driver.now_s())
+
+    def _search_at(self, moves: Moves, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
+        """The centre is asked for all, the others for what it has not got."""
+        centre = self._sky.centre_at(moves)
+        found, certain = self._ask([centre], keys)
         unknown = [key for key in keys if key not in found]
         if unknown:
-            found.update(self._ask([satellite for satellite in box if satellite != centre], unknown))
-        return found
+            before = self._driver.machine.moves_at(self._driver.now_s() - _LEFT_BEHIND_S)
+            boxes = [self._placement.box_satellites(at) for at in dict.fromkeys((moves, before))]
+            others = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here != centre]
+            more, all_answered = self._ask(others, unknown)
+            found.update(more)
+            certain = certain and all_answered
+        return found, certain
 
     def prefix(self, keys: Sequence[bytes]) -> tuple[int, dict[bytes, ValueInfo]]:
         """The number of leading keys all present, correct with holes, and what was learned on the way."""
-        search = PrefixSearch(len(keys), verify_batch=MAX_KEYS_PER_PACKET)
         known: dict[bytes, ValueInfo] = {}
-        while not search.done:
-            asked = search.next_probe()
-            known.update(self.find([keys[position] for position in asked]))
-            search.answer({position: keys[position] in known for position in asked})
-        return search.result, known
 
-    def _ask(self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
+        def find(asked: list[bytes]) -> set[bytes]:
+            known.update(self.find(asked))
+            return set(asked) & known.keys()
+
+        return prefix_by(find, keys), known
+
+    def _ask(self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
+        """What these know of the keys, and whether all of them answered."""
         machine, now_s = self._driver.machine, self._driver.now_s()
         pages = [keys[at : at + MAX_KEYS_PER_PACKET] for at in range(0, len(keys), MAX_KEYS_PER_PACKET)]
         with self._driver.lock:
@@ -61,6 +112,7 @@ class Prober:
             }
             answers = self._driver.run(asked)
         found: dict[bytes, ValueInfo] = {}
+        self.questions += len(asked)
         for number, answer in answers.items():
             try:
                 presences = messages.unpack_presences(answer.body) if answer.ok else []
@@ -75,7 +127,7 @@ class Prober:
                     found.setdefault(key, info)
                 else:
                     machine.counters.add("presences_unbelievable")
-        return found
+        return found, all(answer.ok for answer in answers.values())
 
     def _believable(self, info: ValueInfo) -> bool:
         """Whether there can be such a value: whoever reads it sets aside memory for all of it before a byte comes."""

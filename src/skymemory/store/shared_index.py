@@ -1,8 +1,11 @@
 """The local radix index, shared by the processes of one computer through an append-only journal.
 
-Every change is one record appended under a file lock; every reader replays what others appended before it looks. A
-tail torn by a crash is cut off by the next writer. Where the journal was removed and the constellation started anew,
-the index begins anew with it. Without a path the index lives and dies with the process.
+Every change is one record appended under a file lock; every reader replays what others appended before it looks. Where
+the journal was removed and the constellation started anew, the index begins anew with it. Without a path the index
+lives and dies with the process.
+
+A journal knows whether it is complete (``index.standing``). What is torn or damaged is cut off by whoever sees it
+first, and that something was lost is written in its place.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from skymemory.errors import InvalidInput
 from skymemory.index.block_info import BlockInfo
-from skymemory.index.journal import RecordOp, decode_records, encode_record
+from skymemory.index.journal import Record, RecordOp, decode_records, encode_record
 from skymemory.index.radix import RadixIndex
+from skymemory.index.standing import Standing
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
@@ -24,16 +29,41 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 class SharedIndex:
     """A ``RadixIndex`` that follows its journal file. May be used from any thread."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, born: bool | None = None) -> None:
+        """``born``: the constellation is known to be empty now, so a new journal begins complete. By default that is
+        believed of an index without a file only.
+        """
         self._index = RadixIndex()
+        self._standing = Standing(path is None if born is None else born and path is None)
         self._path = path
         self._fd = -1
         self._replayed_bytes = 0
+        self._shortened = False
+        """Somebody has cut records off that we had replayed; none of us does."""
         self._lock = threading.Lock()
         """The file's lock keeps out other processes, not the threads of this one."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, _FLAGS, 0o600)
+            if born:
+                self._write(lambda: b"" if self._replayed_bytes else self._noted(Record(RecordOp.BORN)))
+
+    @property
+    def standing(self) -> Standing:
+        """What the journal says of itself, as of now."""
+        with self._lock:
+            self._reopen()
+            self._follow()
+            return self._standing
+
+    @property
+    def complete(self) -> bool:
+        """``standing.complete`` as of the last look at the journal."""
+        return self._standing.complete
+
+    def note_probed(self, keys_probed: int, values_adopted: int) -> None:
+        """Write down what probing has brought."""
+        self._write(lambda: self._noted(Record(RecordOp.PROBED, probed=(keys_probed, values_adopted))))
 
     def __len__(self) -> int:
         with self._lock:
@@ -125,6 +155,10 @@ class SharedIndex:
             os.close(self._fd)
             self._fd = -1
 
+    def _noted(self, record: Record) -> bytes:
+        self._standing.apply(record)
+        return encode_record(record.op, probed=record.probed)
+
     def _write(self, change: Callable[[], bytes]) -> None:
         """Apply a change and append its records, with nobody else writing meanwhile."""
         with self._lock:
@@ -132,14 +166,19 @@ class SharedIndex:
                 change()
                 return
             self._reopen()
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            try:
-                self._follow()
-                if os.fstat(self._fd).st_size > self._replayed_bytes:
-                    os.ftruncate(self._fd, self._replayed_bytes)  # a torn tail: its writer died
+            with self._alone():
+                if not self._replay():
+                    self._cut_off()
                 self._append(change())
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process writes meanwhile."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _append(self, record: bytes) -> None:
         written = 0
@@ -149,7 +188,13 @@ class SharedIndex:
             if written == len(record):
                 self._replayed_bytes += written
             else:  # no room left: what others cannot read is not known here either
-                self._index, self._replayed_bytes = RadixIndex(), 0
+                if not written and os.fstat(self._fd).st_size == self._replayed_bytes:
+                    with suppress(OSError):
+                        os.ftruncate(self._fd, self._replayed_bytes + 1)  # a torn tail that takes no room
+                self._forget()
+
+    def _forget(self) -> None:
+        self._index, self._standing, self._replayed_bytes = RadixIndex(), Standing(), 0
 
     def _reopen(self) -> None:
         """Take the new journal where ours was removed. With its folder gone no constellation runs there: keep ours."""
@@ -161,19 +206,49 @@ class SharedIndex:
             return
         os.close(self._fd)
         self._fd = fresh
-        self._index, self._replayed_bytes = RadixIndex(), 0
+        self._forget()
+        self._shortened = False
 
     def _follow(self) -> None:
-        """Replay what has been appended since."""
-        if self._fd < 0:
+        """Replay what has been appended since; what is torn or damaged is cut off."""
+        if self._fd < 0 or os.fstat(self._fd).st_size == self._replayed_bytes or self._replay():
             return
+        with self._alone():  # perhaps it was only being written
+            if not self._replay():
+                self._cut_off()
+
+    def _replay(self) -> bool:
+        """Apply what has been appended since; False if the journal is not whole."""
         size_bytes = os.fstat(self._fd).st_size
-        if size_bytes == self._replayed_bytes:
-            return
         if size_bytes < self._replayed_bytes:
-            self._index, self._replayed_bytes = RadixIndex(), 0
-        tail = os.pread(self._fd, size_bytes - self._replayed_bytes, self._replayed_bytes)
-        records, taken = decode_records(tail)
+            self._forget()
+            self._shortened = True
+        records, taken = decode_records(os.pread(self._fd, size_bytes - self._replayed_bytes, self._replayed_bytes))
         for record in records:
             self._index.apply(record)
+            self._standing.apply(record)
         self._replayed_bytes += taken
+        return not self._shortened and self._replayed_bytes == size_bytes
+
+    def _cut_off(self) -> None:
+        """Remove what cannot be replayed, and write down that something was lost."""
+        os.ftruncate(self._fd, self._replayed_bytes)
+        self._shortened = False
+        self._append(self._noted(Record(RecordOp.LOST)))
+
+
+def found_journal(path: Path) -> None:
+    """Begin the complete journal of a constellation that is about to start, empty."""
+    path.unlink(missing_ok=True)  # a client of the one before may have made one anew
+    SharedIndex(path, born=True).close()
+
+
+def look_at_journal(path: Path) -> tuple[Standing, int] | None:
+    """What a journal says of itself, and how many values it knows; None if there is none."""
+    if not path.exists():
+        return None
+    index = SharedIndex(path)
+    try:
+        return index.standing, len(index)
+    finally:
+        index.close()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skymemory.errors import ConstellationError
+from skymemory.store.shared_index import found_journal
 from skymemory.testbed.child import READY, Child, end_children, end_processes, spawn
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.ports import PortTaken, check_host_ports, check_ports, free_base_port
@@ -130,6 +131,7 @@ def start(
             undo.callback(end_children, children)
             directory.sweep()
             directory.write_plan(plan)
+            found_journal(directory.index_path)
             for host in plan.hosts:
                 gate.check()
                 children.append(spawn(host, directory.plan_path, directory))
