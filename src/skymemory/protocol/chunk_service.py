@@ -10,6 +10,7 @@ from skymemory.metrics import Counters
 from skymemory.protocol import messages
 from skymemory.protocol.chunk_store import Chunk, ChunkStore, PutOutcome, Share
 from skymemory.protocol.departures import Departures
+from skymemory.protocol.latecomers import Latecomers
 from skymemory.protocol.messages import KEY_BYTES, Packet
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.selection import Selection
@@ -45,13 +46,14 @@ class ChunkService:
 
     def __init__(
         self, store: ChunkStore, departures: Departures, counters: Counters, on_stored: OnStored,
-        check_place: Callable[[bytes], object],
+        check_place: Callable[[bytes], object], latecomers: Latecomers,
     ) -> None:  # fmt: skip
         self._store = store
         self._departures = departures
         self._counters = counters
         self._on_stored = on_stored
         self._check_place = check_place
+        self._latecomers = latecomers
         self._unanswered: dict[bytes, _Request] = {}
         self.on_set: Callable[[bytes], None] | None = None
         """Told of each key that a writer (not a handover) stored chunks of."""
@@ -66,7 +68,12 @@ class ChunkService:
         except (MalformedPacket, InvalidInput):
             self._counters.add("packets_malformed", len(indices))
             return
-        outcome = self._store.put_run(request.key, indices, chunks, size_bytes, request.header.op is Op.MIGRATE)
+        migrated = request.header.op is Op.MIGRATE
+        if migrated and self._latecomers.is_deleted(request.key, now_s):
+            return
+        outcome = None
+        if not (migrated and any(map(self._is_outdated, indices, chunks))):
+            outcome = self._store.put_run(request.key, indices, chunks, size_bytes, migrated)
         if outcome is None:
             for index, (its_ref, payload) in zip(indices, chunks, strict=True):
                 self._store_chunk(request, index, its_ref, payload, now_s)
@@ -98,8 +105,21 @@ class ChunkService:
             found = self._unanswered[name] = _Request(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
         return found
 
+    def _is_outdated(self, index: int, chunk: Chunk) -> bool:
+        """Of a chunk that is handed over: whether what is here in its place was set later."""
+        held = self._store.peek((chunk[0][:KEY_BYTES], index))
+        return held is not None and self._latecomers.is_outdated(chunk[0], held.ref)
+
     def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
-        outcome = self._store.put((request.key, index), ref, payload, request.header.op is Op.MIGRATE)
+        migrated = request.header.op is Op.MIGRATE
+        if migrated and self._latecomers.is_deleted(request.key, now_s):
+            return
+        if migrated and self._is_outdated(index, (ref, payload)):
+            self._store.pass_over(len(payload))
+            self._count(PutOutcome(True, 1), Op.MIGRATE, 1, request.key)
+            request.taken.append(index)
+            return
+        outcome = self._store.put((request.key, index), ref, payload, migrated)
         self._count(outcome, request.header.op, 1, request.key)
         if not outcome.stored:
             request.refused.append(index)
@@ -114,8 +134,10 @@ class ChunkService:
             self._counters.add("chunks_refused", chunks)
             return
         self._counters.add("chunks_migrated_in" if op is Op.MIGRATE else "chunks_set", chunks)
-        if op is Op.SET and self.on_set is not None:
-            self.on_set(key)
+        if op is Op.SET:
+            self._latecomers.set_again(key)
+            if self.on_set is not None:
+                self.on_set(key)
         if outcome.replaced:
             self._counters.add("chunks_replaced", outcome.replaced)
 
@@ -176,7 +198,9 @@ class ChunkService:
         self._departures.reply(packet.header, Op.PRESENCE, messages.pack_presences(found), now_s)
 
     def evict(self, packet: Packet, now_s: float) -> None:
-        freed = sum(self._store.remove_key(key) for key in messages.unpack_keys(packet.body))
+        keys = messages.unpack_keys(packet.body)
+        self._latecomers.delete(keys, now_s)
+        freed = sum(map(self._store.remove_key, keys))
         self._counters.add("chunks_deleted", freed)
         self._departures.reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
 

@@ -181,6 +181,11 @@ class ChunkStore:
         self._count += len(indices) - len(old)
         return outcome
 
+    def pass_over(self, payload_bytes: int) -> None:
+        """A chunk of this size was handed over that is older than what is here: in the books it came and went."""
+        self.ledger.came(payload_bytes + CHUNK_REF_BYTES, migrated=True)
+        self.ledger.went(payload_bytes + CHUNK_REF_BYTES, "replaced")
+
     def _victim(self, key: bytes, ref: bytes) -> ChunkName | None:
         """What goes next to make room for a chunk of ``key``: never a chunk of the same value."""
         victim = self._replacement.victim(key)

@@ -23,6 +23,7 @@ from skymemory.protocol.forgetting import Forgetting
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
 from skymemory.protocol.gate import SatelliteGate
 from skymemory.protocol.handover import Handover
+from skymemory.protocol.latecomers import Latecomers
 from skymemory.protocol.link_state import LinkState
 from skymemory.protocol.messages import Buffer, Packet
 from skymemory.protocol.migration import Migration
@@ -63,7 +64,8 @@ class SatelliteMachine:
             config.address, sky.torus, links, clock.pushed, config.neighbour_patience_s, self._departures.tell
         )  # fmt: skip
         self._chunks = ChunkService(
-            self.store, self._departures, self.counters, self._stored, self._whereabouts.home
+            self.store, self._departures, self.counters, self._stored, self._whereabouts.home,
+            Latecomers(config.address, sky, self._whereabouts),
         )  # fmt: skip
         self._forgetting = Forgetting(
             config, self.store, self._whereabouts, sky, self._departures, self.counters, self.handover, now_s

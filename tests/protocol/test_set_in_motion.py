@@ -1,0 +1,101 @@
+"""A key is set again or deleted while an earlier value of it is being handed over: the later word counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from skymemory.protocol import ledger, messages
+from skymemory.protocol.wire import Op
+
+
+def only_holder(sky, info):
+    (holder,) = sky.holders(info)[0]
+    return holder
+
+
+@pytest.mark.parametrize("chunks", [1, 7])
+@pytest.mark.parametrize("move", [(1, 0), (0, 1), (-1, 0), (0, -1)])
+def test_a_late_handover_does_not_replace_what_was_set_since(world, value_of, move, chunks):
+    sky = world()
+    _, old = sky.put("v", value_of(chunks * 900), 900, servers=1)
+    here, there = only_holder(sky, old), sky.homes(old, move)[0][0]
+    sky.sim.cut(here, there)
+    sky.advance(*move)
+    sky.settle(0.05)
+    value = value_of(chunks * 900, 1)
+    stored, new = sky.put("v", value, 900, servers=1)
+    assert stored.ok
+    sky.sim.mend(here, there)
+    sky.settle()
+    read, out = sky.get(new)
+    assert read.ok and out == value
+    assert only_holder(sky, new) == there
+    assert ledger.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}
+
+
+def test_a_copy_that_comes_back_does_not_replace_what_was_set_since(world, value_of):
+    """There and back within the time that a satellite keeps what it believes to be sent too early."""
+    sky = world()
+    _, old = sky.put("v", value_of(900), 900, servers=1)
+    here = only_holder(sky, old)
+    sky.advance(1)
+    sky.settle(0.1)
+    sky.sim.cut(here, sky.homes(old, (1, 0))[0][0])
+    sky.advance(0)
+    sky.settle(0.05)
+    value = value_of(900, 1)
+    stored, new = sky.put("v", value, 900, servers=1)
+    assert stored.ok
+    sky.sim.mend(here, sky.homes(old, (1, 0))[0][0])
+    sky.settle(10)
+    read, out = sky.get(new)
+    assert read.ok and out == value and only_holder(sky, new) == here
+
+
+def test_what_replaces_at_the_old_place_follows_what_was_handed_over(world, value_of):
+    """The first value is at the new place already when a writer who has not heard of the move brings the second."""
+    sky = world()
+    late = sky.connect(8)
+    late.machine.moves(0.0)
+    _, old = sky.put("v", value_of(900), 900, servers=1)
+    here, there = only_holder(sky, old), sky.homes(old, (1, 0))[0][0]
+    sky.advance(1)
+    sky.settle(0.1)
+    assert there in sky.holders(old)[0]
+    value = value_of(900, 1)
+    number, new = sky.begin_put("v", value, 900, servers=1, host=late)
+    assert new.set_moves == (0, 0) and late.run([number])[number].ok
+    sky.settle(10)
+    assert sky.holders(new)[0] == [there] != [here]
+    read, out = sky.get(new)
+    assert read.ok and out == value
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.002, 0.004, 0.006, 0.05])
+def test_what_is_deleted_while_it_is_handed_over_stays_deleted(world, value_of, at_s):
+    sky = world()
+    _, info = sky.put("v", value_of(900), 900, servers=1)
+    both = only_holder(sky, info), sky.homes(info, (1, 0))[0][0]
+    begun = sky.begin_advance(1)
+    sky.settle(at_s)
+    body = messages.pack_keys([info.key])
+    deleted = [sky.host.machine.ask(Op.EVICT, body, satellite, sky.now_s) for satellite in both]
+    assert all(done.ok for done in sky.host.run([*begun, *deleted]).values())
+    sky.settle(30)
+    assert sky.holders(info) == {0: []}
+
+
+def test_what_is_set_again_after_a_deletion_is_handed_over(world, value_of):
+    """The next satellite was told of the deletion, and not of the new value before it comes."""
+    sky = world()
+    _, info = sky.put("v", value_of(900), 900, servers=1)
+    here, there = only_holder(sky, info), sky.homes(info, (1, 0))[0][0]
+    assert all(sky.ask(Op.EVICT, messages.pack_keys([info.key]), satellite).ok for satellite in (here, there))
+    value = value_of(900, 1)
+    _, new = sky.put("v", value, 900, servers=1)
+    sky.advance(1)
+    sky.settle(0.1)
+    read, out = sky.get(new)
+    assert read.ok and out == value
+    sky.settle(4)
+    assert only_holder(sky, new) == there
