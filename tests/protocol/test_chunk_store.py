@@ -34,6 +34,8 @@ verbs = st.one_of(
     st.tuples(st.just("get"), st.integers(0, 3), st.integers(0, 9)),
     st.tuples(st.just("remove"), st.integers(0, 3), st.integers(0, 9)),
     st.tuples(st.just("remove_key"), st.integers(0, 3)),
+    st.tuples(st.just("shield"), st.integers(0, 3)),
+    st.tuples(st.just("unshield"), st.integers(0, 3)),
 )
 
 
@@ -41,8 +43,11 @@ verbs = st.one_of(
 @given(steps=st.lists(verbs, max_size=60), limit=st.integers(0, 2500))
 def test_budget_contents_and_indexes_always_agree(steps, limit):
     store, seen = ChunkStore(limit), {}
+    gone_keys: list[bytes] = []
+    store.gone = gone_keys.append
     for verb, key_number, *rest in steps:
         key = KEYS[key_number]
+        keys_before = {name[0] for name, _ in store.items()}
         if verb == "put":
             index, size, version = rest
             payload = bytes([index, version]) * size
@@ -65,12 +70,22 @@ def test_budget_contents_and_indexes_always_agree(steps, limit):
         elif verb == "remove":
             there = store.peek((key, rest[0])) is not None
             assert store.remove((key, rest[0])) is there
+        elif verb == "shield":
+            if store.refresh(key):
+                store.shield(key)
+        elif verb == "unshield":
+            store.unshield(key)
         else:
             held = sum(name[0] == key for name, _ in store.items())
             assert store.remove_key(key) == held
         items = dict(store.items())
         assert len(items) == len(store)
         assert store.used_bytes == sum(len(c.payload) + CHUNK_REF_BYTES for c in items.values()) <= max(limit, 0)
+        shielded = sum(len(c.payload) + CHUNK_REF_BYTES for name, c in items.items() if store.is_shielded(name[0]))
+        assert store.shielded_bytes == shielded
+        assert set(gone_keys) >= keys_before - {name[0] for name in items}
+        assert key not in gone_keys or verb in ("put", "remove", "remove_key")
+        gone_keys.clear()
         assert all(chunk.payload == seen[name] for name, chunk in items.items())
         by_tag = store.names_by_tag()
         assert sorted(name for names in by_tag.values() for name in names) == sorted(items)

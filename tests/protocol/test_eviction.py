@@ -10,6 +10,7 @@ from tests.protocol.conftest import World, key_of
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.protocol import messages, retention
 from skymemory.protocol.dead import pack_dead, pack_setting, unpack_dead
 from skymemory.protocol.eviction import EvictionConfig, parse_policies
 from skymemory.protocol.messages import Packet, build_packet, parse_packet
@@ -354,6 +355,55 @@ def test_what_expires_goes_at_its_time_wherever_it_is_then(world, value_of):
     assert dead_and_live(sky, infos) == (set(), {"v1", "v2"})
     assert not sky.holders(infos["v0"])[0]
     assert sky.counted("chunks_expired") == 24  # and what was left of the old v1 where the new one has no chunks
+
+
+def test_a_promise_ends_where_its_chunks_have_left(world, value_of):
+    """The satellite that made it has the key again later, by a value that was stored anew elsewhere: kept."""
+    sky = world()
+    _, info = sky.put("v0", value_of(9_000), 1000, servers=1)
+    assert everywhere(sky, Retain.EXPIRE, 30.0, "v0", info) == {Kept.DONE}
+    assert everywhere(sky, Retain.PIN, 90.0, "v0", info) == {Kept.DONE}
+    sky.advance(1)
+    sky.settle(3.0)
+    value = value_of(9_000, 1)
+    _, info = sky.put("v0", value, 1000, servers=1)
+    sky.advance(0)
+    sky.settle(3.0)
+    assert sky.spread(info) == {SatelliteId(2, 9): 9}
+    sky.sim.settle(31.0)
+    read, out = sky.get(info)
+    assert read.ok and out == value
+
+
+def test_promises_of_what_is_here_no_more_take_no_room(world, value_of, monkeypatch):
+    monkeypatch.setattr(retention, "_MOST_EXPIRIES", 1)
+    sky = world()
+    for number in range(3):
+        _, info = sky.put(f"v{number}", value_of(900), 1000, servers=1)
+        assert everywhere(sky, Retain.EXPIRE, 1e6, f"v{number}", info) == {Kept.DONE}
+        assert sky.ask(Op.EVICT, messages.pack_keys([info.key]), SatelliteId(2, 9)).ok
+
+
+def test_a_promise_handed_over_is_repeated_until_it_is_answered(world, value_of):
+    sky = world()
+    _, info = sky.put("v0", value_of(900), 1000, servers=1)
+    assert everywhere(sky, Retain.EXPIRE, 30.0, "v0", info) == {Kept.DONE}
+    here, there = SatelliteId(2, 9), SatelliteId(2, 8)
+    told, send = [], sky.sim._send
+
+    def losing(batch, sender, receiver):
+        if (sender, receiver) == (here, there) and bytes(batch.headers)[9] == Op.RETAIN:
+            told.append(sky.now_s)
+            if len(told) < 4:
+                return
+        send(batch, sender, receiver)
+
+    sky.sim._send = losing
+    sky.advance(1)
+    sky.settle(5.0)
+    assert len(told) == 4 and told[3] - told[0] == pytest.approx(0.75, abs=0.01)
+    sky.sim.settle(31.0)
+    assert sky.spread(info) == {}
 
 
 def test_a_touch_is_not_answered_and_orders_what_goes_next(world, value_of):

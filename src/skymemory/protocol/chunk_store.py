@@ -8,7 +8,7 @@ grow old together too, and where room is needed the oldest share goes chunk by c
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -53,11 +53,15 @@ class ChunkStore:
     def __init__(self, limit_bytes: int, replacement: Replacement | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self.shielded_bytes = 0
+        """Of these, what shielded keys have."""
         self.ledger = Ledger()
         self.evicted: dict[bytes, bytes] | None = None
         """Where somebody set a dictionary: keys that lost chunks to eviction and were not stored since, with the packed
         reference of one.
         """
+        self.gone: Callable[[bytes], None] | None = None
+        """Told of each key whose last chunk went, for whatever cause."""
         self._shares: dict[bytes, Share] = {}
         self._replacement: Replacement = replacement if replacement is not None else LeastRecentlyUsed()
         self._shielded: set[bytes] = set()
@@ -74,7 +78,7 @@ class ChunkStore:
         """
         self._note(key)
         self._count += chunks
-        self.used_bytes += size_bytes
+        self._grow(key, size_bytes)
         self.ledger.came(size_bytes + replaced_bytes, migrated=False)
         self.ledger.went(replaced_bytes, "replaced")
 
@@ -91,13 +95,16 @@ class ChunkStore:
 
     def shield(self, key: bytes) -> None:
         """The key, which is here, is not evicted from now on."""
-        self._shielded.add(key)
+        if key not in self._shielded:
+            self._shielded.add(key)
+            self.shielded_bytes += self.share_bytes(key)
         self._replacement.gone(key)
 
     def unshield(self, key: bytes) -> None:
         """The key may be evicted again, as if it had come just now."""
         if key in self._shielded:
             self._shielded.discard(key)
+            self.shielded_bytes -= self.share_bytes(key)
             self._replacement.noted(key)
 
     def is_shielded(self, key: bytes) -> bool:
@@ -106,6 +113,12 @@ class ChunkStore:
     def share_bytes(self, key: bytes) -> int:
         """What the chunks of ``key`` that are here count in memory."""
         return _size_bytes(self._shares.get(key, {}))
+
+    def _grow(self, key: bytes, size_bytes: int) -> None:
+        """The share of ``key`` has grown by so much, or (negative) shrunk."""
+        self.used_bytes += size_bytes
+        if key in self._shielded:
+            self.shielded_bytes += size_bytes
 
     def _note(self, key: bytes) -> None:
         if self.evicted:
@@ -145,7 +158,7 @@ class ChunkStore:
             self._evict(victim)
             outcome.evicted += 1
         self._shares.setdefault(key, {})[index] = (ref, payload)
-        self.used_bytes += size
+        self._grow(key, size)
         self.ledger.came(size, migrated)
         self._count += 1
         self._note(key)
@@ -162,8 +175,8 @@ class ChunkStore:
         old = [share[index] for index in indices if index in share] if share else []
         outcome = PutOutcome(stored=True, replaced=len(old))
         if self.used_bytes + size_bytes > self.limit_bytes:
-            fixed_bytes = sum(map(self.share_bytes, self._shielded - {key}))
-            if old or _size_bytes(share) + fixed_bytes + size_bytes > self.limit_bytes:
+            own_bytes = 0 if key in self._shielded else _size_bytes(share)
+            if old or own_bytes + self.shielded_bytes + size_bytes > self.limit_bytes:
                 return None
             while self.used_bytes + size_bytes > self.limit_bytes:
                 victim = self._replacement.victim(key)
@@ -175,7 +188,7 @@ class ChunkStore:
         self._shares[key] = share
         self._note(key)
         replaced_bytes = sum(map(len, map(itemgetter(1), old))) + CHUNK_REF_BYTES * len(old)
-        self.used_bytes += size_bytes - replaced_bytes
+        self._grow(key, size_bytes - replaced_bytes)
         self.ledger.came(size_bytes, migrated)
         self.ledger.went(replaced_bytes, "replaced")
         self._count += len(indices) - len(old)
@@ -240,7 +253,7 @@ class ChunkStore:
         if chunk is None:
             return False
         size = len(chunk[1]) + CHUNK_REF_BYTES
-        self.used_bytes -= size
+        self._grow(key, -size)
         self.ledger.went(size, cause)
         self._count -= 1
         return True
@@ -251,17 +264,19 @@ class ChunkStore:
             del self._shares[key]
             self._shielded.discard(key)
             self._replacement.gone(key, evicted)
+            if self.gone is not None:
+                self.gone(key)
 
     def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
         """Remove every chunk of ``key``; how many there were."""
-        share = self._shares.pop(key, {})
-        size = _size_bytes(share)
-        self.used_bytes -= size
+        share = self._shares.get(key, {})
+        size, chunks = _size_bytes(share), len(share)
+        self._grow(key, -size)
         self.ledger.went(size, cause)
-        self._count -= len(share)
-        self._shielded.discard(key)
-        self._replacement.gone(key)
-        return len(share)
+        self._count -= chunks
+        share.clear()
+        self._tidy(key)
+        return chunks
 
     def presence(self, key: bytes) -> Presence | None:
         """What is held of ``key``, told by the lowest chunk of its latest placement."""

@@ -98,22 +98,21 @@ class Retention:
         self._departures = departures
         self._counters = counters
         self._pin_bytes = int(store.limit_bytes * pin_share)
-        self._room_bytes = 0
-        """What may be pinned yet, counted anew for each packet: a look at every share pinned."""
         self._pins: dict[bytes, float] = {}
         self._expiries: dict[bytes, float] = {}
         self._next_s = math.inf
         self._handed: dict[int, _Handed] = {}
+        """By request id, the next to be repeated first."""
+        self._awaited: set[tuple[SatelliteId, bytes]] = set()
+        """Whom we have told what, and wait for the answer."""
+        store.gone = self._gone
         self._next_request_id = 0x40000000
 
     @property
     def next_s(self) -> float:
         """When ``handle_timer`` has something to do: not after it, perhaps before."""
-        return min([self._next_s, *(handed.due_s for handed in self._handed.values())])
-
-    @property
-    def pinned_bytes(self) -> int:
-        return sum(self._store.share_bytes(key) for key in self._pins if self._store.is_shielded(key))
+        handed = next(iter(self._handed.values()), None)
+        return self._next_s if handed is None else min(self._next_s, handed.due_s)
 
     def receive(self, packet: Packet, now_s: float) -> None:
         """A RETAIN for us."""
@@ -122,7 +121,6 @@ class Retention:
             for key in reversed(keys):
                 self._store.refresh(key)
             return
-        self._room_bytes = self._pin_bytes - self.pinned_bytes if what is Retain.PIN else 0
         promise = self._pin if what is Retain.PIN else self._expire
         outcomes = [promise(key, until_s, now_s) if key in self._store.shares else Kept.ABSENT for key in keys]
         self._departures.reply(packet.header, Op.RETAINED, pack_retained(outcomes), now_s)
@@ -133,11 +131,9 @@ class Retention:
             self._store.unshield(key)
             return Kept.DONE
         if not self._store.is_shielded(key):
-            size_bytes = self._store.share_bytes(key)
-            if size_bytes > self._room_bytes:
+            if self._store.shielded_bytes + self._store.share_bytes(key) > self._pin_bytes:
                 self._counters.add("pins_refused")
                 return Kept.REFUSED
-            self._room_bytes -= size_bytes
             self._store.shield(key)
         self._pins[key] = until_s
         self._next_s = min(self._next_s, until_s)
@@ -160,6 +156,13 @@ class Retention:
         if self._expiries:
             self._expiries.pop(key, None)
 
+    def _gone(self, key: bytes) -> None:
+        """Nothing of the key is here any more: promises went on with its chunks, if they did. What comes later under
+        this key brings its own.
+        """
+        self._pins.pop(key, None)
+        self._expiries.pop(key, None)
+
     def handle_timer(self, now_s: float) -> None:
         if now_s >= self._next_s:
             for key in [key for key, until_s in self._pins.items() if until_s <= now_s]:
@@ -168,13 +171,10 @@ class Retention:
             for key in [key for key, until_s in self._expiries.items() if until_s <= now_s]:
                 self._forget(key)
             self._next_s = min([*self._pins.values(), *self._expiries.values()], default=math.inf)
-        for number, handed in list(self._handed.items()):
-            if handed.due_s <= now_s:
-                self._repeat(number, handed, now_s)
+        while self._handed and (number := next(iter(self._handed))) and self._handed[number].due_s <= now_s:
+            self._repeat(number, now_s)
 
     def _forget(self, key: bytes) -> None:
-        self._expiries.pop(key, None)
-        self._pins.pop(key, None)
         self._counters.add("chunks_expired", self._store.remove_key(key))
 
     # --- promises move with the chunks ---
@@ -187,22 +187,27 @@ class Retention:
                 self._hand(there, pack_retain(what, until_s, [key]), now_s)
 
     def _hand(self, there: SatelliteId, body: bytes, now_s: float) -> None:
-        if any(handed.there == there and handed.body == body for handed in self._handed.values()):
+        if (there, body) in self._awaited:
             return
+        self._awaited.add((there, body))
         number = self._next_request_id
         self._next_request_id = 0x40000000 | (number + 1) & 0x3FFFFFFF
         self._handed[number] = _Handed(there, body, now_s + _REPEAT_S)
         self._departures.command(Op.RETAIN, there, number, body, now_s)
 
-    def _repeat(self, number: int, handed: _Handed, now_s: float) -> None:
+    def _repeat(self, number: int, now_s: float) -> None:
+        handed = self._handed.pop(number)
         if handed.attempts == _MOST_ATTEMPTS:
-            del self._handed[number]
+            self._awaited.discard((handed.there, handed.body))
             return
         handed.attempts += 1
         handed.due_s = now_s + _REPEAT_S
+        self._handed[number] = handed
         self._departures.command(Op.RETAIN, handed.there, number, handed.body, now_s)
 
     def answered(self, packet: Packet, now_s: float) -> None:
         """RETAINED: whatever it says, the promise has arrived."""
         unpack_retained(packet.body)
-        self._handed.pop(packet.header.request_id, None)
+        handed = self._handed.pop(packet.header.request_id, None)
+        if handed is not None:
+            self._awaited.discard((handed.there, handed.body))

@@ -272,7 +272,7 @@ class SatelliteMachine:
         return self.counters.as_dict() | dict(
             memory_used_bytes=self.store.used_bytes, memory_limit_bytes=self.store.limit_bytes,
             chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
-            migrations_retransmitted=self.handover.retransmitted, pinned_bytes=self._forgetting.retention.pinned_bytes,
+            migrations_retransmitted=self.handover.retransmitted, pinned_bytes=self.store.shielded_bytes,
             pushed_slot_moves=self._whereabouts.pushed[0], pushed_plane_moves=self._whereabouts.pushed[1],
             **self.store.ledger.figures(), **self.transport_figures(),
         )  # fmt: skip
