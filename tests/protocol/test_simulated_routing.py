@@ -162,6 +162,21 @@ def test_links_from_the_ground_or_in_anothers_name_are_not_believed(world):
         assert machine.moves == (0, 0) and machine.neighbourhood.links.clear
 
 
+@pytest.mark.parametrize("made_ms", [10**6, 1 << 62, (1 << 64) - 1])
+def test_what_is_made_up_of_our_future_does_not_make_us_unbelievable(world, made_ms):
+    """A declaration in our name is outdone only if others can believe it, and then ours."""
+    sky = world("gateway")
+    west, east = SatelliteId(2, 8), SatelliteId(2, 10)
+    body = LinksBody(False, (0, 0), 0, [Declaration(CENTRE, 0xF, made_ms)]).pack()
+    packet = messages.build_packet(SkyHeader(Op.LINKS, Address(*CENTRE), Address(*west), 0, 0), body, 0, 0.0)
+    sky.sim.satellites[CENTRE].receive_datagram(packet, west, 0.0)
+    sky.settle(1.0)
+    sky.sim.cut(CENTRE, east)
+    ping(sky, east)
+    sky.settle(1.0)
+    assert not sky.sim.satellites[SatelliteId(0, 0)].neighbourhood.links.is_up(CENTRE, east)
+
+
 @pytest.mark.parametrize("access", ["los", "gateway"])
 def test_ten_minutes_of_faults_by_seed(world, value_of, access):
     """Satellites, planes and links fail and come back; what is read is right or an honest miss, and it ends well."""

@@ -26,7 +26,7 @@ _FRESH_S = 0.2
 _TRIES = 4
 """So many questions without an answer, and the link is taken to be down."""
 _MOST_AHEAD_S = 60.0
-"""A push that was made further in the future is not believed."""
+"""What was made further in the future is not believed."""
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 8.0
 """A link that is down is tried after 1, 2, 4, 8, 8 … s."""
@@ -134,9 +134,11 @@ class Neighbourhood:
             self._tell_all_known(source, now_s)
 
     def _contradict(self, declaration: Declaration, now_s: float) -> None:
-        """What we said before we started anew (or what somebody made up) still goes round: outdo it."""
-        ours = self._bits()
-        if declaration.down != ours and declaration.made_ms > self.links.made_ms(self._here):
+        """What we said before we started anew (or what somebody made up) still goes round: outdo it, unless it is so
+        far ahead that nobody believes it, and nobody would believe us.
+        """
+        known_ms, latest_ms = self.links.made_ms(self._here), (now_s + _MOST_AHEAD_S) * 1e3
+        if declaration.down != self._bits() and known_ms < declaration.made_ms < latest_ms:
             self._declare(max(now_s, (declaration.made_ms + 1) / 1e3))
 
     def _look_around(self, declaration: Declaration, now_s: float) -> None:
