@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.protocol import chunk_store, dead, link_state, messages, notices, retention, selection, wire
+from skymemory.protocol import checks, chunk_store, dead, link_state, messages, notices, retention, selection, wire
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.space_packet import COMMAND_BYTES, MAX_PACKET_BYTES, TELEMETRY_BYTES, pack_command
@@ -58,6 +58,7 @@ STRUCTS = {
     "Moves": messages._MOVES,
     "Notice": notices._NOTICE,
     "Retain": retention._RETAIN,
+    "Check": checks._CHECK,
     "Links": link_state._LINKS,
     "Primary header": struct.Struct(">HHH"),
 }
@@ -134,6 +135,7 @@ def test_limits():
         "selection": selection.MAX_SELECTION_BITS,
         "keys": messages.MAX_KEYS_PER_PACKET,
         "dead values": dead.MAX_DEAD_PER_PACKET,
+        "checks": checks.MAX_CHECKS_PER_PACKET,
         "listing": messages.MAX_KEYS_PER_PACKET // 2,
         "moves": wire.MAX_MOVES,
     }

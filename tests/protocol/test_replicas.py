@@ -35,13 +35,13 @@ def test_the_copies_of_a_chunk_are_on_different_satellites_and_planes(strategy, 
 class Host:
     """A host that keeps two copies."""
 
-    def __init__(self, sky, replicas: int = 2) -> None:
-        self.sky, self.replicas = sky, replicas
+    def __init__(self, sky, replicas: int = 2, chunk_bytes: int = 6144) -> None:
+        self.sky, self.replicas, self.chunk_bytes = sky, replicas, chunk_bytes
 
     def put(self, name: str, value: bytes):
         sky = self.sky
         number, info = sky.host.machine.put(
-            key_of(name), value, 6144, STRATEGY_CODES["rotation_hop"], 10, sky.now_s, replicas=self.replicas
+            key_of(name), value, self.chunk_bytes, STRATEGY_CODES["rotation_hop"], 10, sky.now_s, replicas=self.replicas
         )
         return sky.host.run([number])[number], info
 

@@ -17,6 +17,7 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.native import twin
 from skymemory.protocol import messages
+from skymemory.protocol.checks import Check, Found, pack_checks, pack_found
 from skymemory.protocol.dead import pack_dead, pack_setting, unpack_dead
 from skymemory.protocol.link_state import Declaration, LinksBody
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
@@ -89,6 +90,8 @@ BUILT = {
     "notice": control(Op.NOTICE, Notice(HERE, 77, Region(SatelliteId(2, 9), 1, 1, 2, 1), 6, True, DEAD).pack()),
     "retain": control(Op.RETAIN, pack_retain(Retain.PIN, 1_700_000_060.5, [KEY, OTHER_KEY])),
     "retained": control(Op.RETAINED, pack_retained([Kept.DONE, Kept.REFUSED])),
+    "check": control(Op.CHECK, pack_checks([Check(*DEAD[0], 10, 3, 40, 6144), Check(*DEAD[1], 10, 9, 10, 65_375)])),
+    "checked": control(Op.CHECKED, pack_found([Found.WHOLE, Found.LACKING, Found.NO_ROOM])),
     "gone": control(Op.GONE, pack_dead(DEAD[:1])),
     "unreachable": control(Op.UNREACHABLE, b"", Status.HOP_LIMIT),
 }

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
-from skymemory.protocol.chunk_store import Chunk, ChunkStore, PutOutcome, Share
+from skymemory.protocol.chunk_store import ChunkStore, PutOutcome
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.latecomers import Latecomers
 from skymemory.protocol.messages import KEY_BYTES, Packet
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.selection import Selection
+from skymemory.protocol.share import Chunk, Share
 from skymemory.protocol.wire import CHUNK_REF_BYTES, SKY_BYTES, ChunkRef, Op, SkyHeader, Status
 
 OnStored = Callable[[bytes, list[int], bytes, Op, float], None]

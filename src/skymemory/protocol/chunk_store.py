@@ -7,35 +7,19 @@ grow old together too, and where room is needed the oldest share goes chunk by c
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
 
 from skymemory.protocol.ledger import Cause, Ledger
 from skymemory.protocol.messages import Presence
 from skymemory.protocol.replacement import LeastRecentlyUsed, Replacement
+from skymemory.protocol.share import Chunk, ChunkName, Share, StoredChunk, others_met, size_bytes_of, told_by
 from skymemory.protocol.wire import CHUNK_REF_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef
-
-ChunkName = tuple[bytes, int]
-"""(key, 0-based index)."""
-Chunk = tuple[bytes, bytes]
-"""Packed reference and payload, as ``StoredChunk`` but plain: whole runs of them come and go."""
-Share = dict[int, Chunk]
 
 _VERSION = slice(48, 56)
 """Of a packed reference: length and CRC of the whole value, which tell two values of one key apart."""
 _TAG = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
-_SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
-_MOVES = struct.Struct(">ii")
-
-
-class StoredChunk(NamedTuple):
-    """``ref`` is the packed ``ChunkRef``, kept as bytes because it is sent as it came."""
-
-    ref: bytes
-    payload: bytes
 
 
 @dataclass(slots=True)
@@ -62,6 +46,8 @@ class ChunkStore:
         """
         self.gone: Callable[[bytes], None] | None = None
         """Told of each key whose last chunk went, for whatever cause."""
+        self.met: list[tuple[ChunkName, bytes]] = []
+        """Chunks whose place another copy of them has taken, with their packed references, till somebody takes them."""
         self._shares: dict[bytes, Share] = {}
         self._replacement: Replacement = replacement if replacement is not None else LeastRecentlyUsed()
         self._shielded: set[bytes] = set()
@@ -112,7 +98,7 @@ class ChunkStore:
 
     def share_bytes(self, key: bytes) -> int:
         """What the chunks of ``key`` that are here count in memory."""
-        return _size_bytes(self._shares.get(key, {}))
+        return size_bytes_of(self._shares.get(key, {}))
 
     def _grow(self, key: bytes, size_bytes: int) -> None:
         """The share of ``key`` has grown by so much, or (negative) shrunk."""
@@ -148,6 +134,7 @@ class ChunkStore:
         outcome = PutOutcome(stored=size <= self.limit_bytes)
         if not outcome.stored:
             return outcome
+        self.met += others_met(key, self._shares.get(key, {}), [(index, ref)])
         outcome.replaced = int(self._take(name, "replaced"))
         while self.used_bytes + size > self.limit_bytes:
             victim = self._victim(key, ref)
@@ -175,7 +162,7 @@ class ChunkStore:
         old = [share[index] for index in indices if index in share] if share else []
         outcome = PutOutcome(stored=True, replaced=len(old))
         if self.used_bytes + size_bytes > self.limit_bytes:
-            own_bytes = 0 if key in self._shielded else _size_bytes(share)
+            own_bytes = 0 if key in self._shielded else size_bytes_of(share)
             if old or own_bytes + self.shielded_bytes + size_bytes > self.limit_bytes:
                 return None
             while self.used_bytes + size_bytes > self.limit_bytes:
@@ -184,6 +171,8 @@ class ChunkStore:
                     return None
                 self._evict((victim, max(self._shares[victim])))
                 outcome.evicted += 1
+        if old:
+            self.met += others_met(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
         share.update(zip(indices, chunks, strict=True))
         self._shares[key] = share
         self._note(key)
@@ -232,6 +221,10 @@ class ChunkStore:
         missing = [index for index in indices if index not in share]
         return [share[index] for index in indices if index in share], missing
 
+    def relabel(self, name: ChunkName, ref: bytes) -> None:
+        """The chunk, which is here, is another copy of the same from now on."""
+        self._shares[name[0]][name[1]] = (ref, self._shares[name[0]][name[1]][1])
+
     def peek(self, name: ChunkName) -> StoredChunk | None:
         """The chunk, or None if it is not here; the order of eviction stays as it is."""
         share = self._shares.get(name[0])
@@ -270,7 +263,7 @@ class ChunkStore:
     def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
         """Remove every chunk of ``key``; how many there were."""
         share = self._shares.get(key, {})
-        size, chunks = _size_bytes(share), len(share)
+        size, chunks = size_bytes_of(share), len(share)
         self._grow(key, -size)
         self.ledger.went(size, cause)
         self._count -= chunks
@@ -298,18 +291,3 @@ class ChunkStore:
             for index, (ref, _) in share.items():
                 groups.setdefault(ref[_TAG], []).append((key, index))
         return groups
-
-
-def told_by(share: Share) -> int:
-    """The lowest chunk of the latest placement. A value that was set again after moves of the box, or prefetched,
-    leaves chunks of the earlier placement on the satellites that both have.
-    """
-    settings = {ref[_SET_MOVES] for ref, _ in share.values()}
-    if len(settings) == 1:
-        return min(share)
-    latest = max(settings, key=lambda moves: sum(_MOVES.unpack(moves)))
-    return min(index for index, (ref, _) in share.items() if ref[_SET_MOVES] == latest)
-
-
-def _size_bytes(share: Share) -> int:
-    return sum(len(payload) for _, payload in share.values()) + CHUNK_REF_BYTES * len(share)

@@ -6,32 +6,38 @@ then four: so word of a hole reaches all S servers in about log2 S sweeps, by on
 
 Nothing is dropped on a first suspicion. A block may just be being written, or be on its way to other satellites: what
 looks incomplete is looked at again after ``confirm_s``, and dropped only if it still does and the box has not moved.
+
+With copies a block is dead when *no* copy of a server's share is whole: reads mix copies chunk by chunk. So all places
+of a share are asked (CHECK), also of those that are not whole here, and one that has it will do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.chunk_store import ChunkStore, told_by
+from skymemory.protocol.checks import ANSWER_S, MAX_CHECKS_PER_PACKET, Check, Checks, Found
+from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.copies import Copies
 from skymemory.protocol.dead import Dead, setting_of
 from skymemory.protocol.departures import Departures
+from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
 from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.share import told_by
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import ChunkRef, Op
 
-ANSWER_S = 0.3
-"""How long an answer is waited for; without it a key is taken to be whole."""
 MOST_QUESTIONS = 8
 """HAS packets of one sweep, and of one handover: so many times 180 keys."""
 
+_MOST_LOOKS = 4
 _FOUND = 1 << 30
 """Some place has it: no count of the others brings this down to 0."""
 
@@ -45,7 +51,9 @@ class _Question:
     distance: int
     asked_s: float
     lacking: dict[bytes, int]
-    """Shared by the questions about one key: how many places are left that may have it."""
+    """Shared by the questions about one key: how many places are left that may have it. Without their answers it is
+    taken to be whole.
+    """
 
 
 @dataclass(slots=True)
@@ -53,18 +61,23 @@ class _Suspect:
     distance: int
     """How far round the ring the server is that lacks it; 0: our own share is not whole."""
     due_s: float
-    moves: Moves = field(default=(0, 0))
+    moves: Moves = (0, 0)
+    server: int = -1
+    """Whose share it is, where there are copies: of that ring there may be more than one to ask for."""
+    looks: int = 0
 
 
 class Completeness:
     """Suspicions of one satellite, and how they are cleared or confirmed. ``purge`` is told of what is dead."""
 
     def __init__(
-        self, here: SatelliteId, confirm_s: float, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, purge: Callable[[list[Dead], float], None],
+        self, here: SatelliteId, config: EvictionConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
+        departures: Departures, counters: Counters, checks: Checks, purge: Callable[[list[Dead], float], None],
     ) -> None:  # fmt: skip
         self._here = here
-        self._confirm_s = confirm_s
+        self._confirm_s = config.confirm_s
+        self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
+        self._checks = checks
         self._store = store
         self._whereabouts = whereabouts
         self._sky = sky
@@ -86,7 +99,7 @@ class Completeness:
     @property
     def asking(self) -> bool:
         """Whether answers are awaited."""
-        return bool(self._questions)
+        return bool(self._questions) or self._checks.asking
 
     def look_at(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
         """Look whether these keys, which are here, are whole: our own share, and the server ``distance`` further.
@@ -94,6 +107,8 @@ class Completeness:
         ``before`` the box moved, it was elsewhere: then both places are asked, and one that has it will do. Returns
         those that there was no question left for.
         """
+        if self._copies is not None:
+            return self._look_at_copies(self._copies, keys, distance, now_s, before)
         self._questions = {n: q for n, q in self._questions.items() if q.asked_s + ANSWER_S > now_s}
         by_place: dict[SatelliteId, tuple[list[bytes], list[int]]] = {}
         lacking: dict[bytes, int] = {}
@@ -126,6 +141,40 @@ class Completeness:
                 self._ask(place, _Question(asked[page], expected[page], distance, now_s, lacking))
         return left
 
+    def _look_at_copies(
+        self, copies: Copies, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None
+    ) -> list[bytes]:
+        """``look_at`` where there are copies: also for what is not whole here."""
+        by_place: dict[SatelliteId, list[Check]] = {}
+        lacking: dict[tuple[bytes, int], int] = {}
+        asked, left = 0, list[bytes]()
+
+        def heard(
+            place: SatelliteId, checks: list[Check], found: list[Found], same_moves: bool, heard_s: float
+        ) -> None:
+            for check, what in zip(checks, found, strict=True):
+                name = check.key, check.server
+                if what is Found.WHOLE:
+                    lacking[name] = _FOUND
+                    self._clear(check.key, distance, check.server)
+                else:
+                    lacking[name] -= 1
+                    if lacking[name] == 0 and same_moves:
+                        self._suspect(check.key, distance, heard_s, check.server)
+
+        for key in keys:
+            for check, places in copies.to_ask(key, distance, before):
+                if asked + len(places) > MOST_QUESTIONS * MAX_CHECKS_PER_PACKET:
+                    left.append(key)
+                    break
+                asked += len(places)
+                lacking[key, check.server] = len(places)
+                for place in places:
+                    by_place.setdefault(place, []).append(check)
+        for place, checks in by_place.items():
+            self._checks.ask(place, checks, heard, now_s)
+        return left
+
     def answered(self, packet: Packet, now_s: float) -> None:
         """A PRESENCE for us."""
         question = self._questions.pop(packet.header.request_id, None)
@@ -135,9 +184,7 @@ class Completeness:
         same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._whereabouts.moves
         for key, expected, presence in zip(question.keys, question.expected, presences, strict=True):
             if presence is not None and presence.held >= expected:
-                known = self._suspects.get(key)
-                if known is not None and known.distance == question.distance:
-                    del self._suspects[key]
+                self._clear(key, question.distance)
                 question.lacking[key] = _FOUND
             else:
                 question.lacking[key] -= 1
@@ -152,27 +199,36 @@ class Completeness:
         for key in due:
             suspect = self._suspects[key]
             moved = suspect.moves != self._whereabouts.moves
-            if self._ref(key) is None or moved:
+            if self._ref(key) is None or moved or (self._copies is not None and suspect.looks == _MOST_LOOKS):
                 del self._suspects[key]
-            elif suspect.distance == 0:
+            elif suspect.distance == 0 and self._copies is None:
                 del self._suspects[key]
                 if not self._own_share_is_whole(key):
                     dead.append(key)
             else:
                 suspect.due_s = now_s + self._confirm_s
+                suspect.looks += 1
                 again.setdefault(suspect.distance, []).append(key)
         self._drop(dead, now_s)
         for distance, keys in again.items():
             for key in self.look_at(keys, distance, now_s):
                 self._suspects.pop(key, None)
 
-    def _suspect(self, key: bytes, distance: int, now_s: float) -> None:
+    def _suspect(self, key: bytes, distance: int, now_s: float, server: int = -1) -> None:
         known = self._suspects.get(key)
-        if known is not None and known.distance == distance > 0 and known.moves == self._whereabouts.moves:
+        if known is None:
+            self._suspects[key] = _Suspect(distance, now_s + self._confirm_s, self._whereabouts.moves, server)
+            return
+        again = known.server == server and (known.looks > 0 if server >= 0 else known.distance == distance > 0)
+        if again and known.moves == self._whereabouts.moves:
             del self._suspects[key]
             self._drop([key], now_s)
-        elif known is None:
-            self._suspects[key] = _Suspect(distance, now_s + self._confirm_s, self._whereabouts.moves)
+
+    def _clear(self, key: bytes, distance: int, server: int = -1) -> None:
+        """It is there: no suspicion."""
+        known = self._suspects.get(key)
+        if known is not None and known.server == server and (server >= 0 or known.distance == distance):
+            del self._suspects[key]
 
     def _drop(self, dead: list[bytes], now_s: float) -> None:
         shares = self._store.shares

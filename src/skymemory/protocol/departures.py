@@ -10,10 +10,10 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
-from skymemory.protocol.chunk_store import Chunk, Share
 from skymemory.protocol.forwarding import LinkEnd, Router
 from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.share import Chunk, Share
 from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import (

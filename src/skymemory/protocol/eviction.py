@@ -35,13 +35,16 @@ class EvictionConfig:
     notice_hold_s: float = 0.05
     confirm_s: float = 2.0
     pin_share: float = 0.5
+    replicas: int = 1
+    """Copies of each chunk that the constellation keeps: a block is dead when all copies of a chunk are gone."""
 
     @classmethod
-    def of(cls, policies: Sequence[str], sweep_s: float = 30.0) -> EvictionConfig:
+    def of(cls, policies: Sequence[str], sweep_s: float = 30.0, replicas: int = 1) -> EvictionConfig:
         """What satellites do under these policies (``lazy`` is the clients' affair)."""
         plane_only = "gossip-plane" in policies
         return cls(
-            plane_only or "gossip" in policies, plane_only, "periodic" in policies, "migration" in policies, sweep_s
+            plane_only or "gossip" in policies, plane_only, "periodic" in policies, "migration" in policies, sweep_s,
+            replicas=replicas,
         )  # fmt: skip
 
 

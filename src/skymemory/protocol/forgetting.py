@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
+from skymemory.protocol.checks import ANSWER_S, Checks
 from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.completeness import ANSWER_S, Completeness
+from skymemory.protocol.completeness import Completeness
 from skymemory.protocol.dead import Dead
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.handover import Burst, Handover
+from skymemory.protocol.mending import Mending
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.notices import Notices
@@ -39,11 +41,16 @@ class Forgetting:
         self._counters = counters
         self._handover = handover
         self.retention = Retention(store, departures, counters, config.pin_share)
+        self._checks = checks = Checks(store, whereabouts, departures, counters)
         self._notices = Notices(
-            here, config, store, whereabouts, sky, departures, counters, lambda: 0 if handover.at_rest else 1, now_s
+            here, config, store, whereabouts, sky, departures, counters, checks,
+            lambda: 0 if handover.at_rest else 1, now_s,
         )  # fmt: skip
         self._completeness = Completeness(
-            here, config.confirm_s, store, whereabouts, sky, departures, counters, self._purge
+            here, config, store, whereabouts, sky, departures, counters, checks, self._purge
+        )  # fmt: skip
+        self._mending = Mending(
+            here, config.replicas, config.sweep_s, store, whereabouts, checks, handover, counters, now_s
         )  # fmt: skip
         self._sweep_s = now_s + config.sweep_s if config.periodic else math.inf
         self._sweeps = 0
@@ -52,16 +59,19 @@ class Forgetting:
         self.handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.NOTICE: self._notices.receive, Op.RETAIN: self.retention.receive,
             Op.RETAINED: self.retention.answered, Op.PRESENCE: self._presence,
+            Op.CHECK: checks.receive, Op.CHECKED: self._checked,
         }  # fmt: skip
 
     def next_timer_s(self) -> float | None:
-        due_s = min(self._notices.due_s, self.retention.next_s, self._sweep_s, self._completeness.next_s)
+        parts = self.retention, self._completeness, self._mending
+        due_s = min(self._notices.due_s, self._sweep_s, *(part.next_s for part in parts))
         return due_s if due_s < math.inf else None
 
     def handle_timer(self, now_s: float) -> None:
         self._notices.send_due(now_s)
         self.retention.handle_timer(now_s)
         self._completeness.handle_timer(now_s)
+        self._mending.handle_timer(now_s)
         if now_s >= self._sweep_s:
             self._sweep_s = now_s + self._config.sweep_s
             self._sweep(now_s)
@@ -69,6 +79,11 @@ class Forgetting:
     def gather(self, now_s: float) -> None:
         """Packets were taken: something may have been evicted for them."""
         self._notices.gather(now_s)
+
+    def stored(self, key: bytes) -> None:
+        """A writer stored the key anew: what was said of its end is void."""
+        self.retention.stored(key)
+        self._checks.stored(key)
 
     # --- around a handover ---
 
@@ -90,6 +105,13 @@ class Forgetting:
 
     def _presence(self, packet: Packet, now_s: float) -> None:
         self._completeness.answered(packet, now_s)
+        self._heard()
+
+    def _checked(self, packet: Packet, now_s: float) -> None:
+        self._checks.answered(packet, now_s)
+        self._heard()
+
+    def _heard(self) -> None:
         if not self._completeness.asking:
             self._handover.fresh_from_s = 0.0
 

@@ -7,6 +7,9 @@ still looks here finds it. No table and no coordinator: each satellite computes 
 A *stray* is a chunk that is here although it belongs elsewhere: brought by a writer who did not know of the last move,
 handed over by a satellite whose clock is ahead, or not taken by a satellite that is full or dead. Strays are looked at
 again when their time has come; so two satellites that disagree about the moves do not toss chunks to and fro.
+
+Where values have copies, a chunk may also leave *as another copy* than the one it is here. Then it is only copied, and
+nothing here is deleted when it has arrived.
 """
 
 from __future__ import annotations
@@ -17,8 +20,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.chunk_store import ChunkName, ChunkStore
+from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.share import ChunkName
 
+AsCopy = tuple[bytes, int, int]
+"""(key, 0-based index, replica): the chunk, leaving as that copy."""
+Leaving = ChunkName | AsCopy
 BURST_CHUNKS = 10
 """Chunks of one MIGRATE request: as many as one segmentation-offload send carries."""
 _MOST_ATTEMPTS = 12
@@ -36,7 +43,7 @@ class Burst:
 
     request_id: int
     destination: SatelliteId
-    names: list[ChunkName]
+    names: list[Leaving]
     deadline_s: float
     attempts: int = 1
 
@@ -51,12 +58,14 @@ class Handover:
         self.retransmitted = 0
         self._window_bursts = window_bursts
         self._timeout_s = timeout_s
-        self._queue: deque[tuple[SatelliteId, list[ChunkName]]] = deque()
-        self._queued: set[ChunkName] = set()
+        self._queue: deque[tuple[SatelliteId, list[Leaving]]] = deque()
+        self._queued: set[Leaving] = set()
+        self._renamed: dict[Leaving, AsCopy] = {}
+        """Of chunks queued: as which copy they are to leave, where another copy has taken their place here."""
         self._in_flight: dict[int, Burst] = {}
         self._doomed: dict[ChunkName, float] = {}
-        self._strays: dict[ChunkName, float] = {}
-        self._stray_times: list[tuple[float, ChunkName]] = []
+        self._strays: dict[Leaving, float] = {}
+        self._stray_times: list[tuple[float, Leaving]] = []
         self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
         """Where whose chunks were refused since the last move: when they are tried again, and after what wait."""
         self._next_request_id = 1
@@ -71,8 +80,14 @@ class Handover:
         """``idle``, and no copy awaits deletion: what is stored needs no look from here."""
         return self.idle and not self._doomed
 
-    def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> None:
-        """Queue everything that ``where`` (packed tag → satellite) puts elsewhere; forget older plans."""
+    def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> list[AsCopy]:
+        """Queue everything that ``where`` (packed tag → satellite) puts elsewhere; forget older plans.
+
+        What was to leave as another copy is returned: whose place that is now is not known here.
+        """
+        planned = (*self._queued, *self._strays, *self._renamed.values())
+        others = sorted({name for name in planned if len(name) == 3})
+        self._renamed.clear()
         self._queue.clear()
         self._queued.clear()
         self._strays.clear()
@@ -88,10 +103,11 @@ class Handover:
                 self.enqueue(
                     destination, (name for name in names if name not in on_its_way and name not in self._doomed)
                 )
+        return others
 
-    def enqueue(self, destination: SatelliteId, names: Iterable[ChunkName]) -> None:
+    def enqueue(self, destination: SatelliteId, names: Iterable[Leaving]) -> None:
         """Queue chunks for a satellite, in bursts of one key each."""
-        by_key: dict[bytes, list[ChunkName]] = {}
+        by_key: dict[bytes, list[Leaving]] = {}
         for name in names:
             if name not in self._queued and len(self._queued) < _MOST_QUEUED:
                 self._queued.add(name)
@@ -113,13 +129,31 @@ class Handover:
                 if name in burst.names:
                     burst.names.remove(name)
 
-    def stray(self, name: ChunkName, due_s: float) -> None:
+    def leave_as(self, name: ChunkName, replica: int) -> None:
+        """Another copy takes the place of this chunk: what was to leave under its name leaves as copy ``replica``,
+        if it has not arrived already.
+        """
+        other = (*name, replica)
+        if self._doomed.pop(name, None) is not None:
+            return
+        for burst in self._in_flight.values():
+            if name in burst.names:
+                burst.names[burst.names.index(name)] = other
+                return
+        if name in self._queued and name not in self._renamed:
+            self._queued.discard(name)
+            self._queued.add(other)
+            self._renamed[name] = other
+        else:
+            self.stray(other, self._strays.pop(name, 0.0))
+
+    def stray(self, name: Leaving, due_s: float) -> None:
         """The chunk is here and belongs elsewhere; look at it again at ``due_s``."""
         if name not in self._strays and name not in self._queued:
             self._strays[name] = due_s
             heapq.heappush(self._stray_times, (due_s, name))
 
-    def strays_due(self, now_s: float) -> list[ChunkName]:
+    def strays_due(self, now_s: float) -> list[Leaving]:
         """Each is returned once."""
         due = []
         while self._stray_times and self._stray_times[0][0] <= now_s:
@@ -142,6 +176,8 @@ class Handover:
             due.append(burst)
         while self._queue and now_s >= self.fresh_from_s and len(self._in_flight) < self._window_bursts:
             destination, names = self._queue.popleft()
+            if self._renamed:
+                names = [self._renamed.pop(name, name) for name in names]
             self._queued.difference_update(names)
             burst = Burst(self._next_request_id, destination, names, now_s + self._timeout_s)
             self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
@@ -149,7 +185,7 @@ class Handover:
             due.append(burst)
         return due
 
-    def forget(self, burst: Burst, gone: Iterable[ChunkName]) -> None:
+    def forget(self, burst: Burst, gone: Iterable[Leaving]) -> None:
         """Chunks that have arrived, or were evicted or deleted meanwhile, need no journey."""
         absent = set(gone)
         burst.names = [name for name in burst.names if name not in absent]
@@ -161,10 +197,12 @@ class Handover:
         burst = self._in_flight.get(request_id)
         if burst is None:
             return 0
-        done = set(names).intersection(burst.names)
+        there = set(names)
+        done = [name for name in burst.names if name[:2] in there]
         for name in done:
-            self._doomed.pop(name, None)
-            self._doomed[name] = now_s + self.grace_s
+            if len(name) == 2:
+                self._doomed.pop(name, None)
+                self._doomed[name] = now_s + self.grace_s
         self.forget(burst, done)
         return len(done)
 

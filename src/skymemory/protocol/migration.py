@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
-from skymemory.protocol.chunk_store import ChunkName, ChunkStore
+from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forgetting import Forgetting
-from skymemory.protocol.handover import Burst, Handover
+from skymemory.protocol.handover import Burst, Handover, Leaving
+from skymemory.protocol.meetings import Meetings
 from skymemory.protocol.messages import Packet
 from skymemory.protocol.selection import Selection
+from skymemory.protocol.share import Chunk, as_copy
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import Address, Status
 
@@ -28,11 +30,21 @@ class Migration:
         self._departures = departures
         self._forgetting = forgetting
         self._counters = counters
+        self.meetings = Meetings(here, store, handover, whereabouts)
+
+    def box_moved(self) -> None:
+        """Queue what must leave now, whatever was to leave before."""
+        others = self._handover.plan(self._store, self._whereabouts.home_of_tag, self._here)
+        for key, index, replica in others:
+            self.meetings.send_as((key, index), replica)
 
     def send_due(self, now_s: float) -> None:
         """All that is to leave now: strays whose time has come, fresh bursts, and those not acknowledged in time."""
-        elsewhere: dict[SatelliteId, list[ChunkName]] = {}
+        elsewhere: dict[SatelliteId, list[Leaving]] = {}
         for name in self._handover.strays_due(now_s):
+            if len(name) == 3:
+                self.meetings.send_as(name[:2], name[2])
+                continue
             chunk = self._store.peek(name)
             if chunk is not None and (home := self._whereabouts.home(chunk.ref)) != self._here:
                 elsewhere.setdefault(home, []).append(name)
@@ -63,9 +75,16 @@ class Migration:
 
     def _send(self, burst: Burst, now_s: float) -> None:
         self._forgetting.to_send(burst, now_s)
-        found = {name: chunk for name in burst.names if (chunk := self._store.peek(name)) is not None}
+        found = {name: chunk for name in burst.names if (chunk := self._chunk(name)) is not None}
         if len(found) < len(burst.names):
             self._handover.forget(burst, set(burst.names) - found.keys())
         if found:
             there = Address(burst.destination.plane, burst.destination.slot)
             self._departures.migrate(there, burst.request_id, list(found.values()), now_s)
+
+    def _chunk(self, name: Leaving) -> Chunk | None:
+        """It, as the copy that it leaves as."""
+        chunk = self._store.peek(name[:2])
+        if chunk is None or len(name) == 2:
+            return chunk
+        return as_copy(chunk.ref, name[2]), chunk.payload

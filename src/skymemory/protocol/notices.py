@@ -3,6 +3,9 @@
 A NOTICE is flooded link by link within a rectangle of satellites, each of which passes it on once; a satellite outside
 the rectangle passes it on towards its centre. Several evict the same block at the same time, since they hold the same
 blocks in the same order: so notices wait a moment, and who meanwhile hears of a key has nothing left to tell of it.
+
+Where values have copies, a block is dead when no copy of some share is whole. Who evicts part of one asks those who
+have the other copies (CHECK), and tells only when none of them has it; the last one to evict always finds out.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from dataclasses import dataclass, replace
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
+from skymemory.protocol.checks import Check, Checks, Found
 from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.copies import Copies
 from skymemory.protocol.dead import (
     MAX_DEAD_PER_PACKET,
     Dead,
@@ -28,7 +33,7 @@ from skymemory.protocol.dead import (
 )
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.messages import Buffer, Packet
+from skymemory.protocol.messages import KEY_BYTES, Buffer, Packet
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import TAG_OFFSET, Address, Op
@@ -91,8 +96,10 @@ class Notices:
 
     def __init__(
         self, here: SatelliteId, config: EvictionConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, margin: Callable[[], int], now_s: float,
+        departures: Departures, counters: Counters, checks: Checks, margin: Callable[[], int], now_s: float,
     ) -> None:  # fmt: skip
+        self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
+        self._checks = checks
         self._here = here
         self._config = config
         self._store = store
@@ -124,10 +131,44 @@ class Notices:
         if now_s < self._due_s:
             return
         self._due_s = math.inf
-        by_region: dict[Region, list[Dead]] = {}
-        for key, ref in self._evicted.items():
-            by_region.setdefault(self._region(ref), []).append((key, setting_of(ref)))
+        refs = list(self._evicted.values())
         self._evicted.clear()
+        if self._copies is None:
+            self._tell(refs, now_s)
+        else:
+            self._ask_others(self._copies, refs, now_s)
+
+    def _ask_others(self, copies: Copies, refs: Sequence[bytes], now_s: float) -> None:
+        """Tell of those of which some share is whole nowhere; who does not answer is taken to have his."""
+        by_key = {ref[:KEY_BYTES]: ref for ref in refs}
+        by_place: dict[SatelliteId, list[Check]] = {}
+        left: dict[Check, int] = {}
+        alone: list[bytes] = []
+
+        def heard(
+            place: SatelliteId, checks: list[Check], found: list[Found], same_moves: bool, heard_s: float
+        ) -> None:
+            dead = []
+            for check, what in zip(checks, found, strict=True):
+                left[check] -= what is not Found.WHOLE and same_moves
+                if left[check] == 0 and not copies.whole(check) and (ref := by_key.pop(check.key, None)):
+                    dead.append(ref)
+            self._tell(dead, heard_s)
+
+        for ref in refs:
+            for check, others in copies.gone(ref, self._whereabouts.before if self._margin() else None):
+                alone += [] if others else [by_key.pop(check.key, b"")]
+                left[check] = len(others)
+                for place in others:
+                    by_place.setdefault(place, []).append(check)
+        self._tell([ref for ref in alone if ref], now_s)
+        for place, checks in by_place.items():
+            self._checks.ask(place, checks, heard, now_s)
+
+    def _tell(self, refs: Sequence[bytes], now_s: float) -> None:
+        by_region: dict[Region, list[Dead]] = {}
+        for ref in refs:
+            by_region.setdefault(self._region(ref), []).append((ref[:KEY_BYTES], setting_of(ref)))
         for region, dead in by_region.items():
             self.purge(dead)
             for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
@@ -162,6 +203,8 @@ class Notices:
     def purge(self, dead: Sequence[Dead]) -> None:
         """Drop what we have of these."""
         self._counters.add("chunks_purged", drop(self._store, dead))
+        if self._copies is not None:
+            self._checks.bury(dead)
 
     def _begin(self, region: Region, dead: tuple[Dead, ...], now_s: float) -> None:
         self._number = (self._number + 1) & 0xFFFFFFFF

@@ -11,10 +11,10 @@ from collections.abc import MutableMapping, Sequence, Set
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.chunk_service import ChunkService
-from skymemory.protocol.chunk_store import Share
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start
 from skymemory.protocol.gate import SatelliteGate
+from skymemory.protocol.share import Share
 from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, GROUND_SHELL, Address, Op
 

@@ -75,7 +75,7 @@ class SatelliteMachine:
             self.counters,
         )  # fmt: skip
         self._hand_over = self._migration.send_due
-        self._chunks.on_set = self._forgetting.retention.stored
+        self._chunks.on_set = self._forgetting.stored
         self._plain = PlainCases(self._address, self._chunks, self._departures, self._router, self._gate)
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict, Op.LIST: self._chunks.list,
@@ -245,9 +245,11 @@ class SatelliteMachine:
 
         Whoever handed them over may know of a move that we do not know of yet: then they stay for a while.
         """
+        due_s = now_s + self.handover.grace_s if op is Op.MIGRATE else now_s
+        if self.store.met:
+            self._migration.meetings.settle(due_s)
         self.handover.keep(key, indices)
         if self._whereabouts.home(ref) != self.config.address:
-            due_s = now_s + self.handover.grace_s if op is Op.MIGRATE else now_s
             for index in indices:
                 self.handover.stray((key, index), due_s)
 
@@ -294,4 +296,4 @@ class SatelliteMachine:
     def _follow_clock(self, now_s: float) -> None:
         if self._whereabouts.follow(now_s):
             self._forgetting.box_moved(now_s)
-            self.handover.plan(self.store, self._whereabouts.home_of_tag, self.config.address)
+            self._migration.box_moved()

@@ -62,6 +62,7 @@ class Op(IntEnum):
     NOTICE = 0x09
     LINKS = 0x0A
     RETAIN = 0x0B
+    CHECK = 0x0C
     ACK = 0x41
     DATA = 0x42
     MISS = 0x43
@@ -74,6 +75,7 @@ class Op(IntEnum):
     UNREACHABLE = 0x4A
     RETAINED = 0x4B
     GONE = 0x4C
+    CHECKED = 0x4D
 
     @property
     def is_command(self) -> bool:

@@ -29,6 +29,6 @@ class MemoryPolicy:
         """Whether a client that finds a hole evicts the rest."""
         return "lazy" in parse_policies(self.eviction)
 
-    def satellites(self) -> EvictionConfig:
-        """What the satellites do of it."""
-        return EvictionConfig.of(parse_policies(self.eviction), self.sweep_s)
+    def satellites(self, replicas: int = 1) -> EvictionConfig:
+        """What the satellites do of it, where so many copies are kept."""
+        return EvictionConfig.of(parse_policies(self.eviction), self.sweep_s, replicas)

@@ -36,7 +36,8 @@ class VirtualConstellation:
         self._links_s = shell.isl_one_way_s("plane"), shell.isl_one_way_s("slot")
         self.simulated = SimulatedConstellation(
             sky_of(plan), plan.memory_per_satellite_bytes, self.clock, self._delay_s, faults,
-            replacement=plan.memory_policy.replacement, eviction=plan.memory_policy.satellites(), clocks=clocks,
+            replacement=plan.memory_policy.replacement, eviction=plan.memory_policy.satellites(plan.replicas),
+            clocks=clocks,
         )  # fmt: skip
 
     def _delay_s(self, sender: Node, receiver: Node) -> float:

@@ -71,7 +71,7 @@ def host_spec(
         memory_bytes=plan.memory_per_satellite_bytes,
         delay_scale=plan.delay_scale,
         replacement=plan.memory_policy.replacement,
-        eviction=plan.memory_policy.satellites(),
+        eviction=plan.memory_policy.satellites(plan.replicas),
         onboard=plan.centre if plan.access == "onboard" else None,
         faults=FaultInjector(
             loss=faults.loss, duplicate=faults.duplicate, reorder=faults.reorder, corrupt=faults.corrupt,
