@@ -28,6 +28,7 @@ _DURATION_UNITS = {
     "h": 3600.0,
     "d": 86400.0,
 }
+_MOST = 2.0**63
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Zµ]*)\s*")
 
 
@@ -36,7 +37,10 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, examp
     if match is None or match[2].lower() not in units:
         known = ", ".join(unit for unit in units if unit)
         raise InvalidInput(f"{text!r} is not a {what}: expected a number and one of {known}, such as {example}")
-    return float(match[1]) * units[match[2].lower()]
+    value = float(match[1]) * units[match[2].lower()]
+    if value > _MOST:
+        raise InvalidInput(f"{text!r} is not a {what}: expected at most 2^63, such as {example}")
+    return value
 
 
 def parse_size(text: str) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from skymemory.cli.main import build_parser
+from skymemory.errors import InvalidInput
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md"))
@@ -93,13 +94,11 @@ def _problem_with(command: str) -> str | None:
 def _problem_with_verb(arguments: list[str]) -> str | None:
     if not arguments or any("…" in word or word.startswith("[") for word in arguments):
         return None
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
             build_parser().parse_args(arguments)
-    except SystemExit as ended:
-        if ended.code not in (0, None) and not _only_names_a_verb(said.getvalue()):
-            return said.getvalue().strip().splitlines()[-1]
+    except InvalidInput as error:
+        return None if _only_names_a_verb(str(error)) else str(error)
     return None
 
 

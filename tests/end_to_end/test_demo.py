@@ -35,17 +35,36 @@ def test_the_quick_demo_serves_every_codec_from_the_sky_and_leaves_nothing(tmp_p
     assert processes_of(tmp_path) == [] and list(tmp_path.glob("skymemory-demo-*")) == []
 
 
-def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     demo = subprocess.Popen(DEMO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline_s = time.monotonic() + 60
     while not processes_of(tmp_path) and demo.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert processes_of(tmp_path)
-    demo.send_signal(signal.SIGINT)
+    demo.send_signal(number)
     demo.communicate(timeout=30)
     assert demo.returncode == 130
     assert processes_of(tmp_path) == [] and list(tmp_path.glob("skymemory-demo-*")) == []
+
+
+def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    demo = subprocess.Popen(DEMO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert demo.stdout is not None and "constellation up" in demo.stdout.readline()
+    demo.kill()
+    demo.communicate(timeout=30)
+    deadline_s = time.monotonic() + 10
+    while processes_of(tmp_path) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("options", [["--tokens", "128"], ["--model", "no-such-folder"]])
+def test_bad_options_are_refused_before_anything_is_started(options: list[str]) -> None:
+    answer = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=100)
+    assert answer.returncode == 2 and options[1] in answer.stderr and answer.stdout == ""
 
 
 @pytest.mark.parametrize(("content", "words"), [(b"\xff\xfe\x00binary", "not UTF-8"), (b"a few words", "at least 129")])

@@ -82,7 +82,7 @@ def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, moment_s: float, 
     assert nothing_is_left(tmp_path)
 
 
-@pytest.mark.parametrize("options", [["--seconds", "1"], ["--speed", "0"], ["--speed", "-3"]])
+@pytest.mark.parametrize("options", [["--seconds", "1"], ["--seconds", "nan"], ["--seconds", "inf"], ["--speed", "0"]])
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, options: list[str]) -> None:
     answer = subprocess.run([*DEMO, *options], env=environment(tmp_path), capture_output=True, text=True, timeout=60)
     assert answer.returncode == 2 and options[0] in answer.stderr

@@ -140,6 +140,35 @@ def test_no_constellation_and_bad_options_are_told_in_one_line(sky: Sky) -> None
     assert large.returncode == 2 and "at most" in large.stderr
 
 
+def test_what_a_name_or_a_lifetime_cannot_be_is_refused(sky: Sky) -> None:
+    (sky.folder / "note").write_bytes(b"note")
+    sky.up("--delay", "off")
+    for words in (["put", "note", "--key", ""], ["put", "note", "--ttl", "0s"], ["pin", "note", "--ttl", "0"]):
+        refused = sky("kv", *words)
+        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, words
+    both = sky("kv", "pin", "note", "--ttl", "5m", "--off")
+    assert both.returncode == 2 and "not allowed with" in both.stderr
+    assert sky("kv", "list", "--json").stdout.strip() == "[]"
+    name = "two\nlines\x1b[31m ü"
+    put = sky("kv", "put", "note", "--key", name)
+    listed = sky("kv", "list")
+    assert r"two\nlines\x1b[31m ü" in put.stdout and listed.stdout.endswith("  two\\nlines\\x1b[31m ü\n")
+    assert json.loads(sky("kv", "list", "--json").stdout)[0]["key"] == name
+
+
+def test_a_sealed_value_says_that_it_wants_its_keys(sky: Sky) -> None:
+    pytest.importorskip("cryptography")
+    (sky.folder / "note").write_bytes(b"note")
+    sky.up("--delay", "off")
+    for name in ("mine", "other"):
+        assert sky("keys", "new", name).returncode == 0
+    assert sky("kv", "put", "note", "--seal", "mine").returncode == 0
+    for words, told in (([], "read it with --seal FILE"), (["--seal", "other"], "does not open with other")):
+        without = sky("kv", "get", "note", "-o", "copy", *words)
+        assert without.returncode == 1 and told in without.stderr
+    assert sky("kv", "get", "note", "-o", "-", "--seal", "mine").stdout == "note"
+
+
 _MODEL = """
 import time, torch
 torch.set_num_threads(1)

@@ -113,3 +113,6 @@ def test_the_verb_makes_rotates_and_retires(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "in use" in said and not any(key.secret.hex() in said for key in read_keys(path).keys)
     assert main(["keys", "show", str(tmp_path / "none")]) == 2
+    capsys.readouterr()
+    assert main(["keys", "new", "."]) == 2
+    assert "it is a folder" in capsys.readouterr().err

@@ -41,7 +41,7 @@ CHUNKS_PER_VALUE = 480
 """A block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
 KILL_AT, REVIVE_AT = 0.4, 0.6
 """As shares of the run."""
-LEAST_SECONDS = 5.0
+LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
 GIVE_UP_S = 0.5
@@ -230,8 +230,11 @@ def _random_values(seed: int, size_bytes: int) -> dict[bytes, bytes]:
 
 def run_motion(args: argparse.Namespace) -> int:
     """All of it; exit code 0 if no byte was wrong and in the end everything can be read again."""
-    if args.seconds < LEAST_SECONDS:
-        raise InvalidInput(f"--seconds {args.seconds:g}: at least {LEAST_SECONDS:g}, to see a plane die and return")
+    if not LEAST_SECONDS <= args.seconds <= MOST_SECONDS:
+        raise InvalidInput(
+            f"--seconds {args.seconds:g}: expected {LEAST_SECONDS:g}, to see a plane die and return, "
+            f"to {MOST_SECONDS:g}"
+        )
     if not 0 < args.speed <= 2000:
         raise InvalidInput(f"--speed {args.speed:g}: expected more than 0 and at most 2000 times real time")
     stream = sys.stderr if args.json else sys.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,18 +24,26 @@ from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, build_small, build_tinyllama, load_model
+from skymemory.engine.models import (
+    TINYLLAMA_SHAPE,
+    build_llama,
+    build_small,
+    build_tinyllama,
+    check_model_folder,
+    load_model,
+)
 from skymemory.engine.quantizers import codec_of
 from skymemory.engine.tokenizer import load_tokenizer, train_tokenizer
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec.base import measure
 from skymemory.store.constellation import ConstellationStore
 from skymemory.store.shared_index import SharedIndex
+from skymemory.testbed.child import end_children
 from skymemory.testbed.connect import expected_round_trip_s, store_of
 from skymemory.testbed.control import confirm_all_answer, rotate
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.supervisor import start_on_free_ports, stop
+from skymemory.testbed.supervisor import Started, start_on_free_ports
 from skymemory.units import format_duration, format_size
 
 BLOCK_TOKENS = 128
@@ -65,14 +74,19 @@ class Row:
 
 @contextmanager
 def _constellation(narrator: Narrator) -> Iterator[tuple[ConstellationPlan, RunDirectory]]:
-    """The testbed with real delays, in a run directory of its own; gone at the end whatever happens."""
+    """The testbed with real delays, in a run directory of its own, its processes on lines to us: gone at the end
+    whatever happens.
+    """
     folder = Path(tempfile.mkdtemp(prefix="skymemory-demo-"))
     directory = RunDirectory(folder)
+    started: Started | None = None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is below runs before we end
     try:
         started = start_on_free_ports(
             directory,
             lambda base_port: make_plan(hosts=local_hosts(DEFAULT_PRESET, 5, base_port), delay_scale=1.0),
             preset_named(DEFAULT_PRESET).torus.size,
+            foreground=True,
             confirm=confirm_all_answer,
         )
         plan = started.plan
@@ -83,7 +97,8 @@ def _constellation(narrator: Narrator) -> Iterator[tuple[ConstellationPlan, RunD
         )
         yield plan, directory
     finally:
-        stop(directory)
+        if started is not None:
+            end_children(started.children)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -165,8 +180,6 @@ def _load(args: argparse.Namespace, narrator: Narrator) -> tuple[PreTrainedModel
 
 def _prompt_ids(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, document: str) -> torch.Tensor:
     wanted = args.tokens if args.tokens is not None else 4 * BLOCK_TOKENS + TAIL_TOKENS
-    if wanted <= BLOCK_TOKENS:
-        raise InvalidInput(f"--tokens {wanted}: at least {BLOCK_TOKENS + 1}, a block and a token to compute")
     ids = tokenizer(document, return_tensors="pt").input_ids
     if ids.shape[1] < min(wanted, BLOCK_TOKENS + 1):
         raise InvalidInput(
@@ -251,8 +264,17 @@ def _common(plain: list[int], sky: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(plain, sky, strict=False)) if a != b), min(len(plain), len(sky)))
 
 
+def _check_input(args: argparse.Namespace) -> None:
+    """What can be said before anything is started."""
+    if args.tokens is not None and args.tokens <= BLOCK_TOKENS:
+        raise InvalidInput(f"--tokens {args.tokens}: at least {BLOCK_TOKENS + 1}, a block and a token to compute")
+    if args.model is not None:
+        check_model_folder(args.model)
+
+
 def run_demo(args: argparse.Namespace, document: str) -> int:
     """All of it; exit code 0 if the identity check held and every codec got its tokens from the sky."""
+    _check_input(args)
     transformers_logging.set_verbosity_error()
     narrator = Narrator(quiet=args.json)
     began_s = time.perf_counter()

@@ -38,27 +38,31 @@ def add_parsers(verbs: Subparsers) -> None:
     add_run_dir(revive)
 
 
+def _check_some_are_named(args: argparse.Namespace) -> None:
+    if not (args.satellites or args.plane):
+        raise InvalidInput(
+            "which satellites? name them as PLANE,SLOT or a plane with --plane; "
+            f"see `skymemory constellation {args.action} --help`"
+        )
+
+
 def _chosen(args: argparse.Namespace, plan: ConstellationPlan) -> list[SatelliteId]:
     from skymemory.constellation.torus import SatelliteId
 
     for plane in args.plane:
         if not 0 <= plane < plan.planes:
             raise InvalidInput(f"no plane {plane}: expected 0 to {plan.planes - 1}")
-    chosen = [
+    return [
         *args.satellites,
         *(SatelliteId(plane, slot) for plane in args.plane for slot in range(plan.slots_per_plane)),
     ]
-    if not chosen:
-        raise InvalidInput(
-            f"which satellites? name them as PLANE,SLOT or a plane with --plane; see `{args.action} --help`"
-        )
-    return chosen
 
 
 def disable(args: argparse.Namespace) -> int:
     from skymemory.testbed import outages
     from skymemory.testbed.run_directory import RunDirectory
 
+    _check_some_are_named(args)
     directory = RunDirectory(args.run_dir)
     dead = outages.disable(directory, _chosen(args, directory.running_plan()))
     print(f"{_satellites(len(dead))} disabled")
@@ -69,6 +73,10 @@ def enable(args: argparse.Namespace) -> int:
     from skymemory.testbed import outages
     from skymemory.testbed.run_directory import RunDirectory
 
+    if not args.all:
+        _check_some_are_named(args)
+    elif args.satellites or args.plane:
+        raise InvalidInput("--all and some by name: leave one of them out")
     directory = RunDirectory(args.run_dir)
     dead = outages.enable(directory, None if args.all else _chosen(args, directory.running_plan()))
     print(f"{_satellites(len(dead))} disabled" if dead else "no satellite is disabled")

@@ -37,7 +37,12 @@ def auth_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> dict[str,
         read_keys(args.keys)
         return {"auth": auth, "keys_file": str(args.keys.absolute())}
     if args.action == "plan":
-        return {"auth": auth, "keys_file": str(args.out.absolute().with_suffix(".keys"))}
+        keys_path = args.out.absolute().with_suffix(".keys")
+        if keys_path == args.out.absolute():
+            raise InvalidInput(
+                f"--out {args.out}: the plan's keys go into a file of this name; call the plan otherwise"
+            )
+        return {"auth": auth, "keys_file": str(keys_path)}
     return {"auth": auth, "keys_file": str(RunDirectory(args.run_dir).keys_path)}
 
 
@@ -61,10 +66,8 @@ def say_how_to_share(plan: ConstellationPlan, path: Path, insecure: bool) -> Non
     if plan.auth == "off":
         print(f"wrote {path}; copy it to each computer and run there:")
     else:
-        print(
-            f"wrote {path}, whose keys are in {plan.keys_file}: copy both to one folder of each computer, the keys in"
-        )
-        print("the keys in secret, and run there:")
+        print(f"wrote {path}, whose keys are in {plan.keys_file}: copy both to one folder of each computer, the keys")
+        print("in secret, and run there:")
     for number, host in enumerate(plan.hosts):
         print(f"  on {host.ip}: skymemory satellite --plan {path.name} --host {number}{flag}")
     if flag:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def _base_port(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdigit():
+    if not text.isdecimal():
         raise InvalidInput(f"{text!r} is not a port: expected a number such as 26000, or auto")
     return int(text)
 
@@ -62,7 +62,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--replacement", default="lru", choices=REPLACEMENTS, help="what goes first: used longest ago, or seldom used"
     )
-    memory.add_argument("--sweep", type=duration, default=30.0, metavar="TIME", help="between sweeps (default: 30s)")
+    memory.add_argument("--sweep", type=duration, metavar="TIME", help="between sweeps of periodic (default: 30s)")
     add_auth(parser)
     faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%%")
     for name, what in (
@@ -124,6 +124,8 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
     from skymemory.testbed.memory_policy import MemoryPolicy
     from skymemory.testbed.plan import Faults, make_plan
 
+    if args.sweep is not None and "periodic" not in args.eviction:
+        raise InvalidInput(f"--sweep without periodic in --eviction {args.eviction}: nothing would be swept")
     return make_plan(
         args.preset,
         hosts=hosts,
@@ -136,7 +138,7 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
         memory_per_satellite_bytes=args.memory_per_satellite,
         epoch_s=float(round(time.time())),
         time_scale=args.time_scale,
-        memory_policy=MemoryPolicy(args.eviction, args.replacement, args.sweep),
+        memory_policy=MemoryPolicy(args.eviction, args.replacement, 30.0 if args.sweep is None else args.sweep),
         ground=ground_of(args),
         faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
         **auth_of(args, hosts),
@@ -239,7 +241,7 @@ def _write_plan(args: argparse.Namespace) -> int:
     addresses = []
     for text in args.host:
         ip, colon, port = text.rpartition(":")
-        if not colon or not port.isdigit():
+        if not colon or not port.isdecimal():
             raise InvalidInput(f"host {text!r}: expected an address and a port such as 10.0.0.1:26000")
         addresses.append((ip, int(port)))
     plan = _plan_of(args, remote_hosts(args.preset, addresses))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skymemory.cli._ground import ACCESS_CHOICES
-from skymemory.cli._options import add_json, add_run_dir, duration
+from skymemory.cli._options import add_json, add_run_dir, argument
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.units import format_duration, format_size
+from skymemory.units import format_duration, format_size, parse_duration
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -23,17 +23,34 @@ class NotStored(SkyMemoryError):
     """A key that the constellation does not hold (or no longer holds whole)."""
 
 
+def _lifetime(text: str) -> float:
+    seconds = parse_duration(text)
+    if not seconds:
+        raise InvalidInput(f"{text!r}: expected a time longer than nothing, such as 30m")
+    return seconds
+
+
+def _printable(name: str) -> str:
+    """A name as it is, but no control characters: whoever stored it must not steer our terminal."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
+
+
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("kv", help="put any file into the constellation, and get it back")
     verbs = parser.add_subparsers(dest="kv_verb", metavar="put|get|pin|delete|list", required=True)
     put = verbs.add_parser("put", help="store a file under its name, or under --key")
     put.add_argument("file", type=Path)
     put.add_argument("--key", help="the name to store it under (default: the file's name)")
-    put.add_argument("--ttl", type=duration, metavar="TIME", help="have it forgotten after so long, such as 30m")
+    put.add_argument(
+        "--ttl", type=argument(_lifetime), metavar="TIME", help="have it forgotten after so long, such as 30m"
+    )
     pin = verbs.add_parser("pin", help="keep a value from being evicted for a time")
     pin.add_argument("key")
-    pin.add_argument("--ttl", type=duration, default=3600.0, metavar="TIME", help="for so long (default: 1h)")
-    pin.add_argument("--off", action="store_true", help="take the pin out")
+    how_long = pin.add_mutually_exclusive_group()
+    how_long.add_argument(
+        "--ttl", type=argument(_lifetime), default=3600.0, metavar="TIME", help="for so long (default: 1h)"
+    )
+    how_long.add_argument("--off", action="store_true", help="take the pin out")
     get = verbs.add_parser("get", help="read a value back")
     get.add_argument("key")
     get.add_argument("-o", "--out", help="where to write it; - is standard output (default: a file of the key's name)")
@@ -70,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stderr: bool = False) -> int:
     stream = sys.stderr if to_stderr else sys.stdout
-    print(json.dumps(facts) if args.json else text, file=stream)
+    print(json.dumps(facts) if args.json else _printable(text), file=stream)
     return 0
 
 
@@ -81,7 +98,9 @@ def _put(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> in
         data = args.file.read_bytes()
     except OSError as error:
         raise InvalidInput(f"cannot read {args.file}: {error.strerror}") from error
-    key = args.key or args.file.name
+    key = args.file.name if args.key is None else args.key
+    if not key:
+        raise InvalidInput("a value needs a name: --key is empty")
     done = put_named(edge, key, data)
     if not done.ok:
         raise SkyMemoryError(
@@ -125,10 +144,15 @@ def _probing(store: ConstellationStore) -> dict[str, int | float]:
 
 
 def _get(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> int:
-    from skymemory.store.named import get_named
+    from skymemory.store.named import SEALED, get_named
+    from skymemory.store.sealed import NOT_AUTHENTIC
 
     done = get_named(edge, args.key)
     if done.value is None:
+        if done.reason == SEALED:
+            raise NotStored(f"{args.key} is sealed: read it with --seal FILE, the keys that it was sealed with")
+        if done.reason == NOT_AUTHENTIC:
+            raise NotStored(f"{args.key} does not open with {args.seal}: it was sealed with other keys, or not at all")
         raise NotStored(f"{args.key} is not in the constellation ({done.reason})")
     facts: dict[str, object] = {
         "key": args.key, "bytes": len(done.value), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted,
@@ -165,7 +189,7 @@ def _list(args: argparse.Namespace, store: ConstellationStore) -> int:
         print(json.dumps([{"key": value.name, "bytes": value.size_bytes, "chunks": value.chunks} for value in values]))
         return 0
     for value in values:
-        print(f"{format_size(value.size_bytes):>10}  {value.chunks:>6} chunks  {value.name}")
+        print(f"{format_size(value.size_bytes):>10}  {value.chunks:>6} chunks  {_printable(value.name)}")
     if not values:
         print("no named values", file=sys.stderr)
     return 0

@@ -17,9 +17,10 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import skymemory
+from skymemory.cli._options import argument
 from skymemory.errors import InvalidInput, SkyMemoryError
 
 if TYPE_CHECKING:
@@ -47,9 +48,38 @@ def _load(verb: str) -> ModuleType:
     return importlib.import_module(f"skymemory.cli.{verb}")
 
 
+class Parser(argparse.ArgumentParser):
+    """Its complaints are our errors, in one line, where argparse prints all options before the one that is wrong."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", int, argument(_whole))
+        self.register("type", float, argument(_number))
+
+    def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += " (one that begins with a dash is written after =, as in --ttl=-1)"
+        verb = self.prog.removeprefix("skymemory").strip()
+        raise InvalidInput(f"{verb + ': ' if verb else ''}{message}; see `{self.prog} --help`")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise InvalidInput(f"{text!r}: expected a whole number") from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise InvalidInput(f"{text!r}: expected a number") from error
+
+
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """The parser of the whole command, or of only the ``verbs`` named (what one call needs)."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="skymemory",
         description="A KV-cache memory hierarchy for LLM inference that reaches up to satellites.",
         epilog="Start with:  skymemory demo --quick",

@@ -78,10 +78,15 @@ def build_llama(
     return model.eval()
 
 
-def load_model(path: str | Path, *, dtype: str = "bfloat16") -> PreTrainedModel:
-    """A causal language model saved by transformers in the folder ``path``; nothing is fetched from anywhere."""
+def check_model_folder(path: str | Path) -> None:
+    """Raises ``InvalidInput`` where there is no saved model."""
     if not (Path(path) / "config.json").is_file():
         raise InvalidInput(f"no model in {str(path)!r}: expected a folder with config.json, as save_pretrained writes")
+
+
+def load_model(path: str | Path, *, dtype: str = "bfloat16") -> PreTrainedModel:
+    """A causal language model saved by transformers in the folder ``path``; nothing is fetched from anywhere."""
+    check_model_folder(path)
     try:
         return AutoModelForCausalLM.from_pretrained(str(path), dtype=TORCH_DTYPES[dtype], local_files_only=True).eval()
     except (OSError, ValueError, KeyError) as error:

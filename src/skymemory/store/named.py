@@ -14,8 +14,12 @@ from skymemory.kv.block import key_hash
 from skymemory.kv.codec.raw import RAW
 from skymemory.kv.value import ValueHeader, unpack_value
 from skymemory.store.base import Buffer, Store
+from skymemory.store.sealed import is_sealed
 
 NAMESPACE = hashlib.sha256(b"skymemory named values 1").digest()
+
+SEALED = "sealed"
+"""The reason of a miss where a sealed value was read without keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ def get_named(store: Store, name: str) -> NamedOutcome:
     if value is None:
         reason = report.keys[0].reason if report is not None else ""
         return NamedOutcome(False, None, seconds, retransmitted, reason or "absent")
+    if is_sealed(value):
+        return NamedOutcome(False, None, seconds, retransmitted, SEALED)
     try:
         header, payload = unpack_value(value)
     except MalformedPacket as error:

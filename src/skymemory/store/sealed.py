@@ -51,6 +51,11 @@ class _Sealed:
     room: Any
 
 
+def is_sealed(value: Buffer) -> bool:
+    """Whether these bytes look like a sealed value: by their first ones, not by their seal."""
+    return bytes(value[: len(_MAGIC)]) == _MAGIC
+
+
 class SealedStore(TwoPhase):
     """Any store, its values sealed. ``ring`` is asked for the keys at each use: it may be rotated meanwhile.
 

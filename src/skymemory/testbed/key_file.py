@@ -79,6 +79,8 @@ def read_keys(path: Path) -> KeyRing:
 
 def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
     """Write a key file, readable by its owner only; a reader sees the old ring or the new one."""
+    if not path.name:
+        raise InvalidInput(f"cannot write the keys to {path}: it is a folder, expected a file's name")
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

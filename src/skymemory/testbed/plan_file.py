@@ -147,6 +147,8 @@ def load_plan(path: Path) -> ConstellationPlan:
 
 def save_plan(plan: ConstellationPlan, path: Path) -> None:
     """Write a plan file; a reader sees the old file or the new one, never half of one."""
+    if not path.name:
+        raise InvalidInput(f"cannot write the plan {path}: it is a folder, expected a file's name")
     keys_file = Path(plan.keys_file)
     if plan.keys_file and keys_file.parent == path.absolute().parent:  # they may be copied elsewhere together
         plan = dataclasses.replace(plan, keys_file=keys_file.name)

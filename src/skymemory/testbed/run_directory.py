@@ -161,7 +161,10 @@ class RunDirectory:
         """The plan of the constellation here. Raises ``NoConstellation`` when there is none."""
         if not self.plan_path.exists():
             raise NoConstellation(f"no constellation in {self.path}: start one with `skymemory constellation up`")
-        return load_plan(self.plan_path)
+        try:
+            return load_plan(self.plan_path)
+        except InvalidInput as error:
+            raise InvalidInput(f"{error}; `skymemory constellation down` stops and removes what is there") from error
 
     def running_plan(self) -> ConstellationPlan:
         """The plan of a constellation that can be asked: not one whose processes here have all died."""
