@@ -33,12 +33,24 @@ def test_a_plane_dies_and_returns_and_no_byte_is_wrong(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
     assert report["sound"] is True and report["wrong"] == 0
-    assert report["right"] > 20 and report["reads"] == report["right"] + report["missed"]
-    assert report["missed"] == report["recomputed"] + report["recompute_refused"]
+    one, two = report["reads"]
+    assert (one["copies"], one["values"], two["copies"], two["values"]) == (1, 4, 2, 4)
+    for kind in (one, two):
+        (right, reads), (right_down, reads_down), (right_after, reads_after) = (
+            kind["before"], kind["while_down"], kind["after"]
+        )  # fmt: skip
+        assert right + right_down + right_after == kind["right"] > 10
+        assert reads + reads_down + reads_after == kind["right"] + kind["missed"]
+        assert kind["missed"] == kind["recomputed"] + kind["recompute_refused"]
+        assert reads == right and right_after > 0 and reads_down > 0
+    assert one["recomputed"] >= 4, "what one copy lost is computed and stored again"
+    assert two["while_down"][0] > one["while_down"][0], "two copies outlive a plane"
     assert report["slot_moves"] >= 3 and report["chunks_moved"] > 0
     assert report["chunks_lost"] > 0 and report["killed_host"].startswith("host-") and report["down_s"] > 1
     assert report["readable_at_end"] == report["values"] and report["satellites_at_end"] == 95
-    assert "×" in answer.stderr and "is back" in answer.stderr and "\x1b" not in answer.stderr
+    told = answer.stderr
+    assert told.index("a value is missed") < told.index("is back") < told.index("computed and stored again")
+    assert "×" in answer.stderr and "\x1b" not in answer.stderr
     assert nothing_is_left(tmp_path)
 
 

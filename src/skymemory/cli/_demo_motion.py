@@ -13,11 +13,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skymemory.cli._demo_motion_reader import Reader
-from skymemory.cli._demo_motion_report import MotionReport, counted
+from skymemory.cli._demo_motion_report import MotionReport, copies, counted
 from skymemory.cli._demo_motion_screen import Screen
 from skymemory.cli._demo_motion_watch import Watch, wait_for_answers
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
@@ -33,10 +33,11 @@ from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.signals import SignalGate
 from skymemory.testbed.supervisor import Started, revive, start_on_free_ports
 from skymemory.testbed.wiring import clock_of
-from skymemory.units import format_duration, format_size
+from skymemory.units import format_size
 from skymemory.view.orbit_frame import LEGEND, OrbitFrame, frame_width, render_frame
 
-VALUES = 8
+VALUES = {1: 4, 2: 4}
+"""So many values with one copy in the sky, so many with two."""
 CHUNKS_PER_VALUE = 480
 """A block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
 KILL_AT, REVIVE_AT = 0.4, 0.6
@@ -45,6 +46,8 @@ LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
 GIVE_UP_S = 0.5
+PATIENCE_S = 5.0
+"""For the last values, and the last satellites, to come back."""
 
 
 @dataclass(slots=True)
@@ -57,12 +60,14 @@ class _Flight:
     gate: SignalGate
     screen: Screen
     watch: Watch
-    reader: Reader
+    readers: tuple[Reader, ...]
     placement: Placement
     colour: bool
     began_s: float
     """On the clock of satellites and clients (Unix time)."""
     dead: HostShare | None = None
+    absent: int = 0
+    """Values that cannot be read, as last told."""
 
     def moves(self) -> Moves:
         return clock_of(self.plan).moves(time.time())
@@ -73,23 +78,33 @@ class _Flight:
         return [*render_frame(frame, self.colour), LEGEND]
 
     def figures(self) -> list[str]:
-        tally, moves = self.reader.tally, self.moves()
+        moves = self.moves()
         overhead = self.placement.centre_at(moves)
         moved = self.watch.total("chunks_migrated_out")
         return [
             f"overhead: plane {overhead.plane + 1}, satellite {overhead.slot + 1}, after {counted(moves)}",
             f"handed over {moved:,} chunks, {format_size(moved * self.plan.chunk_bytes)}",
-            f"reads {tally.reads:,}: {tally.right:,} right, {tally.missed:,} missed, {tally.wrong} wrong"
-            f"; {tally.recomputed} computed again",
-            f"p50 {format_duration(tally.percentile_s(0.5))}, p99 {format_duration(tally.percentile_s(0.99))}",
+            *(reader.words for reader in self.readers),
         ]
+
+    def tell_what_is_absent(self) -> None:
+        """Say when values can no longer be read, and when they can again."""
+        absent = sum(len(reader.absent) for reader in self.readers)
+        if absent and not self.absent:
+            self.screen.say("a value is missed: it is computed again, and stored as soon as the sky can take it")
+        elif self.absent and not absent:
+            again = sum(reader.tally.recomputed for reader in self.readers)
+            self.screen.say(f"all that was missed is computed and stored again ({again} values): reads hit")
+        self.absent = absent
 
     def until(self, elapsed_s: float) -> None:
         """Draw until so long after the beginning; KeyboardInterrupt where somebody asked us to stop."""
         while (left_s := self.began_s + elapsed_s - time.time()) > 0:
             self.gate.check()
-            if self.reader.error is not None:
-                raise self.reader.error
+            for reader in self.readers:
+                if reader.error is not None:
+                    raise reader.error
+            self.tell_what_is_absent()
             self.screen.show(self.picture(), self.figures())
             time.sleep(min(FRAME_S, left_s))
         self.gate.check()
@@ -154,77 +169,75 @@ def _revive(flight: _Flight, host: HostShare, started: Started) -> None:
     )
 
 
-def _closing(flight: _Flight, values: int) -> tuple[int, int]:
+def _closing(flight: _Flight) -> tuple[int, int]:
     """Everything read once more, what is gone computed first: ``(values readable, satellites that answer)``."""
-    reader = flight.reader
-    reader.stop()
-    readable = 0
-    for key in reader.keys:
-        flight.gate.check()
-        readable += reader.read(key) or reader.read(key)
+    for reader in flight.readers:
+        reader.stop()
+    readable, deadline_s = 0, time.monotonic() + PATIENCE_S
+    for reader in flight.readers:
+        for key in reader.keys:
+            while not (right := reader.read(key)) and time.monotonic() < deadline_s:
+                flight.gate.check()  # satellites that have just come back are taken for dead for another second
+                time.sleep(FRAME_S)
+            readable += right
+    flight.tell_what_is_absent()
     flight.watch.stop()
-    answering = wait_for_answers(flight.watch, flight.plan.torus.size, 5.0)
+    answering = wait_for_answers(flight.watch, flight.plan.torus.size, PATIENCE_S)
     flight.screen.show(flight.picture(), flight.figures())
     return readable, answering
 
 
 def _fly(flight: _Flight, started: Started, seconds: float) -> MotionReport:
-    plan, reader, watch = flight.plan, flight.reader, flight.watch
-    for key in reader.keys:
-        flight.gate.check()
-        reader.store(key)
+    plan, readers, watch = flight.plan, flight.readers, flight.watch
+    for reader in readers:
+        for key in reader.keys:
+            flight.gate.check()
+            reader.store(key)
     value_bytes = CHUNKS_PER_VALUE * plan.chunk_bytes
+    kinds = ", ".join(f"{len(reader.keys)} with {copies(reader.copies)}" for reader in readers)
     flight.screen.say(
-        f"{VALUES} values of {format_size(value_bytes)} stored; reading goes on from here", flight.picture()
+        f"values of {format_size(value_bytes)} stored: {kinds}; reading goes on from here", flight.picture()
     )
     watch.start()
-    reader.start()
+    for reader in readers:
+        reader.start()
     flight.until(KILL_AT * seconds)
     host, chunks_lost, bytes_lost = _kill(flight)
-    killed_s, reads, right = time.time(), reader.tally.reads, reader.tally.right
+    killed_s = time.time()
+    for reader in readers:
+        reader.at_death = reader.tally.counts
     flight.until(REVIVE_AT * seconds)
     _revive(flight, host, started)
     down_s = time.time() - killed_s
-    reads_while_down, right_while_down = reader.tally.reads - reads, reader.tally.right - right
+    for reader in readers:
+        reader.at_return = reader.tally.counts
     flight.until(seconds)
-    readable, answering = _closing(flight, VALUES)
-    flown_s, moves, tally = time.time() - flight.began_s, flight.moves(), reader.tally
-    chunks_moved = watch.total("chunks_migrated_out")
+    readable, answering = _closing(flight)
+    flown_s, moves, chunks_moved = time.time() - flight.began_s, flight.moves(), watch.total("chunks_migrated_out")
     return MotionReport(
         seconds=flown_s,
         satellite_seconds=flown_s * plan.time_scale,
         slot_moves=moves[0],
         plane_moves=moves[1],
-        values=VALUES,
         value_bytes=value_bytes,
-        reads=tally.reads,
-        right=tally.right,
-        wrong=tally.wrong,
-        missed=tally.missed,
-        recomputed=tally.recomputed,
-        recompute_refused=tally.refused,
-        recomputed_bytes=tally.recomputed_bytes,
         chunks_moved=chunks_moved,
         bytes_moved=chunks_moved * plan.chunk_bytes,
         chunks_lost=chunks_lost,
         bytes_lost=bytes_lost,
         killed_host=f"{host.name} ({_planes(host)})",
         down_s=down_s,
-        reads_while_down=reads_while_down,
-        right_while_down=right_while_down,
-        read_p50_s=tally.percentile_s(0.5),
-        read_p99_s=tally.percentile_s(0.99),
-        longest_miss_s=tally.longest_miss_s,
         readable_at_end=readable,
         satellites_at_end=answering,
         satellites=plan.torus.size,
+        reads=tuple(reader.report() for reader in readers),
     )
 
 
-def _random_values(seed: int, size_bytes: int) -> dict[bytes, bytes]:
-    dice = random.Random(seed)
+def _random_values(seed: int, copies: int, size_bytes: int) -> dict[bytes, bytes]:
+    dice = random.Random(f"{seed} {copies}")
     return {
-        hashlib.sha256(f"motion {number}".encode()).digest(): dice.randbytes(size_bytes) for number in range(VALUES)
+        hashlib.sha256(f"motion {copies} {number}".encode()).digest(): dice.randbytes(size_bytes)
+        for number in range(VALUES[copies])
     }
 
 
@@ -264,15 +277,23 @@ def _demonstrate(
         f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} processes, "
         f"{args.speed:g} times as fast as real: a slot move every {slot_s:.1f} s"
     )
-    store = store_of(plan, index=SharedIndex(directory.index_path), give_up_s=GIVE_UP_S)
-    reader = Reader(store, _random_values(args.seed, CHUNKS_PER_VALUE * plan.chunk_bytes), READ_PAUSE_S)
+    size_bytes = CHUNKS_PER_VALUE * plan.chunk_bytes
+    stores = {
+        count: store_of(replace(plan, replicas=count), index=SharedIndex(directory.index_path), give_up_s=GIVE_UP_S)
+        for count in VALUES
+    }
+    readers = tuple(
+        Reader(store, _random_values(args.seed, count, size_bytes), READ_PAUSE_S) for count, store in stores.items()
+    )
     watch = Watch(plan)
     colour = screen.live and not args.no_color and not os.environ.get("NO_COLOR")
     children = {child.host.name: child for child in started.children}
-    flight = _Flight(plan, directory, children, gate, screen, watch, reader, placement, colour, time.time())
+    flight = _Flight(plan, directory, children, gate, screen, watch, readers, placement, colour, time.time())
     try:
         return _fly(flight, started, args.seconds)
     finally:
-        reader.stop()
+        for reader in readers:
+            reader.stop()
         watch.stop()
-        store.close()
+        for store in stores.values():
+            store.close()

@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from skymemory.cli._demo_motion_report import Counts, ReadReport, copies, minus
 from skymemory.store.constellation import ConstellationStore
+from skymemory.units import format_duration
 
 
 @dataclass(slots=True)
@@ -28,6 +30,10 @@ class ReadTally:
     def reads(self) -> int:
         return self.right + self.wrong + self.missed
 
+    @property
+    def counts(self) -> Counts:
+        return self.right, self.reads
+
     def percentile_s(self, share: float) -> float:
         """The time within which this share of the right reads came; 0 where none did."""
         ordered = sorted(self.seconds)
@@ -40,6 +46,11 @@ class Reader(threading.Thread):
     def __init__(self, store: ConstellationStore, values: Mapping[bytes, bytes], pause_s: float) -> None:
         super().__init__(name="reader", daemon=True)
         self.tally = ReadTally()
+        self.copies = store.settings.replicas
+        self.absent: set[bytes] = set()
+        """Keys that were missed and that the sky has not taken since."""
+        self.at_death: Counts = (0, 0)
+        self.at_return: Counts = (0, 0)
         self.error: Exception | None = None
         """What ended the reader before it was stopped."""
         self._store = store
@@ -83,17 +94,48 @@ class Reader(threading.Thread):
         if right:
             tally.seconds.append(seconds)
             tally.right += 1
+            self.absent.discard(key)
         elif view is not None:
             tally.wrong += 1
         else:
             tally.missed += 1
+            self.absent.add(key)
             tally.longest_miss_s = max(tally.longest_miss_s, seconds)
             self._recompute(key)
         return right
 
     def _recompute(self, key: bytes) -> None:
         if self.store(key):
+            self.absent.discard(key)
             self.tally.recomputed += 1
             self.tally.recomputed_bytes += len(self._values[key])
         else:
             self.tally.refused += 1
+
+    @property
+    def words(self) -> str:
+        """How its reads fare, in one line."""
+        tally = self.tally
+        return (
+            f"{copies(self.copies)}: {tally.right:,} of {tally.reads:,} reads right, {tally.missed} missed, "
+            f"{tally.wrong} wrong, {tally.recomputed} computed again, p50 {format_duration(tally.percentile_s(0.5))}"
+        )
+
+    def report(self) -> ReadReport:
+        tally = self.tally
+        return ReadReport(
+            copies=self.copies,
+            values=len(self._values),
+            right=tally.right,
+            wrong=tally.wrong,
+            missed=tally.missed,
+            before=self.at_death,
+            while_down=minus(self.at_return, self.at_death),
+            after=minus(tally.counts, self.at_return),
+            recomputed=tally.recomputed,
+            recompute_refused=tally.refused,
+            recomputed_bytes=tally.recomputed_bytes,
+            p50_s=tally.percentile_s(0.5),
+            p99_s=tally.percentile_s(0.99),
+            longest_miss_s=tally.longest_miss_s,
+        )

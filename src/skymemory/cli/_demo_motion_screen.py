@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import TextIO
 
 _HIDE_CURSOR, _SHOW_CURSOR, _ERASE_REST, _ERASE_BELOW = "\x1b[?25l", "\x1b[?25h", "\x1b[K", "\x1b[J"
-_LINE_FIGURES = 3
-"""As many of a moment's figures as a plain line holds; the report has them all."""
 
 
 class Screen:
@@ -39,7 +37,7 @@ class Screen:
         if not self.live:
             if now_s >= self._next_line_s:
                 self._next_line_s = now_s + self._line_every_s
-                self.say("; ".join(figures[:_LINE_FIGURES]))
+                self.say("; ".join(figures))
             return
         width = shutil.get_terminal_size().columns
         lines = [*picture, *(line[: width - 1] for line in figures)]
