@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--full-blocks", type=int, default=2_000, help="operations on 480 chunks (default 2,000)")
     parser.add_argument("--real", action="store_true", help="real UDP: processes, killed and started again")
     parser.add_argument("--minutes", type=float, default=10.0, help="with --real (default 10)")
+    parser.add_argument("--replicas", type=int, default=1, help="copies of each chunk, in virtual time (default 1)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -26,7 +27,9 @@ def main() -> int:
 
         outcome = RealSoak(options.minutes * 60, options.seed).run(_tell)
     else:
-        setting = Setting(options.days, options.operations, options.full_blocks, options.seed)
+        setting = Setting(
+            options.days, options.operations, options.full_blocks, options.seed, replicas=options.replicas
+        )
         outcome = VirtualSoak(setting).run(_tell)
     row: dict[str, Any] = {
         **{name: value for name, value in vars(options).items() if name != "json"},

@@ -15,6 +15,18 @@ def test_an_hour_with_faults(seed):
     assert outcome.books["bytes_migrated_out"] > 1_000_000
 
 
+def test_an_hour_with_copies_finds_more_than_without():
+    one, two = (
+        VirtualSoak(
+            Setting(days=0.04, operations=400, full_blocks=0, seed=3, deaths_per_day=400, replicas=replicas)
+        ).run()
+        for replicas in (1, 2)
+    )
+    assert two.wrong == [] and two.open_books == []
+    assert two.counted["get: missing"] < one.counted["get: missing"]
+    assert two.counted["get: hit"] > one.counted["get: hit"]
+
+
 def test_the_same_seed_is_the_same_soak():
     setting = Setting(days=0.01, operations=80, full_blocks=1, seed=5, deaths_per_day=500)
     one, other = VirtualSoak(setting).run(), VirtualSoak(setting).run()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import ledger, messages
 from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
@@ -31,6 +32,8 @@ _KEYS = 500
 _FULL_KEYS = 2
 _SMALL_SATELLITES = 2
 _SERVERS = (1, 4, 10)
+_SWEEP_S = 300.0
+"""Between looks for lost copies, where there are copies: ten times the default, since days are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Setting:
     corrupt: float = 0.005
     deaths_per_day: float = 24.0
     plane_deaths_per_day: float = 0.5
+    replicas: int = 1
 
 
 @dataclass(slots=True)
@@ -84,7 +88,10 @@ class VirtualSoak:
         sky = SkyMap(Torus(5, 19), SatelliteId(2, 9))
         clock = MoveClock(slot_period_s=260.0, plane_period_s=1184.0, time_scale=1.0)
         faults = FaultInjector(setting.loss, setting.duplicate, setting.reorder, setting.corrupt, setting.seed)
-        self.sim = SimulatedConstellation(sky, setting.memory_bytes, clock, lambda sender, receiver: _LINK_S, faults)
+        eviction = EvictionConfig.of((), _SWEEP_S, setting.replicas)
+        self.sim = SimulatedConstellation(
+            sky, setting.memory_bytes, clock, lambda sender, receiver: _LINK_S, faults, eviction=eviction
+        )
         self._everyone = list(sky.torus.satellites())
         self._small = set(self._dice.sample(self._everyone, _SMALL_SATELLITES))
         for satellite in self._small:
@@ -185,7 +192,9 @@ class VirtualSoak:
         strategy = STRATEGY_CODES["rotation_hop"] if full else shape.choice(list(STRATEGY_CODES.values()))
         servers = 10 if full else shape.choice(_SERVERS)
         value = bytes_of(key, number, size)
-        begun, info = host.machine.put(key, value, chunk_bytes, strategy, servers, host.now_s())
+        begun, info = host.machine.put(
+            key, value, chunk_bytes, strategy, servers, host.now_s(), replicas=self._replicas(servers)
+        )
         stored = host.run([begun])[begun].ok
         self._count("put", full, "stored" if stored else "failed")
         versions.append(_Version(info, number))
@@ -194,7 +203,7 @@ class VirtualSoak:
     def _get(self, host: SimulatedClient, key: bytes, version: _Version) -> None:
         info = version.info
         out = bytearray(info.value_bytes)
-        begun = host.machine.get(info, memoryview(out), host.now_s())
+        begun = host.machine.get(info, memoryview(out), host.now_s(), self._replicas(info.servers))
         finished = host.run([begun])[begun]
         self._count("get", info.chunks > 4, "hit" if finished.ok else finished.report.failure)
         if finished.ok and out != bytes_of(key, version.number, info.value_bytes):
@@ -202,11 +211,21 @@ class VirtualSoak:
 
     def _delete(self, host: SimulatedClient, info: ValueInfo) -> None:
         now_s = host.now_s()
-        places = self.sim.sky.servers_at(info.strategy, info.servers, info.set_moves, host.machine.moves(now_s))
-        body = messages.pack_keys([info.key])
-        asked = [host.machine.ask(Op.EVICT, body, place, now_s) for place in places[: info.chunks]]
+        body, moves = messages.pack_keys([info.key]), host.machine.moves(now_s)
+        places = [
+            place
+            for replica in range(self._replicas(info.servers))
+            for place in self.sim.sky.servers_at(info.strategy, info.servers, info.set_moves, moves, replica)[
+                : info.chunks
+            ]
+        ]
+        asked = [host.machine.ask(Op.EVICT, body, place, now_s) for place in dict.fromkeys(places)]
         host.run(asked)
         self._count("delete", False, "asked")
+
+    def _replicas(self, servers: int) -> int:
+        """A box of one satellite has room for one copy."""
+        return self.setting.replicas if servers > 1 else 1
 
     def _count(self, verb: str, full: bool, how: str) -> None:
         self.outcome.counted[f"{verb}{' full' if full else ''}: {how}"] += 1

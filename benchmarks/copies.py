@@ -1,0 +1,71 @@
+"""What copies do for a read: the same reads with one and with two, with loss, the slow and the dead.
+
+    python -m benchmarks.copies
+
+A block of 480 chunks of 6 KiB on 10 satellites, 4 ms a link, read by beams to each satellite, in virtual time.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.motion import STRATEGY_CODES, SkyMap
+from skymemory.transport.faults import FaultInjector
+from skymemory.transport.simulated import SimulatedConstellation
+
+_LINK_S, _SLOW_S = 0.004, 0.060
+_READS, _CHUNKS, _CHUNK_BYTES = 200, 480, 6144
+_CASES = ("all well", "1 % lost", "one satellite 15 times as far", "one satellite dead", "a plane dead")
+
+
+def measure(case: str, replicas: int) -> tuple[float, float, int, float]:
+    """Median and p99 in ms, hits of 200, and bytes on the links per read over the value's."""
+    slow = SatelliteId(2, 9)
+
+    def delay_s(sender: object, receiver: object) -> float:
+        return _SLOW_S if "far" in case and slow in (sender, receiver) and armed else _LINK_S
+
+    armed = False
+    sky = SkyMap(Torus(5, 19), slow)
+    faults = FaultInjector(seed=1)
+    sim = SimulatedConstellation(sky, 64 << 20, None, delay_s, faults)
+    host = sim.connect(ClientConfig(7, "los", expected_rtt_s=2 * _LINK_S))
+    value = random.Random(1).randbytes(_CHUNKS * _CHUNK_BYTES)
+    number, info = host.machine.put(
+        bytes(32), value, _CHUNK_BYTES, STRATEGY_CODES["rotation_hop"], 10, sim.now_s, replicas=replicas
+    )
+    assert host.run([number])[number].ok
+    armed = True
+    if "lost" in case:
+        sim._faults = FaultInjector(loss=0.01, seed=2)
+    if "satellite dead" in case:
+        sim.kill(slow)
+    if "plane" in case:
+        sim.kill_plane(1)
+    seconds, hits, before = [], 0, sim.bytes_sent
+    for _ in range(_READS):
+        out = bytearray(info.value_bytes)
+        number = host.machine.get(info, memoryview(out), sim.now_s, replicas)
+        finished = host.run([number])[number]
+        assert not finished.ok or out == value
+        hits += finished.ok
+        seconds.append(finished.report.seconds)
+        sim.settle(sim.now_s + 0.2)
+    per_read = (sim.bytes_sent - before) / _READS / len(value)
+    return 1e3 * statistics.median(seconds), 1e3 * statistics.quantiles(seconds, n=100)[98], hits, per_read
+
+
+def main() -> None:
+    print("| case | copies | median ms | p99 ms | hits of 200 | bytes sent / value |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for case in _CASES:
+        for replicas in (1, 2):
+            median, p99, hits, sent = measure(case, replicas)
+            print(f"| {case} | {replicas} | {median:.1f} | {p99:.1f} | {hits} | {sent:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
