@@ -51,6 +51,11 @@ class Catalog:
             found.update(more)
         return found
 
+    def replaced(self, infos: Sequence[ValueInfo]) -> set[bytes]:
+        """Keys of those of these values that somebody else has set anew, as the box tells."""
+        latest = self._prober.latest([info.key for info in infos])
+        return {info.key for info in infos if info.key in latest and not _same_setting(info, latest[info.key])}
+
     def absent(self, keys: Sequence[bytes]) -> bool:
         """Whether one of the keys is known to be nowhere, without asking anybody."""
         if self._rebuilding is None:
@@ -177,3 +182,7 @@ class Catalog:
     def close(self) -> None:
         if self.index is not None:
             self.index.close()
+
+
+def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
+    return (one.value_crc, one.set_moves) == (other.value_crc, other.set_moves)

@@ -150,8 +150,7 @@ class ConstellationStore(TwoPhase):
                 if report.failure in _GONE:
                     gone.append(outcome.info)
         if gone and self.settings.lazy_eviction:
-            self._counters.add("values_evicted_lazily", len(gone))
-            self._upkeep.evict(gone)
+            self._upkeep.evict_dead(gone)
         elif gone:
             self._catalog.remove([info.key for info in gone])
         return outcomes, values
@@ -186,6 +185,7 @@ class ConstellationStore(TwoPhase):
         if ticket not in self._stores:
             raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
         started_s = self._driver.now_s()
+        before = self._catalog.settled([key for key, _ in ticket.items])
         try:
             with self._driver.lock:
                 last_first = reversed(dict(ticket.items).items())
@@ -204,6 +204,7 @@ class ConstellationStore(TwoPhase):
             self._upkeep.evict(failed)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
         self._catalog.add(infos, self._driver.now_s())
+        self._upkeep.evict_replaced(before, infos)
         if ticket.items:
             self._upkeep.touch_before(ticket.items[0][0])
         self._upkeep.hear()

@@ -73,6 +73,10 @@ class Prober:
             found.update(more)
         return found, certain and self._moves() == moves
 
+    def latest(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
+        """Of each key the value that was set last, by the word of all the box."""
+        return self._ask(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
+
     def _moves(self) -> Moves:
         return self._driver.machine.moves(self._driver.now_s())
 
@@ -124,7 +128,7 @@ class Prober:
                 if info is None:
                     continue
                 if self._believable(info):
-                    found.setdefault(key, info)
+                    found[key] = _later(found.get(key, info), info)
                 else:
                     machine.counters.add("presences_unbelievable")
         return found, all(answer.ok for answer in answers.values())
@@ -139,6 +143,11 @@ class Prober:
         except InvalidInput:
             return False
         return True
+
+
+def _later(one: ValueInfo, other: ValueInfo) -> ValueInfo:
+    """Of two values of one key the one that was set at more moves, as satellites tell them."""
+    return max(one, other, key=lambda info: sum(info.set_moves))
 
 
 def value_info(key: bytes, presence: Presence) -> ValueInfo | None:

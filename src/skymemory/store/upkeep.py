@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import product
 
 from skymemory.constellation.torus import SatelliteId
@@ -18,6 +18,8 @@ from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import Op
 from skymemory.store.catalog import Catalog
 from skymemory.store.driver import ClientDriver
+
+_NOWHERE: Mapping[bytes, Container[SatelliteId]] = {}
 
 
 class Upkeep:
@@ -42,16 +44,36 @@ class Upkeep:
             self._counters.add("values_gone_by_notice", len(gone))
             self._catalog.remove(gone)
 
+    def evict_dead(self, infos: Sequence[ValueInfo]) -> None:
+        """These were found to have holes. What somebody else has set anew meanwhile is not dead: of that only our own
+        idea is wrong.
+        """
+        replaced = self._catalog.replaced(infos)
+        dead = [info for info in infos if info.key not in replaced]
+        self._catalog.remove(list(replaced))
+        if dead:
+            self._counters.add("values_evicted_lazily", len(dead))
+            self.evict(dead)
+
+    def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
+        """Forget what is left of earlier values of keys that were stored again in another placement, where the later
+        ones have no chunks: who looks without an index would find them.
+        """
+        moved = [info for info in stored if info.key in before and not _same_placement(info, before[info.key])]
+        if moved:
+            kept = {info.key: set(self._places(info, nearby=False)) for info in moved}
+            self._evict(self._pages([before[info.key] for info in moved], nearby=True, but=kept))
+
     def evict(self, infos: Sequence[ValueInfo]) -> None:
         """Forget these values: here, where their chunks are, and where they were before the last move."""
+        self._evict(self._pages(infos, nearby=True))
+        self._catalog.remove([info.key for info in infos])
+
+    def _evict(self, pages: Sequence[tuple[SatelliteId, list[bytes]]]) -> None:
         machine, now_s = self._driver.machine, self._driver.now_s()
         with self._driver.lock:
-            asked = [
-                machine.ask(Op.EVICT, messages.pack_keys(page), satellite, now_s)
-                for satellite, page in self._pages(infos, nearby=True)
-            ]
+            asked = [machine.ask(Op.EVICT, messages.pack_keys(page), satellite, now_s) for satellite, page in pages]
             self._driver.run(asked)
-        self._catalog.remove([info.key for info in infos])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The first key becomes the most recently used. A hint: nobody answers, nothing is repeated."""
@@ -108,20 +130,33 @@ class Upkeep:
                 kept[key] = kept[key] and at < len(outcomes) and outcomes[at] is Kept.DONE
         return kept
 
-    def _pages(self, infos: Iterable[ValueInfo], nearby: bool) -> list[tuple[SatelliteId, list[bytes]]]:
-        """Satellites with the keys that concern them, in the order given, as many as a packet carries at a time."""
-        moves = self._driver.machine.moves(self._driver.now_s())
-        places = [moves, (moves[0] - 1, moves[1]), (moves[0], moves[1] - 1)] if nearby else [moves]
+    def _pages(
+        self, infos: Iterable[ValueInfo], nearby: bool, but: Mapping[bytes, Container[SatelliteId]] = _NOWHERE
+    ) -> list[tuple[SatelliteId, list[bytes]]]:
+        """Satellites (for each key ``but`` some) with the keys that concern them, in the order given, as many as a
+        packet carries at a time.
+        """
         by_satellite: dict[SatelliteId, list[bytes]] = {}
         for info in infos:
-            for near, replica in product(places, self._replicas):
-                servers = self._sky.servers_at(info.strategy, info.servers, info.set_moves, near, replica)
-                for satellite in servers[: info.chunks]:
-                    keys = by_satellite.setdefault(satellite, [])
-                    if not keys or keys[-1] != info.key:
-                        keys.append(info.key)
+            spared = but.get(info.key, ())
+            for satellite in self._places(info, nearby):
+                if satellite not in spared:
+                    by_satellite.setdefault(satellite, []).append(info.key)
         return [
             (satellite, keys[at : at + MAX_KEYS_PER_PACKET])
             for satellite, keys in by_satellite.items()
             for at in range(0, len(keys), MAX_KEYS_PER_PACKET)
         ]
+
+    def _places(self, info: ValueInfo, nearby: bool) -> dict[SatelliteId, None]:
+        """Where its chunks are, each once; ``nearby``: and where they were before the last move."""
+        r, p = self._driver.machine.moves(self._driver.now_s())
+        found: dict[SatelliteId, None] = {}
+        for moves, replica in product([(r, p), (r - 1, p), (r, p - 1)] if nearby else [(r, p)], self._replicas):
+            servers = self._sky.servers_at(info.strategy, info.servers, info.set_moves, moves, replica)
+            found.update(dict.fromkeys(servers[: info.chunks]))
+        return found
+
+
+def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:
+    return (one.strategy, one.servers, one.set_moves) == (other.strategy, other.servers, other.set_moves)
