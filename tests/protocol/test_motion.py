@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skymemory.constellation.cells import CellGrid, Stop
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import STRATEGIES
 from skymemory.placement.locate import Placement
-from skymemory.protocol.followed_clock import LISTENERS, FollowedClock
+from skymemory.protocol.followed_clock import HANDED_OVER_S, LISTENERS, FollowedClock
 from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import ChunkRef, PlacementTag
@@ -104,3 +105,16 @@ def test_impossible_placements_are_named():
         for code in STRATEGY_CODES.values():
             SKY.placement(code, servers)
     assert len(SKY._placements) <= 257
+
+
+@pytest.mark.parametrize("way", [(4, 5), (4, 3), (5, 4), (3, 4)])
+def test_what_was_set_after_a_move_is_not_looked_for_where_it_was_before(way):
+    """A user who walks east or north moves the box back: later is not more."""
+    path = [Stop(0.0, 4, 4), Stop(10.0, *way)]
+    base = MoveClock(time_scale=1.0, track=CellGrid(9, 9).track(path, 1))
+    clock = FollowedClock(base)
+    before, after = base.moves(4.9), base.moves(5.1)
+    assert before == (0, 0) != after
+    assert clock.to_read_at(before, 5.1) == before
+    assert clock.to_read_at(after, 5.1) == after
+    assert clock.to_read_at(before, 5.1 + HANDED_OVER_S) == after

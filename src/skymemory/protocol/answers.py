@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.native import Ack, Tally
@@ -102,9 +103,13 @@ class Answers:
             if request is None or header.ground != self._ground:
                 self._counters.add("packets_unexpected")
                 return None
-            round_trip_s = self._heard(request, header.timestamp_us, now_s)
-            told = header.slot_moves, header.plane_moves
-            self._clock.told(request.satellite, told, round_trip_s, now_s)
+            speaker = SatelliteId(header.source.plane, header.source.slot)
+            if speaker == request.satellite:
+                round_trip_s = self._heard(request, header.timestamp_us, now_s)
+            else:  # one on the way, which could not pass it on
+                round_trip_s = _elapsed_s(header.timestamp_us, now_s) or 0.0
+                self._links.peer(speaker).heard(None, now_s)
+            self._clock.told(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
             if header.op is Op.PONG:
                 request.operation.report.clock_ahead_s = made_at_s(view, now_s) - (now_s - round_trip_s / 2)
             return self._control(request, header, packet.body, now_s)
@@ -207,7 +212,12 @@ class Answers:
 
     def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
         """A checked answer came: the satellite lives. Returns the round trip it took, as far as that can be told."""
-        elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
-        elapsed_s = elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
+        elapsed_s = _elapsed_s(echo_us, now_s)
         request.peer.heard(elapsed_s, now_s)
         return elapsed_s or 0.0
+
+
+def _elapsed_s(echo_us: int, now_s: float) -> float | None:
+    """Since the request was made whose timestamp is echoed; None for what cannot be."""
+    elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
+    return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None

@@ -57,7 +57,10 @@ class FollowedClock:
         what they ask for has been handed over for certain, but not of a time before the value was set.
         """
         moves, before = self.moves(now_s), self._clock.moves(now_s - HANDED_OVER_S)
-        return moves if set_moves[0] > before[0] or set_moves[1] > before[1] else before
+        set_since = any(
+            (now - then) * (its - then) > 0 for now, then, its in zip(moves, before, set_moves, strict=True)
+        )
+        return moves if set_since else before
 
     def at(self, time_s: float) -> Moves:
         """The moves at another time, as far as is known now; nothing is remembered of it."""
