@@ -12,10 +12,12 @@ from skymemory.cache.manager import BlockCache
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.cache.value import PAYLOAD_AT, block_header
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, ValueTooLarge
+from skymemory.keys import KeyRing, SecretKey
 from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 from skymemory.store.memory import MemoryStore
+from skymemory.store.sealed import SealedStore
 
 BLOCK = 4
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, block_tokens=BLOCK, dtype="float32")
@@ -279,6 +281,19 @@ def test_a_value_of_another_layout_or_block_is_foreign() -> None:
         store.put_many([(first, header + payload)])
         assert load(cache, TOKENS)[0].failed_blocks == {"foreign": 1}
         assert store.get_many([first]) == [None]
+
+
+def test_what_no_key_of_the_ring_opens_any_more_is_stored_anew() -> None:
+    pytest.importorskip("cryptography")
+    below = MemoryStore(1 << 24)
+    rings = [KeyRing((SecretKey(number, bytes([number]) * 32, 0.0),)) for number in (1, 2)]
+    before, after = (
+        BlockCache(context(), LAYOUT, SealedStore(below, lambda ring=ring: ring, lambda: 1.0)) for ring in rings
+    )
+    assert save(before, TOKENS) == 5
+    assert load(after, TOKENS)[0].failed_blocks["not authentic"] == 1
+    assert save(after, TOKENS) == 5
+    assert load(after, TOKENS)[0].loaded_blocks == 5
 
 
 def test_results_say_what_happened_in_a_line() -> None:

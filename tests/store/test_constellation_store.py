@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.store.conftest import simulated, store_over, udp_store
 
@@ -12,7 +14,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.protocol.messages import pack_moves
 from skymemory.protocol.wire import Op
-from skymemory.store.base import LEASE_S, Presence
+from skymemory.store.base import ABANDONED_S, LEASE_S, Presence
 from skymemory.store.constellation import ConstellationStore
 from skymemory.store.named import get_named, put_named
 from skymemory.store.shared_index import SharedIndex
@@ -54,6 +56,18 @@ def test_two_processes_share_the_index_file(tmp_path: Path) -> None:
     assert writer.delete(KEYS[5:6]) == [True]
     assert reader.prefix(KEYS) == 5
     assert reader.lookup(KEYS[4:7]) == [Presence.HIT, Presence.MISS, Presence.HIT]
+
+
+def test_values_of_a_store_that_is_never_completed_are_let_go() -> None:
+    sky = simulated()
+    store = store_over(sky, 1, SharedIndex())
+    value = np.zeros(5000, dtype=np.uint8)
+    alive = weakref.ref(value)
+    store.prepare_store([(KEYS[0], memoryview(value))])
+    del value
+    sky.settle(sky.now_s + LEASE_S + ABANDONED_S + 1)
+    assert store.put_many(ITEMS[1:2]) == [True]
+    assert alive() is None
 
 
 @pytest.mark.parametrize("strategy", ["rotation", "hop", "rotation_hop", "cost", "baseline"])

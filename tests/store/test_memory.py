@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.contract.store_contract import key, value
 
 from skymemory.errors import InvalidInput
-from skymemory.store.base import Presence
+from skymemory.store.base import ABANDONED_S, LEASE_S, Presence
 from skymemory.store.memory import MemoryStore
 
 
@@ -43,6 +43,19 @@ def test_a_store_that_took_too_long_stores_nothing() -> None:
     clock.now_s = 31.0
     assert store.complete_store(late) == [False]
     assert store.stats()["used_bytes"] == 0
+
+
+def test_tickets_that_nobody_completes_are_not_kept_for_ever() -> None:
+    clock = Clock()
+    store = MemoryStore(1 << 20, clock=clock)
+    for _ in range(5):
+        store.prepare_store([(key(1), value(1))])
+        store.prepare_load([key(1)])
+    assert store.stats()["open_leases"] == 10
+    clock.now_s = LEASE_S + ABANDONED_S + 1
+    store.complete_store(store.prepare_store([(key(1), value(1))]))
+    store.complete_load(store.prepare_load([key(1)]))
+    assert store.stats()["open_leases"] == 0
 
 
 def test_a_pin_ends_by_itself_and_has_a_budget() -> None:

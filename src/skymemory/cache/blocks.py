@@ -61,3 +61,10 @@ class LoadTally:
     failed: Counter[str] = field(default_factory=Counter)
     size_bytes: int = 0
     retransmitted: int = 0
+
+    def tokens_by_tier(self, block_tokens: int, limit_tokens: int) -> dict[str, int]:
+        """Tokens each tier supplied; what lies past ``limit_tokens`` in the last block is not counted."""
+        tokens: Counter[str] = Counter()
+        for index, tier in enumerate(self.tiers):
+            tokens[tier] += min(limit_tokens - index * block_tokens, block_tokens)
+        return dict(tokens)

@@ -7,7 +7,6 @@ blocks in and a source to read them from. This is the one place where a tier's f
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from skymemory.cache.blocks import BlockSink, BlockSource, LeasedBatch, LoadTally, PhaseClock
@@ -20,7 +19,8 @@ from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 from skymemory.metrics import Counters
-from skymemory.store.base import Presence, Store
+from skymemory.store.base import KeyReport, Presence, Store
+from skymemory.store.sealed import NOT_AUTHENTIC
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
 """What a broken tier may raise; programming errors (TypeError, AttributeError …) still surface."""
@@ -110,7 +110,7 @@ class BlockCache:
                 tally.failed["behind a failed block"] += behind
         result = LoadResult(
             prompt_tokens=count,
-            hit_tokens=self._tokens_by_tier(tally.tiers, limit_tokens),
+            hit_tokens=tally.tokens_by_tier(self.layout.block_tokens, limit_tokens),
             blocks=len(hashes),
             found_blocks=found,
             loaded_blocks=len(tally.tiers),
@@ -207,6 +207,7 @@ class BlockCache:
                 value = values[offset] if offset < len(values) else None
                 if value is None:
                     tally.failed[(keys[offset].reason if keys else "") or "unreachable"] += 1
+                    self._forget_sealed(batch.hashes, keys)
                     return
                 failure = self._place(sink, batch.start + offset, block_hash, value)
                 if failure:
@@ -268,6 +269,14 @@ class BlockCache:
         except TIER_FAILURES:
             self._tier_failed()
 
+    def _forget_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
+        """Blocks that none of our keys opens (it was retired, or they are somebody else's) would be misses for ever:
+        the tier has them, so they would not be stored again.
+        """
+        for block_hash, report in zip(hashes, reports, strict=False):
+            if report.reason == NOT_AUTHENTIC:
+                self._forget(block_hash)
+
     def _release(self, batch: LeasedBatch) -> None:
         if batch.ticket is not None:
             try:
@@ -277,14 +286,6 @@ class BlockCache:
 
     def _tier_failed(self) -> None:
         self.counters.add("tier_failures_total", label=self.store.name)
-
-    def _tokens_by_tier(self, tiers: list[str], limit_tokens: int) -> dict[str, int]:
-        """Tokens each tier supplied; what lies past ``limit_tokens`` in the last block is not counted."""
-        tokens: Counter[str] = Counter()
-        for index, tier in enumerate(tiers):
-            start = index * self.layout.block_tokens
-            tokens[tier] += min(limit_tokens - start, self.layout.block_tokens)
-        return dict(tokens)
 
     def _count_load(self, result: LoadResult, account: bool) -> None:
         for reason, blocks in result.failed_blocks.items():

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from skymemory.errors import InvalidInput
 
@@ -31,6 +31,9 @@ Buffer = bytes | bytearray | memoryview
 KEY_BYTES = 32
 LEASE_S = 30.0
 """How long a lease protects at most: a client that died must not pin memory for ever."""
+
+ABANDONED_S = 10 * LEASE_S
+"""So long after its lease a ticket may still be completed (as a miss, or in vain)."""
 
 
 class Presence(enum.Enum):
@@ -188,6 +191,15 @@ class TwoPhase:
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         return self.complete_store(self.prepare_store(items))
+
+
+_Ticket = TypeVar("_Ticket", LoadTicket, StoreTicket)
+
+
+def forget_abandoned(tickets: set[_Ticket], now_s: float) -> None:
+    """Drop tickets that nobody has completed long after their lease: their values must not be kept for ever."""
+    for ticket in [ticket for ticket in list(tickets) if ticket.expires_s + ABANDONED_S < now_s]:
+        tickets.discard(ticket)
 
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:

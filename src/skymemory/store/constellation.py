@@ -28,6 +28,7 @@ from skymemory.store.base import (
     TwoPhase,
     check_items,
     check_keys,
+    forget_abandoned,
 )
 from skymemory.store.catalog import Catalog
 from skymemory.store.clocks import ask_the_clocks
@@ -99,6 +100,7 @@ class ConstellationStore(TwoPhase):
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = LoadTicket(self._check(keys), self._driver.now_s() + LEASE_S)
+        forget_abandoned(self._loads, self._driver.now_s())
         self._loads.add(ticket)
         return ticket
 
@@ -177,6 +179,7 @@ class ConstellationStore(TwoPhase):
         for _, value in items:
             self.settings.check_size(memoryview(value).nbytes)
         ticket = StoreTicket(items, self._driver.now_s() + LEASE_S)
+        forget_abandoned(self._stores, self._driver.now_s())
         self._stores.add(ticket)
         return ticket
 

@@ -24,6 +24,7 @@ from skymemory.store.base import (
     TwoPhase,
     check_items,
     check_keys,
+    forget_abandoned,
 )
 from skymemory.units import format_size
 
@@ -82,6 +83,7 @@ class MemoryStore(TwoPhase):
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = LoadTicket(check_keys(keys), self._clock() + self._lease_s)
         with self._open():
+            forget_abandoned(self._loads, self._clock())
             self._loads.add(ticket)
         return ticket
 
@@ -120,6 +122,7 @@ class MemoryStore(TwoPhase):
         with self._open():
             granted = [False] * len(items)
             ticket = StoreTicket(items, self._clock() + self._lease_s, state=granted)
+            forget_abandoned(self._stores, self._clock())
             self._stores.add(ticket)
             for position, (_, value) in enumerate(items):
                 granted[position] = self._make_room(_size(value), keep={key for key, _ in items[:position]})
