@@ -27,6 +27,7 @@ from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.eviction import EvictionConfig, parse_policies
 from skymemory.protocol.messages import pack_moves
 from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.replacement import REPLACEMENTS
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, Op
 from skymemory.store.admission import AdmittingStore, Sketch
 from skymemory.store.base import Presence, Store
@@ -166,7 +167,7 @@ def main() -> None:
             for row in rows
         ],
     )  # fmt: skip
-    kinds = [("lru", False), ("lfuda", False), ("lru", True), ("lfuda", True)]
+    kinds = [(name, admission) for admission in (False, True) for name in REPLACEMENTS]
     replaced = [run("lazy,gossip", name, admission, options.seed, options.requests) for name, admission in kinds]
     print_table(
         f"replacement and admission, lazy,gossip, {options.requests} prompts",

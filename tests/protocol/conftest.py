@@ -15,6 +15,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.client import ClientConfig, Finished
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
+from skymemory.protocol.replacement import DEFAULT_REPLACEMENT
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
@@ -33,12 +34,21 @@ class World:
     def __init__(
         self, access: str = "los", planes: int = 5, slots: int = 19, memory_bytes: int = 64 << 20,
         faults: FaultInjector | None = None, clock: MoveClock | None = None, routing: str = "greedy",
-        offload: bool = True, link_s: float = LINK_S, eviction: EvictionConfig | None = None, **client: float,
+        offload: bool = True, link_s: float = LINK_S, eviction: EvictionConfig | None = None,
+        replacement: str = DEFAULT_REPLACEMENT, **client: float,
     ) -> None:  # fmt: skip
         self.torus = Torus(planes, slots)
         self.sky = SkyMap(self.torus, SatelliteId(planes // 2, slots // 2))
         self.sim = SimulatedConstellation(
-            self.sky, memory_bytes, clock, lambda sender, receiver: link_s, faults, routing, offload, eviction=eviction
+            self.sky,
+            memory_bytes,
+            clock,
+            lambda sender, receiver: link_s,
+            faults,
+            routing,
+            offload,
+            replacement,
+            eviction,
         )
         self.access, self.link_s, self.client_options = access, link_s, client
         self.host = self.connect(7)

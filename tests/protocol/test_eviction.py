@@ -311,7 +311,7 @@ def everywhere(sky: World, what: Retain, until_s: float, name: str, info) -> set
 
 
 def test_what_is_pinned_outlives_pressure_and_moves_until_its_time(world, value_of):
-    sky = world(memory_bytes=24 * 1072)
+    sky = world(memory_bytes=24 * 1072, replacement="lru")
     values, infos = fill(sky, 2, value_of)
     assert everywhere(sky, Retain.PIN, 60.0, "v0", infos["v0"]) == {Kept.DONE}
     for round_ in range(3):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skymemory.protocol import lrfu
 from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.lrfu import LeastRecentlyAndFrequentlyUsed
+from skymemory.protocol.ranking import RankedKeys
 from skymemory.protocol.replacement import REPLACEMENTS, replacement_named
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, PlacementTag
 
@@ -58,7 +62,41 @@ class NaiveLfuda:
         return sorted(self.known, key=lambda key: (self.known[key][0] + self.known[key][1], self.known[key][2]))
 
 
-TWINS = {"lru": NaiveLru, "lfuda": NaiveLfuda}
+class NaiveLrfu:
+    """Every use of every key there ever was, in half-lives; worths summed anew whenever asked."""
+
+    def __init__(self) -> None:
+        self.uses: dict[bytes, list[float]] = {}
+        self.used_at: dict[bytes, int] = {}
+        self.here: dict[bytes, int] = {}
+        self.events = self.time = 0
+        self.half_lives, self.mean_return = 0.0, 1000.0
+
+    def noted(self, key: bytes) -> None:
+        if key not in self.here:
+            self.used(key)
+        self.uses[key][-1] = self.half_lives
+        self.time += 1
+        self.here[key] = self.time
+
+    def used(self, key: bytes) -> None:
+        self.events += 1
+        self.half_lives += 1 / (2 * self.mean_return)
+        if key in self.uses:
+            self.mean_return += (self.events - self.used_at[key] - self.mean_return) / 1000
+        self.uses.setdefault(key, []).append(self.half_lives)
+        self.used_at[key] = self.events
+        self.time += 1
+        self.here[key] = self.time
+
+    def gone(self, key: bytes, evicted: bool = False) -> None:
+        self.here.pop(key, None)
+
+    def order(self) -> list[bytes]:
+        return sorted(self.here, key=lambda key: (round(sum(2**at for at in self.uses[key]), 9), self.here[key]))
+
+
+TWINS = {"lru": NaiveLru, "lfuda": NaiveLfuda, "lrfu": NaiveLrfu}
 calls = st.tuples(st.sampled_from(["noted", "used", "used", "gone", "evict"]), st.sampled_from(KEYS))
 
 
@@ -83,10 +121,10 @@ def test_a_policy_does_what_its_naive_twin_does(name, steps):
 
 
 def test_the_heap_does_not_grow_with_the_uses():
-    policy = replacement_named("lfuda")
-    for _ in range(5000):
-        policy.used(KEYS[0])
-    assert len(policy._heap) < 100
+    keys: RankedKeys[int] = RankedKeys()
+    for rank in range(5000):
+        keys.put(KEYS[0], rank)
+    assert len(keys._heap) < 100 and keys.first() == KEYS[0]
 
 
 def test_prompts_seen_once_do_not_push_out_a_shared_prefix():
@@ -109,6 +147,86 @@ def test_prompts_seen_once_do_not_push_out_a_shared_prefix():
                     survived[name] = at
                     break
     assert survived["lru"] == 7 and 40 < survived["lfuda"] < 150
+    assert "lrfu" not in survived, "two hundred events are no time: a half-life is two thousand to begin with"
+
+
+def serve(policy, here: set[bytes], prompt: list[bytes], room: int) -> int:
+    """What a satellite's memory of so many keys sees of one prompt, as clients do it; how many blocks hit."""
+    found = next((at for at, key in enumerate(prompt) if key not in here), len(prompt))
+    for key in reversed(prompt[:found]):
+        policy.used(key)
+    for key in reversed(prompt[found:]):
+        while len(here) >= room and key not in here:
+            victim = policy.victim(key)
+            here.discard(victim)
+            policy.gone(victim, evicted=True)
+        here.add(key)
+        policy.noted(key)
+    for key in reversed(prompt[:found]):
+        if key in here:
+            policy.noted(key)
+    return found
+
+
+def test_conversations_among_documents_read_once_are_kept():
+    """LRU turns over before anybody returns and hits nothing; who remembers the departed learns who does."""
+    hits = {}
+    for name in REPLACEMENTS:
+        policy, here, hits[name] = replacement_named(name), set(), 0
+        for turn in range(1000):
+            talk = [bytes([turn % 40, depth]) * 16 for depth in range(4)]
+            hits[name] += serve(policy, here, talk, 200)
+            serve(policy, here, [turn.to_bytes(2) + bytes([depth]) * 30 for depth in range(10)], 200)
+    assert hits["lru"] == hits["lfuda"] == 0 and hits["lrfu"] > 3500, hits
+
+
+def test_the_half_life_follows_the_returns_of_keys_that_are_gone_too():
+    policy = LeastRecentlyAndFrequentlyUsed()
+    for round_number in range(60):
+        for number in range(300):
+            key = number.to_bytes(4) * 8
+            policy.noted(key)
+            policy.gone(key, evicted=True)
+        assert round_number or policy.half_life == 2000
+    assert 590 < policy.half_life < 610
+
+
+def test_no_float_overflows_and_the_order_stays(monkeypatch):
+    monkeypatch.setattr(lrfu, "_MOST", 1.01)
+    policy, twin = LeastRecentlyAndFrequentlyUsed(), NaiveLrfu()
+    rng = random.Random(1)
+    for _ in range(3000):
+        key = rng.choice(KEYS)
+        verb = rng.choice(["noted", "used", "gone"])
+        getattr(policy, verb)(key)
+        getattr(twin, verb)(key)
+        assert policy._now <= 1.01
+    assert policy.order() == twin.order()
+
+
+def test_the_departed_are_forgotten_in_turn():
+    policy = LeastRecentlyAndFrequentlyUsed(departed=10)
+    for number in range(50):
+        policy.noted(number.to_bytes(4) * 8)
+        policy.gone(number.to_bytes(4) * 8)
+    assert list(policy._departed) == [number.to_bytes(4) * 8 for number in range(40, 50)]
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+@settings(max_examples=100, deadline=None)
+@given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60), room=st.integers(3, 12))
+def test_a_block_never_outlives_the_one_before_it(name, prompts, room):
+    """Whatever is asked for and whenever something goes, what is left of a tree of prompts is closed under prefixes."""
+    policy, here = replacement_named(name), set()
+    for path in prompts:
+        serve(policy, here, [bytes(path[: depth + 1]).ljust(32, b"x") for depth in range(len(path))], 1000)
+        while len(here) > room:
+            victim = policy.victim()
+            here.discard(victim)
+            policy.gone(victim, evicted=True)
+        for key in here:
+            parent = bytes(key.rstrip(b"x")[:-1]).ljust(32, b"x")
+            assert parent in here or parent == b"x" * 32
 
 
 def put(store: ChunkStore, key: bytes, index: int, version: int = 1) -> bool:

@@ -15,7 +15,7 @@ from skymemory.cli._ground import add_ground_options, ground_of
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
 from skymemory.cli._protection import add_auth, auth_of, check_plan, say_how_to_share
 from skymemory.errors import InvalidInput
-from skymemory.protocol.replacement import REPLACEMENTS
+from skymemory.protocol.replacement import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.units import format_size, parse_delay
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "migration, with commas between them, or none (default: %(default)s)",
     )  # fmt: skip
     memory.add_argument(
-        "--replacement", default="lru", choices=REPLACEMENTS, help="what goes first: used longest ago, or seldom used"
-    )
+        "--replacement", default=DEFAULT_REPLACEMENT, choices=REPLACEMENTS,
+        help="what goes first: used longest ago (lru), seldom (lfuda), or seldom of late (lrfu; default)",
+    )  # fmt: skip
     memory.add_argument("--sweep", type=duration, metavar="TIME", help="between sweeps of periodic (default: 30s)")
     add_auth(parser)
     faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%%")

@@ -1,4 +1,4 @@
-"""In which order a full satellite forgets: two policies under one contract.
+"""In which order a full satellite forgets: three policies under one contract.
 
 A policy sees keys only. ``noted`` says that a key is here and matters now (stored, or touched by who knows its chain),
 ``used`` that it was asked for, ``gone`` that it is no longer here. Writers store a chain's last block first and touch
@@ -7,12 +7,15 @@ its earlier blocks last (``store.constellation``); so of equals the one noted lo
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-REPLACEMENTS = ("lru", "lfuda")
+from skymemory.protocol.lrfu import LeastRecentlyAndFrequentlyUsed
+from skymemory.protocol.ranking import RankedKeys
+
+REPLACEMENTS = ("lru", "lfuda", "lrfu")
+DEFAULT_REPLACEMENT = "lrfu"
 
 
 class Replacement(Protocol):
@@ -68,54 +71,37 @@ class LeastFrequentlyUsedAged:
     """
 
     def __init__(self) -> None:
-        self._ranks: dict[bytes, tuple[int, int, int]] = {}
-        """Rank, stamp, uses."""
-        self._heap: list[tuple[int, int, bytes]] = []
-        """Rank, stamp, key; entries that ``_ranks`` no longer has are stale."""
+        self._ranked: RankedKeys[int] = RankedKeys()
+        self._uses: dict[bytes, int] = {}
         self._age = 0
-        self._stamp = 0
 
     def noted(self, key: bytes) -> None:
-        known = self._ranks.get(key)
-        self._rank(key, known[2] if known is not None else 1)
+        self._rank(key, self._uses.get(key, 1))
 
     def used(self, key: bytes) -> None:
-        known = self._ranks.get(key)
-        self._rank(key, known[2] + 1 if known is not None else 1)
+        self._rank(key, self._uses.get(key, 0) + 1)
 
     def _rank(self, key: bytes, uses: int) -> None:
-        self._stamp += 1
-        self._ranks[key] = (self._age + uses, self._stamp, uses)
-        heapq.heappush(self._heap, (self._age + uses, self._stamp, key))
-        if len(self._heap) > 4 * len(self._ranks) + 64:
-            self._heap = [(rank, stamp, here) for here, (rank, stamp, _) in self._ranks.items()]
-            heapq.heapify(self._heap)
+        self._uses[key] = uses
+        self._ranked.put(key, self._age + uses)
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
-        known = self._ranks.pop(key, None)
-        if known is not None and evicted:
-            self._age = max(self._age, known[0])
+        rank = self._ranked.pop(key)
+        if rank is not None:
+            del self._uses[key]
+            if evicted:
+                self._age = max(self._age, rank)
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        found, spared = None, None
-        while self._heap and found is None:
-            rank, stamp, key = self._heap[0]
-            known = self._ranks.get(key)
-            if known is not None and known[:2] == (rank, stamp):
-                if key != but:
-                    found = key
-                    break
-                spared = self._heap[0]
-            heapq.heappop(self._heap)
-        if spared is not None:
-            heapq.heappush(self._heap, spared)
-        return found
+        return self._ranked.first(but)
 
     def order(self) -> list[bytes]:
-        return sorted(self._ranks, key=lambda key: self._ranks[key][:2])
+        return self._ranked.order()
 
 
-_MAKERS: dict[str, Callable[[], Replacement]] = {"lru": LeastRecentlyUsed, "lfuda": LeastFrequentlyUsedAged}
+_MAKERS: dict[str, Callable[[], Replacement]] = {
+    "lru": LeastRecentlyUsed, "lfuda": LeastFrequentlyUsedAged, "lrfu": LeastRecentlyAndFrequentlyUsed
+}  # fmt: skip
 
 
 def replacement_named(name: str) -> Replacement:

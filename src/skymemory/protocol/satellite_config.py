@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.protocol.authentication import Authority
 from skymemory.protocol.eviction import EvictionConfig
+from skymemory.protocol.replacement import DEFAULT_REPLACEMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class SatelliteConfig:
     handover_window_bursts: int = 16
     handover_timeout_s: float = 0.1
     handover_grace_s: float = 1.0
-    replacement: str = "lru"
+    replacement: str = DEFAULT_REPLACEMENT
     """One of ``replacement.REPLACEMENTS``: what goes first when the memory is full."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     neighbour_patience_s: float = 0.05

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from skymemory.errors import InvalidInput
 from skymemory.protocol.eviction import EvictionConfig, parse_policies
-from skymemory.protocol.replacement import REPLACEMENTS
+from skymemory.protocol.replacement import DEFAULT_REPLACEMENT, REPLACEMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class MemoryPolicy:
     """``eviction``: names of ``protocol.eviction`` with commas between, or ``none``; ``sweep_s``: between sweeps."""
 
     eviction: str = "lazy"
-    replacement: str = "lru"
+    replacement: str = DEFAULT_REPLACEMENT
     sweep_s: float = 30.0
 
     def __post_init__(self) -> None:

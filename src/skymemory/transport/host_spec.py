@@ -10,6 +10,7 @@ from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.protocol.authentication import Authority
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.replacement import DEFAULT_REPLACEMENT
 from skymemory.transport.faults import FaultInjector
 
 Endpoint = tuple[str, int]
@@ -34,7 +35,7 @@ class HostSpec:
     link_rate_bit_s: float = 0.0
     faults: FaultInjector | None = None
     routing: RoutingMode = "greedy"
-    replacement: str = "lru"
+    replacement: str = DEFAULT_REPLACEMENT
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     onboard: SatelliteId | None = None
     authority: Authority | None = None

@@ -20,6 +20,7 @@ from skymemory.protocol.authentication import Authority
 from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.replacement import DEFAULT_REPLACEMENT
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.space_packet import MAX_PACKET_BYTES
@@ -53,7 +54,7 @@ class SimulatedConstellation:
     def __init__(
         self, sky: SkyMap, memory_bytes: int, clock: MoveClock | None = None, delay_s: LinkDelay = no_delay,
         faults: FaultInjector | None = None, routing: RoutingMode = "greedy", offload: bool = True,
-        replacement: str = "lru", eviction: EvictionConfig | None = None,
+        replacement: str = DEFAULT_REPLACEMENT, eviction: EvictionConfig | None = None,
         clocks: Mapping[SatelliteId, MoveClock] | None = None, authority: Authority | None = None,
     ) -> None:  # fmt: skip
         """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks`` are
