@@ -1,19 +1,21 @@
-"""Which prompts recur, and at what time of the day: learned from when they were seen, without any clock of its own.
+"""Which prompts recur, and at what time: learned from when they were seen, without any clock of its own.
 
-A *habit* is a prompt (the blocks that its sightings share) with a time of day, and a weight that grows by one with each
-day it is seen and decays with each day that passes. One sighting never makes a habit expected, nor do many of one day.
-Habits of one first block are kept apart where they share less than half of their blocks: a system prompt in common does
-not make two documents one. Memory is bounded by the blocks remembered; what was seen on one day only goes first, so it
-must hold the prompts of a day for any of them to be known again on the next.
+A *habit* (``habit``) is a prompt (the blocks that its sightings share) with a local time of day and the days it was
+seen on, which tell whether it comes daily, on working days or once a week. One sighting never makes a habit expected,
+nor do many of one day. Habits of one first block are kept apart where they share less than half of their blocks: a
+system prompt in common does not make two documents one. Memory is bounded by the blocks remembered; what was seen on
+one day only goes first, so it must hold the prompts of a day (of a week, for weekly habits) to know any of them again.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from skymemory.cache.habit import WEEK_DAYS, Habit
+from skymemory.cache.local_time import LocalTime
 from skymemory.errors import InvalidInput
 
 DAY_S = 86_400.0
@@ -23,37 +25,29 @@ _FOLLOW = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """These blocks will be asked for at about ``at_s``. ``weight``: days on which they were, old ones less."""
+    """These blocks will be wanted at about ``at_s``. ``weight``: days on which they were, old ones less, or weeks."""
 
     keys: tuple[bytes, ...]
     at_s: float
     weight: float
 
 
-@dataclass(slots=True, eq=False)
-class _Habit:
-    keys: tuple[bytes, ...]
-    time_s: float
-    """Of the day."""
-    day: int
-    """Of the last sighting."""
-    weight: float = 1.0
-    """As of ``day``."""
-    recurs: bool = False
-
-
 class Predictor:
-    """Learns from ``saw``, tells with ``expected``. Times are seconds of any one clock; a day begins at its zero."""
+    """Learns from ``saw``, tells with ``expected``. Times are seconds of any one clock; a day begins at its zero, or
+    with ``zone`` (a name of the tz database; the clock is then Unix time) at midnight there.
+    """
 
     def __init__(
         self, *, decay: float = 0.7, least_weight: float = 0.9, tolerance_s: float = 1800.0,
-        capacity_blocks: int = 100_000, day_s: float = DAY_S,
+        capacity_blocks: int = 100_000, day_s: float = DAY_S, zone: str | None = None,
     ) -> None:  # fmt: skip
         """``decay`` is what a day leaves of a weight: it must be less than ``least_weight``, from which on a habit is
         expected, so that once is never enough. Sightings within ``tolerance_s`` of a habit's time belong to it.
         """
         if not 0 < decay < least_weight:
             raise InvalidInput(f"decay {decay} and least weight {least_weight}: expected 0 < decay < least weight")
+        if zone is not None and day_s != DAY_S:
+            raise InvalidInput(f"days of {day_s} s in {zone}: a time zone has days of {DAY_S:.0f} s")
         if not 0 < tolerance_s < day_s / 2 or capacity_blocks < 1:
             raise InvalidInput(
                 f"tolerance of {tolerance_s} s, {capacity_blocks} blocks: "
@@ -64,9 +58,10 @@ class Predictor:
         self._tolerance_s = tolerance_s
         self._capacity_blocks = capacity_blocks
         self._day_s = day_s
-        self._by_root: dict[bytes, list[_Habit]] = {}
-        self._once: OrderedDict[_Habit, None] = OrderedDict()
-        self._recurring: OrderedDict[_Habit, None] = OrderedDict()
+        self._local = LocalTime(zone)
+        self._by_root: dict[bytes, list[Habit]] = {}
+        self._once: OrderedDict[Habit, None] = OrderedDict()
+        self._recurring: OrderedDict[Habit, None] = OrderedDict()
         self._once_blocks = 0
         self._recurring_blocks = 0
 
@@ -80,29 +75,53 @@ class Predictor:
         chain = tuple(keys[: self._capacity_blocks])
         if not chain:
             return
-        habit = self._habit_of(chain, at_s)
+        local_s = self._local.to_local(at_s)
+        habit = self._habit_of(chain, local_s)
         if habit is None:
-            day = math.floor(at_s / self._day_s)
-            habit = _Habit(chain, at_s - day * self._day_s, day)
-            self._by_root.setdefault(chain[0], []).append(habit)
+            day = math.floor(local_s / self._day_s)
+            habit = Habit(chain, local_s - day * self._day_s, day, day)
         else:
             self._take_out(habit)
-            self._refresh(habit, chain, at_s)
+            self._refresh(habit, chain, local_s)
         self._put_in(habit)
         self._make_room()
 
     def expected(self, now_s: float, horizon_s: float) -> list[Expectation]:
-        """What will probably be asked for from now until ``horizon_s`` later, soonest first."""
-        found = []
-        for habit in self._recurring:
-            day = max(math.ceil((now_s - habit.time_s) / self._day_s), habit.day + 1)
-            at_s = day * self._day_s + habit.time_s
-            weight = habit.weight * self._decay ** (day - habit.day)
-            if at_s < now_s + horizon_s and weight >= self._least_weight:
-                found.append(Expectation(habit.keys, at_s, weight))
-        return sorted(found, key=lambda expectation: expectation.at_s)
+        """What will probably be asked for from now until ``horizon_s`` later, each prompt once, soonest first."""
+        found = [self._next(habit, now_s, now_s + horizon_s) for habit in self._recurring]
+        return sorted((next_one for next_one in found if next_one), key=lambda expectation: expectation.at_s)
 
-    def _habit_of(self, chain: tuple[bytes, ...], at_s: float) -> _Habit | None:
+    def _next(self, habit: Habit, now_s: float, until_s: float) -> Expectation | None:
+        """The next time it comes before ``until_s``; no further ahead than a week, by which all repeats."""
+        local_now_s = self._local.to_local(now_s)
+        today = math.floor(local_now_s / self._day_s)
+        first = max(math.ceil((local_now_s - habit.time_s) / self._day_s), habit.day + 1)
+        for day in range(first, first + WEEK_DAYS):
+            at_s = self._local.from_local(day * self._day_s + habit.time_s)
+            if at_s >= until_s:
+                break
+            weight = habit.weight_on(day, today=today, decay=self._decay, least_weight=self._least_weight)
+            if weight is not None and at_s >= now_s:
+                return Expectation(habit.keys, at_s, weight)
+        return None
+
+    @property
+    def zone(self) -> str | None:
+        """The time zone that days and times are of; None is the clock's own."""
+        return self._local.zone
+
+    @property
+    def habits(self) -> list[Habit]:
+        """All of them, in the order in which they would be forgotten within their kind; theirs to read only."""
+        return [*self._once, *self._recurring]
+
+    def restore(self, habits: Iterable[Habit]) -> None:
+        """Take over habits that were learned before, as another predictor's ``habits`` gave them."""
+        for habit in habits:
+            self._put_in(habit)
+        self._make_room()
+
+    def _habit_of(self, chain: tuple[bytes, ...], at_s: float) -> Habit | None:
         """The habit this sighting belongs to: at about this time, sharing at least half of the shorter chain."""
         best, longest = None, 0
         for habit in self._by_root.get(chain[0], ()):
@@ -112,21 +131,21 @@ class Predictor:
                 best, longest = habit, shared
         return best
 
-    def _day_of(self, habit: _Habit, at_s: float) -> int:
+    def _day_of(self, habit: Habit, at_s: float) -> int:
         """The day on which the habit's time is nearest to ``at_s``: just before midnight is near just after."""
         return round((at_s - habit.time_s) / self._day_s)
 
-    def _refresh(self, habit: _Habit, chain: tuple[bytes, ...], at_s: float) -> None:
+    def _refresh(self, habit: Habit, chain: tuple[bytes, ...], at_s: float) -> None:
         habit.keys = chain[: _shared(habit.keys, chain)]
         day = self._day_of(habit, at_s)
-        if day <= habit.day:
-            return
-        habit.weight = habit.weight * self._decay ** (day - habit.day) + 1.0
-        habit.time_s += _FOLLOW * (at_s - day * self._day_s - habit.time_s)
-        habit.day = day
-        habit.recurs = True
+        if day > habit.day:
+            habit.time_s += _FOLLOW * (at_s - day * self._day_s - habit.time_s)
+            habit.saw(day)
 
-    def _put_in(self, habit: _Habit) -> None:
+    def _put_in(self, habit: Habit) -> None:
+        siblings = self._by_root.setdefault(habit.keys[0], [])
+        if habit not in siblings:
+            siblings.append(habit)
         if habit.recurs:
             self._recurring[habit] = None
             self._recurring_blocks += len(habit.keys)
@@ -134,7 +153,7 @@ class Predictor:
             self._once[habit] = None
             self._once_blocks += len(habit.keys)
 
-    def _take_out(self, habit: _Habit) -> None:
+    def _take_out(self, habit: Habit) -> None:
         if habit in self._recurring:
             del self._recurring[habit]
             self._recurring_blocks -= len(habit.keys)
@@ -149,7 +168,7 @@ class Predictor:
         while self.blocks > self._capacity_blocks:
             self._forget(next(iter(self._once or self._recurring)))
 
-    def _forget(self, habit: _Habit) -> None:
+    def _forget(self, habit: Habit) -> None:
         self._take_out(habit)
         root = habit.keys[0]
         siblings = self._by_root[root]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from skymemory.cache.habits_file import load_habits, save_habits
 from skymemory.cache.manager import TIER_FAILURES
 from skymemory.cache.predictor import Expectation, Predictor
 from skymemory.errors import InvalidInput
@@ -15,6 +18,8 @@ from skymemory.metrics import Counters
 from skymemory.store.base import Prefetching, Store, bring_near
 
 _MOST_ATTEMPTS = 3
+_SAVE_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,16 @@ class PrefetchScheduler:
     What is expected within ``lead_s`` is prefetched, once, or up to three times where that fails. Give it a store of
     its own: a copy from far away may take seconds, and reads of the same client would wait. ``saw`` only notes and may
     be called from any thread. ``clock`` is the store's: Unix time.
+
+    With ``habits_file`` what was learned outlives the process: it is read now, and written by ``tick`` a minute after
+    something was seen and when ``running`` ends (or by ``save``). One process at a time: the last to write wins. A file
+    that cannot be used is set aside as ``<name>.bad``, with a warning, and learning begins anew: forecasts are no
+    reason not to serve.
     """
 
     def __init__(
         self, store: Store | Prefetching, predictor: Predictor | None = None, *, lead_s: float = 600.0,
-        clock: Callable[[], float] = time.time, counters: Counters | None = None,
+        clock: Callable[[], float] = time.time, counters: Counters | None = None, habits_file: Path | None = None,
     ) -> None:  # fmt: skip
         if lead_s <= 0:
             raise InvalidInput(f"a lead of {lead_s} s: expected more than 0")
@@ -47,15 +57,48 @@ class PrefetchScheduler:
         self._clock = clock
         self._attempts: dict[_Due, int] = {}
         self._lock = threading.Lock()
+        self._habits_file = habits_file
+        self._unsaved_since_s: float | None = None
+        if habits_file is not None and habits_file.exists():
+            self._load(habits_file)
+
+    def _load(self, path: Path) -> None:
+        try:
+            load_habits(self._predictor, path)
+        except InvalidInput as error:
+            self.counters.add("habits_files_refused_total")
+            aside = path.with_name(path.name + ".bad")
+            try:
+                path.replace(aside)
+            except OSError as refusal:
+                raise InvalidInput(f"{error}; and it cannot be set aside as {aside}: {refusal.strerror}") from error
+            _log.warning("%s; set aside as %s, habits are learned anew", error, aside)
+
+    def save(self) -> None:
+        """Write the habits file now, if there is to be one. One that cannot be written is counted, and warned of."""
+        if self._habits_file is None:
+            return
+        with self._lock:
+            self._unsaved_since_s = None
+            try:
+                save_habits(self._predictor, self._habits_file)
+            except OSError as error:
+                self.counters.add("habits_save_failures_total")
+                _log.warning("habits cannot be written to %s: %s", self._habits_file, error.strerror)
 
     def saw(self, keys: Sequence[bytes]) -> None:
         """A prompt with these blocks (a chain from its first) is asked for now."""
         with self._lock:
-            self._predictor.saw(keys, self._clock())
+            now_s = self._clock()
+            self._predictor.saw(keys, now_s)
+            if self._unsaved_since_s is None:
+                self._unsaved_since_s = now_s
 
     def tick(self) -> int:
         """Prefetch what is due; how many values are now where they will be wanted."""
         now_s = self._clock()
+        if self._unsaved_since_s is not None and now_s - self._unsaved_since_s >= _SAVE_S:
+            self.save()
         with self._lock:
             expected = self._predictor.expected(now_s, self._lead_s)
         self._attempts = {due: count for due, count in self._attempts.items() if due.at_s >= now_s}
@@ -85,6 +128,7 @@ class PrefetchScheduler:
         finally:
             stopping.set()
             thread.join()
+            self.save()
 
     def _prefetch(self, expectation: Expectation) -> list[bool]:
         self.counters.add("prefetches_total")
