@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skymemory.cli._options import argument, size
+
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
 
@@ -26,7 +28,9 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--tokens", type=int, metavar="N", help="tokens of prompt (default: 524, four blocks and a tail)")
     add("--seed", type=int, default=0, help="seed of the random weights")
     add("--json", action="store_true", help="print the results as one JSON object")
-    _add_motion(parser.add_subparsers(dest="what", metavar="motion", help="another demo, see demo motion --help"))
+    others = parser.add_subparsers(dest="what", metavar="motion|cells", help="another demo: see demo motion --help")
+    _add_motion(others)
+    _add_cells(others)
 
 
 def _add_motion(others: Subparsers) -> None:
@@ -45,7 +49,32 @@ def _add_motion(others: Subparsers) -> None:
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
+def _add_cells(others: Subparsers) -> None:
+    from skymemory.constellation.cells import parse_grid
+
+    cells = others.add_parser(
+        "cells",
+        help="users among base stations on the ground: the cache follows, or stays",
+        description="Drives through a grid of base stations over virtual time, reading a value all the while, once "
+        "with a cache that follows the user (rotation_hop) and once with one that stays (hop), and reports reads, "
+        "latency and bytes handed over. Starts no process and needs no model. The exit code is 1 if a read missed.",
+    )
+    add = cells.add_argument
+    add("--grid", type=argument(parse_grid), default="24x24", metavar="RxC", help="rows x columns (default: 24x24)")
+    add("--cell-m", type=float, default=500.0, metavar="M", help="metres from a cell to the next (default: 500)")
+    add("--speed-kmh", type=float, default=50.0, metavar="V", help="speed of the user (default: 50)")
+    add("--legs", type=int, default=3, metavar="N", help="straight ways to random places (default: 3)")
+    add("--servers", type=int, default=9, metavar="S", help="cells that hold the value (default: 9)")
+    add("--value", type=size, default=2_883_584, metavar="SIZE", help="bytes of the value (default: 2.75MiB)")
+    add("--seed", type=int, default=1, help="seed of the drive and of the value's bytes")
+    add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.what == "cells":
+        from skymemory.cli._demo_cells import run_cells
+
+        return run_cells(args)
     if args.what == "motion":
         from skymemory.cli._demo_motion import run_motion
 

@@ -69,3 +69,13 @@ class CellGrid:
     def centre(self, path: Sequence[Stop], margin: int) -> SatelliteId:
         """The cell the user is in at time 0."""
         return SatelliteId(*self.track(path, margin).cell_at(0.0))
+
+
+def parse_grid(text: str) -> CellGrid:
+    """``24x24``: rows and columns. Raises ``InvalidInput``."""
+    rows, cross, columns = text.partition("x")
+    if not (cross and rows.isascii() and columns.isascii() and rows.isdigit() and columns.isdigit()):
+        raise InvalidInput(f"a grid of {text!r}: expected rows and columns, such as 24x24")
+    if not (int(rows) <= 200 and int(columns) <= 200):
+        raise InvalidInput(f"a grid of {text}: expected at most 200x200")
+    return CellGrid(int(rows), int(columns))

@@ -1,0 +1,148 @@
+"""A user drives through a grid of base stations and reads all the while: a run over virtual time, and what it cost.
+
+The machines that fly, on a grid of cells (``constellation.cells``). A hop between base stations takes 1 ms (switches
+and some fibre) and the radio 4 ms, one way each; there are no queues and no limits.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skymemory.constellation.cells import CellGrid, Stop
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import InvalidInput
+from skymemory.placement.layout import Strategy
+from skymemory.placement.migration import server_moves
+from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
+from skymemory.store.constellation import ConstellationStore
+from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky_settings import SkySettings
+from skymemory.transport.simulated import Node, SimulatedConstellation
+
+HOP_S, RADIO_S = 0.001, 0.004
+READ_EVERY_S = 5.0
+_LEAST_LEG_M = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Town:
+    """The grid and what is kept on it: one value of ``value_bytes`` on the ``servers`` cells around the user."""
+
+    grid: CellGrid
+    cell_m: float = 500.0
+    servers: int = 9
+    value_bytes: int = 2_883_584
+    chunk_bytes: int = 6144
+
+    def __post_init__(self) -> None:
+        if self.cell_m <= 0 or self.servers < 1 or self.value_bytes < 1:
+            raise InvalidInput(
+                f"cells of {self.cell_m:g} m, {self.servers} of them with a value of {self.value_bytes} bytes: "
+                "expected more than 0 of each"
+            )
+        side = 2 * self.margin + 2
+        if min(self.grid.rows, self.grid.columns) < side:
+            raise InvalidInput(
+                f"a grid of {self.grid.rows} x {self.grid.columns} cells is too small for a box of {self.servers}: "
+                f"expected {side} x {side} at least"
+            )
+
+    @property
+    def margin(self) -> int:
+        """Cells from the edge that the user keeps away: the box, and one cell for hand-overs."""
+        side = 1
+        while side * side < self.servers:
+            side += 1
+        return side // 2 + 1
+
+    def drive(self, seed: int, legs: int, speed_m_s: float) -> list[Stop]:
+        """From the middle of the town straight to one random place after another, at least a kilometre each."""
+        if legs < 1 or speed_m_s <= 0:
+            raise InvalidInput(f"{legs} legs at {speed_m_s:g} m/s: expected at least one, and to move")
+        draw = random.Random(seed)
+        stops = [Stop(0.0, self.grid.rows / 2, self.grid.columns / 2)]
+        farthest_m = self.cell_m * min(self.grid.rows, self.grid.columns) / 4
+        while len(stops) <= legs:
+            here = stops[-1]
+            row = draw.uniform(self.margin, self.grid.rows - self.margin - 1)
+            column = draw.uniform(self.margin, self.grid.columns - self.margin - 1)
+            metres = self.cell_m * ((row - here.row) ** 2 + (column - here.column) ** 2) ** 0.5
+            if metres > min(_LEAST_LEG_M, farthest_m):
+                stops.append(Stop(here.time_s + metres / speed_m_s, row, column))
+        return stops
+
+
+@dataclass(frozen=True, slots=True)
+class DriveReport:
+    """One drive. Bytes are those of chunks that base stations handed to each other, and the least that could be."""
+
+    strategy: str
+    reads: int
+    hits: int
+    wrong: int
+    median_ms: float
+    p99_ms: float
+    worst_ms: float
+    farthest_hops: int
+    crossings: int
+    moved_bytes: int
+    least_bytes: int
+
+
+def run_drive(
+    town: Town,
+    path: list[Stop],
+    strategy: Strategy,
+    value: bytes,
+    passed: Callable[[float, int, int], None] | None = None,
+) -> DriveReport:
+    """Store the value where the drive begins and read it every 5 s to its end.
+
+    ``passed`` is told of each read: the time, reads so far, and hits among them.
+    """
+    clock = MoveClock(time_scale=1.0, track=town.grid.track(path, town.margin))
+    sky = SkyMap(town.grid.torus, town.grid.centre(path, town.margin))
+    cells = SimulatedConstellation(sky, max(64 << 20, 4 * len(value)), clock, _delay_s)
+    driver = cells.connect(ClientConfig(1, "gateway", expected_rtt_s=2 * (RADIO_S + 4 * HOP_S)))
+    store = ConstellationStore(driver, sky, SkySettings(strategy, town.servers, town.chunk_bytes), index=SharedIndex())
+    key = bytes(32)
+    if store.put_many([(key, value)]) != [True]:
+        raise InvalidInput(f"a value of {len(value)} bytes does not fit into {town.servers} cells")
+    set_moves = clock.moves(cells.now_s)
+    placement = sky.placement(STRATEGY_CODES[strategy], town.servers)
+    chunks = -(-len(value) // town.chunk_bytes)
+    chunks_on = [len(range(server, chunks, town.servers)) for server in range(town.servers)]
+    times_s, hits, wrong, farthest, least_chunks, crossings, before = [], 0, 0, 0, 0, 0, set_moves
+    while cells.now_s < path[-1].time_s:
+        began_s = cells.now_s
+        found = store.get_many([key])[0]
+        times_s.append(cells.now_s - began_s)
+        hits += found is not None
+        wrong += found is not None and bytes(found) != value
+        now = clock.moves(cells.now_s)
+        here = sky.centre_at(now)
+        farthest = max(farthest, *(sky.torus.hops(here, there) for there in placement.locate_all(set_moves, now)))
+        if passed is not None:
+            passed(began_s, len(times_s), hits)
+        until_s = READ_EVERY_S * len(times_s)
+        while (at_s := clock.next_move_s(began_s)) is not None and at_s < until_s:
+            after = clock.moves(at_s)
+            least_chunks += sum(chunks_on[line.server] for line in server_moves(placement, set_moves, before, after))
+            crossings += 1
+            before, began_s = after, at_s
+        cells.settle(until_s)
+    moved = sum(cell.counters.get("chunks_migrated_in") for cell in cells.satellites.values())
+    ordered = sorted(times_s)
+    return DriveReport(
+        strategy, len(times_s), hits, wrong, statistics.median(times_s) * 1e3,
+        ordered[len(ordered) * 99 // 100] * 1e3, ordered[-1] * 1e3, farthest, crossings,
+        moved * town.chunk_bytes, least_chunks * town.chunk_bytes,
+    )  # fmt: skip
+
+
+def _delay_s(sender: Node, receiver: Node) -> float:
+    return HOP_S if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId) else RADIO_S
