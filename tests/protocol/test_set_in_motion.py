@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.protocol.conftest import World, key_of
 
 from skymemory.protocol import ledger, messages
 from skymemory.protocol.wire import Op
+from skymemory.transport.faults import FaultInjector
+
+steps = st.one_of(
+    st.tuples(st.just("put"), st.sampled_from("ab"), st.sampled_from([1, 900, 1600, 6000])),
+    st.tuples(st.just("delete"), st.sampled_from("ab")),
+    st.tuples(st.just("move"), st.integers(0, 1), st.integers(0, 1)),
+    st.tuples(st.just("wait"), st.sampled_from([0.001, 0.02, 0.2, 1.1])),
+)
 
 
 def only_holder(sky, info):
@@ -99,3 +110,47 @@ def test_what_is_set_again_after_a_deletion_is_handed_over(world, value_of):
     assert read.ok and out == value
     sky.settle(4)
     assert only_holder(sky, new) == there
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(steps, min_size=4, max_size=30), st.sampled_from([1, 2, 4, 10]),
+    st.sampled_from(["rotation", "rotation_hop", "cost"]), st.integers(0, 999),
+)  # fmt: skip
+def test_the_last_word_counts_whatever_links_between_satellites_do(script, servers, strategy, seed):
+    """Handovers are lost, doubled, late and damaged; the box moves on, as it does under a host that stands still."""
+    sky = World()
+    torus = sky.torus
+    links = [(here, there) for here in torus.satellites() for there in (torus.east(here), torus.south(here))]
+    for number, link in enumerate(links):
+        sky.sim.spoil(*link, FaultInjector(0.15, 0.1, 0.2, 0.02, seed * 1000 + number, reorder_delay_s=0.05))
+    moves, last = (0, 0), {}
+    for number, (verb, *rest) in enumerate(script):
+        if verb == "put":
+            name, size = rest
+            value = bytes([number]) * size
+            stored, info = sky.put(name, value, 400, strategy, servers)
+            assert stored.ok
+            last[name] = info, value
+        elif verb == "delete":
+            body = messages.pack_keys([key_of(rest[0])])
+            begun = [sky.host.machine.ask(Op.EVICT, body, here, sky.now_s) for here in torus.satellites()]
+            assert all(done.ok for done in sky.host.run(begun).values())
+            last.pop(rest[0], None)
+        elif verb == "move":
+            moves = moves[0] + rest[0], moves[1] + rest[1]
+            sky.advance(*moves)
+        else:
+            sky.settle(rest[0])
+    for link in links:
+        sky.sim.spoil(*link, None)
+    sky.advance(*moves)
+    sky.settle(40.0)
+    for name in "ab":
+        if name in last:
+            info, value = last[name]
+            read, out = sky.get(info)
+            assert read.ok and out == value
+        else:
+            assert not any(machine.store.shares.get(key_of(name)) for machine in sky.sim.satellites.values())
+    assert ledger.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}

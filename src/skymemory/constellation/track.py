@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.trajectory import Place, Trajectory, host_at
-from skymemory.constellation.visibility import overhead_cell, plane_move_period_s, slot_move_period_s
+from skymemory.constellation.visibility import nearest, overhead_cell, plane_move_period_s, slot_move_period_s
 
 _PIECE_RAD = math.radians(0.25)
 """The cell of the overhead point is interpolated over so much of a moving host's way."""
@@ -32,11 +32,6 @@ class Knot(NamedTuple):
 Rates = tuple[float, float]
 """Planes and slots per second."""
 STILL: Rates = (0.0, 0.0)
-
-
-def nearest(cell: float) -> int:
-    """The whole cell that a point lies in; a cell reaches half a cell to either side."""
-    return math.floor(cell + 0.5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,12 +87,13 @@ def anchor(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) ->
     """The anchor ``now_s`` seconds after the epoch."""
     plane0, slot0 = overhead_cell(shell, host, epoch_unix_s, 0.0)
     plane, slot = overhead_cell(shell, host, epoch_unix_s, now_s)
-    slot_moves = _nearest(slot0) - _nearest(slot)
-    plane_moves = _nearest(plane) - _nearest(plane0)
-    return Anchor(shell.torus.wrap(_nearest(plane), _nearest(slot)), slot_moves, plane_moves)
+    slot_moves = nearest(slot0) - nearest(slot)
+    plane_moves = nearest(plane) - nearest(plane0)
+    return Anchor(shell.torus.wrap(nearest(plane), nearest(slot)), slot_moves, plane_moves)
 
 
-def _nearest(cell: float) -> int:
+def nearest(cell: float) -> int:
+    """The whole cell that a point lies in; a cell reaches half a cell to either side."""
     return math.floor(cell + 0.5)
 
 
