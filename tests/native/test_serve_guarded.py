@@ -65,5 +65,5 @@ def test_both_ways_answer_alike_and_refuse_alike(pair: tuple[Guarded, Guarded]) 
 
 
 def test_a_guard_that_is_none_is_refused(fast: object) -> None:
-    with pytest.raises(TypeError, match="pair"):
+    with pytest.raises(TypeError, match="tuple"):
         fast.serve(0, bytearray(70_000), 1, bytes(8), {}, {}, set(), 0, (0, 0, 0, 0, 0, 0), 5)  # type: ignore[attr-defined]

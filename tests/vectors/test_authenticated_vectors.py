@@ -12,7 +12,7 @@ from skymemory import native
 from skymemory.keys import KeyRing, SecretKey
 from skymemory.native import twin
 from skymemory.protocol import messages
-from skymemory.protocol.authentication import Authority, opened
+from skymemory.protocol.authentication import Authority
 from skymemory.protocol.segments import bulk_batch, pack_refs, single
 from skymemory.protocol.wire import Op, Status
 
@@ -52,6 +52,10 @@ def test_packets_are_built_byte_for_byte_and_accepted(name: str) -> None:
     for implementation in (native, twin):
         assert implementation.verify_segments(packet, len(packet)) == b"\0"
     sky = 8 if packet[0] & 0x10 else 16
-    time_high = int(NOW_S * 1e6) >> 32 if sky == 8 else 0
-    assert opened(SIGNER, memoryview(packet), sky, time_high) is not None
-    assert opened(SIGNER, memoryview(packet), sky, time_high + 1) is None
+    now_us = int(NOW_S * 1e6)
+    sent_us = now_us if sky == 8 else 0
+    for implementation in (native, twin):
+        check = implementation.check_macs
+        assert check(packet, len(packet), sky, SIGNER.mac_keys, now_us, 10) == [sent_us]
+        late = check(packet, len(packet), sky, SIGNER.mac_keys, now_us + (1 << 32), 10)
+        assert late == ([None] if sky == 8 else [0]), "the high half of a command's time counts, though it is not sent"

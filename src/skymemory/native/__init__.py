@@ -1,8 +1,9 @@
 """The hot loops: in C where the helper was compiled, in Python (the twin) everywhere else.
 
 ``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose files
-(``twin``, ``twin_segments``, ``twin_runs``, ``twin_landing``, ``twin_packets``, ``twin_udp``, ``twin_serve``) say what
-each function does.
+(``twin``, ``twin_segments``, ``twin_macs``, ``twin_runs``, ``twin_landing``, ``twin_packets``, ``twin_udp``,
+``twin_serve``, ``twin_take``) say what each function does. The helper takes SHA-256 from libcrypto; where there is
+none, the twin makes and checks MACs, with the standard library's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from skymemory.native import twin
 from skymemory.native.twin_landing import Landing, Tally
 from skymemory.native.twin_packets import Ack
 from skymemory.native.twin_runs import AnswerTerms, Run
-from skymemory.native.twin_serve import Guard, Served
+from skymemory.native.twin_serve import Served
+from skymemory.native.twin_take import Guard
 from skymemory.native.twin_udp import SLOT_BYTES, Arrival
 
 if TYPE_CHECKING:
@@ -72,6 +74,11 @@ except ImportError:
 
     NATIVE = False
 
+if NATIVE and _fast.sha_ready():
+    from skymemory.native._fast import check_macs, sign_packets, strip_macs
+else:
+    from skymemory.native.twin import check_macs, sign_packets, strip_macs
+
 __all__ = [
     "NATIVE",
     "SLOT_BYTES",
@@ -85,6 +92,7 @@ __all__ = [
     "Tally",
     "answer_get",
     "bulk_headers",
+    "check_macs",
     "command_packets",
     "crc32",
     "crc32_chunks",
@@ -101,6 +109,8 @@ __all__ = [
     "send_each",
     "send_slices",
     "serve",
+    "sign_packets",
+    "strip_macs",
     "verify_segments",
 ]
 

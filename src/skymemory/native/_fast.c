@@ -1,5 +1,5 @@
 /* The module object of the compiled helper: names, arguments, nothing else. */
-#include "fast.h"
+#include "sha.h"
 
 static PyObject *crc_kind(PyObject *self, PyObject *none)
 {
@@ -12,6 +12,17 @@ static PyObject *crc_select(PyObject *self, PyObject *name)
     return wanted ? PyBool_FromLong(sky_crc_select(wanted)) : NULL;
 }
 
+static PyObject *sha_ready(PyObject *self, PyObject *none)
+{
+    return PyBool_FromLong(sky_sha_ready());
+}
+
+static PyObject *sha_select(PyObject *self, PyObject *wanted)
+{
+    int truth = PyObject_IsTrue(wanted);
+    return truth < 0 ? NULL : PyBool_FromLong(sky_sha_select(truth));
+}
+
 static PyMethodDef methods[] = {
     {"crc32", (PyCFunction)(void (*)(void))sky_py_crc32, METH_FASTCALL, "crc32(data, value=0) -> int"},
     {"crc32_combine", sky_py_crc32_combine, METH_VARARGS, "crc32_combine(crc1, crc2, len2) -> int"},
@@ -19,6 +30,11 @@ static PyMethodDef methods[] = {
     {"crc32_join", sky_py_crc32_join, METH_VARARGS, "crc32_join(crcs, chunk_bytes, value_bytes) -> int"},
     {"crc_kind", crc_kind, METH_NOARGS, "which loop serves: vpclmul, pclmul or tables"},
     {"crc_select", crc_select, METH_O, "choose a loop by name, or 'best'; False where the processor lacks it"},
+    {"sha_ready", sha_ready, METH_NOARGS, "whether there is a libcrypto, so that MACs are made and checked here"},
+    {"sha_select", sha_select, METH_O, "do without libcrypto (False) or with it (True): whether it is there"},
+    {"sign_packets", sky_py_sign_packets, METH_VARARGS, "sign_packets(headers, header_bytes, sky, ...) -> bytearray"},
+    {"check_macs", sky_py_check_macs, METH_VARARGS, "check_macs(data, segment_bytes, sky, keys, ...) -> list of times"},
+    {"strip_macs", sky_py_strip_macs, METH_VARARGS, "strip_macs(data, segment_bytes, sky, keep) -> bytearray"},
     {"seal_headers", sky_py_seal_headers, METH_VARARGS, "seal_headers(headers, header_bytes, sky_offset)"},
     {"verify_segments", sky_py_verify_segments, METH_VARARGS, "verify_segments(data, segment_bytes) -> bytes"},
     {"place_segments", sky_py_place_segments, METH_VARARGS, "place_segments(...) -> (placed, duplicates, corrupt, foreign)"},

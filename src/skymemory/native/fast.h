@@ -46,6 +46,11 @@ PyObject *sky_py_recv_runs(PyObject *self, PyObject *args);
 PyObject *sky_py_recv_batch(PyObject *self, PyObject *args);
 PyObject *sky_py_send_batch(PyObject *self, PyObject *args);
 
+/* macs.c, sha.c */
+PyObject *sky_py_sign_packets(PyObject *self, PyObject *args);
+PyObject *sky_py_check_macs(PyObject *self, PyObject *args);
+PyObject *sky_py_strip_macs(PyObject *self, PyObject *args);
+
 /* acks.c */
 PyObject *sky_py_open_ack(PyObject *self, PyObject *packet);
 

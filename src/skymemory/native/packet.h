@@ -28,6 +28,7 @@ enum {
     TIMESTAMP_AT = 24,
     SLOT_MOVES_AT = 28,
     CREDIT_AT = 36,
+    KEY_ID_AT = 38,
     OP_SET = 0x01,
     OP_GET = 0x02,
     OP_MIGRATE = 0x05,
@@ -92,10 +93,11 @@ int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssi
 /* runs.c: what the first packet of a request that brings chunks has in common with all of them. */
 enum { RUN_START_BYTES = COMMAND_BYTES + SKY_BYTES + REF_BYTES };
 /* Whether a run of sound SETs or MIGRATEs continues what ``first`` (so many bytes) began after chunk number *after (0
- * where nothing is taken yet); *after moves on if so. */
-int sky_continues_run(const uint8_t *data, size_t size, size_t segment, const uint8_t *first, uint32_t *after);
+ * where nothing is taken yet); *after moves on if so. Each has a MAC of ``mac`` bytes (0: none), which is not looked at. */
+int sky_continues_run(const uint8_t *data, size_t size, size_t segment, const uint8_t *first, size_t mac,
+                      uint32_t *after);
 /* (reference, payload) of one such packet. */
-PyObject *sky_chunk_of(const uint8_t *packet, size_t size);
+PyObject *sky_chunk_of(const uint8_t *packet, size_t size, size_t mac);
 
 /* segments.c */
 void sky_place_all(Value *value, const uint8_t *data, size_t size, size_t segment, Py_ssize_t count);

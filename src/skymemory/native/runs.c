@@ -22,14 +22,14 @@ static int belongs(const uint8_t *packet, const uint8_t *first, uint32_t after)
            servers && be16(ref + REF_SERVER_AT) == (number - 1) % servers + 1;
 }
 
-int sky_continues_run(const uint8_t *data, size_t size, size_t segment, const uint8_t *first, uint32_t *after)
+int sky_continues_run(const uint8_t *data, size_t size, size_t segment, const uint8_t *first, size_t mac, uint32_t *after)
 {
     uint32_t number = *after;
     for (size_t start = 0, ref; start < size; start += segment) {
         size_t length = size - start < segment ? size - start : segment;
         const uint8_t *packet = data + start;
-        if (sky_check_header(packet, length, &ref) != OK || ref != COMMAND_BYTES + SKY_BYTES ||
-            packet[COMMAND_BYTES + 1] == OP_DATA || !belongs(packet, first, number) ||
+        if (sky_check_packet(packet, length, &ref) != OK || ref != COMMAND_BYTES + SKY_BYTES ||
+            packet[COMMAND_BYTES + 1] == OP_DATA || !(packet[COMMAND_BYTES + FLAGS_AT] & AUTHENTICATED) != !mac || !belongs(packet, first, number) ||
             !sky_payload_is_sound(packet, length, ref))
             return 0;
         number = be32(packet + ref + REF_NUMBER_AT);
@@ -38,11 +38,11 @@ int sky_continues_run(const uint8_t *data, size_t size, size_t segment, const ui
     return size > 0;
 }
 
-PyObject *sky_chunk_of(const uint8_t *packet, size_t size)
+PyObject *sky_chunk_of(const uint8_t *packet, size_t size, size_t mac)
 {
     const char *ref = (const char *)packet + COMMAND_BYTES + SKY_BYTES;
     PyObject *its_ref = PyBytes_FromStringAndSize(ref, REF_BYTES);
-    PyObject *its_payload = PyBytes_FromStringAndSize(ref + REF_BYTES, (Py_ssize_t)(size - RUN_START_BYTES));
+    PyObject *its_payload = PyBytes_FromStringAndSize(ref + REF_BYTES + mac, (Py_ssize_t)(size - RUN_START_BYTES - mac));
     PyObject *chunk = its_ref && its_payload ? PyTuple_Pack(2, its_ref, its_payload) : NULL;
     Py_XDECREF(its_ref);
     Py_XDECREF(its_payload);
@@ -57,7 +57,7 @@ static Py_ssize_t take_apart(const uint8_t *data, size_t size, size_t segment, P
         const uint8_t *packet = data + start;
         size_t length = size - start < segment ? size - start : segment;
         PyObject *index = PyLong_FromUnsignedLong(be32(packet + COMMAND_BYTES + SKY_BYTES + REF_NUMBER_AT) - 1);
-        PyObject *chunk = index ? sky_chunk_of(packet, length) : NULL;
+        PyObject *chunk = index ? sky_chunk_of(packet, length, 0) : NULL;
         int taken = chunk && PyList_Append(indices, index) == 0 && PyList_Append(chunks, chunk) == 0;
         Py_XDECREF(index);
         Py_XDECREF(chunk);
@@ -99,7 +99,7 @@ PyObject *sky_py_open_runs(PyObject *self, PyObject *args)
             if (!taken)
                 memcpy(began, data.buf, sizeof began);
             Py_BEGIN_ALLOW_THREADS
-            more = sky_continues_run(data.buf, (size_t)data.len, (size_t)segment, began, &after);
+            more = sky_continues_run(data.buf, (size_t)data.len, (size_t)segment, began, 0, &after);
             Py_END_ALLOW_THREADS
         }
         if (more == 1 && (bytes = take_apart(data.buf, (size_t)data.len, (size_t)segment, indices, chunks)) < 0)

@@ -44,25 +44,41 @@ static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject 
     return pair;
 }
 
-/* What answers a lone GET, as ``sky_answer_plain_get`` has it; of one with a MAC, if it is authentic and new. */
+int sky_is_first(const Service *service, const uint8_t *packet, long long sent_us, PyObject *sequences)
+{
+    PyObject *first = sequences ? PyObject_CallFunction(service->first, "y#LN", (const char *)packet,
+                                                        (Py_ssize_t)(COMMAND_BYTES + SKY_BYTES), sent_us, sequences)
+                                : NULL;
+    int truth = first ? PyObject_IsTrue(first) : -1;
+    Py_XDECREF(first);
+    return truth;
+}
+
+/* The same of a GET with a MAC, if it is authentic and new. */
+static PyObject *answer_authentic_get(Service *service, const uint8_t *packet, size_t size)
+{
+    long long sent_us;
+    if (sky_check_mac(&service->check, packet, size, COMMAND_BYTES, &sent_us) != 1)
+        return NULL;
+    uint8_t *plain = PyMem_Malloc(size);
+    if (!plain)
+        return PyErr_NoMemory();
+    sky_strip_mac(packet, size, COMMAND_BYTES, size, plain);
+    PyObject *answer = sky_answer_plain_get(plain, size - MAC_BYTES, service->shares, &service->terms);
+    PyMem_Free(plain);
+    if (answer) { /* only now: what is not answered here is looked at once more, and must then be new */
+        PyObject *sequences = Py_BuildValue("[i]", (int)(be16(packet + 2) & 0x3FFF));
+        if (sky_is_first(service, packet, sent_us, sequences) != 1)
+            Py_CLEAR(answer);
+    }
+    return answer;
+}
+
+/* What answers a lone GET, as ``sky_answer_plain_get`` has it. */
 static PyObject *answer_get(Service *service, const uint8_t *packet, size_t size)
 {
-    if (!service->open)
-        return sky_answer_plain_get(packet, size, service->shares, &service->terms);
-    PyObject *whole = PyBytes_FromStringAndSize((const char *)packet, (Py_ssize_t)size), *answer = NULL;
-    PyObject *plain = whole ? PyObject_CallOneArg(service->open, whole) : NULL;
-    if (plain && PyBytes_Check(plain))
-        answer = sky_answer_plain_get((const uint8_t *)PyBytes_AS_STRING(plain), (size_t)PyBytes_GET_SIZE(plain),
-                                      service->shares, &service->terms);
-    if (answer) { /* only now: what is not answered here is looked at once more, and must then be new */
-        PyObject *first = PyObject_CallOneArg(service->first, whole);
-        if (!first || !PyObject_IsTrue(first))
-            Py_CLEAR(answer);
-        Py_XDECREF(first);
-    }
-    Py_XDECREF(plain);
-    Py_XDECREF(whole);
-    return answer;
+    return service->first ? answer_authentic_get(service, packet, size)
+                          : sky_answer_plain_get(packet, size, service->shares, &service->terms);
 }
 
 /* Serve the request that begins with message ``at`` and comes from ``endpoint``: how many messages it took, 0 where it
@@ -83,7 +99,7 @@ static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
             taken.chunks = PyList_GET_SIZE(payloads);
             packets = (int)taken.chunks, messages = 1;
         }
-    } else if (op == OP_SET && !service->open) {
+    } else if (op == OP_SET) {
         messages = sky_take_sets(service, at, &taken, &headers);
     }
     if (messages > 0) {
@@ -123,23 +139,27 @@ PyObject *sky_py_serve(PyObject *self, PyObject *args)
 {
     Py_buffer scratch, addresses;
     Py_ssize_t slots;
-    PyObject *guard = Py_None;
+    PyObject *guard = NULL;
     Service service = {0};
     if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII)|O:serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
                           &service.neighbours, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
                           &service.room_bytes, SKY_TERMS(&service.terms), &guard))
         return NULL;
     PyObject *result = NULL, *served = NULL;
-    if (guard != Py_None && (!PyTuple_Check(guard) || PyTuple_GET_SIZE(guard) != 2)) {
-        PyErr_SetString(PyExc_TypeError, "guard: expected None or a pair of callables");
-        goto done;
+    if (guard && guard != Py_None) {
+        if (!PyTuple_Check(guard)) {
+            PyErr_SetString(PyExc_TypeError, "guard: expected None or a tuple");
+            goto done;
+        }
+        if (!PyArg_ParseTuple(guard, "O!LLO:guard", &PyDict_Type, &service.check.keys, &service.check.now_us,
+                              &service.check.skew_us, &service.first))
+            goto done;
     }
-    if (guard != Py_None)
-        service.open = PyTuple_GET_ITEM(guard, 0), service.first = PyTuple_GET_ITEM(guard, 1);
+    int guarded_blindly = service.first && !sky_sha_ready(); /* nothing to check MACs with: all is for the machine */
     if (addresses.len != ADDRESSES_BYTES) {
         PyErr_Format(PyExc_ValueError, "addresses of %zd bytes: expected %d", addresses.len, (int)ADDRESSES_BYTES);
     } else if ((served = PyList_New(0)) != NULL && sky_receive(service.fd, &scratch, slots, &service.inbox) == 0) {
-        int at = 0, messages = 1;
+        int at = 0, messages = !guarded_blindly;
         service.addresses = addresses.buf, service.scratch = scratch.buf;
         while (messages > 0 && at < service.inbox.count) {
             messages = serve_if_ours(&service, at, served);

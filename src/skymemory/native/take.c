@@ -16,7 +16,7 @@ typedef struct {
 } Extent;
 
 /* Whether the numbers of a run go on in equal steps; the extent moves on if so. */
-static int in_steps(const uint8_t *data, size_t size, size_t segment, Extent *extent)
+static int in_steps(const uint8_t *data, size_t size, size_t segment, size_t mac, Extent *extent)
 {
     Extent next = *extent;
     for (size_t start = 0; start < size; start += segment) {
@@ -28,7 +28,7 @@ static int in_steps(const uint8_t *data, size_t size, size_t segment, Extent *ex
         else if (number != next.number + next.step * next.chunks)
             return 0;
         size_t length = size - start < segment ? size - start : segment;
-        next.chunks++, next.bytes += (Py_ssize_t)(length - REF_AT);
+        next.chunks++, next.bytes += (Py_ssize_t)(length - REF_AT - mac);
     }
     if (next.chunks > MOST_BITS || (uint64_t)next.step * (next.chunks - 1) + next.number > UINT32_MAX)
         return 0;
@@ -42,6 +42,7 @@ static Extent measure(const Service *service, int first)
     const Inbox *inbox = &service->inbox;
     uint8_t began[RUN_START_BYTES];
     uint32_t after = 0;
+    size_t mac = service->first ? MAC_BYTES : 0;
     Extent extent = {0};
     for (int i = first; i < inbox->count; i++) {
         size_t size, segment;
@@ -51,7 +52,7 @@ static Extent measure(const Service *service, int first)
             break;
         if (i == first)
             memcpy(began, data, sizeof began);
-        if (!sky_continues_run(data, size, segment, began, &after) || !in_steps(data, size, segment, &extent))
+        if (!sky_continues_run(data, size, segment, began, mac, &after) || !in_steps(data, size, segment, mac, &extent))
             break;
     }
     return extent;
@@ -70,11 +71,11 @@ static PyObject *share_of(PyObject *shares, PyObject *key)
     return share;
 }
 
-static int store_chunk(PyObject *share, const uint8_t *packet, size_t size, Taken *taken)
+static int store_chunk(PyObject *share, const uint8_t *packet, size_t size, size_t mac, Taken *taken)
 {
     PyObject *index = PyLong_FromUnsignedLong(be32(packet + REF_AT + REF_NUMBER_AT) - 1);
     PyObject *old = index ? PyDict_GetItemWithError(share, index) : NULL;
-    PyObject *chunk = index && !PyErr_Occurred() ? sky_chunk_of(packet, size) : NULL;
+    PyObject *chunk = index && !PyErr_Occurred() ? sky_chunk_of(packet, size, mac) : NULL;
     if (chunk && old && PyTuple_Check(old) && PyTuple_GET_SIZE(old) == 2) {
         Py_ssize_t old_bytes = PyObject_Size(PyTuple_GET_ITEM(old, 1));
         if (old_bytes < 0)
@@ -84,7 +85,7 @@ static int store_chunk(PyObject *share, const uint8_t *packet, size_t size, Take
     int stored = chunk && PyDict_SetItem(share, index, chunk) == 0;
     Py_XDECREF(chunk);
     Py_XDECREF(index);
-    taken->chunks++, taken->added_bytes += (Py_ssize_t)size - REF_AT;
+    taken->chunks++, taken->added_bytes += (Py_ssize_t)(size - REF_AT - mac);
     return stored;
 }
 
@@ -109,6 +110,44 @@ static PyObject *acknowledgement(const Service *service, const uint8_t *request,
     return packet;
 }
 
+/* Whether all packets of the extent are authentic, of one sender and one moment, and here for the first time: then that is
+ * remembered. If not, nothing is. -1 with an exception. */
+static int is_admitted(Service *service, int first, const Extent *extent)
+{
+    size_t size, segment;
+    const uint8_t *request = sky_message(service, first, &size, &segment);
+    PyObject *sequences = PyList_New(extent->chunks);
+    Py_ssize_t count = 0;
+    long long sent_us = 0, its_us;
+    int right = sequences ? 1 : -1;
+    for (int i = first; right == 1 && i < first + extent->messages; i++) {
+        const uint8_t *data = sky_message(service, i, &size, &segment);
+        for (size_t start = 0; right == 1 && start < size; start += segment) {
+            const uint8_t *packet = data + start;
+            size_t length = size - start < segment ? size - start : segment;
+            if (memcmp(packet + COMMAND_BYTES + KEY_ID_AT, request + COMMAND_BYTES + KEY_ID_AT, 2)) {
+                right = 0;
+                break;
+            }
+            right = sky_check_mac(&service->check, packet, length, COMMAND_BYTES, &its_us);
+            if (right != 1)
+                break;
+            PyObject *sequence = PyLong_FromUnsignedLong(be16(packet + 2) & 0x3FFF);
+            if (!sequence)
+                right = -1;
+            else if (count && its_us != sent_us)
+                right = 0, Py_DECREF(sequence);
+            else
+                PyList_SET_ITEM(sequences, count++, sequence);
+            sent_us = its_us;
+        }
+    }
+    if (right == 1)
+        return sky_is_first(service, request, sent_us, sequences);
+    Py_XDECREF(sequences);
+    return right;
+}
+
 int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack)
 {
     size_t size, segment;
@@ -123,6 +162,10 @@ int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack)
     Extent extent = measure(service, first);
     if (!extent.messages || extent.bytes > service->room_bytes)
         return 0;
+    int admitted = service->first ? is_admitted(service, first, &extent) : 1;
+    if (admitted != 1)
+        return admitted;
+    size_t mac = service->first ? MAC_BYTES : 0;
     PyObject *key = PyBytes_FromStringAndSize((const char *)request + REF_AT, KEY_BYTES);
     PyObject *share = key ? share_of(service->shares, key) : NULL;
     Py_XDECREF(key);
@@ -131,7 +174,7 @@ int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack)
     for (int i = first; i < first + extent.messages; i++) {
         const uint8_t *data = sky_message(service, i, &size, &segment);
         for (size_t start = 0; start < size; start += segment)
-            if (!store_chunk(share, data + start, size - start < segment ? size - start : segment, taken))
+            if (!store_chunk(share, data + start, size - start < segment ? size - start : segment, mac, taken))
                 return -1;
     }
     taken->added_bytes -= taken->replaced_bytes;

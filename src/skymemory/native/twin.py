@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skymemory.native.twin_landing import place_runs, recv_runs
+from skymemory.native.twin_macs import check_macs, sign_packets, strip_macs
 from skymemory.native.twin_packets import command_packets, open_ack, send_each
 from skymemory.native.twin_runs import answer_get, bulk_headers, open_runs
 from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "answer_get",
     "bulk_headers",
+    "check_macs",
     "command_packets",
     "crc32",
     "crc32_chunks",
@@ -45,6 +47,8 @@ __all__ = [
     "send_each",
     "send_slices",
     "serve",
+    "sign_packets",
+    "strip_macs",
     "verify_segments",
 ]
 

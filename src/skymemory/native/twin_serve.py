@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Set
+from collections.abc import Mapping, MutableMapping, Set
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from skymemory.native.twin_macs import check_macs, strip_macs
 from skymemory.native.twin_runs import GET, AnswerTerms, Run, answer_get
 from skymemory.native.twin_segments import COMMAND_BYTES, SET, SKY_BYTES
-from skymemory.native.twin_take import take_sets
+from skymemory.native.twin_take import Guard, take_sets
 from skymemory.native.twin_udp import Arrival, recv_batch, send_batch
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ Rest = tuple[bytearray, list[bytes] | None]
 Served = tuple[int, bytes, int, tuple[str, int], int, int, int, int, Rest | None]
 """Operation, key, ground host, the endpoint it came from, chunks; of a SET also chunks and bytes replaced, and
 bytes added beyond these; what is yet to be sent.
-"""
-
-Guard = tuple[Callable[[bytes], bytes | None], Callable[[bytes], bool]]
-"""Of a satellite that asks for MACs: a packet without its MAC if that is right; and whether it is here for the first
-time, which is then remembered.
 """
 
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
@@ -41,7 +37,7 @@ def serve(
     Plain is what bears ``addresses`` (destination and source, packed), comes from an endpoint that is none of the
     ``neighbours``, and is a lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of
     SETs that ``take_sets`` takes. Returns what else arrived, what was served, and how often the network refused to
-    send (that answer is lost). With a ``guard`` no SETs are taken, and GETs only with a MAC that it accepts.
+    send (that answer is lost). With a ``guard`` only what has a MAC that it accepts is plain.
 
     Raises:
         OSError: the socket's pending error; the next call reads on.
@@ -65,9 +61,9 @@ def serve(
             if answer is not None:
                 _, headers, payloads = answer
                 messages, chunks = 1, len(payloads)
-        elif packet[_OP_AT] == SET and guard is None:
+        elif packet[_OP_AT] == SET:
             runs = _runs_of_one_sender(view, arrivals[at:])
-            taken = take_sets(runs, shares, settled, room_bytes, now)
+            taken = take_sets(runs, shares, settled, room_bytes, now, guard)
             if taken is not None:
                 messages, chunks, replaced, replaced_bytes, added_bytes, headers = taken
         if not messages:
@@ -89,12 +85,16 @@ def _answer(
     """As ``answer_get``; of a GET with a MAC, if it is authentic and new."""
     if guard is None:
         return answer_get(packet, shares, terms)
-    opens, is_first = guard
-    whole = bytes(packet)
-    plain = opens(whole)
-    answer = answer_get(plain, shares, terms) if plain is not None else None
+    keys, now_us, skew_us, is_first = guard
+    (sent_us,) = check_macs(packet, len(packet), COMMAND_BYTES, keys, now_us, skew_us)
+    if sent_us is None:
+        return None
+    answer = answer_get(strip_macs(packet, len(packet), COMMAND_BYTES, b"\1"), shares, terms)
+    if answer is None:
+        return None
     # Only now: what is not answered here is looked at once more, and must then be new.
-    return answer if answer is not None and is_first(whole) else None
+    sequence = int.from_bytes(packet[2:4], "big") & 0x3FFF
+    return answer if is_first(bytes(packet[: COMMAND_BYTES + SKY_BYTES]), sent_us, [sequence]) else None
 
 
 def _runs_of_one_sender(view: memoryview, arrivals: list[Arrival]) -> list[Run]:

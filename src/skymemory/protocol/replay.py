@@ -42,13 +42,24 @@ class _Seen:
         if number <= self.floor or number in self.recent or number in self.earlier:
             return False
         self.recent.add(number)
-        if number > self.newest:
-            self.newest = number
+        self._took(number)
+        return True
+
+    def all_first(self, numbers: list[int]) -> bool:
+        distinct = set(numbers)
+        new = len(distinct) == len(numbers) > 0 and min(numbers) > self.floor
+        if not (new and distinct.isdisjoint(self.recent) and distinct.isdisjoint(self.earlier)):
+            return False
+        self.recent |= distinct
+        self._took(max(numbers))
+        return True
+
+    def _took(self, newest: int) -> None:
+        self.newest = max(self.newest, newest)
         if len(self.recent) >= REMEMBERED:
             if self.earlier:
                 self.floor = max(self.floor, max(self.earlier))
             self.earlier, self.recent = self.recent, set()
-        return True
 
 
 class ReplayWindow:
@@ -60,6 +71,13 @@ class ReplayWindow:
 
     def first(self, sender: Sender, number: int) -> bool:
         """Whether this command, authentic and recent, is here for the first time; it is remembered."""
+        return self._seen(sender).first(number)
+
+    def all_first(self, sender: Sender, numbers: list[int]) -> bool:
+        """Whether all these are here for the first time, and differ: then they are remembered; if not, none is."""
+        return self._seen(sender).all_first(numbers)
+
+    def _seen(self, sender: Sender) -> _Seen:
         seen = self._senders.get(sender)
         if seen is None:
             seen = self._senders[sender] = _Seen(self._floor)
@@ -69,4 +87,4 @@ class ReplayWindow:
                 self._floor = max(self._floor, forgotten.newest)
         else:
             self._senders.move_to_end(sender)
-        return seen.first(number)
+        return seen

@@ -102,9 +102,11 @@ class SatelliteMachine:
 
         The data are only read during the call. Malformed packets are counted and dropped; nothing raises.
         """
-        if isinstance(source, SatelliteId):
+        heard = True
+        if self._gate is not None:  # an address can be borrowed: with keys only what is authentic is a sign of life
+            runs, heard = self._gate.admit(runs, source, now_s)
+        if heard and isinstance(source, SatelliteId):
             self.neighbourhood.heard(source, now_s)
-        runs = runs if self._gate is None else self._gate.admit(runs, source, now_s)
         at = 0
         while at < len(runs):
             taken = self._plain.store(runs, at, source, now_s)

@@ -1,0 +1,195 @@
+/* MACs of whole runs of packets: made, checked, taken off. Twin and contract: twin_macs.py. */
+#include "sha.h"
+
+enum { LONGEST_PACKET = 65507, MOST_SIGNED_CHUNK_BYTES = LONGEST_PACKET - LONGEST_BULK_HEADER - MAC_BYTES };
+
+static int carries(const uint8_t *packet, size_t sky)
+{
+    uint8_t op = packet[sky + 1];
+    return op == OP_SET || op == OP_MIGRATE || op == OP_DATA;
+}
+
+static int has_library(void)
+{
+    if (!sky_sha_ready())
+        PyErr_SetString(PyExc_RuntimeError, "no libcrypto: the twin makes and checks MACs");
+    return sky_sha_ready();
+}
+
+static int is_sky(Py_ssize_t sky)
+{
+    if (sky == COMMAND_BYTES || sky == TELEMETRY_BYTES)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "SKY header at %zd: expected %d or %d", sky, COMMAND_BYTES, TELEMETRY_BYTES);
+    return 0;
+}
+
+size_t sky_mac_end(const uint8_t *packet, size_t size, size_t sky)
+{
+    size_t prefix = sky + SKY_BYTES;
+    if (size < prefix + MAC_BYTES || !(packet[0] & 0x10) != (sky == TELEMETRY_BYTES) ||
+        !(packet[sky + FLAGS_AT] & AUTHENTICATED))
+        return 0;
+    if (!carries(packet, sky))
+        return size;
+    size_t end = prefix + REF_BYTES + MAC_BYTES;
+    return end <= size && size - end <= MOST_SIGNED_CHUNK_BYTES ? end : 0;
+}
+
+static int find_key(MacCheck *check, long key_id)
+{
+    if (key_id && key_id == check->key_id)
+        return 1;
+    PyObject *number = PyLong_FromLong(key_id);
+    PyObject *key = number ? PyDict_GetItemWithError(check->keys, number) : NULL;
+    Py_XDECREF(number);
+    if (!key)
+        return PyErr_Occurred() ? -1 : 0;
+    if (!PyBytes_Check(key) || PyBytes_GET_SIZE(key) != MAC_KEY_BYTES) {
+        PyErr_Format(PyExc_TypeError, "keys: expected %d bytes by number", MAC_KEY_BYTES);
+        return -1;
+    }
+    sky_mac_key(&check->mac, (const uint8_t *)PyBytes_AS_STRING(key));
+    check->key_id = key_id;
+    return 1;
+}
+
+int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sky, long long *sent_us)
+{
+    size_t end = sky_mac_end(packet, size, sky);
+    *sent_us = 0;
+    if (!end)
+        return 0;
+    if (sky == COMMAND_BYTES) { /* the low half of the time is sent, the other is that which brings it nearest to now */
+        uint32_t low = be32(packet + sky + TIMESTAMP_AT) - (uint32_t)(unsigned long long)check->now_us;
+        long long ahead_us = (long long)low - (low >= 1u << 31 ? 1LL << 32 : 0);
+        if (ahead_us < -check->skew_us || ahead_us > check->skew_us)
+            return 0;
+        *sent_us = check->now_us + ahead_us;
+    }
+    int known = find_key(check, (long)be16(packet + sky + KEY_ID_AT));
+    if (known != 1)
+        return known;
+    uint8_t expected[MAC_BYTES], wrong = 0;
+    uint32_t time_high = (uint32_t)((unsigned long long)*sent_us >> 32);
+    sky_mac_of(&check->mac, time_high, packet, sky, end - MAC_BYTES, expected);
+    for (int i = 0; i < MAC_BYTES; i++) /* in the same time wherever they differ */
+        wrong |= expected[i] ^ packet[end - MAC_BYTES + i];
+    return !wrong;
+}
+
+void sky_strip_mac(const uint8_t *packet, size_t size, size_t sky, size_t end, uint8_t *out)
+{
+    size_t head = end - MAC_BYTES;
+    memcpy(out, packet, head);
+    memcpy(out + head, packet + end, size - end);
+    put16(out + 4, (uint32_t)(size - MAC_BYTES - 7));
+    out[sky + FLAGS_AT] &= (uint8_t)~AUTHENTICATED;
+    put16(out + sky + KEY_ID_AT, 0);
+    put32(out + sky + CRC_AT, sky_header_crc(out, sky, head));
+}
+
+static int sign(uint8_t *row, size_t width, size_t sky, const MacKey *mac, unsigned key_id, unsigned long long time_us)
+{
+    uint32_t length = be16(row + 4) + MAC_BYTES;
+    if (length + 7 > LONGEST_PACKET)
+        return 0;
+    put16(row + 4, length);
+    row[sky + FLAGS_AT] |= AUTHENTICATED;
+    put16(row + sky + KEY_ID_AT, key_id);
+    if (sky == COMMAND_BYTES)
+        put32(row + sky + TIMESTAMP_AT, (uint32_t)time_us);
+    sky_mac_of(mac, (uint32_t)(time_us >> 32), row, sky, width, row + width);
+    put32(row + sky + CRC_AT, sky_header_crc(row, sky, width + MAC_BYTES));
+    return 1;
+}
+
+PyObject *sky_py_sign_packets(PyObject *self, PyObject *args)
+{
+    Py_buffer headers, key;
+    Py_ssize_t width, sky;
+    unsigned key_id;
+    long long time_us;
+    if (!PyArg_ParseTuple(args, "y*nny*IL:sign_packets", &headers, &width, &sky, &key, &key_id, &time_us))
+        return NULL;
+    PyObject *result = NULL;
+    if (!has_library() || !is_sky(sky)) {
+    } else if (width < sky + SKY_BYTES || headers.len % width || key.len != MAC_KEY_BYTES || !key_id || key_id > 0xFFFF) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes of headers in rows of %zd, key %u of %zd bytes", headers.len, width,
+                     key_id, key.len);
+    } else if ((result = PyByteArray_FromStringAndSize(NULL, headers.len / width * (width + MAC_BYTES))) != NULL) {
+        MacKey mac;
+        uint8_t *row = (uint8_t *)PyByteArray_AS_STRING(result);
+        const uint8_t *plain = headers.buf;
+        sky_mac_key(&mac, key.buf);
+        for (Py_ssize_t at = 0; at < headers.len; at += width, row += width + MAC_BYTES) {
+            memcpy(row, plain + at, (size_t)width);
+            if (!sign(row, (size_t)width, (size_t)sky, &mac, key_id, (unsigned long long)time_us)) {
+                PyErr_SetString(PyExc_ValueError, "a packet with no room for a MAC");
+                Py_CLEAR(result);
+                break;
+            }
+        }
+    }
+    PyBuffer_Release(&headers);
+    PyBuffer_Release(&key);
+    return result;
+}
+
+PyObject *sky_py_check_macs(PyObject *self, PyObject *args)
+{
+    Py_buffer data;
+    Py_ssize_t segment, sky, at = 0;
+    MacCheck check = {0};
+    if (!PyArg_ParseTuple(args, "y*nnO!LL:check_macs", &data, &segment, &sky, &PyDict_Type, &check.keys, &check.now_us,
+                          &check.skew_us))
+        return NULL;
+    Py_ssize_t count = sky_count_segments(&data, segment);
+    PyObject *found = count < 0 || !has_library() || !is_sky(sky) ? NULL : PyList_New(count);
+    for (Py_ssize_t i = 0; found && i < count; i++, at += segment) {
+        long long sent_us;
+        size_t size = (size_t)(data.len - at < segment ? data.len - at : segment);
+        int right = sky_check_mac(&check, (const uint8_t *)data.buf + at, size, (size_t)sky, &sent_us);
+        PyObject *item = right < 0 ? NULL : right ? PyLong_FromLongLong(sent_us) : Py_NewRef(Py_None);
+        if (item)
+            PyList_SET_ITEM(found, i, item);
+        else
+            Py_CLEAR(found);
+    }
+    PyBuffer_Release(&data);
+    return found;
+}
+
+PyObject *sky_py_strip_macs(PyObject *self, PyObject *args)
+{
+    Py_buffer data, keep;
+    Py_ssize_t segment, sky;
+    if (!PyArg_ParseTuple(args, "y*nny*:strip_macs", &data, &segment, &sky, &keep))
+        return NULL;
+    PyObject *plain = NULL;
+    Py_ssize_t count = sky_count_segments(&data, segment), written = 0;
+    if (count < 0 || !is_sky(sky)) {
+    } else if (count != keep.len) {
+        PyErr_Format(PyExc_ValueError, "%zd packets, %zd of which are to be kept or not", count, keep.len);
+    } else {
+        plain = PyByteArray_FromStringAndSize(NULL, data.len);
+    }
+    for (Py_ssize_t i = 0; plain && i < count; i++) {
+        const uint8_t *packet = (const uint8_t *)data.buf + i * segment;
+        size_t size = (size_t)(data.len - i * segment < segment ? data.len - i * segment : segment), end;
+        if (!((const uint8_t *)keep.buf)[i])
+            continue;
+        if ((end = sky_mac_end(packet, size, (size_t)sky)) == 0) {
+            PyErr_SetString(PyExc_ValueError, "a packet to keep without a MAC");
+            Py_CLEAR(plain);
+            break;
+        }
+        sky_strip_mac(packet, size, (size_t)sky, end, (uint8_t *)PyByteArray_AS_STRING(plain) + written);
+        written += (Py_ssize_t)size - MAC_BYTES;
+    }
+    if (plain && PyByteArray_Resize(plain, written) < 0)
+        Py_CLEAR(plain);
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&keep);
+    return plain;
+}

@@ -1,0 +1,42 @@
+/* HMAC-SHA-256 of packets, by OpenSSL's libcrypto where that can be loaded: the hash is not ours. */
+#ifndef SKYMEMORY_SHA_H
+#define SKYMEMORY_SHA_H
+
+#include "packet.h"
+
+enum { MAC_KEY_BYTES = 32 };
+
+/* A SHA256_CTX (112 bytes in every OpenSSL there is), with room. */
+typedef struct {
+    _Alignas(16) uint8_t bytes[128];
+} ShaState;
+
+/* The two hash states that depend on the key alone: kept, they halve the time of a MAC. */
+typedef struct {
+    ShaState inner, outer;
+} MacKey;
+
+/* Whether there is a library; looked for once. */
+int sky_sha_ready(void);
+/* For tests: do as if there were none (0), or look again (1). */
+int sky_sha_select(int wanted);
+void sky_mac_key(MacKey *mac, const uint8_t *key);
+/* The MAC that stands at packet[end], over the packet up to there; ``sky`` is where its SKY header begins. */
+void sky_mac_of(const MacKey *mac, uint32_t time_high, const uint8_t *packet, size_t sky, size_t end, uint8_t *out);
+
+/* macs.c: who checks, and against when. ``keys``: 32 bytes by key id. */
+typedef struct {
+    PyObject *keys;
+    long long now_us, skew_us;
+    long key_id; /* of ``mac``; 0: none yet */
+    MacKey mac;
+} MacCheck;
+
+/* Where the MAC of such a packet ends: 0 for one without, or too short, or larger than any of ours. */
+size_t sky_mac_end(const uint8_t *packet, size_t size, size_t sky);
+/* 1 and when it was sent, in microseconds (0 in telemetry), for an authentic packet; 0 for any other; -1: exception. */
+int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sky, long long *sent_us);
+/* The plain packet of one whose MAC ends at ``end``: ``size`` - 16 bytes, sealed. */
+void sky_strip_mac(const uint8_t *packet, size_t size, size_t sky, size_t end, uint8_t *out);
+
+#endif
