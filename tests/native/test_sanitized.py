@@ -126,6 +126,40 @@ for _ in range(4000):
     view = [(memoryview(bytes(packet)), dice.choice((len(packet) or 1, 60, 0))) for packet in burst]
     fast.open_runs(view, dice.randrange(3))
 assert min(kinds.values()) > 200, kinds
+keys, taken, now = {1: bytes(32), 2: bytes(range(32))}, 0, 1_700_000_000_000_000
+shares = {}
+for n in range(6000):
+    op, i = dice.choice((1, 1, 2)), dice.randrange(chunks)
+    plain = request(op, i, value[:chunk])
+    head = 124 if op == 1 else len(plain)
+    which = dice.choice((1, 1, 2))
+    signed = fast.sign_packets(plain[:head], head, 8, keys[which], which, now + dice.choice((0, 0, n, 2**31, -(2**40))))
+    packet = signed + plain[head:]
+    for _ in range(dice.choice((0, 0, 1, 3))):
+        packet[dice.randrange(len(packet))] = dice.randrange(256)
+    if dice.random() < 0.3:
+        fast.seal_headers(packet, len(packet), 8)
+    if dice.random() < 0.2:
+        del packet[dice.randrange(len(packet)) :]
+    data = bytes(packet) * dice.randrange(1, 3)
+    segment, sky = dice.choice((len(packet) or 1, 60, 7)), dice.choice((8, 16))
+    keep = bytes(time is not None for time in fast.check_macs(data, segment, sky, keys, now, 30_000_000))
+    fast.strip_macs(data, segment, sky, keep)
+    try:
+        fast.strip_macs(data, segment, sky, dice.randbytes(len(keep)))
+    except ValueError:
+        pass
+    for _ in range(dice.randrange(1, 3)):
+        b.sendto(packet, ("127.0.0.1", port))
+    guard = (dice.choice((keys, keys, {}, {1: b"short", 2: 5})), now, 30_000_000, dice.choice((bool, lambda *_: True)))
+    try:
+        _, served, _ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, 9999, terms, guard)
+        taken += len(served)
+    except TypeError:
+        pass
+    while fast.recv_batch(a.fileno(), scratch, 4):
+        pass
+assert taken > 200, taken
 for bad in (lambda: fast.recv_runs(a.fileno(), whole, 5, 1, 0, {}), lambda: fast.place_runs([(run, 180)], 0, {0: (1,)}),
             lambda: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), 12, b"x", 1, 1, 2**62),
             lambda: fast.send_each(b.fileno(), [(b"x", "127.0.0.1", port), (b"x", "no", 1)], 0),
@@ -158,7 +192,10 @@ def _built(folder: Path) -> tuple[Path, dict[str, str]]:
         pytest.skip("no Python headers here")
     sources = sorted(str(path) for path in SOURCES.glob("*.c"))
     built = subprocess.run(
-        [compiler, *flags, f"-I{include}", *sources, "-o", str(library)], capture_output=True, text=True, check=False
+        [compiler, *flags, f"-I{include}", *sources, "-o", str(library), "-ldl"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert built.returncode == 0, built.stderr
     environment = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}

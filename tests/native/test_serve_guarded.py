@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.native.test_serve import HERE, MEMORY_BYTES, SKY, Satellite, get_batch, set_batch
 
+from skymemory import native
 from skymemory.keys import first_ring
 from skymemory.native import twin
 from skymemory.protocol.authentication import Authority
@@ -62,6 +66,86 @@ def test_both_ways_answer_alike_and_refuse_alike(pair: tuple[Guarded, Guarded]) 
         assert all(header.status is Status.REFUSED for header in headers if header.op is Op.UNREACHABLE)
     assert pair[0].memory() == pair[1].memory() and pair[0].served == 3
     assert [pair[0].machine.counters.get(name) for name in ("packets_refused", "packets_replayed")] == [3, 1]
+
+
+def test_sets_with_macs_are_taken_on_the_short_way_and_refused_on_both(pair: tuple[Guarded, Guarded]) -> None:
+    first = signed(set_batch(KEY, [0, 1, 2, 3], 1, 5), late_s=0.2)
+    again = signed(set_batch(KEY, [0, 1, 2, 3], 1, 5), late_s=0.19)
+    forged = signed(set_batch(KEY, [0, 1, 2, 3], 3, 9), OTHER)
+    spoilt = signed(set_batch(KEY, [1, 2, 3], 4, 5), late_s=0.17)
+    rows = bytearray(spoilt.headers)
+    rows[spoilt.header_bytes + 130] ^= 1  # the MAC of the second of them
+    twin.seal_headers(rows, spoilt.header_bytes, 8)
+    spoilt = SegmentBatch(rows, spoilt.header_bytes, spoilt.payloads)
+    elsewhen = [signed(set_batch(KEY, [step], 5, 5), late_s=0.01 * step) for step in (4, 5)]
+    steps = [
+        ([first], [Op.ACK], 0),  # this placement has yet to be looked at
+        ([again], [Op.ACK], 1),  # repeated by its writer
+        ([again], [], 0),  # by somebody else: replayed
+        ([signed(set_batch(KEY, [4, 5], 6, 5), late_s=0.16), again], [Op.ACK], 1),
+        ([forged], [Op.UNREACHABLE], 0),
+        ([set_batch(KEY, [1, 2], 7, 5)], [Op.UNREACHABLE], 0),  # no MAC
+        ([signed(set_batch(KEY, [1, 2], 8, 5), late_s=31)], [Op.UNREACHABLE], 0),
+        ([spoilt], [Op.UNREACHABLE, Op.ACK], 0),  # the other two are taken
+        (elsewhen, [Op.ACK], 0),  # of one request, but not made together: the machine's own way, which takes them
+        ([signed(set_batch(KEY, [1, 3], 9, 5), late_s=0.0)], [Op.ACK], 1),
+    ]
+    for number, (batches, wanted, served) in enumerate(steps):
+        before = pair[0].served
+        answers = [satellite.hear(batches) for satellite in pair]
+        assert answers[0] == answers[1], number
+        assert [parse_packet(answer).header.op for answer in answers[0]] == wanted, number
+        assert pair[0].served - before == served, number
+    assert pair[0].memory() == pair[1].memory()
+    assert len(pair[0].machine.store) == 6 and pair[0].machine.counters.get("packets_replayed") == 8
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(st.data())
+def test_whatever_comes_with_macs_is_taken_as_the_machine_would(data: st.DataObject) -> None:
+    impl = data.draw(st.sampled_from([twin, pytest.importorskip("skymemory.native._fast")]))
+    pair, sent = (Guarded(impl), Guarded(None)), list[SegmentBatch]()
+    try:
+        for number in range(data.draw(st.integers(1, 12))):
+            if sent and data.draw(st.integers(0, 3)) == 0:
+                batch = data.draw(st.sampled_from(sent))
+            else:
+                steps = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True).map(sorted))
+                plain = (
+                    set_batch(KEY, steps, number + 1, 5)
+                    if data.draw(st.booleans())
+                    else get_batch(KEY, steps, number + 1)
+                )
+                by = data.draw(st.sampled_from([MINE, MINE, MINE, OTHER]))
+                batch = signed(plain, by, 0.3 - 0.01 * number)
+                sent.append(batch)
+            if data.draw(st.integers(0, 5)) == 0:
+                rows = bytearray(batch.headers)
+                rows[data.draw(st.integers(0, len(rows) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+                batch = SegmentBatch(rows, batch.header_bytes, batch.payloads)
+            answers = [satellite.hear([batch]) for satellite in pair]
+            assert answers[0] == answers[1]
+        assert pair[0].memory() == pair[1].memory()
+    finally:
+        for satellite in pair:
+            satellite.close()
+
+
+def test_without_a_library_all_is_left_to_the_machine(fast: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sign_packets", "check_macs", "strip_macs"):
+        monkeypatch.setattr(native, name, getattr(twin, name))
+    fast.sha_select(False)
+    satellites = Guarded(fast), Guarded(None)
+    try:
+        for late_s in (0.02, 0.01, 0.0):
+            batch = signed(set_batch(KEY, [0, 1], 1, 5), late_s=late_s)
+            answers = [satellite.hear([batch]) for satellite in satellites]
+            assert answers[0] == answers[1] and [parse_packet(one).header.op for one in answers[0]] == [Op.ACK]
+        assert satellites[0].served == 0 and satellites[0].memory() == satellites[1].memory()
+    finally:
+        fast.sha_select(True)
+        for satellite in satellites:
+            satellite.close()
 
 
 def test_a_guard_that_is_none_is_refused(fast: object) -> None:

@@ -19,6 +19,7 @@ from skymemory.native import twin
 from skymemory.protocol import messages
 from skymemory.protocol.authentication import MAX_SIGNED_CHUNK_BYTES, Authority
 from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.link_state import LinksBody
 from skymemory.protocol.motion import MoveClock
 from skymemory.protocol.replay import MAX_SENDERS, MAX_SKEW_S, REMEMBERED, ReplayWindow, stamp
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
@@ -219,7 +220,69 @@ def test_a_ring_refuses_what_makes_no_sense() -> None:
     assert OLD.hex() not in repr(ring) and repr(OLD) not in repr(ring)
 
 
+# --- who is at the other end ---
+
+
+def test_a_ground_hosts_telemetry_is_refused_and_diverts_no_answer(world: type[World]) -> None:
+    machine, run = satellite(world()), sets(4, authority())
+    machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
+    spoken = SkyHeader(Op.ACK, Address(2, 9), Address(2, 8, 0xFF), 7, 1)
+    onward = SkyHeader(Op.PRESENCE, Address(0, 3), Address(2, 8), 0, 0x80000000)
+    for header_of_it in (spoken, onward):
+        machine.receive_datagram(messages.build_packet(header_of_it, b"", 0, NOW_S), ("stranger", 66), NOW_S)
+    ((ack, link),) = machine.datagrams_to_send(NOW_S)
+    assert link == GROUND and messages.parse_packet(ack.datagrams()[0]).header.op is Op.ACK
+    assert counted(machine) == (2, 0, 0) and machine.counters.get("packets_forwarded") == 0
+
+
+def test_a_command_for_another_beam_is_refused_whoever_repeats_it(world: type[World]) -> None:
+    """Sound, authentic, never seen here: but it names the beam it was made for, and the answers would go by ours."""
+    machine, by, run = satellite(world()), authority(), sets(4, authority())
+    machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
+    there = SkyHeader(Op.EVICT, Address(2, 8), Address(2, 8, 0xFF), 7, 9, timestamp_us=int(NOW_S * 1e6) & 0xFFFFFFFF)
+    packet = messages.build_packet(there, messages.pack_keys([KEY]), 3, NOW_S)
+    signed = bytes(by.sign(single(packet), NOW_S).headers)
+    ours = command(Op.PING, bytes(len(messages.pack_keys([KEY]))), sequence=4)
+    machine.receive_batch(signed, len(signed), ("stranger", 66), NOW_S)
+    machine.receive_batch(signed + ours, len(signed), ("stranger", 66), NOW_S)
+    links = {link for _, link in machine.datagrams_to_send(NOW_S)}
+    assert counted(machine)[0] == 2 and machine.counters.get("packets_forwarded") == 0
+    assert SatelliteId(2, 8) not in links
+
+
+@pytest.mark.parametrize("by", [None, authority(OTHER), authority()], ids=["no key", "wrong key", "the key"])
+def test_only_what_is_authentic_is_a_sign_of_a_neighbours_life(world: type[World], by: Authority | None) -> None:
+    """Its address can be borrowed: then a dead neighbour would be sent everything that should go round it."""
+    machine, neighbour = satellite(world()), SatelliteId(2, 10)
+    now_s = NOW_S
+    for step in range(40):
+        now_s = NOW_S + 0.1 * step
+        machine.neighbourhood.used(neighbour, now_s)
+        if (due_s := machine.next_timer_s()) is not None and due_s <= now_s:
+            machine.handle_timer(now_s)
+        machine.datagrams_to_send(now_s)
+        spoken = SkyHeader(Op.LINKS, Address(2, 9), Address(2, 10), 0, 0)
+        packet = single(messages.build_packet(spoken, LinksBody(False, (0, 0), 0).pack(), step, now_s))
+        batch = packet if by is None else by.sign(packet, now_s)
+        machine.receive_datagram(bytes(batch.headers), neighbour, now_s)
+    alive = by is not None and by.ring == authority().ring
+    assert machine.neighbourhood.links.is_up(HERE, neighbour) == alive
+
+
 # --- the window ---
+
+
+@given(st.lists(st.lists(st.integers(0, 200), max_size=6), max_size=60))
+def test_a_run_passes_whole_or_not_at_all(runs: list[list[int]]) -> None:
+    window, judge, seen = ReplayWindow(0), ReplayWindow(0), set[int]()
+    for run in runs:
+        new = bool(run) and len(set(run)) == len(run) and not seen & set(run)
+        assert window.all_first((1, 7, 0), [stamp(number, 0) for number in run]) == new
+        if new:
+            seen |= set(run)
+            assert all(judge.first((1, 7, 0), stamp(number, 0)) for number in run)
+    for number in range(201):
+        assert window.first((1, 7, 0), stamp(number, 0)) == judge.first((1, 7, 0), stamp(number, 0))
 
 
 @given(st.lists(st.integers(0, 300), max_size=300))

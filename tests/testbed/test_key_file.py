@@ -37,6 +37,15 @@ def test_what_is_written_is_read_and_only_the_owner_may(tmp_path: Path) -> None:
     assert read_keys(path) == rotated and list(tmp_path.iterdir()) == [path]
 
 
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    left = tmp_path / f".keys.{os.getpid()}"
+    for secret in (bytes(32), bytes(range(32))):
+        left.write_text("half a fi")
+        write_keys(first_ring(secret), path)
+        assert read_keys(path) == first_ring(secret) and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
 def test_keys_that_others_may_read_are_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "keys"
@@ -72,7 +81,7 @@ def test_a_wrong_file_is_refused_and_no_secret_repeated(tmp_path: Path, text: st
 
 
 def test_numbers_beyond_floats_are_refused() -> None:
-    for word in ("NaN", "Infinity", "1e999"):
+    for word in ("NaN", "Infinity", "1e999", "1" + 400 * "0"):
         with pytest.raises(InvalidInput):
             from_json(GOOD.replace('"from_s": 0.0', f'"from_s": {word}'), "keys")
 

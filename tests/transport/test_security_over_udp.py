@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -20,6 +21,7 @@ from skymemory.native import crc32
 from skymemory.protocol import messages
 from skymemory.protocol.authentication import Authority
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
 from skymemory.store.base import Presence
 from skymemory.store.constellation import ConstellationStore
@@ -79,11 +81,11 @@ def under_attack(ring: KeyRing | None = None, index: bool = True) -> Iterator[tu
             attacker.close()
 
 
-def forged_migrate(attacker: Attacker, by: Authority | None) -> SegmentBatch:
+def forged_migrate(attacker: Attacker, by: Authority | None, source: Address | None = None) -> SegmentBatch:
     payload = b"poison"
     tag = PlacementTag(3, 10, 0, 0, 0)
     ref = ChunkRef(b"p" * 32, 0, 1, len(payload), crc32(payload), len(payload), crc32(payload), tag).pack()
-    batch = bulk_batch(attacker.header(Op.MIGRATE, Address(2, 8)), ref, [payload], 0, time.time())
+    batch = bulk_batch(attacker.header(Op.MIGRATE, source), ref, [payload], 0, time.time())
     return batch if by is None else by.sign(batch, time.time())
 
 
@@ -104,7 +106,7 @@ def test_a_forged_eviction_is_refused_and_counted(by: Authority | None) -> None:
 def test_a_forged_migrate_is_refused_and_counted(by: Authority | None) -> None:
     with under_attack() as (store, attacker):
         before = attacker.figures()
-        assert attacker.send(forged_migrate(attacker, by)) == "REFUSED"
+        assert attacker.send(forged_migrate(attacker, by, Address(2, 8))) == "REFUSED"
         after = attacker.figures()
         assert after["packets_refused"] == before["packets_refused"] + 1
         assert (after["chunks_held"], after["chunks_migrated_in"]) == (before["chunks_held"], 0)
@@ -112,11 +114,56 @@ def test_a_forged_migrate_is_refused_and_counted(by: Authority | None) -> None:
 
 
 def test_a_satellite_without_the_key_cannot_be_one_of_them() -> None:
-    """The same MIGRATE with the key is taken: it is the key that counts, not the address."""
+    """The same MIGRATE with the key is taken, of whoever has it; but not by a beam with a neighbour's name on it, as
+    one that was overheard on a link would have.
+    """
     with under_attack() as (_, attacker):
-        attacker.sock.settimeout(0.3)
-        attacker.send(forged_migrate(attacker, Authority(first_ring(MINE))))
+        assert attacker.send(forged_migrate(attacker, Authority(first_ring(MINE)), Address(2, 8))) == "REFUSED"
+        assert attacker.figures()["chunks_migrated_in"] == 0
+        assert attacker.send(forged_migrate(attacker, Authority(first_ring(MINE)))) == "OK"
         assert attacker.figures()["chunks_migrated_in"] == 1
+
+
+@pytest.mark.parametrize("op", [Op.ACK, Op.UNREACHABLE, Op.PRESENCE, Op.DATA])
+def test_answers_of_a_ground_host_are_refused_and_divert_nothing(op: Op) -> None:
+    """A stranger who speaks as if he answered, for the host that is being served, gets none of its answers."""
+    with under_attack() as (store, attacker):
+        ground = store._driver.machine.config.ground
+        header = SkyHeader(op, Address(*TARGET), Address(2, 8, 0xFF), ground, 0x80000001)
+        if op is Op.DATA:
+            ref = ChunkRef(b"p" * 32, 0, 1, 3, crc32(b"abc"), 3, crc32(b"abc"), PlacementTag(3, 10, 0, 0, 0)).pack()
+            packet = bulk_batch(header, ref, [b"abc"], 0, time.time())
+        else:
+            packet = single(messages.build_packet(header, bytes(60), 0, time.time()))
+        attacker.sock.settimeout(0.2)
+        for _ in range(3):
+            assert attacker.send(packet) == "nothing"
+            assert store.get_many([KEY]) == [VALUE]
+        assert attacker.figures()["packets_refused"] == 3 and attacker.figures()["packets_forwarded"] == 0
+
+
+def test_a_command_overheard_at_one_beam_is_worth_nothing_at_another() -> None:
+    """No satellite but its own has seen it, so no window knows it; a second beam would send the answers to whoever
+    repeats it there.
+    """
+    with under_attack() as (store, attacker):
+        machine, sent = store._driver.machine, list[bytes]()
+        original = machine._outbox._queue
+
+        def overheard(batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
+            original(batch, beam, now_s)
+            if beam != TARGET:
+                sent.extend(machine._outbox._batches[-1][0].datagrams())
+
+        machine._outbox._queue = overheard
+        assert store.get_many([KEY]) == [VALUE] and sent
+        machine._outbox._queue = original
+        heard = sent.copy()
+        for packet in heard:
+            assert attacker.send(single(packet)) == "REFUSED"
+        figures = attacker.figures()
+        assert (figures["packets_refused"], figures["packets_forwarded"]) == (len(heard), 0)
+        assert store.get_many([KEY]) == [VALUE]
 
 
 def test_a_replayed_eviction_is_dropped_and_counted() -> None:
@@ -254,3 +301,68 @@ def test_key_rotation_of_running_processes(tmp_path: Path, capsys: pytest.Captur
             store.close()
         assert main(["constellation", "down", *words]) == 0
     assert not run_dir.exists()
+
+
+def test_what_was_refused_is_in_the_status_of_running_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong key, replayed packet, other tenant's salt, forged eviction: each refused, and each counted where an
+    operator reads it, in `constellation status --json`, of satellites that are processes of their own.
+    """
+    from skymemory.cli.main import main
+    from skymemory.testbed.connect import open_constellation
+    from skymemory.testbed.key_file import read_keys
+
+    words = ["--run-dir", str(tmp_path / "run")]
+    up = ["constellation", "up", "--auth", "on", "--delay", "off", "--base-port", "auto", *words]
+    assert main(up) == 0
+
+    def totals() -> dict[str, int]:
+        capsys.readouterr()
+        assert main(["constellation", "status", "--json", *words]) == 0
+        found: dict[str, int] = json.loads(capsys.readouterr().out)["totals"]
+        return found
+
+    store = None
+    try:
+        store = open_constellation(tmp_path / "run", use_index=False)
+        driver, ours = store._driver, Authority(read_keys(tmp_path / "run" / "keys"))
+        contexts = [CacheContext("m", "w", "t", "float16", "l", tenant_salt=salt) for salt in (b"mine", b"theirs")]
+        (key,), (their_key,) = (hash_blocks(context.digest(), list(range(128)), 128) for context in contexts)
+        assert store.put_many([(key, VALUE)]) == [True]
+        attacker = Attacker(store)
+        before = totals()
+        assert (before["packets_refused"], before["packets_replayed"], before["chunks_missed"]) == (0, 0, 0)
+
+        forged = single(messages.build_packet(attacker.header(Op.EVICT), messages.pack_keys([key]), 0, time.time()))
+        assert attacker.send(forged) == "REFUSED"
+        assert totals()["packets_refused"] == 1, "a forged eviction"
+
+        wrong = Authority(first_ring(WRONG)).sign(forged, time.time())
+        assert attacker.send(wrong) == "REFUSED"
+        assert totals()["packets_refused"] == 2, "the wrong key"
+
+        ping = single(messages.build_packet(attacker.header(Op.PING), b"", 1, time.time()))
+        heard = ours.sign(ping, time.time())
+        assert attacker.send(heard) == "OK"
+        attacker.sock.settimeout(0.3)
+        assert attacker.send(heard) == "nothing"
+        assert totals()["packets_replayed"] == 1, "a replayed packet"
+
+        misses = store.stats().get("misses", 0)
+        assert store.lookup([their_key]) == [Presence.MISS] and store.get_many([their_key]) == [None]
+        assert store.stats()["misses"] == misses + 1
+        with driver.lock:  # and past the store, straight at a satellite
+            number = driver.machine.ask(
+                Op.GET, Selection.of(their_key, [0, 1], 1).pack(), TARGET, driver.now_s()
+            )  # fmt: skip
+            assert driver.run([number])[number].report.failure == "missing"
+        after = totals()
+        assert after["chunks_missed"] == 2, "another tenant's salt"
+        assert (after["packets_refused"], after["packets_replayed"], after["chunks_deleted"]) == (2, 1, 0)
+        assert store.get_many([key]) == [VALUE]
+        attacker.close()
+    finally:
+        if store is not None:
+            store.close()
+        assert main(["constellation", "down", *words]) == 0

@@ -1,4 +1,4 @@
-"""MACs of packets: by which key they are made and checked. What is signed is a plain packet; what passes a gate is again.
+"""MACs of packets: by which key they are made and checked. What is signed is a plain packet; past a gate it is again.
 
 An authenticated packet is the plain one with flag 0x01 and the key's id in its SKY header, and 16 bytes more at the end
 of its body: HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not sent:

@@ -54,7 +54,7 @@ class SatelliteGate:
         return self._authority.every_packet
 
     def guard(self, now_s: float) -> native.Guard:
-        """For ``native.serve``, until the machine is next called: GETs and SETs by our own beam pass this gate there."""
+        """For ``native.serve``, until the machine is next called: GETs and SETs by our own beam are checked there."""
         return self._authority.mac_keys, int(now_s * 1e6), _MAX_SKEW_US, self._are_first
 
     def _are_first(self, head: bytes, sent_us: int, sequences: list[int]) -> bool:

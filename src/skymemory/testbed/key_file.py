@@ -38,6 +38,8 @@ def _key(found: Any, where: str) -> SecretKey:
         case {"id": int(key_id), "key": str(text), "from_s": int(from_s) | float(from_s)} if len(found) == 3:
             try:
                 return SecretKey(key_id, bytes.fromhex(text), float(from_s))
+            except OverflowError:
+                raise InvalidInput(f"{where}: key {key_id} is used from a time beyond all numbers") from None
             except ValueError as error:  # its own complaints are ValueErrors too, and tell no secret
                 said = str(error) if isinstance(error, InvalidInput) else "its key is not hexadecimal"
                 raise InvalidInput(f"{where}: {said}") from None
@@ -83,9 +85,12 @@ def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
         raise InvalidInput(f"cannot write the keys to {path}: it is a folder, expected a file's name")
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        scratch.unlink(missing_ok=True)  # of one that was killed here and had our number
         handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(to_json(ring))
+            file.flush()
+            os.fsync(file.fileno())  # before it takes the place of the old one: keys that are gone open nothing
         if replace:
             scratch.replace(path)
         else:
