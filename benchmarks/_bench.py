@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -15,15 +16,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import skymemory
 from skymemory import native
 from skymemory.constellation.presets import preset_named
+from skymemory.store.base import Store
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import start_on_free_ports, stop
+
+PURE = "SKYMEMORY_PURE_PYTHON"
+WARM_MALLOC = {"MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_MMAP_THRESHOLD_": "1073741824"}
+"""What a client frees stays its own: without it redis-py maps, touches and returns 3 MB for every SET, which takes
+three times as long as the SET itself, and differs from run to run.
+"""
+Verb = Callable[[], object]
 
 
 def versions() -> dict[str, str]:
@@ -115,3 +125,85 @@ def redis_server() -> Iterator[int | None]:
     finally:
         server.terminate()
         server.wait()
+
+
+# --- clients that take turns: each a process of its own, told by a pipe how often to read or write ---
+
+
+@contextmanager
+def environment(pure: bool) -> Iterator[None]:
+    """What is started within uses the native helper, or is made to do without; freed memory stays warm."""
+    before = dict(os.environ)
+    os.environ.update(WARM_MALLOC, **{PURE: "1" if pure else "0"})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def block_verbs(store: Store, key: bytes, value: bytes) -> tuple[Verb, Verb]:
+    """Read and write of one block, which is there and right already. ``SystemExit`` where one of them fails."""
+
+    def write() -> None:
+        if store.complete_store(store.prepare_store([(key, value)])) != [True]:
+            raise SystemExit(f"the block was not stored: {store.stats()}")
+
+    def read(check: bool = False) -> None:
+        ticket = store.prepare_load([key])
+        (found,) = store.complete_load(ticket)
+        if found is None or len(found) != len(value) or (check and found != value):
+            raise SystemExit(f"the block did not come back: {ticket.report}")
+        store.release(ticket)
+
+    write()
+    read(check=True)
+    return read, write
+
+
+def take_turns(pipe: Connection, make: Callable[..., tuple[Verb, Verb]], args: tuple[Any, ...]) -> None:
+    """The whole of a client process: for every (read or write, repeats) it is sent, the seconds of each."""
+    read, write = make(*args)
+    write()
+    pipe.send("ready")
+    while (order := pipe.recv()) is not None:
+        verb, repeats = order
+        run, seconds = (read if verb == "read" else write), []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - began)
+        pipe.send(seconds)
+
+
+@contextmanager
+def client_process(make: Callable[..., tuple[Verb, Verb]], *args: Any, pure: bool = False) -> Iterator[Connection]:
+    """A client whose read and write ``make(*args)`` returns there, ready, by its pipe; ended afterwards."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=take_turns, args=(theirs, make, args), daemon=True)
+    with environment(pure):
+        process.start()
+    theirs.close()
+    try:
+        ours.recv()
+        yield ours
+        ours.send(None)
+    except EOFError:
+        raise SystemExit(f"the client of {make.__name__} ended") from None
+    finally:
+        ours.close()
+        process.join(5)
+        if process.is_alive():
+            process.terminate()
+
+
+def measure(paths: dict[str, Connection], rounds: int, turn: int) -> dict[tuple[str, str], list[float]]:
+    """Seconds of every timed run, by path and verb: in each round every path has a turn, whose first run only warms."""
+    seconds: dict[tuple[str, str], list[float]] = {(name, verb): [] for name in paths for verb in ("read", "write")}
+    for _ in range(rounds):
+        for verb in ("read", "write"):
+            for name, pipe in paths.items():
+                pipe.send((verb, turn + 1))
+                seconds[name, verb] += pipe.recv()[1:]
+    return seconds

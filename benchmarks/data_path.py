@@ -9,112 +9,42 @@ caches), and the medians are over all rounds. Ratios above 1 mean faster than Re
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import multiprocessing
-import os
 import random
 import statistics
-import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from _bench import constellation, print_table, redis_server, write_json
+from _bench import (
+    Verb,
+    block_verbs,
+    client_process,
+    constellation,
+    environment,
+    measure,
+    print_table,
+    redis_server,
+    write_json,
+)
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.testbed.connect import open_constellation
 from skymemory.testbed.plan import ConstellationPlan, make_plan
 from skymemory.testbed.wiring import shell_of, sky_of
 
-PURE = "SKYMEMORY_PURE_PYTHON"
-WARM_MALLOC = {"MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_MMAP_THRESHOLD_": "1073741824"}
-"""What a client frees stays its own: without it redis-py maps, touches and returns 3 MB for every SET, which takes
-three times as long as the SET itself, and differs from run to run.
-"""
 DELAYED_ONE_WAY_S = 0.004
 
 
-def redis_client(port: int, value: bytes) -> tuple[Any, Any]:
+def redis_client(port: int, value: bytes) -> tuple[Verb, Verb]:
     import redis
 
     peer = redis.Redis(port=port)
     return lambda: peer.get("block"), lambda: peer.set("block", value)
 
 
-def sky_client(folder: str, access: str, value: bytes) -> tuple[Any, Any]:
-    store = open_constellation(Path(folder), access=access)
-    key = hashlib.sha256(b"block").digest()
-
-    def read() -> object:
-        ticket = store.prepare_load([key])
-        (found,) = store.complete_load(ticket)
-        same_bytes = found is not None and len(found) == len(value)
-        store.release(ticket)
-        if not same_bytes:
-            raise SystemExit(f"the block did not come back: {ticket.report}")
-        return found
-
-    def write() -> None:
-        if store.complete_store(store.prepare_store([(key, value)])) != [True]:
-            raise SystemExit(f"the block was not stored: {store.stats()}")
-
-    write()
-    ticket = store.prepare_load([key])
-    if store.complete_load(ticket)[0] != value:
-        raise SystemExit("other bytes came back")
-    store.release(ticket)
-    return read, write
-
-
-def client(pipe: Connection, kind: str, where: tuple[Any, ...], value: bytes) -> None:
-    """A client process: for every (read or write, repeats) it is sent, the seconds of each."""
-    read, write = redis_client(*where, value) if kind == "redis" else sky_client(*where, value)
-    write()
-    pipe.send("ready")
-    while (order := pipe.recv()) is not None:
-        verb, repeats = order
-        run, seconds = (read if verb == "read" else write), []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - began)
-        pipe.send(seconds)
-
-
-@contextlib.contextmanager
-def environment(pure: bool) -> Iterator[None]:
-    """What is started within uses the native helper, or is made to do without; freed memory stays warm."""
-    before = dict(os.environ)
-    os.environ.update(WARM_MALLOC, **{PURE: "1" if pure else "0"})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def path(kind: str, where: tuple[Any, ...], value: bytes, pure: bool = False) -> Iterator[Connection]:
-    """A client process, ready, by its pipe; ended afterwards."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=client, args=(theirs, kind, where, value), daemon=True)
-    with environment(pure):
-        process.start()
-    theirs.close()
-    try:
-        ours.recv()
-        yield ours
-        ours.send(None)
-    except EOFError:
-        raise SystemExit(f"the client of path {kind} {where} ended") from None
-    finally:
-        ours.close()
-        process.join(5)
-        if process.is_alive():
-            process.terminate()
+def sky_client(folder: Path, access: str, value: bytes) -> tuple[Verb, Verb]:
+    return block_verbs(open_constellation(folder, access=access), hashlib.sha256(b"block").digest(), value)
 
 
 def farthest_round_trip_s(plan: ConstellationPlan) -> float:
@@ -122,17 +52,6 @@ def farthest_round_trip_s(plan: ConstellationPlan) -> float:
     servers = sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers).locate_all()  # type: ignore[index]
     offsets = [plan.torus.delta(plan.centre, satellite) for satellite in servers]
     return 2 * plan.delay_scale * max(shell_of(plan).slant_one_way_s(*offset) for offset in offsets)
-
-
-def measure(paths: dict[str, Connection], rounds: int, turn: int) -> dict[tuple[str, str], list[float]]:
-    """Seconds of every timed run, by path and verb."""
-    seconds: dict[tuple[str, str], list[float]] = {(name, verb): [] for name in paths for verb in ("read", "write")}
-    for _ in range(rounds):
-        for verb in ("read", "write"):
-            for name, pipe in paths.items():
-                pipe.send((verb, turn + 1))
-                seconds[name, verb] += pipe.recv()[1:]
-    return seconds
 
 
 def main() -> None:
@@ -151,23 +70,25 @@ def main() -> None:
         paths: dict[str, Connection] = {}
         port = stack.enter_context(redis_server())
         if port is not None:
-            paths["Redis TCP"] = stack.enter_context(path("redis", (port,), value))
+            paths["Redis TCP"] = stack.enter_context(client_process(redis_client, port, value))
         if {"los", "gateway"} & set(wanted):
             with environment(pure=False):
                 _, folder = stack.enter_context(constellation(delay_scale=0.0))
             for access in ("los", "gateway"):
                 if access in wanted:
-                    paths[f"sky {access}, native"] = stack.enter_context(path("sky", (str(folder), access), value))
+                    paths[f"sky {access}, native"] = stack.enter_context(
+                        client_process(sky_client, folder, access, value)
+                    )
         if "python" in wanted:
             with environment(pure=True):
                 _, folder = stack.enter_context(constellation(delay_scale=0.0))
-            paths["sky los, Python"] = stack.enter_context(path("sky", (str(folder), "los"), value, pure=True))
+            paths["sky los, Python"] = stack.enter_context(client_process(sky_client, folder, "los", value, pure=True))
         if "delay" in wanted:
             scale = 2 * DELAYED_ONE_WAY_S / farthest_round_trip_s(make_plan())
             with environment(pure=False):
                 plan, folder = stack.enter_context(constellation(delay_scale=scale))
             round_trip_s = farthest_round_trip_s(plan)
-            paths["sky los, delay"] = stack.enter_context(path("sky", (str(folder), "los"), value))
+            paths["sky los, delay"] = stack.enter_context(client_process(sky_client, folder, "los", value))
         seconds = measure(paths, options.rounds, options.turn)
     report(seconds, len(value), round_trip_s, options)
 

@@ -3,85 +3,87 @@
 A block of 480 chunks (2.95 MB) read from and written to ten of 95 satellites in 5 processes without delay: plain, with
 a MAC on commands, with AES-256-GCM on the payload, with both, and with a MAC on every packet. Each way has a client
 process of its own; they take turns: in each round each runs a few times in a row (the first of which only warms up),
-and the medians are over all rounds. ``x`` is the throughput against plain.
+and the medians are over all rounds. ``x`` is the throughput against plain. Then, in one process, what a satellite
+spends on each packet of a flood by somebody without the key.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from _bench import constellation, print_table, write_json
-from data_path import environment, measure
+from _bench import Verb, block_verbs, client_process, constellation, environment, measure, print_table, write_json
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.keys import first_ring
+from skymemory.native import crc32
+from skymemory.protocol import messages
+from skymemory.protocol.authentication import Authority
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.segments import bulk_batch, single
+from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
 from skymemory.store.base import Store
 from skymemory.testbed.connect import open_constellation, sealed
 from skymemory.testbed.key_file import KeyFollower, new_keys
 
+HERE, FLOOD_S = SatelliteId(2, 9), 1_700_000_000.25
 WAYS = {
     "nothing": ("off", False), "MAC on commands": ("on", False), "GCM on payloads": ("off", True),
     "both": ("on", True), "MAC on every packet": ("every", False), "every packet and GCM": ("every", True),
 }  # fmt: skip
 
 
-def client(pipe: Connection, folder: Path, tenant: Path | None, value: bytes) -> None:
-    """A client process: for every (read or write, repeats) it is sent, the seconds of each."""
+def client(folder: Path, tenant: Path | None, value: bytes) -> tuple[Verb, Verb]:
     plain = open_constellation(folder)
     store: Store = sealed(plain, KeyFollower(tenant)) if tenant is not None else plain
-    key = hashlib.sha256(b"block" if tenant is None else b"sealed block").digest()
-
-    def write() -> None:
-        if store.complete_store(store.prepare_store([(key, value)])) != [True]:
-            raise SystemExit(f"the block was not stored: {store.stats()}")
-
-    def read(check: bool = False) -> None:
-        ticket = store.prepare_load([key])
-        (found,) = store.complete_load(ticket)
-        if found is None or len(found) != len(value) or (check and found != value):
-            raise SystemExit(f"the block did not come back: {ticket.report}")
-        store.release(ticket)
-
-    write()
-    read(check=True)
-    pipe.send("ready")
-    while (order := pipe.recv()) is not None:
-        verb, repeats = order
-        seconds = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            read() if verb == "read" else write()
-            seconds.append(time.perf_counter() - began)
-        pipe.send(seconds)
+    return block_verbs(store, hashlib.sha256(b"block" if tenant is None else b"sealed block").digest(), value)
 
 
-@contextmanager
-def running(folder: Path, tenant: Path | None, value: bytes) -> Iterator[Connection]:
-    """A client process, ready, by its pipe; ended afterwards."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=client, args=(theirs, folder, tenant, value), daemon=True)
-    with environment(pure=False):
-        process.start()
-    theirs.close()
-    try:
-        ours.recv()
-        yield ours
-        ours.send(None)
-    except EOFError:
-        raise SystemExit("a client ended") from None
-    finally:
-        ours.close()
-        process.join(5)
-        if process.is_alive():
-            process.terminate()
+def forged_packets() -> dict[str, tuple[bytes, int]]:
+    """What somebody without the key may send, a run of it and the bytes of a packet, by name."""
+    there, by = Address(*HERE), Authority(first_ring(bytes(32)))
+    asked = SkyHeader(Op.EVICT, there, Address(there.plane, there.slot, 0xFF), 7, 1)
+    evict = messages.build_packet(asked, messages.pack_keys([bytes(32)]), 0, FLOOD_S)
+    answer = messages.build_packet(replace(asked, op=Op.ACK), bytes(60), 0, FLOOD_S)
+    payloads = [bytes(6144)] * 8
+    tag = PlacementTag(10, 1, 0, 0, 0)
+    refs = [ChunkRef(bytes(32), n, 8, 6144, crc32(payload), 8 * 6144, 0, tag) for n, payload in enumerate(payloads)]
+    chunks = bulk_batch(replace(asked, op=Op.SET), b"".join(ref.pack() for ref in refs), payloads, 0, FLOOD_S)
+    signed = by.sign(chunks, FLOOD_S).datagrams()
+    wrong = bytes(by.sign(single(evict), FLOOD_S).headers)
+    return {
+        "EVICT without a MAC": (evict, len(evict)), "EVICT, wrong key": (wrong, len(wrong)),
+        "EVICT, damaged": (wrong[:-1] + b"x", len(wrong)), "an answer": (answer, len(answer)),
+        "SET of 6 KiB, wrong key": (signed[0], len(signed[0])),
+        "SETs of 6 KiB in runs of 8": (b"".join(signed), len(signed[0])),
+        "60 bytes of nothing": (bytes(60), 60), "the same in runs of 60": (bytes(3600), 60),
+    }  # fmt: skip
+
+
+def flood(packets: int) -> list[dict[str, Any]]:
+    """What a satellite spends on each packet that it refuses, of its own time, without the socket's."""
+    rows: list[dict[str, Any]] = []
+    sky = SkyMap(Torus(5, 19), HERE)
+    for name, (run, packet_bytes) in forged_packets().items():
+        config = SatelliteConfig(HERE, 1 << 20, authority=Authority(first_ring(bytes(range(32)))))
+        machine, count = SatelliteMachine(config, sky, MoveClock(), FLOOD_S), -(-len(run) // packet_bytes)
+        began = time.process_time()
+        for _ in range(packets // count):
+            machine.receive_batch(run, packet_bytes, ("stranger", 1), FLOOD_S)
+            machine.datagrams_to_send(FLOOD_S)
+        spent_s = time.process_time() - began
+        turned_away = machine.counters.get("packets_refused") + machine.counters.get("packets_malformed")
+        if turned_away != packets // count * count:
+            raise SystemExit(f"{name}: {turned_away} of {packets} turned away")
+        rows.append({"packet": name, "bytes": packet_bytes, "us": spent_s / turned_away * 1e6})
+    return rows
 
 
 def main() -> None:
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="turns of each way (default 40)")
     parser.add_argument("--turn", type=int, default=5, help="timed runs in a turn, after one to warm up (default 5)")
     parser.add_argument("--value-bytes", type=int, default=480 * 6144)
+    parser.add_argument("--forged", type=int, default=20_000, help="forged packets of each kind (default 20000)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -101,14 +104,17 @@ def main() -> None:
         tenant = folders["off"] / "tenant"
         new_keys(tenant)
         paths = {
-            name: stack.enter_context(running(folders[auth], tenant if seals else None, value))
+            name: stack.enter_context(client_process(client, folders[auth], tenant if seals else None, value))
             for name, (auth, seals) in WAYS.items()
         }
         seconds = measure(paths, options.rounds, options.turn)
-    report(seconds, len(value), options)
+    forged = flood(options.forged)
+    report(seconds, len(value), forged, options)
 
 
-def report(seconds: dict[tuple[str, str], list[float]], size: int, options: argparse.Namespace) -> None:
+def report(
+    seconds: dict[tuple[str, str], list[float]], size: int, forged: list[dict[str, Any]], options: argparse.Namespace
+) -> None:
     rows: list[dict[str, Any]] = []
     for name in WAYS:
         row: dict[str, Any] = {"way": name}
@@ -130,7 +136,12 @@ def report(seconds: dict[tuple[str, str], list[float]], size: int, options: argp
     )  # fmt: skip
     both = next(row for row in rows if row["way"] == "both")
     print(f"MAC on commands and GCM on payloads cost {1 - both['read_x']:.0%} of the read throughput; goal: under 40 %")
-    write_json(options.json, "security", options.seed, rows)
+    print_table(
+        "A packet that a satellite with MACs turns away: of its time, in microseconds",
+        ("packet", "bytes", "us"),
+        [(row["packet"], str(row["bytes"]), f"{row['us']:.1f}") for row in forged],
+    )
+    write_json(options.json, "security", options.seed, [*rows, *forged])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from skymemory.native import twin
 from skymemory.protocol import messages
 from skymemory.protocol.authentication import MAX_SIGNED_CHUNK_BYTES, Authority
 from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.gate import REFUSALS_PER_S
 from skymemory.protocol.link_state import LinksBody
 from skymemory.protocol.motion import MoveClock
 from skymemory.protocol.replay import MAX_SENDERS, MAX_SKEW_S, REMEMBERED, ReplayWindow, stamp
@@ -218,6 +219,20 @@ def test_a_ring_refuses_what_makes_no_sense() -> None:
         KeyRing((SecretKey(1, OLD), SecretKey(1, NEW)))
     assert [key.key_id for key in KeyRing((SecretKey(0xFFFF, OLD),)).with_key(NEW, 0).keys] == [0xFFFF, 1]
     assert OLD.hex() not in repr(ring) and repr(OLD) not in repr(ring)
+
+
+def test_a_flood_is_counted_and_gets_no_more_answers_than_a_few(world: type[World]) -> None:
+    """Answers cost more than the check does, and go to whatever address the flood was sent from."""
+    machine, forged = satellite(world()), command(Op.PING, b"", authority(OTHER))
+    answers = []
+    for number in range(2000):
+        machine.receive_datagram(forged, ("stranger", number), NOW_S + number * 1e-6)
+        answers.append(len(machine.datagrams_to_send(NOW_S + number * 1e-6)))
+    assert counted(machine) == (2000, 0, 0) and sum(answers) in (REFUSALS_PER_S - 1, REFUSALS_PER_S)
+    assert sum(answers[:50]) == 50, "who merely has the wrong key is told at once"
+    for second in (2, 3):
+        machine.receive_datagram(forged, ("stranger", 0), NOW_S + second)
+        assert len(machine.datagrams_to_send(NOW_S + second)) == 1
 
 
 # --- who is at the other end ---

@@ -22,6 +22,8 @@ from skymemory.protocol.wire import GROUND_SHELL, SKY_BYTES, Address
 Refuse = Callable[[memoryview, LinkEnd, float], None]
 """Told of a sound command of a ground host's that was refused, the link it came by, and the time."""
 
+REFUSALS_PER_S = 100
+"""So many ground hosts (as many at once after a rest) are told that they are refused; a flood gets no more words."""
 _MAX_SKEW_US = int(MAX_SKEW_S * 1e6)
 _COMMAND_BIT = 0x10
 _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
@@ -40,6 +42,8 @@ class SatelliteGate:
         self._refuse = refuse
         self._window = ReplayWindow(int((now_s - START_GRACE_S) * 1e6))
         self._commanded = False
+        self._told_to_s = now_s
+        """When all that we have said to the refused would be said at ``REFUSALS_PER_S``."""
 
     @classmethod
     def of(
@@ -143,8 +147,15 @@ class SatelliteGate:
         packets = [view[number * size : (number + 1) * size] for number, kept in enumerate(keep) if not kept]
         self._counters.add("packets_received", len(packets))
         sound = count_wrong(self._counters, packets)
-        if sound and sound[0][0] & _COMMAND_BIT and not isinstance(source, SatelliteId):
+        if sound and sound[0][0] & _COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_tell(now_s):
             self._refuse(sound[0], source, now_s)
+
+    def _may_tell(self, now_s: float) -> bool:
+        said_to_s = max(self._told_to_s, now_s) + 1 / REFUSALS_PER_S
+        if said_to_s > now_s + 1.0:
+            return False
+        self._told_to_s = said_to_s
+        return True
 
 
 def _sender(packet: bytes | memoryview) -> Sender:

@@ -10,6 +10,9 @@ from skymemory.protocol.segments import SegmentBatch
 from skymemory.transport.host_spec import Endpoint
 from skymemory.transport.udp_socket import BatchSocket
 
+_BACKLOGS = 4
+"""Beyond its ``max_backlog_bytes`` a satellite answers no GET; at so many times as much it passes nothing on either."""
+
 
 class UdpSatellite:
     """A machine and its socket; nothing leaves by it once it is closed."""
@@ -32,7 +35,10 @@ class UdpSatellite:
             self.wait_to_send(rest, endpoint)
 
     def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
-        """What the kernel did not take now."""
+        """What the kernel did not take now. Beyond a bound it is lost, as on any full link, and asked for again."""
+        if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
+            self.machine.counters.add("packets_dropped", rest.count)
+            return
         if not self._backlog:
             self._loop.add_writer(self.sock.fileno(), self._writable)
         self._backlog.append((endpoint, rest))
