@@ -15,7 +15,6 @@ import random
 import statistics
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,11 @@ def forged_packets() -> dict[str, tuple[bytes, int]]:
     there, by = Address(*HERE), Authority(first_ring(bytes(32)))
     asked = SkyHeader(Op.EVICT, there, Address(there.plane, there.slot, 0xFF), 7, 1)
     evict = messages.build_packet(asked, messages.pack_keys([bytes(32)]), 0, FLOOD_S)
-    answer = messages.build_packet(replace(asked, op=Op.ACK), bytes(60), 0, FLOOD_S)
+    answer = messages.build_packet(asked._replace(op=Op.ACK), bytes(60), 0, FLOOD_S)
     payloads = [bytes(6144)] * 8
     tag = PlacementTag(10, 1, 0, 0, 0)
     refs = [ChunkRef(bytes(32), n, 8, 6144, crc32(payload), 8 * 6144, 0, tag) for n, payload in enumerate(payloads)]
-    chunks = bulk_batch(replace(asked, op=Op.SET), b"".join(ref.pack() for ref in refs), payloads, 0, FLOOD_S)
+    chunks = bulk_batch(asked._replace(op=Op.SET), b"".join(ref.pack() for ref in refs), payloads, 0, FLOOD_S)
     signed = by.sign(chunks, FLOOD_S).datagrams()
     wrong = bytes(by.sign(single(evict), FLOOD_S).headers)
     return {
