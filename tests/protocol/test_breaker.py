@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -47,13 +48,13 @@ def test_probes_come_at_growing_intervals():
     breaker.timed_out(0.0)
     assert breaker.state == "open"
     while now_s < 10.0:
-        if breaker.refuse(now_s):
+        if breaker.probe_due(now_s):
             probes.append(now_s)
         now_s += 0.01
     gaps = [b - a for a, b in pairwise(probes)]
     assert gaps == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0], abs=0.02) and breaker.state == "half-open"
-    breaker.answered()
-    assert not breaker.is_open
+    assert breaker.answered() and not breaker.answered()
+    assert not breaker.is_open and breaker.next_probe_s == math.inf
 
 
 @pytest.mark.parametrize("access", ["los", "gateway"])

@@ -79,14 +79,13 @@ def test_a_window_never_closes_for_good(steps):
     assert window.admits(10**9)
 
 
-def test_suspicion_ends_with_a_word_or_with_time():
-    links = Links(1 << 20, 1 << 20, 0.008, suspect_s=1.0)
-    assert not links.is_suspect(HERE, 0.0)
-    links.suspect(HERE, 5.0)
-    assert links.is_suspect(HERE, 5.9) and not links.is_suspect(HERE, 6.0)
-    links.suspect(HERE, 7.0)
+def test_suspicion_ends_with_a_word():
+    links = Links(1 << 20, 1 << 20, 0.008)
+    assert HERE not in links.suspects
+    links.suspects.add(HERE, 5.0)
+    assert HERE in links.suspects
     links.peer(HERE).heard(None, 7.1)
-    assert not links.is_suspect(HERE, 7.2)
+    assert HERE not in links.suspects
     assert links.silent_since_s(HERE, 6.0) == 7.1 and links.silent_since_s(HERE, 8.0) == 8.0
 
 

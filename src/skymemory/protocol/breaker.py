@@ -1,11 +1,12 @@
 """A circuit breaker: with the whole constellation gone, operations fail at once instead of waiting for it again.
 
 It opens when an operation has timed out and nobody at all has been heard since it began, though others were asked too.
-While it is open, later operations fail at once, and now and then one of them sends probes that it does not wait for.
-Any answer closes it.
+While it is open, later operations fail at once, and the client's timer sends probes. Any answer closes it.
 """
 
 from __future__ import annotations
+
+import math
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
@@ -14,7 +15,7 @@ from skymemory.protocol.motion import SkyMap
 
 _FIRST_PROBE_S = 0.1
 _LAST_PROBE_S = 2.0
-"""Probes come at 0.1, 0.2, 0.4, … 2, 2 s after one another, as long as somebody calls."""
+"""Probes come at 0.1, 0.2, 0.4, … 2, 2 s after one another."""
 _WITNESSES = 3
 
 
@@ -31,6 +32,11 @@ class CircuitBreaker:
     def is_open(self) -> bool:
         return self.state != "closed"
 
+    @property
+    def next_probe_s(self) -> float:
+        """When to send the next probes; never while it is closed."""
+        return self._next_probe_s if self.is_open else math.inf
+
     def timed_out(self, now_s: float) -> None:
         """An operation ended without a word from anybody."""
         if self.state == "closed":
@@ -38,10 +44,15 @@ class CircuitBreaker:
             self._wait_s, self._next_probe_s = _FIRST_PROBE_S, now_s
         self.state = "open"
 
-    def refuse(self, now_s: float) -> bool:
-        """An operation is refused; whether it should send probes."""
-        self._counters.add("breaker_refused")
-        if now_s < self._next_probe_s:
+    def refuses(self) -> bool:
+        """Whether an operation has to be refused now."""
+        if self.is_open:
+            self._counters.add("breaker_refused")
+        return self.is_open
+
+    def probe_due(self, now_s: float) -> bool:
+        """Whether probes are to be sent now."""
+        if now_s < self.next_probe_s:
             return False
         self._counters.add("breaker_probes")
         self._next_probe_s = now_s + self._wait_s
@@ -49,11 +60,13 @@ class CircuitBreaker:
         self.state = "half-open"
         return True
 
-    def answered(self) -> None:
-        """Somebody is there."""
-        if self.state != "closed":
-            self._counters.add("breaker_closed")
-            self.state = "closed"
+    def answered(self) -> bool:
+        """Somebody is there; whether that is news."""
+        if self.state == "closed":
+            return False
+        self._counters.add("breaker_closed")
+        self.state = "closed"
+        return True
 
 
 def witnesses(sky: SkyMap, centre: SatelliteId, silent: SatelliteId | None) -> list[SatelliteId]:

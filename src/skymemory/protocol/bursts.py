@@ -10,6 +10,7 @@ from skymemory.protocol.answers import Verdict
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
 from skymemory.protocol.outbox import Operation
+from skymemory.protocol.replicas import ReplicatedRead
 from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Burst, ReadTransfer, WriteTransfer
 from skymemory.protocol.wire import Op
 
@@ -28,11 +29,15 @@ class Bursts:
         """All that the window lets us ask for, packed together. What is asked for is not cut, what is sent may be."""
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
         key, window = transfer.info.key, self._links.inbound
+        suspects = self._links.suspects
+        lone = len(suspects) > 0 and not isinstance(transfer, ReplicatedRead)
+        if lone and any(burst.satellite in suspects for burst in transfer.pending):
+            return Verdict(operation, "unreachable")
         requests = []
         while transfer.pending:
             satellite, indices, steps = transfer.pending[0]
             size_bytes = len(indices) * size_each
-            if self._links.is_suspect(satellite, now_s):
+            if satellite in suspects:
                 transfer.pending.popleft()
                 if transfer.redirect(indices, satellite):
                     continue
@@ -57,7 +62,7 @@ class Bursts:
         while transfer.pending:
             burst = transfer.pending.popleft()
             satellite, indices = burst.satellite, burst.indices
-            if self._links.is_suspect(satellite, now_s):
+            if satellite in self._links.suspects:
                 if not transfer.waive(indices):
                     yield Verdict(operation, "unreachable")
                     return

@@ -7,6 +7,7 @@ transport calls ``receive_batch`` with what came, ``handle_timer`` when ``next_t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +22,7 @@ from skymemory.protocol.client_config import ClientConfig, Finished
 from skymemory.protocol.dead import Dead
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.gate import ClientGate
-from skymemory.protocol.in_flight import InFlight
+from skymemory.protocol.in_flight import ALWAYS_ASKED, InFlight
 from skymemory.protocol.links import Links
 from skymemory.protocol.messages import Buffer
 from skymemory.protocol.motion import MoveClock, SkyMap
@@ -36,8 +37,6 @@ from skymemory.protocol.wire import Op
 __all__ = ["ClientConfig", "ClientMachine", "Finished"]
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
-_ALWAYS_ASKED = (Op.PING, Op.ADVANCE)
-"""Even of those who have been silent: an operator wants to know."""
 
 
 class ClientMachine:
@@ -49,7 +48,7 @@ class ClientMachine:
         self._sky = sky
         self._clock = FollowedClock(clock, self.counters)
         self._pointing = Pointing(config.access, sky, self.counters)
-        self._links = Links(config.window_bytes, config.credit_bytes, config.expected_rtt_s, config.suspect_s)
+        self._links = Links(config.window_bytes, config.credit_bytes, config.expected_rtt_s)
         self._outbox = Outbox(config.ground, config.window_bytes, config.authority)
         every_packet = config.authority is not None and config.authority.every_packet
         self._gate = ClientGate(config.authority, self.counters) if every_packet and config.authority else None
@@ -107,18 +106,20 @@ class ClientMachine:
             transfer = ReplicatedWrite.of_copies(transfer, copies, moves)
         return self._begin(transfer, now_s), transfer.info
 
-    def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float) -> int:
-        """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE, RETAIN): one packet there, one back."""
+    def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
+        """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE, RETAIN): one packet there, one back.
+        ``once``: it is not repeated where no answer comes.
+        """
         operation = self._register(None, TransferReport(satellites=1), now_s)
-        if op not in _ALWAYS_ASKED and self._outages.refuses(satellite, self._centre(now_s), now_s):
+        if op not in ALWAYS_ASKED and self._outages.refuses(satellite):
             self._finish(Verdict(operation, "unreachable"), now_s)
             return operation.number
         self._point_beam(now_s)
-        self._in_flight.send(operation, satellite, op, [], body, 0, self.moves(now_s), now_s)
+        self._in_flight.send(operation, satellite, op, [], body, 0, self.moves(now_s), now_s, once)
         return operation.number
 
-    def _ping(self, satellite: SatelliteId, now_s: float) -> int:
-        return self.ask(Op.PING, b"", satellite, now_s)
+    def _ping(self, satellite: SatelliteId, now_s: float, once: bool) -> int:
+        return self.ask(Op.PING, b"", satellite, now_s, once=once)
 
     def cancel(self, number: int) -> None:
         """Forget an operation; what still comes for it is ignored."""
@@ -191,7 +192,7 @@ class ClientMachine:
             transfer = operation.transfer
             if operation.number not in self._operations or transfer is None:
                 continue
-            if self.breaker.is_open and self._outages.refuses(None, self._centre(now_s), now_s):
+            if self._outages.refuses(None):
                 self._finish(Verdict(operation, "unreachable"), now_s)
             else:
                 moves = self.moves(now_s)
@@ -208,7 +209,17 @@ class ClientMachine:
             yield self._outbox.take()
 
     def next_timer_s(self) -> float | None:
-        return self._in_flight.next_timer_s()
+        in_flight_s, outages_s = self._in_flight.next_timer_s(), self._outages.next_s
+        if in_flight_s is None:
+            return None if outages_s == math.inf else outages_s
+        return min(in_flight_s, outages_s)
+
+    @property
+    def ailing(self) -> bool:
+        """Whether somebody is silent who is asked again by the timer: a transport has to serve it, also with nobody
+        waiting for an operation.
+        """
+        return self._outages.next_s < math.inf
 
     def handle_timer(self, now_s: float) -> None:
         self._point_beam(now_s)
@@ -220,8 +231,10 @@ class ClientMachine:
                 continue
             if self._outages.doubt(request, self._centre(now_s), now_s):
                 self._point_beam(now_s)
-            if self._in_flight.give_up_or_repeat(request, self.moves(now_s), now_s):
-                self._finish(self._answers.lost(request, "timeout"), now_s)
+            if failure := self._in_flight.give_up_or_repeat(request, self.moves(now_s), now_s):
+                self._finish(self._answers.lost(request, failure), now_s)
+        if now_s >= self._outages.next_s:
+            self._outages.handle_timer(self._centre(now_s), now_s)
 
     # --- arrival ---
 

@@ -21,7 +21,6 @@ class ClientConfig:
     credit_bytes: int = 1 << 20
     expected_rtt_s: float = 0.0
     give_up_s: float = 0.8
-    suspect_s: float = 1.0
     read_burst_chunks: int = 64
     hedge_round_trips: float = 1.5
     """Of values with copies: after so many round trips without an answer the next copy is asked too; 0: at once."""

@@ -16,6 +16,9 @@ from skymemory.protocol.transfer import ReadTransfer, WriteTransfer
 from skymemory.protocol.wire import Op
 
 _LEAST_HEDGE_S = 0.002
+_NEARLY = 0.9
+ALWAYS_ASKED = (Op.PING, Op.ADVANCE)
+"""Even of those who have been silent: an operator wants to know."""
 _MOST_PATIENCE = 10
 """A request that is answered only in part for so many times ``give_up_s`` is given up."""
 _MOST_BACKOFF = 4
@@ -48,10 +51,13 @@ class InFlight:
 
     def send(
         self, operation: Operation, satellite: SatelliteId, op: Op, indices: Sequence[int], body: bytes,
-        size_bytes: int, moves: Moves, now_s: float,
+        size_bytes: int, moves: Moves, now_s: float, once: bool = False,
     ) -> None:  # fmt: skip
-        """A new request: ``size_bytes`` is what it puts on its way, up or down."""
-        self.transmit([self.begin(operation, satellite, op, indices, body, size_bytes, moves, now_s)], now_s)
+        """A new request: ``size_bytes`` is what it puts on its way, up or down. ``once``: it is not repeated."""
+        request = self.begin(operation, satellite, op, indices, body, size_bytes, moves, now_s)
+        if once:
+            request.deadline_s = now_s + self._give_up_s
+        self.transmit([request], now_s)
 
     def transmit(self, requests: Sequence[Request], now_s: float) -> None:
         """Queue the packets of requests of one operation that have begun."""
@@ -145,8 +151,8 @@ class InFlight:
         self._alarm_s = min(self._alarm_s, request.deadline_s)
         return transfer.ask_next(request.indices, request.satellite)
 
-    def give_up_or_repeat(self, request: Request, moves: Moves, now_s: float) -> bool:
-        """An overdue request is settled, sent again, or (True) hopeless."""
+    def give_up_or_repeat(self, request: Request, moves: Moves, now_s: float) -> str:
+        """An overdue request is settled or sent again; or it is hopeless, and this says why."""
         transfer = request.operation.transfer
         wanted: list[int] = []
         if transfer is not None:
@@ -154,15 +160,25 @@ class InFlight:
             wanted = [index for index in request.indices if not done[index]]
             if not wanted:
                 self.retire(request)
-                return False
+                return ""
         satellite = request.satellite
         silent_until_s = self._links.silent_since_s(satellite, request.begun_s) + self._give_up_s
         if now_s >= silent_until_s or now_s >= request.begun_s + _MOST_PATIENCE * self._give_up_s:
-            self._links.suspect(satellite, now_s)
-            return True
+            self._suspect_all(request.operation, now_s)
+            self._links.suspects.add(satellite, now_s)
+            return "timeout"
+        if satellite in self._links.suspects and request.op not in ALWAYS_ASKED:
+            return "unreachable"  # it was found silent meanwhile by somebody who had asked before us
         if not self._still_queued(request, now_s):
             self._repeat(request, wanted, moves, silent_until_s, now_s)
-        return False
+        return ""
+
+    def _suspect_all(self, operation: Operation, now_s: float) -> None:
+        """An operation ends for want of an answer: whoever else has left it waiting for as long is as suspect."""
+        for request in map(self._requests.__getitem__, operation.requests):
+            since_s = self._links.silent_since_s(request.satellite, request.begun_s)
+            if now_s >= since_s + _NEARLY * self._give_up_s:
+                self._links.suspects.add(request.satellite, now_s)
 
     def _still_queued(self, request: Request, now_s: float) -> bool:
         """Whether it is late only because the satellite is busy with what it got before: it answers, and nothing that

@@ -7,6 +7,7 @@ from collections.abc import Container
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.pacing import RoundTrip, Window
+from skymemory.protocol.suspects import Suspects
 
 _WINDOW_FLOOR_BYTES = 64 * 1024
 _CLOCK_GRAIN_S = 2e-6
@@ -16,16 +17,19 @@ _CLOCK_GRAIN_S = 2e-6
 class Peer:
     """One satellite. Times before anything happened lie before all others."""
 
-    __slots__ = ("answered_sent_s", "heard_s", "round_trip", "suspect_until_s")
+    __slots__ = ("_name", "_suspects", "answered_sent_s", "heard_s", "round_trip")
 
-    def __init__(self, expected_rtt_s: float) -> None:
+    def __init__(self, name: SatelliteId, expected_rtt_s: float, suspects: Suspects) -> None:
         self.round_trip = RoundTrip(expected_rtt_s)
-        self.heard_s = self.answered_sent_s = self.suspect_until_s = -math.inf
+        self.heard_s = self.answered_sent_s = -math.inf
+        self._name = name
+        self._suspects = suspects
 
     def heard(self, round_trip_s: float | None, now_s: float) -> None:
         """A checked answer came from it."""
         self.heard_s = now_s
-        self.suspect_until_s = -math.inf
+        if self._suspects:
+            self._suspects.heard(self._name)
         if round_trip_s is not None:
             self.round_trip.sample(round_trip_s)
             sent_s = now_s - round_trip_s
@@ -36,11 +40,11 @@ class Peer:
 class Links:
     """Windows towards the beams, one window for all that comes to us, and the health of every satellite."""
 
-    def __init__(self, inbound_bytes: int, credit_bytes: int, expected_rtt_s: float, suspect_s: float) -> None:
+    def __init__(self, inbound_bytes: int, credit_bytes: int, expected_rtt_s: float) -> None:
         self.inbound = Window(inbound_bytes, _WINDOW_FLOOR_BYTES)
         self._credit_bytes = credit_bytes
         self._expected_rtt_s = expected_rtt_s
-        self._suspect_s = suspect_s
+        self.suspects = Suspects()
         self._outbound: dict[SatelliteId, Window] = {}
         self._peers: dict[SatelliteId, Peer] = {}
 
@@ -63,7 +67,7 @@ class Links:
         """What is known of it."""
         found = self._peers.get(satellite)
         if found is None:
-            found = self._peers[satellite] = Peer(self._expected_rtt_s)
+            found = self._peers[satellite] = Peer(satellite, self._expected_rtt_s, self.suspects)
         return found
 
     def grace_s(self, satellite: SatelliteId) -> float:
@@ -81,10 +85,3 @@ class Links:
     def heard_anybody_since(self, time_s: float, but: Container[SatelliteId] = ()) -> bool:
         """Whether any satellite, ``but`` these, has answered since then. Looks at all: for when something is wrong."""
         return any(peer.heard_s > time_s for here, peer in self._peers.items() if here not in but)
-
-    def suspect(self, satellite: SatelliteId, now_s: float) -> None:
-        """It did not answer: for a while, operations that need it fail at once instead of waiting again."""
-        self.peer(satellite).suspect_until_s = now_s + self._suspect_s
-
-    def is_suspect(self, satellite: SatelliteId, now_s: float) -> bool:
-        return self.peer(satellite).suspect_until_s > now_s

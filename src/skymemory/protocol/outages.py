@@ -1,4 +1,9 @@
-"""What a ground host does about silence: ask others, take another gateway, and stop waiting when nobody is there."""
+"""What a ground host does about silence: ask others, take another gateway, and stop waiting when nobody is there.
+
+Who is silent is asked again by the timer, with nobody waiting for the answer; so all heals by itself. And when one
+satellite falls silent, its neighbours are asked: what else is gone (its plane, its computer) is known before a read
+has to wait for it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,12 @@ from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.outbox import Operation, Outbox, Request
 from skymemory.protocol.pointing import Pointing
 
-Ask = Callable[[SatelliteId, float], int]
-"""Begins a PING; the number of the operation."""
+Ask = Callable[[SatelliteId, float, bool], int]
+"""Begins a PING, which may be sent once only; the number of the operation."""
+_LATELY_S = 1.0
+"""Who has been heard (or asked) since then is not asked for the sake of a silent neighbour."""
+_MOST_SCOUTED = 32
+"""With more suspects than that, neighbours are no longer asked: it is a large part of the constellation."""
 
 
 class Outages:
@@ -30,15 +39,41 @@ class Outages:
         self._outbox = outbox
         self._pointing = pointing
         self._ping = ping
+        self._counters = counters
         self._doubted_s = -math.inf
+        self._scouted_s: dict[SatelliteId, float] = {}
 
-    def refuses(self, satellite: SatelliteId | None, centre: SatelliteId, now_s: float) -> bool:
+    def refuses(self, satellite: SatelliteId | None) -> bool:
         """Whether to fail at once, because the constellation (or this satellite) has been silent of late."""
-        if not self.breaker.is_open:
-            return satellite is not None and self._links.is_suspect(satellite, now_s)
-        if self.breaker.refuse(now_s):
-            self._call_witnesses(None, centre, now_s)
-        return True
+        return self.breaker.refuses() or (satellite is not None and satellite in self._links.suspects)
+
+    @property
+    def next_s(self) -> float:
+        """When ``handle_timer`` is to be called; infinite while all is well."""
+        return self.breaker.next_probe_s if self.breaker.is_open else self._links.suspects.next_s
+
+    def handle_timer(self, centre: SatelliteId, now_s: float) -> None:
+        """Ask who has been silent: all the suspects, or, where nobody is there, a few witnesses."""
+        if self.breaker.is_open:
+            if self.breaker.probe_due(now_s):
+                self._call_witnesses(None, centre, now_s, once=True)
+            return
+        for satellite in self._links.suspects.due(now_s):
+            self._counters.add("suspects_asked")
+            self.unclaimed.add(self._ping(satellite, now_s, True))
+        self._scout(now_s)
+
+    def _scout(self, now_s: float) -> None:
+        """Ask the neighbours of new suspects, but those that have just been heard, or asked."""
+        for suspect in self._links.suspects.take_fresh():
+            if len(self._links.suspects) > _MOST_SCOUTED:
+                return
+            for satellite in self._sky.torus.neighbours(suspect):
+                lately_s = max(self._links.peer(satellite).heard_s, self._scouted_s.get(satellite, -math.inf))
+                if satellite not in self._links.suspects and lately_s < now_s - _LATELY_S:
+                    self._scouted_s[satellite] = now_s
+                    self._counters.add("neighbours_of_suspects_asked")
+                    self.unclaimed.add(self._ping(satellite, now_s, False))
 
     def doubt(self, request: Request, centre: SatelliteId, now_s: float) -> bool:
         """It is overdue. With nobody heard meanwhile, is anybody there? And if not, is it the gateway? True: another
@@ -50,19 +85,19 @@ class Outages:
             return False
         if self._doubted_s < request.begun_s:
             self._doubted_s = now_s
-            self._call_witnesses(request.satellite, centre, now_s)
+            self._call_witnesses(request.satellite, centre, now_s, once=False)
             return False
         if request.sent_s < self._doubted_s or self._links.heard_anybody_since(self._doubted_s, direct):
             return False
         self._doubted_s = now_s
         self._pointing.silent(self._outbox, request.satellite, now_s)
-        self._call_witnesses(request.satellite, centre, now_s)
+        self._call_witnesses(request.satellite, centre, now_s, once=False)
         return True
 
     def ended(self, operation: Operation, failure: str, now_s: float) -> bool:
         """An operation has ended; whether it was one of ours."""
-        if not failure:
-            self.breaker.answered()
+        if not failure and self.breaker.answered():
+            self._links.suspects.ask_all(now_s)
         if operation.number in self.unclaimed:
             self.unclaimed.discard(operation.number)
             return True
@@ -70,7 +105,7 @@ class Outages:
             self.breaker.timed_out(now_s)
         return False
 
-    def _call_witnesses(self, silent: SatelliteId | None, centre: SatelliteId, now_s: float) -> None:
+    def _call_witnesses(self, silent: SatelliteId | None, centre: SatelliteId, now_s: float, once: bool) -> None:
         gateway = [] if self._outbox.gateway is None else [self._outbox.gateway]
         for satellite in (*witnesses(self._sky, centre, silent), *gateway):
-            self.unclaimed.add(self._ping(satellite, now_s))
+            self.unclaimed.add(self._ping(satellite, now_s, once))

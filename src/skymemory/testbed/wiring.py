@@ -12,15 +12,20 @@ from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
+from skymemory.errors import ConstellationError
 from skymemory.protocol.authentication import Authority
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.pointing import Access
-from skymemory.testbed.plan import ConstellationPlan, HostShare
+from skymemory.testbed.plan import ConstellationPlan, HostShare, check_ip
 from skymemory.testbed.protection import follower_of
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.host_spec import HostSpec
+from skymemory.transport.source_address import source_address
 from skymemory.transport.udp_client import UdpClient
+
+BIND_SETTING = "SKYMEMORY_BIND"
+"""Environment variable: the address that clients on this computer listen at."""
 
 
 def shell_of(plan: ConstellationPlan) -> Shell:
@@ -94,7 +99,7 @@ def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
 
 
 def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, give_up_s: float) -> UdpClient:
-    """A ground host by a number of its own, on loopback unless some host of the plan is on another computer."""
+    """A ground host by a number of its own, listening where ``bind_ip_of`` says."""
     keys = follower_of(plan)
     config = ClientConfig(
         ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 is what satellites write where no ground host asked
@@ -103,6 +108,27 @@ def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, gi
         give_up_s=give_up_s,
         authority=keys.authority if keys is not None else None,
     )
-    bind_ip = "127.0.0.1" if all(host.is_loopback for host in plan.hosts) else "0.0.0.0"
     refresh = keys.refresh if keys is not None else None
-    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip=bind_ip, refresh=refresh)
+    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip=bind_ip_of(plan), refresh=refresh)
+
+
+def bind_ip_of(plan: ConstellationPlan) -> str:
+    """Where a client of this plan listens: ``$SKYMEMORY_BIND``, else our address on the way to its hosts.
+
+    Raises:
+        InvalidInput: the setting is no IPv4 address.
+        ConstellationError: there is no way to any of the hosts.
+    """
+    chosen = os.environ.get(BIND_SETTING)
+    if chosen:
+        check_ip(chosen, f"${BIND_SETTING}")
+        return chosen
+    if all(host.is_loopback for host in plan.hosts):
+        return "127.0.0.1"
+    found = source_address(host.ip for host in plan.hosts)
+    if found is None:
+        raise ConstellationError(
+            f"no route to any host of the constellation, the first is {plan.hosts[0].ip}: connect this computer to their "
+            f"network, or name the address to use in ${BIND_SETTING}"
+        )
+    return found

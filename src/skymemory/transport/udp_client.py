@@ -1,7 +1,8 @@
 """A ground host over one UDP socket: the client machine, driven by the caller's own thread.
 
-No thread and no event loop of its own: a read is a function call that returns when the bytes are there. Beams of
-different satellites share the socket; the satellites hold what they send for the delay of the beam.
+No thread and no event loop of its own while all is well: a read is a function call that returns when the bytes are
+there. Beams of different satellites share the socket; the satellites hold what they send for the delay of the beam.
+While somebody is silent, a thread asks him now and then (``healer``).
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import SkyMemoryError
 from skymemory.native import Run, Tally
 from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.segments import SegmentBatch
+from skymemory.transport.healer import Healer
 from skymemory.transport.udp_socket import BatchSocket
 
 Endpoint = tuple[str, int]
@@ -54,6 +58,8 @@ class UdpClient:
         self._poll.register(self._sock.fileno(), select.POLLIN)
         self._lock = threading.RLock()
         self._unclaimed: dict[int, Finished] = {}
+        self._healer: Healer | None = None
+        self._closed = False
 
     def now_s(self) -> float:
         return time.monotonic() + self._wall_offset_s
@@ -62,6 +68,11 @@ class UdpClient:
     def lock(self) -> threading.RLock:
         """Held by whoever begins operations and runs them."""
         return self._lock
+
+    @property
+    def address(self) -> Endpoint:
+        """Where it listens."""
+        return self._sock.address
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Carry datagrams until all these operations have ended; how each did, by its number.
@@ -77,7 +88,7 @@ class UdpClient:
                 for number in waiting & self._unclaimed.keys():
                     finished[number] = self._unclaimed.pop(number)
                 waiting -= finished.keys()
-                if machine.breaker.is_open:
+                if machine.ailing:
                     self._take(*self._sock.receive_awaited(machine.awaited, _CALLS, 0))  # answers to earlier probes
                 while True:
                     if machine.wants_to_send or self._backlog:
@@ -92,9 +103,33 @@ class UdpClient:
                 for number in waiting:
                     self.machine.cancel(number)
                     self._unclaimed.pop(number, None)
+                if machine.ailing and self._healer is None and not self._closed:
+                    self._healer = Healer(self._heal, self._sock.fileno())
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            healer, self._healer = self._healer, None
+        if healer is not None:
+            healer.stop()
         self._sock.close()
+
+    def _heal(self) -> float | None:
+        """Whatever is due while nobody calls; how long it may rest then, None if all is well again."""
+        with self._lock:
+            if self._closed:
+                return None
+            if self._refresh is not None:
+                with suppress(SkyMemoryError):  # whoever calls next is told
+                    self._refresh()
+            self._take(*self._sock.receive_awaited(self.machine.awaited, _CALLS, 0))
+            if self.machine.wants_to_send or self._backlog:
+                self._send()
+            due_s = self.machine.next_timer_s()
+            if not self.machine.ailing or due_s is None:
+                self._healer = None
+                return None
+            return max(due_s - self.now_s(), 0.001)
 
     def _send(self) -> None:
         for batches in self.machine.each_to_send(self.now_s()):

@@ -1,0 +1,136 @@
+"""Satellites that did not answer: nobody waits for them twice, and all heals with nobody calling."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.suspects import MOST_SUSPECTS, Suspects
+from skymemory.protocol.wire import Op
+
+HERE, THERE = SatelliteId(1, 2), SatelliteId(3, 4)
+
+
+def test_a_suspect_is_asked_ever_more_rarely_until_it_is_heard():
+    suspects, asked, now_s = Suspects(), [], 0.0
+    suspects.add(HERE, 0.0)
+    assert suspects.take_fresh() == [HERE] and suspects.take_fresh() == []
+    while now_s < 60.0:
+        if suspects.due(now_s):
+            asked.append(now_s)
+        assert suspects.next_s > now_s
+        now_s += 0.01
+    gaps = [b - a for a, b in pairwise(asked)]
+    assert asked[0] == pytest.approx(0.25, abs=0.02) and min(gaps) > 0.24
+    assert gaps == pytest.approx(sorted(gaps), abs=0.02) and 3.9 < max(gaps) < 4.1
+    assert all(gap < 0.26 + a / 4 for a, gap in zip(asked, gaps, strict=False))
+    suspects.heard(HERE)
+    assert HERE not in suspects and suspects.next_s == math.inf and not suspects.due(1e9)
+
+
+def test_when_things_change_all_are_asked_at_once_and_there_is_a_most():
+    suspects = Suspects()
+    suspects.add(HERE, 0.0)
+    suspects.add(THERE, 50.0)
+    suspects.due(100.0)
+    suspects.ask_all(101.0)
+    assert suspects.due(101.0) == [HERE, THERE]
+    for slot in range(MOST_SUSPECTS):
+        suspects.add(SatelliteId(9, slot), 102.0)
+    assert len(suspects) == MOST_SUSPECTS and HERE not in suspects
+
+
+@pytest.mark.parametrize("access", ["los", "gateway"])
+def test_with_a_plane_of_the_box_dead_only_the_first_read_waits(world, value_of, access):
+    """Reads of a value on all the box, every 0.1 s for 20 s; before, every second one of them waited for 0.8 s."""
+    sky = world(access)
+    value = value_of(200_000)
+    _, info = sky.put("v", value)
+    sky.sim.kill_plane(1)
+    first, _ = sky.get(info)
+    assert not first.ok and first.report.seconds < 1.0
+    waited = []
+    for _ in range(200):
+        sky.settle(0.1)
+        read, _ = sky.get(info)
+        assert not read.ok
+        waited.append(read.report.seconds)
+    assert max(waited) < 0.005 if access == "los" else max(waited) < 0.1
+    assert sky.host.machine.counters.get("breaker_opened") == 0
+    sky.sim.revive_plane(1)
+    sky.settle(4.5)
+    stored, info = sky.put("v", value)
+    read, out = sky.get(info)
+    assert stored.ok and read.ok and out == value, "with nobody calling in between"
+    assert not sky.host.machine.ailing
+
+
+def test_the_rest_of_a_dead_plane_is_known_before_it_is_needed(world, value_of):
+    sky = world()
+    _, info = sky.put("v", value_of(200_000))
+    sky.sim.kill_plane(1)
+    sky.get(info)
+    sky.settle(12.0)
+    suspects = sky.host.machine._links.suspects
+    assert len(suspects) == 19 and all(SatelliteId(1, slot) in suspects for slot in range(19))
+    for slots in range(1, 6):  # the box comes to satellites of the plane that nothing has ever been asked of
+        moved = sky.sky.servers_at(info.strategy, info.servers, info.set_moves, (slots, 0))
+        for satellite in moved:
+            if satellite.plane == 1:
+                begun_s = sky.now_s
+                finished = sky.host.run([sky.host.machine.ask(Op.LIST, b"", satellite, sky.now_s)])
+                assert not next(iter(finished.values())).ok and sky.now_s == begun_s
+
+
+def test_a_satellite_that_only_lost_packets_is_trusted_again_within_half_a_second(world, value_of):
+    sky = world()
+    value = value_of(200_000)
+    _, info = sky.put("v", value)
+    (home, *_) = sky.holders(info)[0]
+    sky.sim.cut(("ground", 7), home)
+    assert not sky.get(info)[0].ok
+    sky.sim.mend(("ground", 7), home)
+    sky.settle(0.5)
+    read, out = sky.get(info)
+    assert read.ok and out == value
+
+
+@pytest.mark.parametrize("access", ["los", "gateway"])
+def test_the_breaker_closes_with_nobody_calling(world, value_of, access):
+    sky = world(access)
+    value = value_of(200_000)
+    _, info = sky.put("v", value)
+    for satellite in sky.torus.satellites():
+        sky.sim.kill(satellite)
+    assert not sky.get(info)[0].ok and sky.host.machine.breaker.is_open
+    sky.settle(4.0)
+    sent = sky.sim.datagrams_sent
+    sky.settle(60.0)
+    assert 60 < sky.sim.datagrams_sent - sent <= 31 * 4, "three witnesses, and the gateway, every two seconds"
+    for satellite in sky.torus.satellites():
+        sky.sim.revive(satellite)
+    sky.settle(5.0)
+    assert not sky.host.machine.breaker.is_open and not sky.host.machine.ailing
+    stored, info = sky.put("v", value)
+    read, out = sky.get(info)
+    assert stored.ok and read.ok and out == value
+
+
+def test_an_operation_under_way_stops_waiting_for_whom_another_has_found_silent(world, value_of):
+    """The second read begins 0.5 s after the first, and ends a moment after it instead of 0.5 s later."""
+    sky = world()
+    value = value_of(200_000)
+    _, info = sky.put("v", value)
+    _, other = sky.put("w", value)
+    sky.sim.kill(sky.holders(info)[0][0])
+    machine = sky.host.machine
+    first = machine.get(info, memoryview(bytearray(len(value))), sky.now_s)
+    sky.settle(0.5)
+    second = machine.get(other, memoryview(bytearray(len(value))), sky.now_s)
+    finished = sky.host.run([first, second])
+    assert finished[first].report.failure == "timeout" and finished[second].report.failure == "unreachable"
+    assert finished[second].report.seconds < 0.45
+    assert not machine.breaker.is_open
