@@ -128,7 +128,7 @@ def bind_ip_of(plan: ConstellationPlan) -> str:
     found = source_address(host.ip for host in plan.hosts)
     if found is None:
         raise ConstellationError(
-            f"no route to any host of the constellation, the first is {plan.hosts[0].ip}: connect this computer to their "
-            f"network, or name the address to use in ${BIND_SETTING}"
+            f"no route to any host of the constellation, the first is {plan.hosts[0].ip}: connect this computer to "
+            f"their network, or name the address to use in ${BIND_SETTING}"
         )
     return found
