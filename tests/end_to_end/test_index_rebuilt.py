@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def test_with_a_host_of_satellites_restarted_too_what_survived_is_found(sky: Sky
     """Plane 2, the middle of the box, comes back empty: long values lost chunks with it, short ones elsewhere live."""
     sky.python(PUT)
     os.kill(json.loads((sky.run_dir / "host-2.pid").read_text("utf-8"))["pid"], signal.SIGKILL)
+    time.sleep(0.2)
     sky("constellation", "revive")
     sky.index.unlink()
     found = sky.find()
