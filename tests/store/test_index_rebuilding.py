@@ -164,3 +164,15 @@ def test_an_index_lost_while_the_box_moves_is_rebuilt_at_any_moment(strategy: st
         sky.simulated.settle(sky.simulated.now_s + 0.37)
     after = sky.clock.moves(sky.simulated.now_s)
     assert after[0] - before[0] >= 2
+
+
+def test_a_value_that_another_has_set_anew_elsewhere_is_found_again_at_once() -> None:
+    """The finder's idea of it has holes; what is there now is looked for, not taken to be gone for half a minute."""
+    sky = simulated()
+    filled(sky)
+    finder = store_over(sky, 2, lost())
+    assert finder.prefix(KEYS) == 20
+    later = store_over(sky, 3, lost(), servers=4)
+    assert later.delete([KEYS[19]]) == [True] and later.put_many([(KEYS[19], b"anew" * 5000)]) == [True]
+    assert finder.get_many([KEYS[19]]) == [None]
+    assert finder.get_many([KEYS[19]]) == [b"anew" * 5000]

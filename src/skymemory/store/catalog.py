@@ -172,12 +172,14 @@ class Catalog:
             ),
         )  # fmt: skip
 
-    def remove(self, keys: Sequence[bytes]) -> None:
+    def remove(self, keys: Sequence[bytes], gone: bool = True) -> None:
+        """Forget what is known of them. ``gone`` False: something else may be there in its place."""
         for key in keys:
             self._known.pop(key, None)
         if self.index is not None and self._rebuilding is not None:
             self.index.remove(keys)
-            self._rebuilding.gone(keys)
+            if gone:
+                self._rebuilding.gone(keys)
 
     def close(self) -> None:
         if self.index is not None:

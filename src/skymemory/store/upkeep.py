@@ -50,7 +50,7 @@ class Upkeep:
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
-        self._catalog.remove(list(replaced))
+        self._catalog.remove(list(replaced), gone=False)
         if dead:
             self._counters.add("values_evicted_lazily", len(dead))
             self.evict(dead)
