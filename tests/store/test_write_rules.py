@@ -133,8 +133,11 @@ def test_stores_are_opened_with_rules() -> None:
 
 
 def crowd(store, first: int, count: int, size: int) -> None:  # type: ignore[no-untyped-def]
+    """Each is read once, as what it is to displace was: else a policy that counts uses spares the latter."""
     for number in range(count):
-        store.put_many([(random.Random(first + number).randbytes(32), bytes(size))])
+        key = random.Random(first + number).randbytes(32)
+        store.put_many([(key, bytes(size))])
+        store.get_many([key])
 
 
 @pytest.mark.parametrize("kind", ["simulated", "udp"])
