@@ -72,7 +72,7 @@ def test_copies_are_deleted_after_the_grace_in_order():
     (burst,) = handover.bursts_to_send(0.0)
     handover.acknowledged(burst.request_id, [(KEY, 1)], 0.1)
     handover.acknowledged(burst.request_id, [(KEY, 0)], 0.2)
-    assert handover.next_timer_s() == pytest.approx(1.1)
+    assert 1.1 < handover.next_timer_s() < 1.2, "some at once"
     assert handover.to_delete(1.0) == []
     assert handover.to_delete(1.15) == [(KEY, 1)]
     assert handover.to_delete(9.0) == [(KEY, 0)] and handover.next_timer_s() is None

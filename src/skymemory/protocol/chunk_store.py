@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import itemgetter
 
 from skymemory.protocol.ledger import Cause, Ledger
@@ -288,6 +289,10 @@ class ChunkStore:
         """What is held, by packed placement tag: chunks of one tag always move together. Looks at every chunk."""
         groups: dict[bytes, list[ChunkName]] = {}
         for key, share in self._shares.items():
-            for index, (ref, _) in share.items():
-                groups.setdefault(ref[_TAG], []).append((key, index))
+            tags = {ref[_TAG] for ref, _ in share.values()}
+            if len(tags) == 1:  # nearly always: what a satellite has of one value is one server's part
+                groups.setdefault(tags.pop(), []).extend(zip(repeat(key), share))
+            else:
+                for index, (ref, _) in share.items():
+                    groups.setdefault(ref[_TAG], []).append((key, index))
         return groups

@@ -22,9 +22,10 @@ LISTENERS = 5
 _LEAST_AGREEING = 2
 _WORD_KEPT_S = 30.0
 """What was said before that counts no more."""
-HANDED_OVER_S = 0.3
+HANDED_OVER_S = 0.6
 """So long after a move by the clock readers look where chunks were before it. The copies there outlive the move by
-the grace of the handover (1 s), those elsewhere may be on their way: a read then needs one round trip, not two.
+the grace of the handover (1 s), those elsewhere may be on their way (for ``pacer.SPREAD_S`` and the journey): a read
+then needs one round trip, not two.
 """
 TOLERATED_STEPS = 1
 """A satellite's count may differ by so many moves on each axis from what most say."""
@@ -56,11 +57,14 @@ class FollowedClock:
         """The moves by which to look first for a value that was set at ``set_moves``: those of a little while ago, when
         what they ask for has been handed over for certain, but not of a time before the value was set.
         """
-        moves, before = self.moves(now_s), self._clock.moves(now_s - HANDED_OVER_S)
-        set_since = any(
-            (now - then) * (its - then) > 0 for now, then, its in zip(moves, before, set_moves, strict=True)
-        )
-        return moves if set_since else before
+        moves, looked_at_s = self.moves(now_s), now_s - HANDED_OVER_S
+        before = self._clock.moves(looked_at_s)
+        while any((now - then) * (its - then) > 0 for now, then, its in zip(moves, before, set_moves, strict=True)):
+            next_s = self._clock.next_move_s(looked_at_s)
+            if next_s is None or next_s >= now_s:
+                return moves
+            looked_at_s, before = next_s, self._clock.moves(next_s)
+        return before
 
     def at(self, time_s: float) -> Moves:
         """The moves at another time, as far as is known now; nothing is remembered of it."""

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.pacer import Pacer
+from skymemory.protocol.pacing import RoundTrip
 from skymemory.protocol.share import ChunkName
 
 AsCopy = tuple[bytes, int, int]
@@ -34,6 +36,10 @@ _RETRY_S = 10.0
 """After how long a satellite that was full or did not answer is tried again, at first."""
 _MOST_RETRY_S = 160.0
 """It is tried half as often each time, down to this: else a value that does not fit crosses the links for ever."""
+_DELETED_TOGETHER_S = 0.05
+"""What may go within this time of each other goes at once: an alarm for every burst costs more than its deletion."""
+_SLOW = 2.0
+_MOST_PATIENCE_S = 2.0
 _MOST_QUEUED = 1 << 20
 
 
@@ -44,6 +50,8 @@ class Burst:
     request_id: int
     destination: SatelliteId
     names: list[Leaving]
+    sent_s: float
+    """For the first time."""
     deadline_s: float
     attempts: int = 1
 
@@ -51,13 +59,16 @@ class Burst:
 class Handover:
     """What leaves this satellite: strays, queued, in flight, and copied but not yet deleted."""
 
-    def __init__(self, window_bursts: int, timeout_s: float, grace_s: float) -> None:
+    def __init__(self, window_bursts: int, timeout_s: float, grace_s: float, pacer: Pacer | None = None) -> None:
+        """Fresh bursts leave as ``pacer`` lets them (default: at once) and as the window is open."""
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
         """Nothing is sent for the first time before then: it is not known yet whether it is worth it."""
         self.retransmitted = 0
         self._window_bursts = window_bursts
         self._timeout_s = timeout_s
+        self._pacer = pacer or Pacer()
+        self._round_trip = RoundTrip()
         self._queue: deque[tuple[SatelliteId, list[Leaving]]] = deque()
         self._queued: set[Leaving] = set()
         self._renamed: dict[Leaving, AsCopy] = {}
@@ -105,6 +116,10 @@ class Handover:
                 )
         return others
 
+    def spread(self, now_s: float, interval_s: float, in_haste: bool = False) -> None:
+        """Let what is queued leave at its pace from now on: the box moves again in ``interval_s``."""
+        self._pacer.spread(len(self._queue), now_s, interval_s, in_haste)
+
     def enqueue(self, destination: SatelliteId, names: Iterable[Leaving]) -> None:
         """Queue chunks for a satellite, in bursts of one key each."""
         by_key: dict[bytes, list[Leaving]] = {}
@@ -121,11 +136,12 @@ class Handover:
         """These chunks were stored here anew: what was acknowledged of earlier ones does not doom them."""
         if not (self._doomed or self._strays or self._in_flight):
             return
+        of_key = [burst for burst in self._in_flight.values() if burst.names and burst.names[0][0] == key]
         for index in indices:
             name = (key, index)
             self._doomed.pop(name, None)
             self._strays.pop(name, None)
-            for burst in self._in_flight.values():
+            for burst in of_key:
                 if name in burst.names:
                     burst.names.remove(name)
 
@@ -170,22 +186,30 @@ class Handover:
             if burst.attempts == _MOST_ATTEMPTS or not burst.names:
                 self.refused(burst.request_id, now_s)
                 continue
-            burst.deadline_s = now_s + self._timeout_s * min(2**burst.attempts, _MOST_BACKOFF)
+            if now_s < self._pacer.next_s:
+                burst.deadline_s = self._pacer.next_s
+                continue
+            self._pacer.sent(now_s)
+            burst.deadline_s = now_s + self._patience_s() * min(2**burst.attempts, _MOST_BACKOFF)
             burst.attempts += 1
             self.retransmitted += len(burst.names)
             due.append(burst)
-        while self._queue and now_s >= self.fresh_from_s and len(self._in_flight) < self._window_bursts:
+        fresh_from_s = self._fresh_from_s()
+        while self._queue and now_s >= fresh_from_s and len(self._in_flight) < self._window_bursts:
             destination, names = self._queue.popleft()
             if self._renamed:
                 names = [self._renamed.pop(name, name) for name in names]
             self._queued.difference_update(names)
-            burst = Burst(self._next_request_id, destination, names, now_s + self._timeout_s)
+            burst = Burst(self._next_request_id, destination, names, now_s, now_s + self._patience_s())
             self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
             self._in_flight[burst.request_id] = burst
             due.append(burst)
+            self._pacer.sent(now_s)
+            fresh_from_s = self._fresh_from_s()
+        if not self._queue:
+            self._pacer.relax()
         return due
 
-    def forget(self, burst: Burst, gone: Iterable[Leaving]) -> None:
         """Chunks that have arrived, or were evicted or deleted meanwhile, need no journey."""
         absent = set(gone)
         burst.names = [name for name in burst.names if name not in absent]
@@ -197,8 +221,6 @@ class Handover:
         burst = self._in_flight.get(request_id)
         if burst is None:
             return 0
-        there = set(names)
-        done = [name for name in burst.names if name[:2] in there]
         for name in done:
             if len(name) == 2:
                 self._doomed.pop(name, None)
@@ -234,9 +256,9 @@ class Handover:
     def next_timer_s(self) -> float | None:
         times = [burst.deadline_s for burst in self._in_flight.values()]
         if self._doomed:
-            times.append(next(iter(self._doomed.values())))
+            times.append(next(iter(self._doomed.values())) + _DELETED_TOGETHER_S)
         if self._stray_times:
             times.append(self._stray_times[0][0])
         if self._queue and len(self._in_flight) < self._window_bursts:
-            times.append(self.fresh_from_s)
+            times.append(self._fresh_from_s())
         return min(times) if times else None

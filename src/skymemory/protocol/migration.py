@@ -10,10 +10,18 @@ from skymemory.protocol.forgetting import Forgetting
 from skymemory.protocol.handover import Burst, Handover, Leaving
 from skymemory.protocol.meetings import Meetings
 from skymemory.protocol.messages import Packet
+from skymemory.protocol.pacer import Pacer, phase_of
+from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.share import Chunk, as_copy
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import Address, Status
+
+
+def handover_of(config: SatelliteConfig) -> Handover:
+    """One that begins at a time of its own after each move."""
+    pacer = Pacer(config.handover_gap_s, phase_of(config.address))
+    return Handover(config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s, pacer)
 
 
 class Migration:
@@ -32,11 +40,12 @@ class Migration:
         self._counters = counters
         self.meetings = Meetings(here, store, handover, whereabouts)
 
-    def box_moved(self) -> None:
-        """Queue what must leave now, whatever was to leave before."""
+    def box_moved(self, now_s: float, in_haste: bool = False) -> None:
+        """Queue what must leave now, whatever was to leave before. ``in_haste``: an operator moved the box."""
         others = self._handover.plan(self._store, self._whereabouts.home_of_tag, self._here)
         for key, index, replica in others:
             self.meetings.send_as((key, index), replica)
+        self._handover.spread(now_s, self._whereabouts.interval_s(now_s), in_haste)
 
     def send_due(self, now_s: float) -> None:
         """All that is to leave now: strays whose time has come, fresh bursts, and those not acknowledged in time."""

@@ -22,11 +22,10 @@ from skymemory.protocol.departures import Departures
 from skymemory.protocol.forgetting import Forgetting
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
 from skymemory.protocol.gate import SatelliteGate
-from skymemory.protocol.handover import Handover
 from skymemory.protocol.latecomers import Latecomers
 from skymemory.protocol.link_state import LinkState
 from skymemory.protocol.messages import Buffer, Packet
-from skymemory.protocol.migration import Migration
+from skymemory.protocol.migration import Migration, handover_of
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.neighbourhood import Neighbourhood
 from skymemory.protocol.plain_cases import PlainCases, PlainRequests
@@ -49,7 +48,7 @@ class SatelliteMachine:
         self.config = config
         self.counters = Counters()
         self.store = ChunkStore(config.memory_bytes, replacement_named(config.replacement))
-        self.handover = Handover(config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s)
+        self.handover = handover_of(config)
         self.backlog_bytes = 0
         """Set by the transport: bytes it was given and has not sent yet."""
         self.transport_figures: Callable[[], dict[str, int]] = dict
@@ -267,7 +266,7 @@ class SatelliteMachine:
     def _advance(self, packet: Packet, now_s: float) -> None:
         self._whereabouts.push_to(messages.unpack_moves(packet.body))
         self.neighbourhood.told_moves(self._whereabouts.pushed, now_s)
-        self._follow_clock(now_s)
+        self._follow_clock(now_s, pushed=True)
         self._departures.reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._whereabouts.pushed), now_s)
         self._hand_over(now_s)
 
@@ -290,12 +289,12 @@ class SatelliteMachine:
             self.counters.add("packets_malformed", bad)
         if moved:
             self._whereabouts.push_to(self.neighbourhood.pushed)
-            self._follow_clock(now_s)
+            self._follow_clock(now_s, pushed=True)
             self._hand_over(now_s)
 
     # --- motion ---
 
-    def _follow_clock(self, now_s: float) -> None:
+    def _follow_clock(self, now_s: float, pushed: bool = False) -> None:
         if self._whereabouts.follow(now_s):
             self._forgetting.box_moved(now_s)
-            self._migration.box_moved()
+            self._migration.box_moved(now_s, in_haste=pushed)

@@ -19,9 +19,11 @@ class SatelliteConfig:
     routing: RoutingMode = "greedy"
     credit_bytes: int = 1 << 20
     max_backlog_bytes: int = 64 << 20
-    handover_window_bursts: int = 16
+    handover_window_bursts: int = 32
     handover_timeout_s: float = 0.1
     handover_grace_s: float = 1.0
+    handover_gap_s: float = 0.002
+    """Seconds a burst of a handover, at least, if all is sent in time that way (0: as fast as they go)."""
     replacement: str = DEFAULT_REPLACEMENT
     """One of ``replacement.REPLACEMENTS``: what goes first when the memory is full."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)

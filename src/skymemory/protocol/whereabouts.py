@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
 from skymemory.protocol.motion import MoveClock, SkyMap
@@ -43,6 +45,15 @@ class Whereabouts:
         self.before, self.moves = self.moves, moves
         self._forget()
         return True
+
+    def interval_s(self, now_s: float) -> float:
+        """How long until the box moves again: the mean of the next two times. Slot and plane moves may follow on each
+        other at once, and what the second finds unsent goes where that one wants it.
+        """
+        if self.next_move_s is None:
+            return math.inf
+        following_s = self._clock.next_move_s(self.next_move_s)
+        return math.inf if following_s is None else (following_s - now_s) / 2
 
     def home(self, ref: bytes) -> SatelliteId:
         """Where the chunk with this packed reference must be now.
