@@ -17,7 +17,7 @@ def test_a_read_just_after_a_move_takes_one_round_trip(world, value_of, strategy
     value = value_of(60_000)
     _, info = sky.put("v", value, 1000, strategy)
     for move_s in (10.0, 20.0, 30.0, 36.0, 40.0):
-        for later_s in (0.0001, 0.013, 0.1, 0.31, 0.59, 0.61):
+        for later_s in (0.0001, 0.013, 0.1, 0.29, 0.31):
             sky.sim.settle(move_s + later_s)
             read, out = sky.get(info)
             assert read.ok and out == value
@@ -60,7 +60,7 @@ def test_an_accelerated_day_loses_nothing(value_of):
 
 def test_what_was_written_between_moves_that_follow_fast_is_found_in_one_round_trip(world, value_of):
     """It is looked for where it was written, not where a handover that has only begun will have brought it."""
-    sky = world(clock=MoveClock(slot_period_s=0.25, plane_period_s=1000.0, time_scale=1.0))
+    sky = world(clock=MoveClock(slot_period_s=0.12, plane_period_s=1000.0, time_scale=1.0))
     value = value_of(600_000)
     for at_s in (10.13, 20.13, 30.13):
         sky.sim.settle(at_s)
@@ -86,5 +86,5 @@ def test_satellites_that_hand_over_much_spread_it_over_the_time_they_have(world,
 
     sky.sim._send = recording
     sky.sim.settle(11.0)
-    assert len(sent) > 100 and 10.0 <= sent[0] and sent[-1] < 10.6
+    assert len(sent) > 100 and 10.0 <= sent[0] and sent[-1] < 10.3
     assert max(sum(begin_s <= time_s < begin_s + 0.005 for time_s in sent) for begin_s in sent) < len(sent) / 8

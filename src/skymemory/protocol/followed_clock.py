@@ -22,7 +22,7 @@ LISTENERS = 5
 _LEAST_AGREEING = 2
 _WORD_KEPT_S = 30.0
 """What was said before that counts no more."""
-HANDED_OVER_S = 0.6
+HANDED_OVER_S = 0.3
 """So long after a move by the clock readers look where chunks were before it. The copies there outlive the move by
 the grace of the handover (1 s), those elsewhere may be on their way (for ``pacer.SPREAD_S`` and the journey): a read
 then needs one round trip, not two.

@@ -108,7 +108,7 @@ class Handover:
         for tag, names in store.names_by_tag().items():
             destination = where(tag)
             if destination == here:
-                for name in names:
+                for name in names if self._doomed else ():
                     self._doomed.pop(name, None)
             else:
                 self.enqueue(

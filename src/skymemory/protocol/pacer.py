@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from skymemory.constellation.torus import SatelliteId
 
-SPREAD_S = 0.4
+SPREAD_S = 0.2
 """So long after a move the last burst is sent, if that needs no more than the usual pace. What is sent then arrives
 before readers look for it in its new place (``followed_clock.HANDED_OVER_S`` after the move).
 """
