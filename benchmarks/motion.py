@@ -149,9 +149,9 @@ def link_rate(seed: int, blocks: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=10, help="of 2.95 MB, stored and read (default 10)")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each turn (default 12)")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of the still and of the turning one (default 2)")
-    parser.add_argument("--every-ms", type=float, default=20.0, help="a read is due so often (default 20)")
+    parser.add_argument("--seconds", type=float, default=14.0, help="of each turn (default 14)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of the still and of the turning one (default 3)")
+    parser.add_argument("--every-ms", type=float, default=10.0, help="a read is due so often (default 10)")
     parser.add_argument("--scales", type=float, nargs="*", default=[240, 480, 960, 1920, 2880])
     parser.add_argument("--scale", type=float, help="take this one instead of looking for the largest in budget")
     parser.add_argument("--seed", type=int, default=1)

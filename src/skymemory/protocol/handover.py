@@ -210,6 +210,16 @@ class Handover:
             self._pacer.relax()
         return due
 
+    def _patience_s(self) -> float:
+        """How long an answer may take: longer where answers came late. On busy hosts whole handovers would else be sent
+        again and again, which keeps the hosts busy.
+        """
+        return max(self._timeout_s, min(_SLOW * self._round_trip.smoothed_s, _MOST_PATIENCE_S))
+
+    def _fresh_from_s(self) -> float:
+        return max(self.fresh_from_s, self._pacer.next_s)
+
+    def forget(self, burst: Burst, gone: Iterable[Leaving]) -> None:
         """Chunks that have arrived, or were evicted or deleted meanwhile, need no journey."""
         absent = set(gone)
         burst.names = [name for name in burst.names if name not in absent]
@@ -221,6 +231,9 @@ class Handover:
         burst = self._in_flight.get(request_id)
         if burst is None:
             return 0
+        self._round_trip.sample(now_s - burst.sent_s)
+        there = set(names)
+        done = [name for name in burst.names if name[:2] in there]
         for name in done:
             if len(name) == 2:
                 self._doomed.pop(name, None)
