@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextlib import suppress
 
@@ -107,7 +108,18 @@ def test_declarations_grow_old_and_newer_ones_replace_older():
     assert state.learn(Declaration(here, 4, 7_000), 7.0)
     assert state.next_expiry_s == 7.0 + LIFETIME_S
     state.expire(7.0 + LIFETIME_S)
-    assert state.clear and not state.declared() and state.next_expiry_s is None
+    assert state.clear and not state.declared() and state.next_expiry_s == math.inf
+
+
+def test_a_repeated_declaration_leaves_known_ways_known():
+    """All are repeated each minute: the ways are searched for anew only where something has changed."""
+    torus, here, there = Torus(5, 19), SatelliteId(1, 1), SatelliteId(3, 4)
+    state = LinkState(torus)
+    state.learn(Declaration(here, 1, 5_000), 5.0)
+    state.onward(SatelliteId(2, 2), there, SatelliteId(3, 2))
+    assert state.learn(Declaration(here, 1, 6_000), 6.0) and state._onward
+    assert state.next_expiry_s == 6.0 + LIFETIME_S
+    assert state.learn(Declaration(here, 2, 7_000), 7.0) and not state._onward
 
 
 def test_whatever_is_declared_the_table_holds_one_entry_a_satellite():

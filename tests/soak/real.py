@@ -1,24 +1,21 @@
-"""Minutes of a constellation of processes that are frozen and killed: every read is right or a miss, all books close.
+"""Minutes of a constellation of real processes in trouble: every read is right or a miss, and all books close.
 
-Every second one host process is frozen for a fifth of a second; every 30 s one is killed (``SIGKILL``) and started
-again, empty, two seconds later, while the box moves 60 times as fast as the orbits. A killed process takes its books
-with it: they are read just before, must close, and what it held then is lost.
+Every second one satellite is disabled, and comes back empty two seconds later under the same books; every 30 s a host
+process is killed (``SIGKILL``) and started again after two seconds, while the box moves 60 times as fast as the orbits.
+A killed process takes its books with it: they are read just before, must close, and what it held then is lost.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.soak.trouble import Trouble
 from tests.soak.virtual import Outcome, bytes_of
 
 from skymemory.constellation.presets import preset_named
@@ -30,11 +27,11 @@ from skymemory.testbed.control import ping_all
 from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import start_on_free_ports, stop
+from skymemory.testbed.wiring import clock_of
 
 _PRESET = "testbed-19x5"
 _KEYS = 200
-_FREEZE_S = 0.2
-_DOWN_S = 2.0
+_SETTLE_S = 2.0
 
 
 class RealSoak:
@@ -46,7 +43,6 @@ class RealSoak:
         self._kill_every_s = kill_every_s
         self._dice = random.Random(seed)
         self._written: dict[bytes, tuple[int, int]] = {}
-        self._restarted: list[subprocess.Popen[bytes]] = []
 
     def run(self, tell: Callable[[str], None]) -> Outcome:
         folder = Path(tempfile.mkdtemp(prefix="skymemory-soak-"))
@@ -66,10 +62,9 @@ class RealSoak:
             finally:
                 store.close()
             self._audit(plan, "the end", whole=True)
+            self.outcome.moves = clock_of(plan).moves(time.time())
         finally:
             stop(directory)
-            for process in self._restarted:
-                process.wait(5)
             shutil.rmtree(folder, ignore_errors=True)
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
@@ -77,50 +72,20 @@ class RealSoak:
     def _live(
         self, plan: ConstellationPlan, directory: RunDirectory, store: ConstellationStore, tell: Callable[[str], None]
     ) -> None:
-        began = time.monotonic()
-        freeze_s, kill_s = began + 1.0, began + self._kill_every_s
-        thaw: tuple[float, HostShare] | None = None
-        dead: tuple[float, HostShare] | None = None
-        while (now := time.monotonic()) < began + self._seconds:
-            if thaw is not None and now >= thaw[0]:
-                self._signal(directory, thaw[1], signal.SIGCONT)
-                thaw = None
-            if dead is not None and now >= dead[0]:
-                self._restarted.append(self._start(directory, dead[1]))
-                dead = None
-            if thaw is None and now >= kill_s and dead is None:
-                host = self._dice.choice(plan.hosts)
-                self._audit(plan, f"before {host.name} is killed", dying=host)
-                self._signal(directory, host, signal.SIGKILL)
-                self.outcome.counted["host processes killed"] += 1
-                dead, kill_s = (now + _DOWN_S, host), kill_s + self._kill_every_s
-                tell(f"{now - began:.0f} s: {dict(self.outcome.counted)}")
-            elif thaw is None and now >= freeze_s:
-                host = self._dice.choice([host for host in plan.hosts if dead is None or host != dead[1]])
-                self._signal(directory, host, signal.SIGSTOP)
-                self.outcome.counted["host processes frozen"] += 1
-                thaw, freeze_s = (now + _FREEZE_S, host), now + 1.0
-            self._operate(store)
-        if thaw is not None:
-            self._signal(directory, thaw[1], signal.SIGCONT)
-        if dead is not None:
-            self._restarted.append(self._start(directory, dead[1]))
-        time.sleep(_DOWN_S)
+        def last_words(host: HostShare) -> None:
+            self._audit(plan, f"before {host.name} is killed", dying=host)
+            tell(f"{time.monotonic() - began_s:.0f} s: {dict(self.outcome.counted)}")
 
-    @staticmethod
-    def _signal(directory: RunDirectory, host: HostShare, number: signal.Signals) -> None:
-        record = directory.read_record(host.name)
-        if record is not None and record.alive:
-            os.kill(record.pid, number)
-
-    @staticmethod
-    def _start(directory: RunDirectory, host: HostShare) -> subprocess.Popen[bytes]:
-        """As an operator would."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "skymemory.cli.main", "satellite", "--plan", str(directory.plan_path),
-             "--host", host.name, "--run-dir", str(directory.path)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        began_s = time.monotonic()
+        dice = random.Random(self._dice.random())
+        trouble = Trouble(directory, plan, dice, self.outcome.counted, last_words, self._kill_every_s)
+        trouble.start()
+        try:
+            while time.monotonic() < began_s + self._seconds and trouble.is_alive():
+                self._operate(store)
+        finally:
+            trouble.end()
+        time.sleep(_SETTLE_S)
 
     # --- operations ---
 

@@ -2,20 +2,27 @@
 
 Two ground hosts (one with a beam to each satellite, one through the gateway) put, get and delete values of 1 to 4
 chunks, and now and then a full block of 480, while the box moves with the orbits. Datagrams are lost, doubled,
-delayed and damaged; satellites and whole planes die and return empty; some satellites hold next to nothing. Time in
+delayed and damaged; satellites and whole planes die and return empty; others are short of memory for a while. Time in
 which nothing happens costs nothing. The judge is a dictionary: what was put under which version of which key.
+
+A read is only a trial of the handovers between it and its write, so reads are counted by how many moves of the box
+their value has lived through.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from heapq import merge
 
 from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.placement.locate import Moves
 from skymemory.protocol import ledger, messages
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.eviction import EvictionConfig
@@ -30,28 +37,31 @@ FULL_BLOCK_CHUNKS, FULL_CHUNK_BYTES = 480, 6144
 _LINK_S = 0.004
 _KEYS = 500
 _FULL_KEYS = 2
-_SMALL_SATELLITES = 2
+_SQUEEZED_BYTES = 20_000
 _SERVERS = (1, 4, 10)
+_LIVED = ((24, "after 24 moves or more"), (5, "after 5 to 23 moves"), (1, "after 1 to 4 moves"), (0, "before a move"))
 _SWEEP_S = 300.0
 """Between looks for lost copies, where there are copies: ten times the default, since days are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """``deaths_per_day`` and ``plane_deaths_per_day`` are means; the dead return empty after minutes to an hour."""
+    """``deaths_per_day`` and ``plane_deaths_per_day`` are means; the dead return empty after minutes to an hour. A
+    squeeze leaves a satellite next to no memory for seconds to half an hour: what passes by there meanwhile is evicted.
+    """
 
     days: float
     operations: int
     full_blocks: int
     seed: int = 1
-    memory_bytes: int = 768 << 10
-    small_memory_bytes: int = 20_000
+    memory_bytes: int = 1536 << 10
     loss: float = 0.01
     duplicate: float = 0.01
     reorder: float = 0.02
     corrupt: float = 0.005
-    deaths_per_day: float = 24.0
+    deaths_per_day: float = 10.0
     plane_deaths_per_day: float = 0.5
+    squeezes_per_day: float = 12.0
     replicas: int = 1
 
 
@@ -78,6 +88,26 @@ def bytes_of(key: bytes, number: int, size: int) -> bytes:
     return random.Random(key + number.to_bytes(4, "big")).randbytes(size)
 
 
+_Fault = tuple[float, Callable[[], None]]
+_NEVER: _Fault = math.inf, lambda: None
+
+
+def _times(dice: random.Random, per_day: float) -> Iterator[float]:
+    """Of events that come so often on the average, and know nothing of one another."""
+    now_s = 0.0
+    while per_day > 0:
+        now_s += dice.expovariate(per_day / DAY_S)
+        yield now_s
+
+
+def _lived(set_moves: Moves, moves: Moves) -> Iterator[str]:
+    """How many moves a value has been through since it was written."""
+    slot_moves, plane_moves = moves[0] - set_moves[0], moves[1] - set_moves[1]
+    yield next(name for least, name in _LIVED if slot_moves + plane_moves >= least)
+    if plane_moves:
+        yield "after a plane move"
+
+
 class VirtualSoak:
     """Build it, then ``run``."""
 
@@ -93,9 +123,6 @@ class VirtualSoak:
             sky, setting.memory_bytes, clock, lambda sender, receiver: _LINK_S, faults, eviction=eviction
         )
         self._everyone = list(sky.torus.satellites())
-        self._small = set(self._dice.sample(self._everyone, _SMALL_SATELLITES))
-        for satellite in self._small:
-            self.sim.satellites[satellite].store.limit_bytes = setting.small_memory_bytes
         self._hosts = [
             self.sim.connect(ClientConfig(7, "los", expected_rtt_s=2 * _LINK_S)),
             self.sim.connect(ClientConfig(8, "gateway", expected_rtt_s=8 * _LINK_S)),
@@ -103,23 +130,25 @@ class VirtualSoak:
         self._versions: dict[bytes, list[_Version]] = {}
         self._written: Counter[bytes] = Counter()
         self._dead: dict[SatelliteId, float] = {}
+        """Until when."""
+        self._squeezed: dict[SatelliteId, float] = {}
 
     def run(self, tell: Callable[[str], None] | None = None) -> Outcome:
         """All of it; ``tell`` hears of progress at each hundredth."""
-        setting, began = self.setting, time.monotonic()
+        setting, began = self.setting, time.process_time()
         total = setting.operations + setting.full_blocks
         full = set(self._dice.sample(range(total), setting.full_blocks))
-        events = self._plan_of_deaths()
-        death_s, victims, down_s = next(events)
+        faults = merge(self._deaths(), self._squeezes(), key=lambda fault: fault[0])
+        fault_s, begin = next(faults, _NEVER)
         for number in range(total):
             now_s = (number + self._dice.random()) * setting.days * DAY_S / total
-            while min(death_s, min(self._dead.values(), default=death_s)) <= now_s:
-                if death_s <= min(self._dead.values(), default=death_s):
-                    self.sim.settle(death_s)
-                    self._kill(victims, death_s + down_s)
-                    death_s, victims, down_s = next(events)
+            while min(fault_s, self._next_end_s()) <= now_s:
+                if fault_s <= self._next_end_s():
+                    self.sim.settle(max(fault_s, self.sim.now_s))
+                    begin()
+                    fault_s, begin = next(faults, _NEVER)
                 else:
-                    self._revive_next()
+                    self._end_next()
             self.sim.settle(max(now_s, self.sim.now_s))
             self._operate(number in full)
             if number % 1000 == 999:
@@ -129,37 +158,55 @@ class VirtualSoak:
         self.sim.settle(self.sim.now_s + 60.0)
         self._audit()
         self.outcome.moves = self.sim.clock.moves(self.sim.now_s)
-        self.outcome.seconds = time.monotonic() - began
+        self.outcome.seconds = time.process_time() - began
         return self.outcome
 
     # --- faults ---
 
-    def _plan_of_deaths(self) -> Iterator[tuple[float, list[SatelliteId], float]]:
-        """Time, victims, and for how long."""
+    def _deaths(self) -> Iterator[_Fault]:
+        """When, and what then happens."""
         dice, setting = random.Random(self.setting.seed + 1), self.setting
         rate = setting.deaths_per_day + setting.plane_deaths_per_day
-        now_s = 0.0
-        while True:
-            now_s += dice.expovariate(rate / DAY_S) if rate > 0 else float("inf")
+        for now_s in _times(dice, rate):
             if dice.random() * rate < setting.plane_deaths_per_day:
                 plane = dice.randrange(5)
-                yield now_s, [satellite for satellite in self._everyone if satellite.plane == plane], 1200.0
+                victims = [satellite for satellite in self._everyone if satellite.plane == plane]
+                yield now_s, partial(self._kill, victims, now_s + 1200.0)
             else:
-                yield now_s, [dice.choice(self._everyone)], dice.uniform(1.0, 3600.0)
+                yield now_s, partial(self._kill, [dice.choice(self._everyone)], now_s + dice.uniform(1.0, 3600.0))
+
+    def _squeezes(self) -> Iterator[_Fault]:
+        dice = random.Random(self.setting.seed + 2)
+        for now_s in _times(dice, self.setting.squeezes_per_day):
+            yield now_s, partial(self._squeeze, dice.choice(self._everyone), now_s + dice.uniform(1.0, 1800.0))
 
     def _kill(self, victims: list[SatelliteId], until_s: float) -> None:
+        self.outcome.counted["deaths of planes" if len(victims) > 1 else "deaths of one satellite"] += 1
         for satellite in victims:
             if satellite not in self._dead:
                 self.sim.kill(satellite)
                 self.outcome.counted["deaths"] += 1
             self._dead[satellite] = until_s
 
-    def _revive_next(self) -> None:
-        satellite = min(self._dead, key=lambda dead: (self._dead[dead], dead))
-        self.sim.settle(max(self.sim.now_s, self._dead.pop(satellite)))
-        self.sim.revive(satellite)
-        if satellite in self._small:
-            self.sim.satellites[satellite].store.limit_bytes = self.setting.small_memory_bytes
+    def _squeeze(self, satellite: SatelliteId, until_s: float) -> None:
+        self.outcome.counted["squeezes"] += 1
+        self.sim.satellites[satellite].store.limit_bytes = _SQUEEZED_BYTES
+        self._squeezed[satellite] = until_s
+
+    def _next_end_s(self) -> float:
+        return min(*self._dead.values(), *self._squeezed.values(), math.inf, math.inf)
+
+    def _end_next(self) -> None:
+        """The next of the dead comes back empty, or the next of the squeezed has its memory again."""
+        until_s, satellite = min((end_s, one) for ends in (self._dead, self._squeezed) for one, end_s in ends.items())
+        self.sim.settle(max(self.sim.now_s, until_s))
+        if self._dead.get(satellite) == until_s:
+            del self._dead[satellite]
+            self.sim.revive(satellite)
+        else:
+            del self._squeezed[satellite]
+        squeezed = satellite in self._squeezed
+        self.sim.satellites[satellite].store.limit_bytes = _SQUEEZED_BYTES if squeezed else self.setting.memory_bytes
 
     # --- operations ---
 
@@ -171,9 +218,9 @@ class VirtualSoak:
         choice = dice.random()
         if not versions or choice < 0.25:
             self._put(host, key, full)
-            if full:  # else it has mostly been lost to deaths and full satellites before it is read, hours later
+            if full:  # a look at what no fault had time to meet
                 self._get(host, key, self._versions[key][-1])
-        elif choice < 0.95 or full:
+        elif choice < 0.97 or full:
             version = versions[-1] if dice.random() < 0.9 else dice.choice(versions)
             self._get(host, key, version)
         else:
@@ -205,7 +252,10 @@ class VirtualSoak:
         out = bytearray(info.value_bytes)
         begun = host.machine.get(info, memoryview(out), host.now_s(), self._replicas(info.servers))
         finished = host.run([begun])[begun]
-        self._count("get", info.chunks > 4, "hit" if finished.ok else finished.report.failure)
+        full = info.chunks > 4
+        self._count("get", full, "hit" if finished.ok else finished.report.failure)
+        for lived in _lived(info.set_moves, self.sim.clock.moves(self.sim.now_s)):
+            self._count("get", full, f"{lived}, {'hit' if finished.ok else 'no hit'}")
         if finished.ok and out != bytes_of(key, version.number, info.value_bytes):
             self.outcome.wrong.append(f"{key.hex()[:12]} version {version.number} at {host.now_s():.3f} s")
 

@@ -90,7 +90,9 @@ class Completeness:
 
     @property
     def next_s(self) -> float:
-        return min((suspect.due_s for suspect in self._suspects.values()), default=math.inf)
+        if not self._suspects:
+            return math.inf
+        return min(suspect.due_s for suspect in self._suspects.values())
 
     def suspects(self, key: bytes) -> bool:
         """Whether the key is under suspicion: it is better not handed over yet."""

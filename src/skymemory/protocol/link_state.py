@@ -7,6 +7,7 @@ dead need not say anything. Nothing is known of a link that nobody declares: it 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -88,6 +89,8 @@ class LinkState:
         self._declared: dict[SatelliteId, Declaration] = {}
         self._down: set[tuple[SatelliteId, SatelliteId]] = set()
         self._onward: dict[tuple[SatelliteId, SatelliteId], SatelliteId | None] = {}
+        self._next_expiry_s: float | None = math.inf
+        """None: to be worked out when somebody asks, which is more often than it changes."""
 
     @property
     def clear(self) -> bool:
@@ -110,8 +113,11 @@ class LinkState:
         age_ms = now_s * 1e3 - declaration.made_ms
         if not -_MOST_AHEAD_MS <= age_ms < LIFETIME_S * 1e3:
             return False
+        before = self._declared.get(declaration.origin)
         self._declared[declaration.origin] = declaration
-        self._work_out()
+        self._next_expiry_s = None
+        if before is None or before.down != declaration.down:
+            self._work_out()
         return True
 
     def expire(self, now_s: float) -> None:
@@ -120,11 +126,15 @@ class LinkState:
         for origin in old:
             del self._declared[origin]
         if old:
+            self._next_expiry_s = None
             self._work_out()
 
     @property
-    def next_expiry_s(self) -> float | None:
-        return min(map(_end_s, self._declared.values()), default=None)
+    def next_expiry_s(self) -> float:
+        """When ``expire`` has something to forget; infinite: never."""
+        if self._next_expiry_s is None:
+            self._next_expiry_s = min(map(_end_s, self._declared.values()), default=math.inf)
+        return self._next_expiry_s
 
     def is_up(self, here: SatelliteId, neighbour: SatelliteId) -> bool:
         return (here, neighbour) not in self._down

@@ -151,9 +151,10 @@ class Neighbourhood:
     # --- time ---
 
     def next_timer_s(self) -> float | None:
-        times = [neighbour.deadline_s for neighbour in self._neighbours.values()]
-        expiry_s = self.links.next_expiry_s
-        soonest_s = min(*times, self._refresh_s, math.inf if expiry_s is None else expiry_s, math.inf)
+        soonest_s = min(self._refresh_s, self.links.next_expiry_s)
+        for neighbour in self._neighbours.values():
+            if neighbour.deadline_s < soonest_s:
+                soonest_s = neighbour.deadline_s
         return soonest_s if soonest_s < math.inf else None
 
     def handle_timer(self, now_s: float) -> None:
@@ -172,8 +173,7 @@ class Neighbourhood:
                 neighbour.deadline_s = now_s + _FIRST_RETRY_S
         if lost or self._refresh_s <= now_s:
             self._declare(now_s)
-        expiry_s = self.links.next_expiry_s
-        if expiry_s is not None and expiry_s <= now_s:
+        if self.links.next_expiry_s <= now_s:
             self.links.expire(now_s)
 
     # --- what we say ---

@@ -138,9 +138,9 @@ class SatelliteMachine:
         return batches + self._departures.take_told()
 
     def next_timer_s(self) -> float | None:
-        ours = self.handover, self._forgetting, self.neighbourhood
-        asked = (self._whereabouts.next_move_s, *(part.next_timer_s() for part in ours))
-        return min((time_s for time_s in asked if time_s is not None), default=None)
+        ours = self.handover.next_timer_s(), self._forgetting.next_timer_s(), self.neighbourhood.next_timer_s()
+        times_s = [time_s for time_s in (self._whereabouts.next_move_s, *ours) if time_s is not None]
+        return min(times_s, default=None)
 
     def handle_timer(self, now_s: float) -> None:
         next_move_s = self._whereabouts.next_move_s

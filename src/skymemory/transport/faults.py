@@ -35,6 +35,7 @@ class FaultInjector:
         self._loss, self._duplicate, self._reorder, self._corrupt = loss, duplicate, reorder, corrupt
         self._reorder_delay_s = reorder_delay_s
         self._random = Random(seed)
+        self._draw = self._random.random
         self.datagrams = self.lost = self.duplicated = self.reordered = self.corrupted = 0
 
     @property
@@ -49,24 +50,21 @@ class FaultInjector:
     def apply(self, data: bytes) -> list[tuple[bytes, float]]:
         """What becomes of one datagram: ``(bytes, extra seconds)`` of each copy that arrives."""
         self.datagrams += 1
-        if self._draw(self._loss):
+        if self._loss > 0 and self._draw() < self._loss:
             self.lost += 1
             return []
         flights = [self._fly(data)]
-        if self._draw(self._duplicate):
+        if self._duplicate > 0 and self._draw() < self._duplicate:
             self.duplicated += 1
             flights.append(self._fly(data))
         return flights
 
-    def _draw(self, share: float) -> bool:
-        return share > 0 and self._random.random() < share
-
     def _fly(self, data: bytes) -> tuple[bytes, float]:
         extra_s = 0.0
-        if self._draw(self._reorder):
+        if self._reorder > 0 and self._draw() < self._reorder:
             self.reordered += 1
-            extra_s = self._reorder_delay_s * (1.0 - self._random.random())
-        if data and self._draw(self._corrupt):
+            extra_s = self._reorder_delay_s * (1.0 - self._draw())
+        if data and self._corrupt > 0 and self._draw() < self._corrupt:
             self.corrupted += 1
             data = self._damage(data)
         return data, extra_s

@@ -11,9 +11,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from itertools import count
-from typing import cast
+from typing import NamedTuple, cast
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.protocol.authentication import Authority
@@ -38,14 +37,15 @@ def no_delay(sender: Node, receiver: Node) -> float:
     return 0.0
 
 
-@dataclass(order=True, slots=True)
-class _Arrival:
+class _Arrival(NamedTuple):
+    """``order`` tells those of one time apart; ``data`` is datagrams of ``segment_bytes``, the last maybe shorter."""
+
     time_s: float
     order: int
-    receiver: Node = field(compare=False)
-    sender: Node = field(compare=False)
-    data: bytes = field(compare=False)
-    segment_bytes: int = field(compare=False)
+    receiver: Node
+    sender: Node
+    data: bytes
+    segment_bytes: int
 
 
 class SimulatedConstellation:
@@ -85,6 +85,8 @@ class SimulatedConstellation:
         self._touched: dict[Node, None] = dict.fromkeys(self.satellites)
         """In order, so that a seed gives the same run in every process."""
         self._timers: dict[Node, float] = {}
+        self._alarms: list[tuple[float, int, Node]] = []
+        """A heap of what ``_timers`` held, valid where it still does."""
 
     def _new_satellite(self, here: SatelliteId) -> SatelliteMachine:
         config = SatelliteConfig(
@@ -159,7 +161,7 @@ class SimulatedConstellation:
     def step(self, limit_s: float) -> bool:
         """Let the next thing happen, not later than ``limit_s``; False (and time at the limit) if nothing does."""
         self.flush()
-        timer_s = min(self._timers.values(), default=math.inf)
+        timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0].time_s if self._arrivals else math.inf
         if self._events and self._events[0].time_s <= min(timer_s, arrival_s, limit_s):
             self.now_s = max(self.now_s, self._events[0].time_s)
@@ -172,10 +174,20 @@ class SimulatedConstellation:
         if arrival_s <= timer_s:
             self._deliver(heapq.heappop(self._arrivals))
         else:
-            for node in [node for node, time_s in self._timers.items() if time_s <= self.now_s]:
+            while self._next_alarm_s() <= self.now_s:
+                node = heapq.heappop(self._alarms)[2]
+                del self._timers[node]
                 self._machine(node).handle_timer(self.now_s)
                 self._touched[node] = None
         return True
+
+    def _next_alarm_s(self) -> float:
+        while self._alarms:
+            time_s, _, node = self._alarms[0]
+            if self._timers.get(node) == time_s:
+                return time_s
+            heapq.heappop(self._alarms)
+        return math.inf
 
     def settle(self, limit_s: float) -> None:
         """Run until nothing more happens, or until ``limit_s``."""
@@ -198,8 +210,9 @@ class SimulatedConstellation:
             timer_s = None if node in self._dead else machine.next_timer_s()
             if timer_s is None:
                 self._timers.pop(node, None)
-            else:
+            elif timer_s != self._timers.get(node):
                 self._timers[node] = timer_s
+                heapq.heappush(self._alarms, (timer_s, next(self._order), node))
         self._touched.clear()
 
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
@@ -224,10 +237,11 @@ class SimulatedConstellation:
 
     def _flights(self, data: bytes, own_faults: FaultInjector | None) -> list[tuple[bytes, float]]:
         """What becomes of a datagram by the faults of its link, then by those of all links."""
-        flights = [(data, 0.0)]
-        for faults in (own_faults, self._faults):
-            if faults is not None:
-                flights = [(last, before_s + s) for copy, before_s in flights for last, s in faults.apply(copy)]
+        if own_faults is None:
+            return [(data, 0.0)] if self._faults is None else self._faults.apply(data)
+        flights = own_faults.apply(data)
+        if self._faults is not None:
+            flights = [(last, before_s + s) for copy, before_s in flights for last, s in self._faults.apply(copy)]
         return flights
 
     def _arrive(self, run: list[bytes], delay_s: float, sender: Node, receiver: Node) -> None:
@@ -236,8 +250,7 @@ class SimulatedConstellation:
         heapq.heappush(self._arrivals, arrival)
 
     def _deliver(self, arrival: _Arrival) -> None:
-        receiver, sender = arrival.receiver, arrival.sender
-        data, segment_bytes = arrival.data, arrival.segment_bytes
+        _, _, receiver, sender, data, segment_bytes = arrival
         if isinstance(receiver, SatelliteId):
             if receiver not in self._dead:
                 self._touched[receiver] = None
