@@ -53,7 +53,7 @@ test: $(VENV)/.installed-dev ## all tests, in at most 7 minutes
 fuzz: $(VENV)/.installed-dev ## a million hostile inputs, about three minutes (ARGS="--inputs 200000")
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-soak: $(VENV)/.installed-dev ## 30 days in virtual time, about an hour (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP)
+soak: $(VENV)/.installed-dev ## 30 days in virtual time, about 40 minutes (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP)
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 check: $(VENV)/.installed-dev ## style, types, and who may import whom
