@@ -209,16 +209,12 @@ class ClientMachine:
             yield self._outbox.take()
 
     def next_timer_s(self) -> float | None:
-        in_flight_s, outages_s = self._in_flight.next_timer_s(), self._outages.next_s
-        if in_flight_s is None:
-            return None if outages_s == math.inf else outages_s
-        return min(in_flight_s, outages_s)
+        due_s = min(self._in_flight.next_timer_s(), self._outages.next_s)
+        return due_s if due_s < math.inf else None
 
     @property
     def ailing(self) -> bool:
-        """Whether somebody is silent who is asked again by the timer: a transport has to serve it, also with nobody
-        waiting for an operation.
-        """
+        """Whether somebody is silent: a transport has to serve the timer also with no operation to wait for."""
         return self._outages.next_s < math.inf
 
     def handle_timer(self, now_s: float) -> None:

@@ -118,9 +118,9 @@ class InFlight:
 
     # --- time ---
 
-    def next_timer_s(self) -> float | None:
-        """When to look for what is overdue: not after the first deadline, sometimes before it."""
-        return self._alarm_s if self._requests else None
+    def next_timer_s(self) -> float:
+        """When to look for what is overdue: not after the first deadline, sometimes before it; infinite for nothing."""
+        return self._alarm_s if self._requests else math.inf
 
     def overdue(self, now_s: float) -> list[Request]:
         """Each of these must be settled or sent again."""
