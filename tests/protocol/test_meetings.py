@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.protocol.conftest import World, key_of
 
@@ -63,6 +63,7 @@ def test_no_copy_is_lost_where_two_meet(world, value_of, jumps):
     st.lists(st.tuples(st.integers(-6, 6), st.integers(-6, 6)), min_size=1, max_size=4),
     st.sampled_from([0.0, 0.05, 1.5]), st.integers(0, 9), st.sampled_from([0.0, 0.1]),
 )  # fmt: skip
+@example([(-2, 0), (0, 4), (0, 0)], 1.5, 0, 0.1)  # a copy is on its way for so long that the box is back before it
 @settings(max_examples=12, deadline=None)
 def test_copies_are_where_they_belong_after_any_jumps(jumps, pause_s, seed, loss):
     sky = World()
@@ -90,6 +91,33 @@ def test_what_leaves_as_another_copy_is_not_deleted_here():
     assert handover.bursts_to_send(0.5)[0].names == [(b"l" * 32, 0, 2)]
     handover.leave_as((key, 0), 1)  # it has arrived: nothing is left to send, and the new one is not to be deleted
     assert handover.to_delete(9.0) == [] and not handover.strays_due(9.0)
+
+
+def test_what_is_still_to_leave_as_another_copy_is_kept_for_that():
+    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
+    there, elsewhere, key = SatelliteId(1, 1), SatelliteId(2, 2), b"k" * 32
+    handover.enqueue(there, [(key, 0)])
+    handover.bursts_to_send(0.0)
+    handover.leave_as((key, 0), 2)  # as copy 2 it is on its way; in its place is another copy, which leaves as well
+    handover.enqueue(elsewhere, [(key, 0)])
+    (burst,) = [burst for burst in handover.bursts_to_send(0.05) if burst.destination == elsewhere]
+    assert handover.acknowledged(burst.request_id, [(key, 0)], 0.1) == 1
+    assert handover.to_delete(1.2) == [] and handover.next_timer_s() is not None
+    (late,) = handover.bursts_to_send(1.3)
+    assert late.names == [(key, 0, 2)]
+    assert handover.acknowledged(late.request_id, [(key, 0)], 1.4) == 1
+    assert handover.to_delete(2.5) == [(key, 0)]
+
+
+def test_what_is_on_its_way_as_another_copy_is_planned_anew_when_the_box_moves(world, value_of):
+    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
+    there, key = SatelliteId(1, 1), b"k" * 32
+    handover.enqueue(there, [(key, 0), (key, 1)])
+    (burst,) = handover.bursts_to_send(0.0)
+    handover.leave_as((key, 0), 2)
+    store = next(iter(world().sim.satellites.values())).store
+    assert handover.plan(store, lambda tag: there, there) == [(key, 0, 2)]
+    assert burst.names == [(key, 1)], "where it was to go may be nobody's place any more"
 
 
 def test_as_copy_changes_the_number_of_the_copy_only():

@@ -79,6 +79,8 @@ class Handover:
         self._stray_times: list[tuple[float, Leaving]] = []
         self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
         """Where whose chunks were refused since the last move: when they are tried again, and after what wait."""
+        self._some_leave_as_others = False
+        """Whether any may: most satellites never see one, and need not look for them."""
         self._next_request_id = 1
 
     @property
@@ -96,8 +98,10 @@ class Handover:
 
         What was to leave as another copy is returned: whose place that is now is not known here.
         """
-        planned = (*self._queued, *self._strays, *self._renamed.values())
-        others = sorted({name for name in planned if len(name) == 3})
+        others = sorted(self._leaving_as_others())
+        if others:
+            for burst in list(self._in_flight.values()):
+                self.forget(burst, others)
         self._renamed.clear()
         self._queue.clear()
         self._queued.clear()
@@ -124,6 +128,7 @@ class Handover:
         """Queue chunks for a satellite, in bursts of one key each."""
         by_key: dict[bytes, list[Leaving]] = {}
         for name in names:
+            self._some_leave_as_others |= len(name) == 3
             if name not in self._queued and len(self._queued) < _MOST_QUEUED:
                 self._queued.add(name)
                 by_key.setdefault(name[0], []).append(name)
@@ -150,6 +155,7 @@ class Handover:
         if it has not arrived already.
         """
         other = (*name, replica)
+        self._some_leave_as_others = True
         if self._doomed.pop(name, None) is not None:
             return
         for burst in self._in_flight.values():
@@ -166,6 +172,7 @@ class Handover:
     def stray(self, name: Leaving, due_s: float) -> None:
         """The chunk is here and belongs elsewhere; look at it again at ``due_s``."""
         if name not in self._strays and name not in self._queued:
+            self._some_leave_as_others |= len(name) == 3
             self._strays[name] = due_s
             heapq.heappush(self._stray_times, (due_s, name))
 
@@ -256,7 +263,7 @@ class Handover:
             self.stray(name, due_s)
 
     def to_delete(self, now_s: float) -> list[ChunkName]:
-        """Copied chunks whose grace is over; each is returned once."""
+        """Copied chunks whose grace is over; each is returned once. What is still to leave as another copy stays."""
         due = []
         for name, deadline_s in self._doomed.items():
             if deadline_s > now_s:
@@ -264,7 +271,20 @@ class Handover:
             due.append(name)
         for name in due:
             del self._doomed[name]
+        if due and (others := {name[:2] for name in self._leaving_as_others()}):
+            self._doomed.update((name, now_s + self.grace_s) for name in due if name in others)
+            due = [name for name in due if name not in others]
         return due
+
+    def _leaving_as_others(self) -> set[AsCopy]:
+        """All that is to leave as another copy than it is here: queued, astray, or on its way."""
+        if not self._some_leave_as_others:
+            return set()
+        on_its_way = [name for burst in self._in_flight.values() for name in burst.names]
+        planned = (*self._queued, *self._strays, *on_its_way)
+        others = {name for name in planned if len(name) == 3}
+        self._some_leave_as_others = bool(others)
+        return others
 
     def next_timer_s(self) -> float | None:
         times = [burst.deadline_s for burst in self._in_flight.values()]
