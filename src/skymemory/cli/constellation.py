@@ -63,7 +63,10 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--replacement", default=DEFAULT_REPLACEMENT, choices=REPLACEMENTS,
         help="what goes first: used longest ago (lru), seldom (lfuda), or seldom of late (lrfu; default)",
     )  # fmt: skip
-    memory.add_argument("--sweep", type=duration, metavar="TIME", help="between sweeps of periodic (default: 30s)")
+    memory.add_argument(
+        "--sweep", type=duration, metavar="TIME",
+        help="between sweeps of periodic, and between looks for copies that are lost (default: 30s)",
+    )  # fmt: skip
     add_auth(parser)
     faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%%")
     for name, what in (
@@ -125,8 +128,10 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
     from skymemory.testbed.memory_policy import MemoryPolicy
     from skymemory.testbed.plan import Faults, make_plan
 
-    if args.sweep is not None and "periodic" not in args.eviction:
-        raise InvalidInput(f"--sweep without periodic in --eviction {args.eviction}: nothing would be swept")
+    if args.sweep is not None and "periodic" not in args.eviction and args.replicas == 1:
+        raise InvalidInput(
+            f"--sweep without periodic in --eviction {args.eviction} and with --replicas 1: nothing would be swept"
+        )
     return make_plan(
         args.preset,
         hosts=hosts,
