@@ -43,3 +43,14 @@ def test_another_key_and_another_move_begin_anew():
         refuse_all(handover, 10.0)
         assert handover.strays_due(20.0) == [(OTHER, 0)] and handover.strays_due(30.0) == [(KEY, 0)]
         handover.plan(ChunkStore(1000), lambda tag: HERE, HERE)
+
+
+def test_what_is_overdue_when_the_box_has_moved_on_is_not_sent_where_it_was_to_go():
+    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
+    handover.enqueue(SatelliteId(1, 1), [(KEY, 0), (KEY, 1)])
+    (burst,) = handover.bursts_to_send(0.0)
+    handover.plan(ChunkStore(1 << 20), lambda tag: SatelliteId(2, 2), SatelliteId(0, 0))
+    assert handover.bursts_to_send(0.05) == [] and not handover.idle, "its answer may still come"
+    assert handover.bursts_to_send(0.2) == [] and handover.retransmitted == 0
+    assert handover.next_timer_s() <= 0.2 and sorted(handover.strays_due(0.2)) == [(KEY, 0), (KEY, 1)]
+    assert handover.acknowledged(burst.request_id, [(KEY, 0)], 0.3) == 0, "whoever took it sends it on"

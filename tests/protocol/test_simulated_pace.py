@@ -88,3 +88,16 @@ def test_satellites_that_hand_over_much_spread_it_over_the_time_they_have(world,
     sky.sim.settle(11.0)
     assert len(sent) > 100 and sent[0] >= 10.0 and sent[-1] < 10.3
     assert max(sum(begin_s <= time_s < begin_s + 0.005 for time_s in sent) for begin_s in sent) < len(sent) / 8
+
+
+def test_a_plane_move_right_after_a_slot_move_finds_chunks_on_their_way_and_turns_them_round(world, value_of):
+    """What arrives where it belonged a moment ago goes on at once: readers are not sent after it."""
+    sky = world(clock=MoveClock(slot_period_s=10.0, plane_period_s=10.03, time_scale=1.0))
+    infos = [sky.put(f"v{number}", value_of(240_000, number), 1000)[1] for number in range(4)]
+    for move_s in (10.0, 20.0, 30.0):
+        for later_s in (0.45, 0.6, 0.9):
+            sky.sim.settle(move_s + later_s)
+            for number, info in enumerate(infos):
+                read, out = sky.get(info)
+                assert read.ok and out == value_of(240_000, number)
+                assert read.report.requests == 10, (sky.now_s, read.report)

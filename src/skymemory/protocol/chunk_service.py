@@ -17,9 +17,9 @@ from skymemory.protocol.selection import Selection
 from skymemory.protocol.share import Chunk, Share
 from skymemory.protocol.wire import CHUNK_REF_BYTES, SKY_BYTES, ChunkRef, Op, SkyHeader, Status
 
-OnStored = Callable[[bytes, list[int], bytes, Op, float], None]
+OnStored = Callable[[bytes, list[int], bytes, SkyHeader, float], None]
 """Told of chunks stored: key, indices, the packed reference of one of them (all have the same placement tag), the
-operation that brought them, and the time.
+header that brought them, and the time.
 """
 
 OpenedRun = tuple[list[int], list[Chunk], int]
@@ -81,7 +81,7 @@ class ChunkService:
             return
         request.taken += indices
         self._count(outcome, request.header.op, len(indices), request.key)
-        self._on_stored(request.key, indices, ref, request.header.op, now_s)
+        self._on_stored(request.key, indices, ref, request.header, now_s)
 
     def set(self, segments: list[memoryview], start: int, now_s: float) -> None:
         """SET and MIGRATE of any keys and requests: whole packets whose checksums have been verified."""
@@ -126,7 +126,7 @@ class ChunkService:
             request.refused.append(index)
             return
         request.taken.append(index)
-        self._on_stored(request.key, [index], ref, request.header.op, now_s)
+        self._on_stored(request.key, [index], ref, request.header, now_s)
 
     def _count(self, outcome: PutOutcome, op: Op, chunks: int, key: bytes) -> None:
         if outcome.evicted:

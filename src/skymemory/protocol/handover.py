@@ -17,19 +17,14 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.leaving import BURST_CHUNKS, AsCopy, Burst, Leaving
 from skymemory.protocol.pacer import Pacer
 from skymemory.protocol.pacing import RoundTrip
 from skymemory.protocol.share import ChunkName
 
-AsCopy = tuple[bytes, int, int]
-"""(key, 0-based index, replica): the chunk, leaving as that copy."""
-Leaving = ChunkName | AsCopy
-BURST_CHUNKS = 10
-"""Chunks of one MIGRATE request: as many as one segmentation-offload send carries."""
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
 _RETRY_S = 10.0
@@ -41,19 +36,6 @@ _DELETED_TOGETHER_S = 0.05
 _SLOW = 2.0
 _MOST_PATIENCE_S = 2.0
 _MOST_QUEUED = 1 << 20
-
-
-@dataclass(slots=True, eq=False)
-class Burst:
-    """One MIGRATE request in flight: chunks of one key for one satellite."""
-
-    request_id: int
-    destination: SatelliteId
-    names: list[Leaving]
-    sent_s: float
-    """For the first time."""
-    deadline_s: float
-    attempts: int = 1
 
 
 class Handover:
@@ -79,6 +61,7 @@ class Handover:
         self._stray_times: list[tuple[float, Leaving]] = []
         self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
         """Where whose chunks were refused since the last move: when they are tried again, and after what wait."""
+        self._plans = 0
         self._some_leave_as_others = False
         """Whether any may: most satellites never see one, and need not look for them."""
         self._next_request_id = 1
@@ -103,6 +86,7 @@ class Handover:
             for burst in list(self._in_flight.values()):
                 self.forget(burst, others)
         self._renamed.clear()
+        self._plans += 1
         self._queue.clear()
         self._queued.clear()
         self._strays.clear()
@@ -193,6 +177,11 @@ class Handover:
             if burst.attempts == _MOST_ATTEMPTS or not burst.names:
                 self.refused(burst.request_id, now_s)
                 continue
+            if burst.plan != self._plans:  # where it was to go is where the box was
+                del self._in_flight[burst.request_id]
+                for name in burst.names:
+                    self.stray(name, now_s)
+                continue
             if now_s < self._pacer.next_s:
                 burst.deadline_s = self._pacer.next_s
                 continue
@@ -207,7 +196,8 @@ class Handover:
             if self._renamed:
                 names = [self._renamed.pop(name, name) for name in names]
             self._queued.difference_update(names)
-            burst = Burst(self._next_request_id, destination, names, now_s, now_s + self._patience_s())
+            deadline_s = now_s + self._patience_s()
+            burst = Burst(self._next_request_id, destination, names, self._plans, now_s, deadline_s)
             self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
             self._in_flight[burst.request_id] = burst
             due.append(burst)

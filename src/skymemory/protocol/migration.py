@@ -7,7 +7,8 @@ from skymemory.metrics import Counters
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forgetting import Forgetting
-from skymemory.protocol.handover import Burst, Handover, Leaving
+from skymemory.protocol.handover import Handover
+from skymemory.protocol.leaving import Burst, Leaving
 from skymemory.protocol.meetings import Meetings
 from skymemory.protocol.messages import Packet
 from skymemory.protocol.pacer import Pacer, phase_of

@@ -34,7 +34,7 @@ from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, SKY_BYTES, Address, Op, Status
+from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, SKY_BYTES, Address, Op, SkyHeader, Status
 
 __all__ = ["SatelliteConfig", "SatelliteMachine"]
 _CARRIERS = (Op.SET, Op.MIGRATE)
@@ -241,12 +241,12 @@ class SatelliteMachine:
         except MalformedPacket:
             self.counters.add("packets_malformed")
 
-    def _stored(self, key: bytes, indices: list[int], ref: bytes, op: Op, now_s: float) -> None:
-        """Chunks of one placement came in: they stay, or go on where the box has moved on meanwhile.
-
-        Whoever handed them over may know of a move that we do not know of yet: then they stay for a while.
+    def _stored(self, key: bytes, indices: list[int], ref: bytes, header: SkyHeader, now_s: float) -> None:
+        """Chunks of one placement came in: they stay, or go on where the box has moved on meanwhile. Whoever handed
+        them over may know of a move that we do not know of yet: then they stay for a while.
         """
-        due_s = now_s + self.handover.grace_s if op is Op.MIGRATE else now_s
+        sent_behind = self._whereabouts.is_past((header.slot_moves, header.plane_moves))
+        due_s = now_s if header.op is not Op.MIGRATE or sent_behind else now_s + self.handover.grace_s
         if self.store.met:
             self._migration.meetings.settle(due_s)
         self.handover.keep(key, indices)

@@ -55,6 +55,10 @@ class Whereabouts:
         following_s = self._clock.next_move_s(self.next_move_s)
         return math.inf if following_s is None else (following_s - now_s) / 2
 
+    def is_past(self, moves: Moves) -> bool:
+        """Whether who counts so many moves is behind us (a box that goes back makes who is ahead look so)."""
+        return sum(moves) < sum(self.moves)
+
     def home(self, ref: bytes) -> SatelliteId:
         """Where the chunk with this packed reference must be now.
 
