@@ -19,7 +19,7 @@ judge. Rules that hold for all of them:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -169,6 +169,16 @@ def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> 
     if isinstance(store, Prefetching):
         return store.prefetch(keys, at)
     return [presence is Presence.HIT for presence in store.lookup(keys)]
+
+
+@runtime_checkable
+class Evicting(Protocol):
+    """What some tiers can do beside: tell what they evict for want of room, so that another tier may take it."""
+
+    on_evict: Callable[[bytes, bytes], object] | None
+    """Called with key and value, just before it is gone and with the tier's lock held: it must be quick, and must not
+    call the tier. What is deleted, replaced or forgotten by closing is not evicted.
+    """
 
 
 class TwoPhase:

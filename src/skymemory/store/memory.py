@@ -61,6 +61,7 @@ class MemoryStore(TwoPhase):
         self._pins: dict[bytes, float] = {}
         self._counters = Counters()
         self._closed = False
+        self.on_evict: Callable[[bytes, bytes], object] | None = None
 
     @property
     def name(self) -> str:
@@ -243,6 +244,8 @@ class MemoryStore(TwoPhase):
         if excess_bytes > 0:
             return False
         for key in victims:
+            if self.on_evict is not None:
+                self.on_evict(key, self._values[key])
             self._remove(key)
         self._counters.add("evicted", len(victims))
         return True

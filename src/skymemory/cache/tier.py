@@ -1,0 +1,247 @@
+"""One tier of a hierarchy: a store whose every call has a deadline, whose failures are misses, and that may be skipped.
+
+Nothing here raises what a broken tier raises (``TIER_FAILURES``): that becomes a count, a step of the breaker and a
+miss. Programming errors still surface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import TypeVar
+
+from skymemory.cache.doubts import Doubts
+from skymemory.cache.key_guard import KeyGuard
+from skymemory.cache.manager import TIER_FAILURES
+from skymemory.cache.tier_breaker import BreakerConfig, TierBreaker
+from skymemory.cache.tier_workers import Call, TierWorkers
+from skymemory.metrics import Counters
+from skymemory.store.base import Presence, Store
+
+FAILING_REASONS = frozenset({"unreachable", "timeout"})
+"""Misses that say that the tier, and not the value, was not there."""
+
+_SETTLED_AT_ONCE = 1024
+_DOUBTS_LIMIT = 1 << 18
+"""About 30 MB of keys; with blocks of 3 MB, 800 GB written past a tier that is down."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """How one tier is called."""
+
+    local: bool = False
+    """Called in the caller's own thread, without a deadline: for a tier in this process's memory."""
+    ask_deadline_s: float = 0.5
+    """For look-ups, leases, pins and deletions."""
+    load_deadline_s: float = 5.0
+    store_deadline_s: float = 10.0
+    threads: int = 2
+    """Calls to this tier at once. One that has been given up holds its thread until it ends."""
+    verify: Callable[[bytes, memoryview], bool] | None = None
+    """Whether these bytes are a value of this key. A value that is not is deleted, and asked of the next tier."""
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+
+
+class SharedCounters(Counters):
+    """Counters that several threads add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = Lock()
+
+    def add(self, name: str, amount: int = 1, label: str = "") -> None:
+        with self._lock:
+            super().add(name, amount, label)
+
+
+class Tier:
+    """``store`` at place ``number`` (0 is the nearest) of the hierarchy that ``guard`` and ``counters`` belong to."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: TierSettings,
+        number: int,
+        guard: KeyGuard,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self.store = store
+        self.name = store.name
+        self.settings = settings
+        self.number = number
+        self.clock = clock
+        self.doubts = Doubts(_DOUBTS_LIMIT)
+        self.counters = counters
+        self._guard = guard
+        self._workers = TierWorkers(store.name, settings.threads)
+        self.breaker = TierBreaker(settings.breaker)
+        self._lock = Lock()
+        self.mean_value_bytes = 1e6
+        """Of the values it has lately supplied: what the next ones are expected to be."""
+
+    # --- calls ---
+
+    def usable(self, keys: Sequence[bytes]) -> bool:
+        """Whether to call it. While not, one of ``keys`` serves to probe it now and then, and nobody waits."""
+        if self.breaker.closed:
+            return True
+        with self._lock:
+            due = bool(keys) and self.breaker.probe_due(self.clock())
+        if due:
+            self.counters.add("tier_probes_total", label=self.name)
+            if not self._workers.submit(Call(lambda: self._probe(keys[0]))):
+                self._probed(False)
+        return False
+
+    def start(self, work: Callable[[], Result]) -> Call[Result] | None:
+        """Have ``work`` done; here and now by a local tier. None: all of its threads are held up."""
+        call = Call(work)
+        if self.settings.local:
+            call.run()
+        elif not self._workers.submit(call):  # type: ignore[arg-type]
+            self.failed()
+            return None
+        return call
+
+    def end(
+        self,
+        call: Call[Result] | None,
+        until_s: float,
+        on_late: Callable[[Result | None], object] = lambda result: None,
+        *,
+        sound: Callable[[Result], bool] = lambda result: True,
+        changes: Sequence[bytes] = (),
+    ) -> Result | None:
+        """The result, if it comes by ``until_s`` and without failure; else None.
+
+        ``on_late`` is called with what comes of a call that was given up. ``sound``: whether the tier answered at all.
+        ``changes``: the keys that the call changes; they are in doubt once it has been given up.
+        """
+        if call is None:
+            return None
+        if not call.wait(until_s - self.clock()):
+            self.doubts.add(changes, under_way=1)  # before it can land
+
+            def landed(result: Result | None) -> None:
+                on_late(result)
+                self.doubts.landed(changes)
+
+            if call.give_up(landed):
+                self.counters.add("tier_deadlines_total", label=self.name)
+                self.failed()
+                return None
+            self.doubts.landed(changes)
+        if call.error is not None:
+            if not isinstance(call.error, TIER_FAILURES):
+                raise call.error
+            self.counters.add("tier_failures_total", label=self.name)
+            self.failed()
+            return None
+        result = call.result
+        if result is None or not sound(result):
+            self.failed()
+        else:
+            with self._lock:
+                self.breaker.succeeded()
+        return result
+
+    def ask(
+        self,
+        work: Callable[[], Result],
+        on_late: Callable[[Result | None], object] = lambda result: None,
+        *,
+        changes: Sequence[bytes] = (),
+    ) -> Result | None:
+        """``work`` within the deadline of questions."""
+        until_s = self.clock() + self.settings.ask_deadline_s
+        return self.end(self.start(work), until_s, on_late, changes=changes)
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Have ``work`` done some time; nobody waits for it."""
+
+        def counted() -> None:
+            try:
+                work()
+            except TIER_FAILURES:
+                self.counters.add("tier_failures_total", label=self.name)
+
+        self.start(counted)
+
+    def failed(self) -> None:
+        with self._lock:
+            self.breaker.failed(self.clock())
+
+    def _probe(self, key: bytes) -> None:
+        """A load of one key, looked at by nobody: what is absent is an answer, too."""
+        started_s = self.clock()
+        try:
+            ticket = self.store.prepare_load([key])
+            self.store.complete_load(ticket)
+            report = ticket.report
+            self.store.release(ticket)
+        except TIER_FAILURES:
+            self._probed(False)
+            return
+        answered = report is None or all(told.reason not in FAILING_REASONS for told in report.keys)
+        self._probed(answered and self.clock() - started_s <= self.settings.load_deadline_s)
+
+    def _probed(self, answered: bool) -> None:
+        with self._lock:
+            self.breaker.probed(answered, self.clock())
+
+    # --- what is there ---
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        """As the store says, but for copies in doubt; all missing where it does not answer."""
+        missing = [Presence.MISS] * len(keys)
+        if not keys or not self.usable(keys):
+            return missing
+        told = self.ask(lambda: self.store.lookup(keys))
+        if told is None or len(told) != len(keys):
+            return missing
+        return [Presence.MISS if key in self.doubts else one for key, one in zip(keys, told, strict=True)]
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        trusted = len(keys)
+        if self.doubts:
+            trusted = next((at for at, key in enumerate(keys) if key in self.doubts), trusted)
+        if not trusted or not self.usable(keys):
+            return 0
+        told = self.ask(lambda: self.store.prefix(keys[:trusted]))
+        return min(max(told or 0, 0), trusted)
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """What it did not hear of, or did not confirm, is in doubt from now on."""
+        told = self.ask(lambda: self.store.delete(keys), changes=keys) if self.usable(keys) else None
+        if told is None:
+            self.doubts.add(keys)
+        if told is None or len(told) != len(keys):
+            return [False] * len(keys)
+        return [there and key not in self.doubts for key, there in zip(keys, told, strict=True)]
+
+    def settle_doubts(self) -> bool:
+        """Delete copies in doubt; whether there is more to do that can be done now."""
+        if not (keys := self.doubts.to_delete(_SETTLED_AT_ONCE)) or not self.usable(keys):
+            return False
+        with self._guard.moving(keys) as held:
+            mine = list(held)
+            if not mine:
+                return False
+            told = self.ask(lambda: self.store.delete(mine), changes=mine)
+            if told is None:
+                return False
+            self.doubts.settle(mine)
+            self.counters.add("tier_doubts_settled_total", len(mine), self.name)
+        return bool(self.doubts)
+
+    def close(self) -> None:
+        self._workers.close()
+        try:
+            self.store.close()
+        except TIER_FAILURES:
+            self.counters.add("tier_failures_total", label=self.name)

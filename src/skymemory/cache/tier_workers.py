@@ -1,0 +1,95 @@
+"""A tier's own few threads, so that a tier that hangs holds up nobody but itself.
+
+Threads are daemons and started as needed: one that a dead tier never gives back must not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Call(Generic[Result]):
+    """One piece of work on another thread. Whoever waits for it either gets its end or gives it up, never both."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._on_late: Callable[[Result | None], object] | None = None
+        self.result: Result | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work; work given up before it began is not done at all."""
+        result = error = None
+        if self._on_late is None:
+            try:
+                result = self._work()
+            except BaseException as raised:  # handed to the one who waits
+                error = raised
+        with self._lock:
+            self.result, self.error = result, error
+            on_late = self._on_late
+            self._ended.set()
+        if on_late is not None:
+            on_late(result)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended."""
+        return self._ended.wait(max(0.0, timeout_s))
+
+    def give_up(self, on_late: Callable[[Result | None], object]) -> bool:
+        """Nobody waits any more: ``on_late(result or None)`` is called at its end. False: it has ended."""
+        with self._lock:
+            if self._ended.is_set():
+                return False
+            self._on_late = on_late
+            return True
+
+
+class TierWorkers:
+    """At most ``threads`` threads, and ``waiting`` calls waiting for one of them."""
+
+    def __init__(self, name: str, threads: int = 2, waiting: int = 64) -> None:
+        self._name = name
+        self._threads = threads
+        self._calls: queue.Queue[Call[object] | None] = queue.Queue(waiting)
+        self._started = 0
+        self._idle = 0
+        self._lock = threading.Lock()
+
+    def submit(self, call: Call[object]) -> bool:
+        """Have it run. False: every thread is held up, and as many calls as may wait are waiting."""
+        with self._lock:
+            if self._idle <= self._calls.qsize() and self._started < self._threads:
+                self._started += 1
+                threading.Thread(target=self._work, name=f"tier {self._name}", daemon=True).start()
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            return False
+        return True
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            call = self._calls.get()
+            with self._lock:
+                self._idle -= 1
+            if call is None:
+                self._calls.put(None)  # for the next thread
+                return
+            call.run()
+
+    def close(self) -> None:
+        """Threads end when the calls already there have ended; nobody waits for them."""
+        try:
+            self._calls.put_nowait(None)
+        except queue.Full:
+            threading.Thread(target=self._calls.put, args=(None,), daemon=True).start()

@@ -1,0 +1,85 @@
+"""One store at one tier, in its two phases. What the tier did not confirm, though another did, is in doubt there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skymemory.cache.tier import Tier
+from skymemory.cache.tier_workers import Call
+from skymemory.errors import ValueTooLarge
+from skymemory.store.base import Buffer, StoreTicket
+
+Items = Sequence[tuple[bytes, Buffer]]
+_Prepared = tuple[list[tuple[StoreTicket, list[int]]], dict[int, ValueTooLarge]]
+
+
+class TierWrite:
+    """``items`` on their way into ``tier``. ``too_large`` are the places of those that could never fit it."""
+
+    def __init__(self, tier: Tier, items: Items) -> None:
+        self.tier = tier
+        self.items = items
+        self.answered = False
+        """Whether the tier could be asked for room at all."""
+        self.too_large: dict[int, ValueTooLarge] = {}
+        self._tickets: list[tuple[StoreTicket, list[int]]] = []
+        self._call: Call[list[list[bool]]] | None = None
+
+    @classmethod
+    def prepare(cls, tier: Tier, items: Items) -> TierWrite:
+        """Set room aside for those of ``items`` that are not in doubt there."""
+        self = cls(tier, items)
+        keys = [key for key, _ in items]
+        places = [place for place, key in enumerate(keys) if key not in tier.doubts]
+        if not places or not tier.usable(keys):
+            return self
+        told = tier.ask(lambda: _prepare(tier, items, places))
+        if told is not None:
+            self.answered = True
+            self._tickets, self.too_large = told
+        return self
+
+    def start(self) -> None:
+        tickets, store = self._tickets, self.tier.store
+        if tickets and self.tier.usable(()):
+            self._call = self.tier.start(lambda: [store.complete_store(ticket) for ticket, _ in tickets])
+
+    def end(self, until_s: float) -> list[bool]:
+        """Per item: stored there and acknowledged by ``until_s``. Of a tier that failed nothing is known."""
+        done = [False] * len(self.items)
+        if self._call is None:
+            if self._tickets:
+                self.tier.doubts.add(key for key, _ in self.items)
+            return done
+        keys = [key for key, _ in self.items]
+        told = self.tier.end(self._call, until_s, changes=keys)
+        if told is None:
+            self.tier.doubts.add(keys)
+            return done
+        for (_, places), outcomes in zip(self._tickets, told, strict=True):
+            for place, ok in zip(places, outcomes, strict=False):
+                done[place] = bool(ok) and keys[place] not in self.tier.doubts
+        self.tier.counters.add("tier_stored_total", sum(done), self.tier.name)
+        return done
+
+
+def _prepare(tier: Tier, items: Items, places: list[int]) -> _Prepared:
+    try:
+        return [(tier.store.prepare_store([items[place] for place in places]), places)], {}
+    except ValueTooLarge:
+        pass
+    tickets: list[tuple[StoreTicket, list[int]]] = []
+    too_large: dict[int, ValueTooLarge] = {}
+    for place in places:
+        try:
+            tickets.append((tier.store.prepare_store([items[place]]), [place]))
+        except ValueTooLarge as error:
+            too_large[place] = error
+    return tickets, too_large
+
+
+def write(tier: Tier, items: Items) -> list[bool]:
+    """Both phases. Where it fails, nothing is known of these keys in this tier."""
+    one = TierWrite.prepare(tier, items)
+    one.start()
+    return one.end(tier.clock() + tier.settings.store_deadline_s)

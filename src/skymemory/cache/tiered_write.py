@@ -1,0 +1,82 @@
+"""One store over the tiers: through all of them at once, or into the nearest with the others left to the mover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from skymemory.cache.outbound import Moving, Outbound
+from skymemory.cache.tier import Tier
+from skymemory.cache.tier_writes import TierWrite
+from skymemory.store.base import Buffer
+
+
+class TieredWrite:
+    """Room set aside for ``items``. Raises ValueTooLarge for one that fits none of the tiers that answer."""
+
+    def __init__(
+        self, items: Sequence[tuple[bytes, Buffer]], tiers: Sequence[Tier], outbound: Outbound, write_back: bool
+    ) -> None:
+        self._tiers = tiers
+        self._outbound = outbound
+        self._lower = tuple(range(1, len(tiers)))
+        self._write_back = write_back and bool(self._lower)
+        self._items: dict[bytes, Buffer] = dict(items)
+        if self._write_back:  # one copy, shared by the nearest tier and what is on its way
+            self._items = {key: bytes(value) for key, value in items}
+        self._stored: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
+        self._writes: list[TierWrite] = []
+        if any(tier.doubts.full for tier in tiers):
+            self._items = {}
+            tiers[0].counters.add("writes_refused_in_doubt_total", len(items))
+            return
+        every = list(self._items.items())
+        first = tiers[:1] if self._write_back else tiers
+        self._writes = [TierWrite.prepare(tier, every) for tier in first]
+        if self._write_back and (oversize := [every[place] for place in self._writes[0].too_large]):
+            self._writes += [TierWrite.prepare(tier, oversize) for tier in tiers[1:]]
+        self._refuse_what_fits_nowhere()
+
+    def _refuse_what_fits_nowhere(self) -> None:
+        answered = [write for write in self._writes if write.answered]
+        for write in answered:
+            for place, error in write.too_large.items():
+                key = write.items[place][0]
+                if all(_too_large_in(other, key) for other in answered):
+                    raise error
+
+    def complete(self) -> set[bytes]:
+        """Keys stored in at least one tier. Whoever calls it holds the keys (``KeyGuard.changing``)."""
+        self._run(self._writes)
+        taken = set[bytes]().union(*self._stored.values())
+        dirty: set[bytes] = set()
+        if self._write_back:
+            dirty = {key for key in self._stored[0] if self._leave_to_mover(key)}
+            rest = [(key, value) for key, value in self._items.items() if key not in dirty]
+            rest = [item for item in rest if not self._stored_below(item[0])]
+            if rest:
+                self._run([TierWrite.prepare(tier, rest) for tier in self._tiers[1:]])
+                taken = taken.union(*self._stored.values())
+        for tier in self._tiers:
+            outdated = taken - self._stored[tier.number]
+            tier.doubts.add(outdated - dirty if tier.number else outdated)
+        self._outbound.discard(taken - dirty)
+        return taken
+
+    def _leave_to_mover(self, key: bytes) -> bool:
+        return self._outbound.add(Moving(key, bytes(self._items[key]), self._lower, dirty=True))
+
+    def _stored_below(self, key: bytes) -> bool:
+        return any(key in self._stored[number] for number in self._lower)
+
+    def _run(self, writes: Iterable[TierWrite]) -> None:
+        """At once; the local ones last, for they run in this thread."""
+        ordered = sorted(writes, key=lambda write: write.tier.settings.local)
+        for write in ordered:
+            write.start()
+        for write in ordered:
+            done = write.end(write.tier.clock() + write.tier.settings.store_deadline_s)
+            self._stored[write.tier.number].update(key for (key, _), ok in zip(write.items, done, strict=True) if ok)
+
+
+def _too_large_in(write: TierWrite, key: bytes) -> bool:
+    return any(write.items[place][0] == key for place in write.too_large)

@@ -1,0 +1,285 @@
+"""A hierarchy of stores under the contract of one: the nearest tier that holds a key supplies it.
+
+Every tier has its own threads, deadline and circuit breaker (``tier``): one that hangs or fails costs misses and
+nothing else. A tier that a put or a delete did not reach is not believed about those keys until it has deleted its
+copies (``doubts``). ``tier_mover`` does write-back and demotion behind the caller's back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+from skymemory.cache.hierarchy_settings import HierarchySettings
+from skymemory.cache.in_flight_budget import InFlightBudget
+from skymemory.cache.key_guard import KeyGuard
+from skymemory.cache.outbound import Moving, Outbound
+from skymemory.cache.tier import SharedCounters, Tier, TierSettings
+from skymemory.cache.tier_estimates import estimate_load_s
+from skymemory.cache.tier_mover import TierMover
+from skymemory.cache.tier_writes import write
+from skymemory.cache.tiered_load import OUTBOUND, TieredLoad
+from skymemory.cache.tiered_write import TieredWrite
+from skymemory.errors import InvalidInput
+from skymemory.store.admission import Sketch
+from skymemory.store.base import (
+    LEASE_S,
+    Buffer,
+    Evicting,
+    LoadTicket,
+    Presence,
+    Store,
+    StoreTicket,
+    TwoPhase,
+    bring_near,
+    check_items,
+    check_keys,
+    forget_abandoned,
+)
+
+
+class TieredStore(TwoPhase):
+    """``tiers``, the nearest first, each with its settings. They are closed with it."""
+
+    def __init__(
+        self,
+        tiers: Sequence[tuple[Store, TierSettings]],
+        settings: HierarchySettings | None = None,
+        *,
+        name: str = "tiers",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        names = [store.name for store, _ in tiers]
+        if not tiers or len(set(names)) < len(names) or OUTBOUND in names:
+            raise InvalidInput(f"a hierarchy needs tiers of different names (not {OUTBOUND!r}), got {names}")
+        self.settings = settings or HierarchySettings()
+        self._name = name
+        self._clock = clock
+        self._counters = SharedCounters()
+        self._guard = KeyGuard()
+        self._budget = InFlightBudget(self.settings.in_flight_bytes)
+        self._outbound = Outbound(self.settings.outbound_bytes)
+        self.tiers = [
+            Tier(store, one, number, self._guard, self._counters, clock) for number, (store, one) in enumerate(tiers)
+        ]
+        self._sketch = Sketch()
+        self._lock = Lock()
+        self._loads: set[LoadTicket] = set()
+        self._stores: set[StoreTicket] = set()
+        self._closed = False
+        for tier in self.tiers[:-1] if self.settings.demote else ():
+            if isinstance(tier.store, Evicting):
+                if tier.store.on_evict is not None:
+                    raise InvalidInput(f"the {tier.name} store tells somebody else of evictions: give each its own")
+                tier.store.on_evict = self._demoting(tier)
+        self._mover = TierMover(self.tiers, self._outbound, self._guard, self._counters)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def _demoting(self, tier: Tier) -> Callable[[bytes, bytes], object]:
+        def evicted(key: bytes, value: bytes) -> None:
+            if key not in tier.doubts and not self._outbound.add(Moving(key, value, (tier.number + 1,))):
+                self._counters.add("not_moved_total", label=self.tiers[tier.number + 1].name)
+
+        return evicted
+
+    # --- looking up ---
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        keys = self._check(keys)
+        found = self._held(keys)
+        pending = {key for ticket in self._open_stores() for key, _ in ticket.items}
+        return [Presence.HIT if key in found else Presence.PENDING if key in pending else Presence.MISS for key in keys]
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """A tier's own prefix first, for that is cheap; then only the tiers that stopped before are asked for more."""
+        keys = self._check(keys)
+        reached = [0] * len(self.tiers)
+        for tier in self.tiers:
+            reached[tier.number] = tier.prefix(keys)
+            if reached[tier.number] == len(keys):
+                return len(keys)
+        count = max(reached)
+        asked = [tier for tier in self.tiers if reached[tier.number] < count]
+        if keys[count] not in self._held(keys[count : count + 1], asked):
+            return count
+        held = self._held(keys[count:])
+        return next((at for at in range(count, len(keys)) if keys[at] not in held), len(keys))
+
+    def _held(self, keys: Sequence[bytes], tiers: Sequence[Tier] | None = None) -> set[bytes]:
+        """Those of ``keys`` that are in one of ``tiers`` (all), or on their way."""
+        held = set(self._outbound.get(keys))
+        for tier in self.tiers if tiers is None else tiers:
+            rest = [key for key in keys if key not in held]
+            held.update(key for key, one in zip(rest, tier.lookup(rest), strict=True) if one is Presence.HIT)
+        return held
+
+    # --- loading ---
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        keys = self._check(keys)
+        versions = self._guard.versions(keys)
+        load = TieredLoad(keys, self.tiers, self._outbound, versions)
+        ticket = LoadTicket(keys, self._clock() + LEASE_S, state=load)
+        with self._lock:
+            forget_abandoned(self._loads, self._clock())
+            self._loads.add(ticket)
+        return ticket
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        self._check(())
+        with self._lock:
+            if ticket not in self._loads:
+                raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
+            self._loads.discard(ticket)
+        load = ticket.state
+        if not isinstance(load, TieredLoad):
+            raise InvalidInput("this load ticket is not open: its state is gone")
+        values, ticket.report = load.complete(self._budget, self.settings.load_deadline_s)
+        self._counters.add("hits_total", sum(key in values for key in ticket.keys))
+        self._counters.add("misses_total", sum(key not in values for key in ticket.keys))
+        self._promote(load, values)
+        return [values.get(key) for key in ticket.keys]
+
+    def _promote(self, load: TieredLoad, values: dict[bytes, memoryview]) -> None:
+        """Copy what farther tiers supplied to the nearest, unless somebody has changed it since it was leased."""
+        top, policy = self.tiers[0], self.settings.promote
+        far = [key for key in values if load.sources[key] != 0] if policy != "never" else []
+        if policy == "second hit":
+            with self._lock:
+                far = [key for key in far if self._sketch.seen(key)]
+        if not far or not top.breaker.closed:
+            return
+        with self._guard.moving(far, load.versions) as held:
+            items = [(key, values[key]) for key in far if key in held and key not in top.doubts]
+            if top.settings.local:
+                promoted = sum(write(top, items))
+            else:
+                promoted = sum(self._outbound.add(Moving(key, bytes(value), (0,))) for key, value in items)
+        self._counters.add("promoted_total", promoted)
+
+    def release(self, ticket: LoadTicket) -> None:
+        with self._lock:
+            self._loads.discard(ticket)
+        load, ticket.state = ticket.state, None
+        if isinstance(load, TieredLoad):
+            load.release()
+
+    # --- storing ---
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+        items = check_items(items)
+        self._check(())
+        state = TieredWrite(items, self.tiers, self._outbound, self.settings.write_back)
+        ticket = StoreTicket(items, self._clock() + LEASE_S, state=state)
+        with self._lock:
+            forget_abandoned(self._stores, self._clock())
+            self._stores.add(ticket)
+        return ticket
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        self._check(())
+        with self._lock:
+            if ticket not in self._stores or not isinstance(ticket.state, TieredWrite):
+                raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
+            self._stores.discard(ticket)
+        state, ticket.state = ticket.state, None
+        started_s = self._clock()
+        if ticket.expires_s < started_s:
+            return [False] * len(ticket.items)
+        with self._guard.changing([key for key, _ in ticket.items]):
+            stored = state.complete()
+        self._outbound.poke()
+        self._counters.add("stored_total", len(stored))
+        self._counters.add("refused_total", sum(key not in stored for key, _ in ticket.items))
+        ticket.seconds = self._clock() - started_s
+        return [key in stored for key, _ in ticket.items]
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is on its way between tiers; whether that came about."""
+        return self._outbound.wait_empty(timeout_s)
+
+    # --- the rest of the contract ---
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        keys = self._check(keys)
+        for tier in self.tiers:
+            if tier.usable(keys):
+                tier.post(lambda tier=tier: tier.store.touch(keys))  # type: ignore[misc]
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """Pinned in every tier that has it and promises; True where one does."""
+        keys = self._check(keys)
+        told = [self._ask(tier, lambda tier=tier: tier.store.pin(keys, ttl_s), keys) for tier in self.tiers]  # type: ignore[misc]
+        return [any(answers) for answers in zip(*told, strict=True)]
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        keys = self._check(keys)
+        with self._guard.changing(keys):
+            told = [tier.delete(keys) for tier in self.tiers]
+            moving = self._outbound.discard(keys)
+        self._outbound.poke()
+        return [any(answers) or key in moving for key, *answers in zip(keys, *told, strict=True)]
+
+    def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
+        """As near as each tier can have it; True where one will."""
+        keys = self._check(keys)
+        told = [self._ask(tier, lambda tier=tier: bring_near(tier.store, keys, at), keys) for tier in self.tiers]  # type: ignore[misc]
+        return [any(answers) for answers in zip(*told, strict=True)]
+
+    def _ask(self, tier: Tier, work: Callable[[], list[bool]], keys: Sequence[bytes]) -> list[bool]:
+        told = tier.ask(work) if tier.usable(keys) else None
+        if told is None or len(told) != len(keys):
+            return [False] * len(keys)
+        return [yes and key not in tier.doubts for key, yes in zip(keys, told, strict=True)]
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
+        """The nearest tiers' estimates, summed: an upper bound, for tiers load at once."""
+        return estimate_load_s(self.tiers, self._outbound, self._check(keys), now_s)
+
+    def stats(self) -> dict[str, int | float]:
+        """Ours, and every tier's own after its name."""
+        figures: dict[str, int | float] = {
+            **self._counters.as_dict(),
+            "open_leases": len(self._loads) + len(self._stores),
+            "outbound_bytes": self._outbound.used_bytes,
+            "outbound_dropped_total": self._outbound.dropped,
+            "in_flight_bytes": self._budget.taken_bytes,
+            "in_flight_most_bytes": self._budget.most_bytes,
+        }
+        for tier in self.tiers:
+            figures[f"{tier.name}_breaker_open"] = int(not tier.breaker.closed)
+            figures[f"{tier.name}_breaker_opened_total"] = tier.breaker.times_opened
+            figures[f"{tier.name}_keys_in_doubt"] = len(tier.doubts)
+            told = None if self._closed or not tier.breaker.closed else tier.ask(tier.store.stats)
+            figures.update({f"{tier.name}_{name}": figure for name, figure in (told or {}).items()})
+        return figures
+
+    def close(self) -> None:
+        """Write back what is left, as long as the settings say; what then remains is counted as lost."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.flush(self.settings.close_deadline_s)
+        self._mover.stop(self.settings.close_deadline_s)
+        lost = self._outbound.dirty()
+        self._counters.add("write_back_lost_total", len(lost))
+        self._counters.add("write_back_lost_bytes_total", sum(len(moving.value) for moving in lost))
+        for tier in self.tiers:
+            if isinstance(tier.store, Evicting):
+                tier.store.on_evict = None
+            tier.close()
+
+    def _open_stores(self) -> list[StoreTicket]:
+        now_s = self._clock()
+        with self._lock:
+            return [ticket for ticket in self._stores if ticket.expires_s > now_s]
+
+    def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        if self._closed:
+            raise InvalidInput(f"the {self._name} store is closed: open a new one")
+        return check_keys(keys)

@@ -1,0 +1,57 @@
+"""Hierarchies under the contract of every tier: of one store, of several, written through and written back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.contract.store_contract import StoreContract, Tier
+from tests.store.conftest import simulated, store_over
+
+from skymemory.cache.hierarchy_settings import HierarchySettings
+from skymemory.cache.tier import TierSettings
+from skymemory.cache.tiered_load import OUTBOUND
+from skymemory.cache.tiers import TieredStore
+from skymemory.store.memory import MemoryStore
+from skymemory.store.shared_index import SharedIndex
+
+LOCAL, REMOTE = TierSettings(local=True), TierSettings()
+
+
+class TestOneStore(StoreContract):
+    """With a single tier every rule about budgets, leases and pins is that tier's."""
+
+    @pytest.fixture(params=[LOCAL, REMOTE], ids=["local", "threads"])
+    def tier(self, request: pytest.FixtureRequest) -> Iterator[Tier]:
+        store = TieredStore([(MemoryStore(256_000), request.param)])
+        yield Tier(store, budget_bytes=256_000, supplied_by=("memory",))
+        store.close()
+
+
+@pytest.mark.parametrize("write_back", [False, True], ids=["through", "back"])
+class TestThreeStores(StoreContract):
+    @pytest.fixture
+    def tier(self, write_back: bool) -> Iterator[Tier]:
+        names = ("near", "middle", "far")
+        sizes = (100_000, 200_000, 1 << 24)
+        store = TieredStore(
+            [
+                (MemoryStore(size, name=name), LOCAL if name == "near" else REMOTE)
+                for name, size in zip(names, sizes, strict=True)
+            ],
+            HierarchySettings(write_back=write_back),
+        )
+        yield Tier(store, supplied_by=(*names, OUTBOUND))
+        store.close()
+
+
+@pytest.mark.parametrize("write_back", [False, True], ids=["through", "back"])
+class TestMemoryOverTheSky(StoreContract):
+    @pytest.fixture
+    def tier(self, write_back: bool) -> Iterator[Tier]:
+        store = TieredStore(
+            [(MemoryStore(100_000), LOCAL), (store_over(simulated(), index=SharedIndex()), REMOTE)],
+            HierarchySettings(write_back=write_back),
+        )
+        yield Tier(store, supplied_by=("memory", "constellation", OUTBOUND))
+        store.close()
