@@ -42,7 +42,9 @@ class TierSettings:
     threads: int = 2
     """Calls to this tier at once. One that has been given up holds its thread until it ends."""
     verify: Callable[[bytes, memoryview], bool] | None = None
-    """Whether these bytes are a value of this key. A value that is not is deleted, and asked of the next tier."""
+    """Whether these bytes are a value of this key (for blocks: ``cache.value.is_sound_block``). One that is not is
+    deleted, and asked of the next tier; without this it might be promoted before anybody looks at it.
+    """
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 

@@ -64,14 +64,13 @@ class TierMover:
         tiers = [self._tiers[number] for number in movings[0].to]
         items = [(moving.key, moving.value) for moving in movings]
         stored = {tier.number: set[bytes]() for tier in tiers}
+        all_certain = True
         for tier in tiers:
-            outcome = write(tier, items)
+            outcome, certain = write(tier, items)
+            all_certain = all_certain and certain
             stored[tier.number] = {key for key, ok in zip(keys, outcome, strict=True) if ok}
         taken = set[bytes]().union(*stored.values())
-        refused = {
-            key for key in keys if key not in taken
-            and all(tier.breaker.closed and key not in tier.doubts for tier in tiers)
-        }  # fmt: skip
+        refused = set(keys) - taken if all_certain else set[bytes]()
         for tier in tiers:
             tier.doubts.add((taken | refused) - stored[tier.number])
         self._counters.add("written_back_total", len(taken))
@@ -88,7 +87,7 @@ class TierMover:
                 for moving, there in zip(movings, tier.lookup(keys), strict=True)
                 if there is not Presence.HIT
             ]
-            stored = sum(write(tier, lacking)) if lacking else 0
+            stored = sum(write(tier, lacking)[0]) if lacking else 0
             self._counters.add("moved_total", stored, tier.name)
             self._counters.add("not_moved_total", len(lacking) - stored, tier.name)
         return movings

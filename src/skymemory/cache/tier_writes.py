@@ -21,6 +21,8 @@ class TierWrite:
         self.items = items
         self.answered = False
         """Whether the tier could be asked for room at all."""
+        self.certain = False
+        """Whether what ``end`` gave is the tier's own word on all of ``items``."""
         self.too_large: dict[int, ValueTooLarge] = {}
         self._tickets: list[tuple[StoreTicket, list[int]]] = []
         self._call: Call[list[list[bool]]] | None = None
@@ -48,6 +50,7 @@ class TierWrite:
         """Per item: stored there and acknowledged by ``until_s``. Of a tier that failed nothing is known."""
         done = [False] * len(self.items)
         if self._call is None:
+            self.certain = self.answered and len(self.too_large) == len(self.items)
             if self._tickets:
                 self.tier.doubts.add(key for key, _ in self.items)
             return done
@@ -56,6 +59,7 @@ class TierWrite:
         if told is None:
             self.tier.doubts.add(keys)
             return done
+        self.certain = len(self.too_large) + sum(len(places) for _, places in self._tickets) == len(self.items)
         for (_, places), outcomes in zip(self._tickets, told, strict=True):
             for place, ok in zip(places, outcomes, strict=False):
                 done[place] = bool(ok) and keys[place] not in self.tier.doubts
@@ -78,8 +82,8 @@ def _prepare(tier: Tier, items: Items, places: list[int]) -> _Prepared:
     return tickets, too_large
 
 
-def write(tier: Tier, items: Items) -> list[bool]:
-    """Both phases. Where it fails, nothing is known of these keys in this tier."""
+def write(tier: Tier, items: Items) -> tuple[list[bool], bool]:
+    """Both phases: per item whether it was stored, and whether all of that is certain (``TierWrite.certain``)."""
     one = TierWrite.prepare(tier, items)
     one.start()
-    return one.end(tier.clock() + tier.settings.store_deadline_s)
+    return one.end(tier.clock() + tier.settings.store_deadline_s), one.certain

@@ -142,6 +142,8 @@ class TieredStore(TwoPhase):
         self._counters.add("hits_total", sum(key in values for key in ticket.keys))
         self._counters.add("misses_total", sum(key not in values for key in ticket.keys))
         self._promote(load, values)
+        if any(tier.doubts for tier in self.tiers):
+            self._outbound.poke()
         return [values.get(key) for key in ticket.keys]
 
     def _promote(self, load: TieredLoad, values: dict[bytes, memoryview]) -> None:
@@ -156,7 +158,7 @@ class TieredStore(TwoPhase):
         with self._guard.moving(far, load.versions) as held:
             items = [(key, values[key]) for key in far if key in held and key not in top.doubts]
             if top.settings.local:
-                promoted = sum(write(top, items))
+                promoted = sum(write(top, items)[0])
             else:
                 promoted = sum(self._outbound.add(Moving(key, bytes(value), (0,))) for key, value in items)
         self._counters.add("promoted_total", promoted)

@@ -34,6 +34,15 @@ def block_header(block_hash: BlockHash, layout: KVLayout, codec: Codec, payload:
     return ValueHeader(codec.codec_id, layout.block_bytes, len(payload), layout, name).pack()
 
 
+def is_sound_block(block_hash: BlockHash, value: memoryview) -> bool:
+    """Whether these bytes are a stored block of this hash, undamaged; of whichever layout."""
+    try:
+        header, payload = unpack_value(value)
+    except MalformedPacket:
+        return False
+    return header.name == block_name(block_hash, native.crc32(payload))
+
+
 def open_block(value: memoryview, block_hash: BlockHash, layout: KVLayout) -> tuple[int, memoryview]:
     """Codec id and payload of a stored block, after every check.
 

@@ -1,0 +1,180 @@
+"""The parts of a hierarchy by themselves: breaker, bytes in flight, workers, keys held, values on their way, doubts."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from tests.contract.store_contract import key
+
+from skymemory.cache.doubts import Doubts
+from skymemory.cache.in_flight_budget import InFlightBudget
+from skymemory.cache.key_guard import KeyGuard
+from skymemory.cache.outbound import Moving, Outbound
+from skymemory.cache.tier_breaker import BreakerConfig, TierBreaker
+from skymemory.cache.tier_workers import Call, TierWorkers
+from skymemory.errors import InvalidInput
+
+CONFIG = BreakerConfig(failures=3, first_wait_s=1.0, last_wait_s=4.0, probe_limit_s=10.0)
+
+
+def opened(now_s: float = 0.0) -> TierBreaker:
+    breaker = TierBreaker(CONFIG)
+    for _ in range(3):
+        breaker.failed(now_s)
+    return breaker
+
+
+def test_a_breaker_opens_after_failures_in_a_row() -> None:
+    breaker = TierBreaker(CONFIG)
+    for outcome in "ffsff":
+        breaker.succeeded() if outcome == "s" else breaker.failed(0.0)
+    assert breaker.closed
+    breaker.failed(0.0)
+    assert breaker.state == "open" and breaker.times_opened == 1
+
+
+def test_a_breaker_probes_at_growing_intervals_one_at_a_time() -> None:
+    breaker = opened()
+    now_s, probes = 0.0, []
+    while now_s < 16.0:
+        if breaker.probe_due(now_s):
+            assert breaker.state == "half-open" and not breaker.probe_due(now_s)
+            probes.append(now_s)
+            breaker.probed(False, now_s)
+        now_s += 0.25
+    assert probes == [1.0, 3.0, 7.0, 11.0, 15.0] and breaker.times_opened == 1
+
+
+def test_a_breaker_closes_on_a_probe_and_is_on_trial_at_first() -> None:
+    breaker = opened()
+    breaker.succeeded()  # an answer to something asked long ago
+    assert not breaker.closed
+    assert breaker.probe_due(1.0)
+    breaker.probed(True, 1.0)
+    assert breaker.closed
+    breaker.failed(1.5)
+    assert breaker.state == "open" and not breaker.probe_due(3.4) and breaker.probe_due(3.5)
+    breaker.probed(True, 3.5)
+    breaker.succeeded()
+    breaker.failed(4.0)
+    assert breaker.closed
+
+
+def test_a_probe_that_is_never_heard_of_counts_as_failed() -> None:
+    breaker = opened()
+    assert breaker.probe_due(1.0) and not breaker.probe_due(10.9)
+    assert not breaker.probe_due(11.0) and breaker.state == "open"
+    breaker.probed(True, 11.5)
+    assert breaker.state == "open"
+    assert breaker.probe_due(13.0)
+
+
+def test_a_breaker_that_could_not_work_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="first wait"):
+        BreakerConfig(first_wait_s=5.0, last_wait_s=1.0)
+
+
+def test_bytes_in_flight_are_bounded_and_the_oversized_goes_alone() -> None:
+    budget = InFlightBudget(100)
+    assert budget.take(60, 0.0) and not budget.take(60, 0.0) and budget.take(40, 0.0)
+    threading.Timer(0.02, lambda: budget.give_back(60)).start()
+    assert budget.take(50, 5.0)
+    budget.give_back(40)
+    budget.give_back(50)
+    assert budget.take(500, 0.0) and not budget.take(1, 0.0)
+    assert budget.most_bytes == 500
+    with pytest.raises(InvalidInput):
+        InFlightBudget(0)
+
+
+def test_work_given_up_is_told_at_its_end_or_not_begun() -> None:
+    workers, gate, late = TierWorkers("slow", threads=1, waiting=1), threading.Event(), []
+    first: Call[object] = Call(lambda: gate.wait(5.0) and "landed")
+    second: Call[object] = Call(lambda: late.append("must not run"))
+    assert workers.submit(first)
+    while not workers.submit(second):
+        time.sleep(0.001)
+    while workers.submit(Call(lambda: None)):  # until the one thread and the one waiting place are taken
+        time.sleep(0.001)
+    assert not first.wait(0.0) and first.give_up(late.append) and second.give_up(late.append)
+    gate.set()
+    assert second.wait(5.0)
+    assert late == ["landed", None]
+    assert not first.give_up(late.append)
+    workers.close()
+
+
+def test_an_error_goes_to_the_one_who_waits() -> None:
+    call: Call[object] = Call(lambda: 1 // 0)
+    call.run()
+    assert isinstance(call.error, ZeroDivisionError)
+
+
+def test_moving_takes_only_what_is_free_and_unchanged() -> None:
+    guard = KeyGuard()
+    versions = guard.versions([key(1), key(1 << 16), key(3 << 16)])
+    with guard.changing([key(1)]), guard.moving([key(1), key(1 << 16)]) as held:
+        assert held == {key(1 << 16)}
+    with guard.moving([key(1), key(1 << 16)], versions) as held:
+        assert held == {key(1 << 16)}
+    order: list[str] = []
+    with guard.moving([key(2)]):
+        thread = threading.Thread(target=lambda: _change(guard, order))
+        thread.start()
+        time.sleep(0.02)
+        order.append("moved")
+    thread.join()
+    assert order == ["moved", "changed"]
+
+
+def _change(guard: KeyGuard, order: list[str]) -> None:
+    with guard.changing([key(2)]):
+        order.append("changed")
+
+
+def test_what_is_dirty_is_never_dropped_for_room() -> None:
+    outbound = Outbound(250)
+    assert outbound.add(Moving(key(1), bytes(100), (1,), dirty=True))
+    assert outbound.add(Moving(key(2), bytes(100), (1,)))
+    assert not outbound.add(Moving(key(3), bytes(100), (1,))) and outbound.dropped == 1
+    assert outbound.add(Moving(key(4), bytes(100), (1,), dirty=True)) and outbound.dropped == 2
+    assert not outbound.add(Moving(key(5), bytes(100), (1,), dirty=True))
+    assert set(outbound.get([key(n) for n in range(9)])) == {key(1), key(4)} and outbound.used_bytes == 200
+
+
+def test_only_the_latest_value_of_a_key_is_on_its_way() -> None:
+    outbound = Outbound(1000)
+    old, new = Moving(key(1), b"old", (1,), dirty=True), Moving(key(1), b"new", (1,), dirty=True)
+    outbound.add(old)
+    outbound.add(new)
+    outbound.add(Moving(key(1), b"evicted meanwhile", (1,)))
+    outbound.arrived([old])
+    assert outbound.get([key(1)])[key(1)] is new and outbound.still([old, new]) == [new]
+    assert outbound.discard([key(1), key(2)]) == {key(1)} and outbound.used_bytes == len(outbound) == 0
+
+
+def test_batches_have_one_destination_and_bounded_bytes() -> None:
+    outbound = Outbound(1000)
+    movings = [Moving(key(n), bytes(100), (1 + n % 2,)) for n in range(6)]
+    for moving in movings:
+        outbound.add(moving)
+    assert outbound.first(200) == [movings[0], movings[2]] and outbound.first(1) == [movings[0]]
+    outbound.last([movings[0], movings[2], movings[4]])
+    assert outbound.first(1000) == [movings[1], movings[3], movings[5]]
+
+
+def test_a_doubt_is_settled_only_when_no_call_is_under_way() -> None:
+    doubts = Doubts(limit=3)
+    doubts.add([key(1)], under_way=1)
+    doubts.add([key(1), key(2)])
+    assert doubts.to_delete(9) == [key(2)]
+    doubts.settle([key(1), key(2)])
+    assert key(1) in doubts and key(2) not in doubts
+    doubts.landed([key(1)])
+    assert doubts.to_delete(9) == [key(1)]
+    doubts.settle([key(1)])
+    assert not doubts
+    doubts.add([key(n) for n in range(3)])
+    assert doubts.full
