@@ -1,66 +1,26 @@
-"""What a hierarchy does beyond the contract: attribution, promotion, demotion, write-back, outages, deadlines."""
+"""What a hierarchy does beyond the contract: attribution, promotion, demotion, write-back, estimates."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 
-import numpy as np
 import pytest
-from tests.cache.faulty_tier import FaultyTier, sealed, whole
+from tests.cache.faulty_tier import sealed
+from tests.cache.small_tiers import LOCAL, REMOTE, items, near_and_far, over, soon, sources
 from tests.cache.test_manager import LAYOUT, TOKENS, context, load, save
-from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
-from tests.contract.store_contract import key, value
+from tests.contract.store_contract import key
 from tests.store.conftest import simulated, store_over
 
 from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.manager import BlockCache
 from skymemory.cache.tier import TierSettings
-from skymemory.cache.tier_breaker import BreakerConfig
 from skymemory.cache.tiered_load import OUTBOUND
 from skymemory.cache.tiers import TieredStore
-from skymemory.cache.value import is_sound_block
 from skymemory.errors import InvalidInput, ValueTooLarge
-from skymemory.store.base import Presence, Store
+from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 from skymemory.store.shared_index import SharedIndex
-
-LOCAL = TierSettings(local=True)
-QUICK = BreakerConfig(failures=2, first_wait_s=0.01, last_wait_s=0.02)
-REMOTE = TierSettings(ask_deadline_s=0.2, load_deadline_s=0.2, store_deadline_s=0.2, verify=whole, breaker=QUICK)
-
-
-def over(*stores: Store, **how: object) -> TieredStore:
-    """The first is local, the others have threads."""
-    settings = [LOCAL] + [REMOTE] * (len(stores) - 1)
-    return TieredStore(list(zip(stores, settings, strict=True)), HierarchySettings(**how))  # type: ignore[arg-type]
-
-
-def near_and_far(near_bytes: int = 1 << 20, **how: object) -> tuple[TieredStore, MemoryStore, FaultyTier]:
-    near, far = MemoryStore(near_bytes, name="near"), FaultyTier("far")
-    return over(near, far, **how), near, far
-
-
-def items(*numbers: int, size_bytes: int = 1000) -> list[tuple[bytes, bytes]]:
-    return [(key(number), sealed(key(number), value(number, size_bytes - 4))) for number in numbers]
-
-
-def soon(true: Callable[[], bool], within_s: float = 5.0) -> bool:
-    until_s = time.monotonic() + within_s
-    while not true():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.002)
-    return True
-
-
-def sources(store: TieredStore, *numbers: int) -> list[str]:
-    ticket = store.prepare_load([key(number) for number in numbers])
-    store.complete_load(ticket)
-    store.release(ticket)
-    assert ticket.report is not None
-    return [told.tier for told in ticket.report.keys]
 
 
 def test_the_nearest_tier_that_holds_a_key_supplies_it() -> None:
@@ -235,132 +195,6 @@ def test_a_value_too_large_for_one_tier_goes_to_the_other() -> None:
         tiers.close()
 
 
-def test_a_dead_tier_costs_next_to_nothing_and_comes_back_by_itself() -> None:
-    tiers, near, far = near_and_far()
-    far.put_many(items(1, 2))
-    near.put_many(items(1))
-    far.trouble, far.slow_s = "slow", 0.3
-    for _ in range(2):
-        assert tiers.get_many([key(1), key(2)]) == [items(1)[0][1], None]
-    assert tiers.stats()["far_breaker_open"] == 1
-    costs_s = []
-    for _ in range(50):
-        started_s = time.monotonic()
-        assert tiers.get_many([key(1), key(2)]) == [items(1)[0][1], None]
-        costs_s.append(time.monotonic() - started_s)
-    assert sorted(costs_s)[25] < 0.005, costs_s
-    far.trouble = ""
-    assert soon(lambda: tiers.get_many([key(2)]) == [items(2)[0][1]])
-    assert tiers.stats()["far_breaker_open"] == 0 and tiers.stats()["tier_probes_total{far}"] >= 1
-    tiers.close()
-
-
-def test_a_load_has_a_deadline_and_what_comes_late_is_let_go() -> None:
-    tiers, near, far = near_and_far(load_deadline_s=0.05)
-    far.put_many(items(1))
-    near.put_many(items(2))
-    ticket = tiers.prepare_load([key(1), key(2)])
-    far.trouble, far.slow_s = "slow", 0.15
-    started_s = time.monotonic()
-    assert tiers.complete_load(ticket) == [None, items(2)[0][1]]
-    assert time.monotonic() - started_s < 0.14
-    assert ticket.report is not None and ticket.report.keys[0].reason == "deadline"
-    far.trouble = ""
-    assert soon(lambda: far.stats()["open_leases"] == 0 and tiers.stats()["in_flight_bytes"] == 0)
-    tiers.close()
-
-
-def test_tiers_of_one_batch_are_loaded_at_once() -> None:
-    stores = [FaultyTier(name, slow_s=0.05) for name in ("one", "two", "three")]
-    tiers = over(MemoryStore(name="near"), *stores, promote="never")
-    for number, store in enumerate(stores):
-        store.put_many(items(number))
-    ticket = tiers.prepare_load([key(number) for number in range(3)])
-    for store in stores:
-        store.trouble = "slow"
-    started_s = time.monotonic()
-    assert None not in tiers.complete_load(ticket)
-    assert time.monotonic() - started_s < 0.12
-    tiers.close()
-
-
-def test_a_tier_that_spoils_values_is_passed_over_and_mended() -> None:
-    near, middle, far = MemoryStore(name="near"), FaultyTier("middle"), FaultyTier("far")
-    tiers = over(near, middle, far, promote="never")
-    tiers.put_many(items(1))
-    near.delete([key(1)])
-    middle.trouble = "spoil"
-    assert tiers.get_many([key(1)]) == [items(1)[0][1]] and sources(tiers, 1) == ["far"]
-    assert tiers.stats()["tier_corrupt_total{middle}"] == 1
-    middle.trouble = ""
-    assert soon(lambda: middle.lookup([key(1)]) == [Presence.MISS])
-    assert soon(lambda: not tiers.tiers[1].doubts)
-    tiers.put_many(items(1))
-    near.delete([key(1)])
-    assert sources(tiers, 1) == ["middle"]
-    tiers.close()
-
-
-def test_a_tier_that_missed_a_put_or_a_delete_is_not_believed_when_it_is_back() -> None:
-    tiers, near, far = near_and_far(promote="never")
-    tiers.put_many(items(1, 2, 3))
-    far.trouble = "raise"
-    new = sealed(key(1), b"new")
-    assert tiers.put_many([(key(1), new)]) == [True]
-    assert tiers.delete([key(2)]) == [True]
-    near.delete([key(1), key(2), key(3)])  # only what is far is left
-    far.trouble = ""
-    assert soon(lambda: tiers.get_many([key(3)]) == [items(3)[0][1]])
-    assert tiers.get_many([key(1), key(2)]) == [None, None]
-    assert soon(lambda: far.lookup([key(1), key(2)]) == [Presence.MISS] * 2)
-    tiers.close()
-
-
-def test_a_write_that_lands_after_it_was_given_up_is_not_believed() -> None:
-    tiers, near, far = near_and_far(promote="never")
-    far.trouble, far.slow_s = "slow", 0.15
-    tiers.tiers[1].settings = TierSettings(ask_deadline_s=1.0, store_deadline_s=0.05)
-    assert tiers.put_many([(key(1), sealed(key(1), b"late"))]) == [True]
-    assert key(1) in tiers.tiers[1].doubts
-    far.trouble = ""
-    assert tiers.put_many([(key(1), sealed(key(1), b"new"))]) == [True]
-    near.delete([key(1)])
-    for _ in range(40):
-        assert tiers.get_many([key(1)]) == [None]
-        time.sleep(0.005)
-    assert soon(lambda: not tiers.tiers[1].doubts)
-    assert tiers.get_many([key(1)]) == [None] and far.lookup([key(1)]) == [Presence.MISS]
-    tiers.close()
-
-
-def test_too_many_keys_in_doubt_refuse_writes() -> None:
-    tiers, _near, far = near_and_far()
-    far.trouble = "raise"
-    tiers.tiers[1].doubts._limit = 2
-    assert tiers.put_many(items(1, 2)) == [True, True]
-    assert tiers.put_many(items(3)) == [False]
-    assert tiers.stats()["writes_refused_in_doubt_total"] == 1
-    far.trouble = ""
-    assert soon(lambda: tiers.put_many(items(3)) == [True])
-    tiers.close()
-
-
-def test_bytes_in_flight_are_bounded() -> None:
-    far = FaultyTier("far", slow_s=0.2)
-    tiers = over(MemoryStore(name="near"), far, in_flight_bytes=10_000, promote="never", load_deadline_s=0.03)
-    tiers.tiers[1].mean_value_bytes = 1000
-    far.put_many(items(*range(12)))
-    first, second = (tiers.prepare_load([key(n) for n in part]) for part in (range(6), range(6, 12)))
-    far.trouble = "slow"
-    assert tiers.complete_load(first) == [None] * 6  # still in flight
-    assert tiers.complete_load(second) == [None] * 6
-    assert second.report is not None and second.report.keys[0].reason == "too many bytes in flight"
-    assert tiers.stats()["in_flight_most_bytes"] == 6000
-    far.trouble = ""
-    assert soon(lambda: tiers.stats()["in_flight_bytes"] == 0)
-    tiers.close()
-
-
 def test_estimates_are_summed_by_tier() -> None:
     near = MemoryStore(name="near", read_bytes_per_s=1e6)
     far = MemoryStore(name="far", read_bytes_per_s=1e3)
@@ -402,51 +236,4 @@ def test_a_block_cache_counts_tokens_by_the_tier_that_supplied_them() -> None:
     counters = cache.counters
     assert [counters.get("hit_tokens_total", tier) for tier in ("near", "middle", "constellation")] == [28, 8, 4]
     assert counters.get("lookup_tokens_total") == 44 == counters.get("computed_tokens_total") + 40
-    tiers.close()
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_blocks_that_one_tier_spoils_come_from_the_next(fault: str) -> None:
-    near, hostile, far = MemoryStore(name="near"), HostileStore(fault), MemoryStore(name="far")
-    believed_not = TierSettings(verify=is_sound_block)
-    tiers = TieredStore([(near, LOCAL), (hostile, believed_not), (far, believed_not)])
-    cache = BlockCache(context(), LAYOUT, tiers)
-    save(cache, TOKENS)
-    near.delete(cache.hashes(TOKENS))
-    result, _ = load(cache, TOKENS)
-    assert result.hit_tokens["far"] + result.hit_tokens.get("hostile", 0) == 20 and not result.failed_blocks
-    assert load(cache, TOKENS)[0].hit_tokens == {"near": 20}
-    tiers.close()
-
-
-@pytest.mark.parametrize("outage", [name for name in OUTAGES if name != "delete"])
-def test_an_outage_of_one_tier_is_made_up_for_by_the_next(outage: str) -> None:
-    near, hostile, far = MemoryStore(name="near"), HostileStore(), MemoryStore(name="far")
-    tiers = TieredStore([(near, LOCAL), (hostile, TierSettings()), (far, TierSettings())])
-    cache = BlockCache(context(), LAYOUT, tiers)
-    hostile.outage = outage
-    assert save(cache, TOKENS) == 5
-    near.delete(cache.hashes(TOKENS))
-    assert load(cache, TOKENS)[0].cached_tokens == 20
-    assert cache.counters.total("tier_failures_total") == 0
-    tiers.close()
-
-
-@pytest.mark.parametrize("trouble", ["raise", "slow", "lie", "spoil"])
-def test_a_block_cache_over_tiers_in_trouble_computes(trouble: str) -> None:
-    near, far = MemoryStore(name="near"), FaultyTier("far", 1 << 24, slow_s=0.3)
-    quick = TierSettings(
-        ask_deadline_s=0.05, load_deadline_s=0.05, store_deadline_s=0.05, verify=is_sound_block, breaker=QUICK
-    )
-    tiers = TieredStore([(near, LOCAL), (far, quick)])
-    cache = BlockCache(context(), LAYOUT, tiers)
-    save(cache, TOKENS)
-    near.delete(cache.hashes(TOKENS)[2:])
-    far.trouble = trouble
-    for _ in range(4):
-        result, _ = load(cache, TOKENS)
-        assert result.hit_tokens.get("near", 0) >= 8
-    save(cache, np.arange(30))
-    far.trouble = ""
-    assert soon(lambda: save(cache, TOKENS) + load(cache, TOKENS)[0].loaded_blocks == 5)
     tiers.close()
