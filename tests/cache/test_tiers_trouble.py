@@ -40,6 +40,16 @@ def test_a_dead_tier_costs_next_to_nothing_and_comes_back_by_itself() -> None:
     tiers.close()
 
 
+def test_a_tier_that_nobody_asks_comes_back_too() -> None:
+    tiers, _near, far = near_and_far()
+    far.trouble = "raise"
+    assert [tiers.lookup([key(1)]) for _ in range(2)] == [[Presence.MISS]] * 2
+    assert not tiers.tiers[1].breaker.closed
+    far.trouble = ""
+    assert soon(lambda: tiers.tiers[1].breaker.closed)
+    tiers.close()
+
+
 def test_a_load_has_a_deadline_and_what_comes_late_is_let_go() -> None:
     tiers, near, far = near_and_far(load_deadline_s=0.05)
     far.put_many(items(1))

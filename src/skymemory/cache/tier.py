@@ -83,22 +83,29 @@ class Tier:
         self._workers = TierWorkers(store.name, settings.threads)
         self.breaker = TierBreaker(settings.breaker)
         self._lock = Lock()
+        self._probe_key: bytes | None = None
         self.mean_value_bytes = 1e6
         """Of the values it has lately supplied: what the next ones are expected to be."""
 
     # --- calls ---
 
     def usable(self, keys: Sequence[bytes]) -> bool:
-        """Whether to call it. While not, one of ``keys`` serves to probe it now and then, and nobody waits."""
-        if self.breaker.closed:
-            return True
+        """Whether to call it, about ``keys``. While not, it is probed now and then, and nobody waits."""
+        if keys:
+            self._probe_key = keys[0]
+        if not self.breaker.closed:
+            self.probe_if_due()
+        return self.breaker.closed
+
+    def probe_if_due(self) -> None:
+        """With the key that was asked for last, in the background."""
+        key = self._probe_key
         with self._lock:
-            due = bool(keys) and self.breaker.probe_due(self.clock())
-        if due:
+            due = key is not None and self.breaker.probe_due(self.clock())
+        if due and key is not None:
             self.counters.add("tier_probes_total", label=self.name)
-            if not self._workers.submit(Call(lambda: self._probe(keys[0]))):
+            if not self._workers.submit(Call(lambda: self._probe(key))):
                 self._probed(False)
-        return False
 
     def start(self, work: Callable[[], Result]) -> Call[Result] | None:
         """Have ``work`` done; here and now by a local tier. None: all of its threads are held up."""

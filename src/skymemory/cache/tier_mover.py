@@ -1,6 +1,6 @@
 """The thread that moves values between tiers: write-back and demotion downwards, promotion into a slow nearest tier.
 
-It also deletes copies in doubt, once their tier can be reached.
+It also probes broken tiers that nobody asks, and deletes copies in doubt once their tier can be reached.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class TierMover:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            idle_s = _AGAIN_S if any(tier.doubts for tier in self._tiers) else _IDLE_S
+            idle_s = _AGAIN_S if any(tier.doubts or not tier.breaker.closed for tier in self._tiers) else _IDLE_S
             filled = self._outbound.wait_filled(idle_s)
             for tier in self._tiers:
+                tier.probe_if_due()
                 tier.settle_doubts()
             if filled and not self._stopping.is_set() and not self.move_some():
                 self._stopping.wait(_AGAIN_S)
