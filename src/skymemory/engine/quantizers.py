@@ -23,7 +23,9 @@ import torch
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket
 from skymemory.kv.codec.base import Codec
+from skymemory.kv.codec.cachegen import CacheGen
 from skymemory.kv.codec.raw import RAW
+from skymemory.kv.codec.steps import LEVELS
 from skymemory.kv.layout import KVLayout
 
 _SCALE_BYTES = 4
@@ -102,7 +104,8 @@ class Hqq8:
         _write(_hqq().dequantize(data, meta), layout, out)
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW, Quanto8(), Hqq8())}
+_ALL: tuple[Codec, ...] = (RAW, Quanto8(), Hqq8(), *map(CacheGen, LEVELS))
+CODECS = {codec.name: codec for codec in _ALL}
 """The codecs a manager can be asked for, by name."""
 
 
@@ -114,7 +117,10 @@ def codec_of(name: str) -> Codec:
         _quanto()
     if name == Hqq8.name:
         _hqq()
-    return CODECS[name]
+    chosen = CODECS[name]
+    if isinstance(chosen, CacheGen):
+        chosen.check()
+    return chosen
 
 
 def readable_codecs(chosen: Codec) -> list[Codec]:

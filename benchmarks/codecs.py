@@ -1,0 +1,171 @@
+"""Every codec's size, error and speed on one core: `python benchmarks/codecs.py [--json FILE]`.
+
+Blocks of 128 tokens, bfloat16: of a model of the demonstration's small shape with random weights that really ran over
+the shipped document, of one layer of TinyLlama's shape likewise, and drawn ones of TinyLlama's shape whose neighbouring
+tokens are more or less alike. Random weights show sizes and speeds, not what a loss means for a text: no quality here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import skymemory
+from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.kv_cache import CacheSource
+from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, build_small
+from skymemory.engine.quantizers import codec_of
+from skymemory.engine.tokenizer import shipped_document, train_tokenizer
+from skymemory.kv.codec.base import measure
+from skymemory.kv.layout import KVLayout, to_float32
+
+CODECS = ("raw", "quanto8", "hqq8", "cachegen-finest", "cachegen-fine", "cachegen", "cachegen-coarse")
+PACKERS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
+    "zlib 1": (lambda raw: zlib.compress(raw, 1), zlib.decompress),
+    "zlib 6": (lambda raw: zlib.compress(raw, 6), zlib.decompress),
+}
+try:
+    import zstandard
+
+    PACKERS["zstd 3"] = (zstandard.ZstdCompressor(3).compress, zstandard.ZstdDecompressor().decompress)
+except ImportError:
+    print("zstd: not measured, the package zstandard is not installed", file=sys.stderr)
+
+Blocks = tuple[list[bytes], KVLayout]
+SECOND_BLOCK = 1
+"""The first block of a prompt has the attention sinks; the second is like all others."""
+
+
+def blocks_of_model(shape: str, blocks: int) -> Blocks:
+    """Blocks of keys and values that a model with random weights computed over the shipped document."""
+    tokenizer = train_tokenizer(1024)
+    if shape == "small":
+        model = build_small(dtype="bfloat16")
+    else:
+        model = build_llama({**TINYLLAMA_SHAPE, "num_hidden_layers": 3, "vocab_size": 1024}, dtype="bfloat16")
+    ids = tokenizer(shipped_document(), return_tensors="pt")["input_ids"][:, : 128 * (blocks + SECOND_BLOCK)]
+    with KVCManager(model, tokenizer) as kvc, torch.no_grad():
+        layout = kvc.layout
+        source = CacheSource(model(ids, use_cache=True).past_key_values, layout)
+    found = []
+    for index in range(SECOND_BLOCK, SECOND_BLOCK + blocks):
+        room = bytearray(layout.block_bytes)
+        source.read(index, memoryview(room))
+        found.append(bytes(room))
+    return found, layout
+
+
+def drawn_blocks(correlation: float, blocks: int, seed: int) -> Blocks:
+    """Gaussian numbers, each correlated with the same channel's of the token before; spreads and means per channel."""
+    layout = KVLayout(6, 4, 64, 128, "bfloat16")
+    dice = np.random.default_rng(seed)
+    found = []
+    for _ in range(blocks):
+        noise = dice.standard_normal(layout.shape, np.float32)
+        numbers = noise.copy()
+        for token in range(1, layout.block_tokens):
+            fresh = np.sqrt(1 - correlation**2) * noise[..., token, :]
+            numbers[..., token, :] = correlation * numbers[..., token - 1, :] + fresh
+        channel = (*layout.shape[:3], 1, layout.head_dim)
+        numbers = numbers * np.exp(dice.normal(0, 0.5, channel)) + dice.normal(0, 2, channel)
+        found.append((numbers.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes())
+    return found, layout
+
+
+def best_s(run: Callable[[], object], repeats: int) -> float:
+    """The shortest of ``repeats`` runs: what the code costs where nobody else takes the core."""
+    run()
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def measure_codec(name: str, blocks: list[bytes], layout: KVLayout, repeats: int) -> dict[str, float]:
+    codec = codec_of(name)
+    reports = [measure(codec, block, layout) for block in blocks]
+    spread = float(np.std(to_float32(b"".join(blocks), layout.dtype)))
+    room = memoryview(bytearray(layout.block_bytes))
+    payloads = [codec.encode(memoryview(block), layout) for block in blocks]
+    encode_s = best_s(lambda: [codec.encode(memoryview(block), layout) for block in blocks], repeats)
+    decode_s = best_s(lambda: [codec.decode(payload, layout, room) for payload in payloads], repeats)
+    rms = float(np.sqrt(np.mean([report.rms_error**2 for report in reports])))
+    return row(blocks, layout, sum(map(len, payloads)), rms / spread, encode_s, decode_s)
+
+
+def measure_packer(name: str, blocks: list[bytes], layout: KVLayout, repeats: int) -> dict[str, float]:
+    pack, unpack = PACKERS[name]
+    packed = [pack(block) for block in blocks]
+    assert [unpack(one) for one in packed] == blocks
+    encode_s = best_s(lambda: [pack(block) for block in blocks], min(repeats, 2))
+    decode_s = best_s(lambda: [unpack(one) for one in packed], repeats)
+    return row(blocks, layout, sum(map(len, packed)), 0.0, encode_s, decode_s)
+
+
+def row(
+    blocks: list[bytes], layout: KVLayout, size: int, error: float, encode_s: float, decode_s: float
+) -> dict[str, float]:
+    raw = sum(map(len, blocks))
+    return {
+        "bits per number": round(8 * size * layout.item_bytes / raw, 3),
+        "rms error / deviation [%]": round(100 * error, 2),
+        "encode [MB/s]": round(raw / encode_s / 1e6),
+        "decode [MB/s]": round(raw / decode_s / 1e6),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=4, help="blocks per source")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=20240601)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sources = {
+        "small model, random weights": blocks_of_model("small", options.blocks),
+        "TinyLlama's shape, 3 layers, random weights": blocks_of_model("tinyllama", options.blocks),
+        "drawn, tokens independent": drawn_blocks(0.0, options.blocks, options.seed),
+        "drawn, correlation 0.9": drawn_blocks(0.9, options.blocks, options.seed),
+    }
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for source, (blocks, layout) in sources.items():
+        print(f"\n{source}: {len(blocks)} blocks of {layout.block_bytes:,} bytes, {layout.describe()}")
+        print(f"{'codec':16} {'bits':>7} {'x quanto8':>9} {'error %':>8} {'enc MB/s':>9} {'dec MB/s':>9}")
+        rows = {name: measure_codec(name, blocks, layout, options.repeats) for name in CODECS}
+        rows |= {name: measure_packer(name, blocks, layout, options.repeats) for name in PACKERS}
+        for name, found in rows.items():
+            found["times smaller than quanto8"] = round(
+                rows["quanto8"]["bits per number"] / found["bits per number"], 2
+            )
+            print(
+                f"{name:16} {found['bits per number']:7.3f} {found['times smaller than quanto8']:9.2f} "
+                f"{found['rms error / deviation [%]']:8.2f} {found['encode [MB/s]']:9.0f} {found['decode [MB/s]']:9.0f}"
+            )
+        results[source] = rows
+    if options.json:
+        about = {
+            "seed": options.seed,
+            "blocks": options.blocks,
+            "skymemory": skymemory.__version__,
+            "python": sys.version.split()[0],
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+        }
+        options.json.write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

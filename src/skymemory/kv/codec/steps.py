@@ -1,0 +1,77 @@
+"""How finely the ``cachegen`` codec rounds: a step per layer, key or value and head, chosen by a named level.
+
+A step is the distance between neighbouring numbers that can be stored; no number moves by more than half of it. It is
+taken relative to how much the head's channels vary from token to token in this block, on a grid of quarter octaves
+(2 ** (code / 4)), so that two bytes say it. Early layers get finer steps than late ones: what is rounded there goes
+through every layer behind (CacheGen, Liu et al., SIGCOMM 2024, §5.2, whose bins of 0.5, 1 and 1.5 ``medium`` takes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from skymemory.errors import InvalidInput
+
+Steps = npt.NDArray[np.float32]
+
+MIN_CODE, MAX_CODE = -480, 500
+"""2 ** -120 .. 2 ** 125: normal float32 numbers."""
+MAX_QUOTIENT = 1 << 20
+"""No number is more than this many steps from 0: float32 still tells halves there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Steps of the first, middle and last third of the layers, in standard deviations of a channel over the tokens."""
+
+    name: str
+    number: int
+    steps: tuple[float, float, float]
+
+    def relative_step(self, layer: int, layers: int) -> float:
+        """The step of layer ``layer`` of ``layers``, in standard deviations."""
+        return self.steps[3 * layer // layers]
+
+
+LEVELS = {
+    level.name: level
+    for level in (
+        Level("finest", 1, (1 / 16, 1 / 8, 3 / 16)),
+        Level("fine", 2, (1 / 4, 1 / 2, 3 / 4)),
+        Level("medium", 3, (1 / 2, 1.0, 1.5)),
+        Level("coarse", 4, (3 / 4, 1.5, 2.0)),
+    )
+}
+
+
+def level_of(name: str) -> Level:
+    """The level called ``name``; InvalidInput if there is none."""
+    if name not in LEVELS:
+        raise InvalidInput(f"no cachegen level {name!r}: choose one of {', '.join(LEVELS)}")
+    return LEVELS[name]
+
+
+def step_codes(numbers: npt.NDArray[np.float32], relative_step: float) -> npt.NDArray[np.int16]:
+    """The code of each head's step, for finite ``numbers`` (kv_heads, block_tokens, head_dim)."""
+    exact = numbers.astype(np.float64)
+    tokens = numbers.shape[1]
+    centre = exact.mean(axis=1, keepdims=True) if tokens > 1 else 0.0
+    spread = np.sqrt(np.square(exact - centre).sum(axis=1).mean(axis=1) / max(1, tokens - 1))
+    tiny = 2.0 ** (MIN_CODE / 4)
+    codes = np.floor(4 * np.log2(np.maximum(spread * relative_step, tiny)))
+    # A head that hardly varies beside its largest number is kept to a millionth of that.
+    least = np.ceil(4 * np.log2(np.maximum(np.abs(exact).max(axis=(1, 2)) / MAX_QUOTIENT, tiny)))
+    chosen: npt.NDArray[np.int16] = np.minimum(np.maximum(codes, least), MAX_CODE).astype(np.int16)
+    return chosen
+
+
+def steps_of(codes: npt.NDArray[np.int16]) -> Steps:
+    """2 ** (code / 4), the same on every machine: a power of two times one of four constants."""
+    octaves, quarters = np.divmod(codes.astype(np.int32), 4)
+    return np.ldexp(_QUARTERS[quarters], octaves)
+
+
+_QUARTERS = np.array([1.0, 1.189207115, 1.4142135624, 1.6817928305], np.float32)
