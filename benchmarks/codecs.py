@@ -8,18 +8,17 @@ tokens are more or less alike. Random weights show sizes and speeds, not what a 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-import skymemory
+from _bench import print_table, write_json
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.kv_cache import CacheSource
 from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, build_small
@@ -116,12 +115,13 @@ def measure_packer(name: str, blocks: list[bytes], layout: KVLayout, repeats: in
 def row(
     blocks: list[bytes], layout: KVLayout, size: int, error: float, encode_s: float, decode_s: float
 ) -> dict[str, float]:
+    """Bits per number; rms error in percent of the numbers' standard deviation; MB of the raw block per second."""
     raw = sum(map(len, blocks))
     return {
-        "bits per number": round(8 * size * layout.item_bytes / raw, 3),
-        "rms error / deviation [%]": round(100 * error, 2),
-        "encode [MB/s]": round(raw / encode_s / 1e6),
-        "decode [MB/s]": round(raw / decode_s / 1e6),
+        "bits": round(8 * size * layout.item_bytes / raw, 3),
+        "error_percent": round(100 * error, 2),
+        "encode_mb_s": round(raw / encode_s / 1e6),
+        "decode_mb_s": round(raw / decode_s / 1e6),
     }
 
 
@@ -134,37 +134,28 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sources = {
-        "small model, random weights": blocks_of_model("small", options.blocks),
-        "TinyLlama's shape, 3 layers, random weights": blocks_of_model("tinyllama", options.blocks),
+        "small model": blocks_of_model("small", options.blocks),
+        "TinyLlama's shape, 3 layers": blocks_of_model("tinyllama", options.blocks),
         "drawn, tokens independent": drawn_blocks(0.0, options.blocks, options.seed),
         "drawn, correlation 0.9": drawn_blocks(0.9, options.blocks, options.seed),
     }
-    results: dict[str, dict[str, dict[str, float]]] = {}
+    rows: list[dict[str, Any]] = []
     for source, (blocks, layout) in sources.items():
-        print(f"\n{source}: {len(blocks)} blocks of {layout.block_bytes:,} bytes, {layout.describe()}")
-        print(f"{'codec':16} {'bits':>7} {'x quanto8':>9} {'error %':>8} {'enc MB/s':>9} {'dec MB/s':>9}")
-        rows = {name: measure_codec(name, blocks, layout, options.repeats) for name in CODECS}
-        rows |= {name: measure_packer(name, blocks, layout, options.repeats) for name in PACKERS}
-        for name, found in rows.items():
-            found["times smaller than quanto8"] = round(
-                rows["quanto8"]["bits per number"] / found["bits per number"], 2
-            )
-            print(
-                f"{name:16} {found['bits per number']:7.3f} {found['times smaller than quanto8']:9.2f} "
-                f"{found['rms error / deviation [%]']:8.2f} {found['encode [MB/s]']:9.0f} {found['decode [MB/s]']:9.0f}"
-            )
-        results[source] = rows
-    if options.json:
-        about = {
-            "seed": options.seed,
-            "blocks": options.blocks,
-            "skymemory": skymemory.__version__,
-            "python": sys.version.split()[0],
-            "numpy": np.__version__,
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-        }
-        options.json.write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n")
+        found = {name: measure_codec(name, blocks, layout, options.repeats) for name in CODECS}
+        found |= {name: measure_packer(name, blocks, layout, options.repeats) for name in PACKERS}
+        for name, figures in found.items():
+            smaller = round(found["quanto8"]["bits"] / figures["bits"], 2)
+            rows.append({"source": source, "codec": name, **figures, "times_smaller_than_quanto8": smaller})
+        print_table(
+            f"{source}: {len(blocks)} blocks of {layout.block_bytes:,} bytes, {layout.describe()}",
+            ("codec", "bits", "x quanto8", "error %", "encode MB/s", "decode MB/s"),
+            [
+                (one["codec"], f"{one['bits']:.3f}", f"{one['times_smaller_than_quanto8']:.2f}",
+                 f"{one['error_percent']:.2f}", f"{one['encode_mb_s']:,}", f"{one['decode_mb_s']:,}")
+                for one in rows[-len(found) :]
+            ],
+        )  # fmt: skip
+    write_json(options.json, "codecs", options.seed, rows)
 
 
 if __name__ == "__main__":
