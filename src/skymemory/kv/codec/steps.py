@@ -3,7 +3,7 @@
 A step is the distance between neighbouring numbers that can be stored; no number moves by more than half of it. It is
 taken relative to how much the head's channels vary from token to token in this block, on a grid of quarter octaves
 (2 ** (code / 4)), so that two bytes say it. Early layers get finer steps than late ones: what is rounded there goes
-through every layer behind (the idea is CacheGen's, Liu et al., SIGCOMM 2024; the bins of ``medium`` are 0.5, 1 and 1.5).
+through every layer behind (the idea is CacheGen's, Liu et al., SIGCOMM 2024; the bins of ``medium`` are 0.5, 1, 1.5).
 """
 
 from __future__ import annotations
