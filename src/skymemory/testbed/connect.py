@@ -15,8 +15,10 @@ from skymemory.protocol.pointing import ACCESS_MODES, Access
 from skymemory.store.admission import AdmittingStore
 from skymemory.store.base import Store
 from skymemory.store.constellation import ConstellationStore
+from skymemory.store.disk.store import DiskStore
 from skymemory.store.memory import MemoryStore
 from skymemory.store.quota import TenantStore
+from skymemory.store.redis.store import RedisStore
 from skymemory.store.sealed import SealedStore
 from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
@@ -24,7 +26,7 @@ from skymemory.testbed.key_file import KeyFollower
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.wiring import client_of, clock_of, shell_of, sky_of
-from skymemory.units import parse_size
+from skymemory.units import parse_duration, parse_size
 
 
 def expected_round_trip_s(plan: ConstellationPlan, access: str, now_s: float | None = None) -> float:
@@ -98,9 +100,10 @@ _RULES = ("admit", "tenant", "quota", "seal")
 def open_store(where: str = "constellation") -> Store:
     """A store by its address.
 
-    ``memory`` or ``memory://4GiB`` (in this process), ``constellation`` (this user's, as started by
-    ``skymemory constellation up``), ``constellation:///run/dir`` or
-    ``constellation:///run/dir?index=no&access=gateway``. Either may end in ``?admit=second`` (what is offered once is
+    ``memory`` or ``memory://4GiB`` (in this process), ``disk:///directory?budget=60GiB`` (one process at a time;
+    ``&sync=each`` for power cuts), ``redis://host:6379/0`` (``?timeout=2s``), ``constellation`` (this user's, as
+    started by ``skymemory constellation up``), ``constellation:///run/dir`` or
+    ``constellation:///run/dir?index=no&access=gateway``. Each may end in ``?admit=second`` (what is offered once is
     not stored), ``?tenant=NAME&quota=SIZE`` (so many bytes at most for this tenant) and ``?seal=FILE`` (values are
     sealed with the tenant's keys in that file, which `skymemory keys new` makes).
     """
@@ -132,12 +135,21 @@ def _bare(kind: str, place: str, options: dict[str, str], where: str) -> Store:
     if kind == "memory":
         _no_others(options, (), where)
         return MemoryStore(parse_size(place)) if place else MemoryStore()
+    if kind == "disk":
+        _no_others(options, ("budget", "sync"), where)
+        if not place or "budget" not in options:
+            raise InvalidInput(f"store {where!r}: expected disk:///directory?budget=SIZE[&sync=each]")
+        return DiskStore(Path(place), parse_size(options["budget"]), sync=options.get("sync", "never"))  # type: ignore[arg-type]
+    if kind in ("redis", "rediss"):
+        _no_others(options, ("timeout",), where)
+        return RedisStore(f"{kind}://{place}", timeout_s=parse_duration(options.get("timeout", "2s")))
     if kind == "constellation":
         _no_others(options, ("index", "access"), where)
         use_index = options.get("index", "yes") not in ("no", "0", "off")
         return open_constellation(Path(place) if place else None, use_index=use_index, access=options.get("access"))
     raise InvalidInput(
-        f"store {where!r}: expected memory[://SIZE] or constellation[://RUN_DIR][?index=no&access=gateway]"
+        f"store {where!r}: expected memory[://SIZE], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB] or "
+        "constellation[://RUN_DIR][?index=no&access=gateway]"
     )
 
 

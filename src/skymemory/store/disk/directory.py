@@ -1,0 +1,136 @@
+"""The directory of a disk store: whose it is, what is in it, and nothing of ours in anybody else's.
+
+``format`` names the layout, ``lock`` is held by the one process that has the store open, ``values/`` has one file per
+value. A file's time of change is when its value was last used, so that a new process knows what to evict first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from skymemory.errors import InvalidInput
+from skymemory.store.disk.value_file import PART, file_name, key_of, stored_bytes
+
+_FORMAT = "skymemory disk store 1\n"
+_OURS = {"format", "lock", "values"}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundValue:
+    """A value that was there when the directory was opened."""
+
+    key: bytes
+    size_bytes: int
+    used_ns: int
+
+
+class StoreDirectory:
+    """The directory at ``path``, made if need be, and locked until ``close``.
+
+    Raises:
+        InvalidInput: it cannot be made or written, is another process's at the moment, or holds other things.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.values = self.path / "values"
+        self.torn = 0
+        """Files that a scan removed because they were not whole."""
+        self._lock_fd = -1
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            strangers = sorted(set(os.listdir(self.path)) - _OURS)
+            if strangers and not (self.path / "format").exists():
+                raise InvalidInput(
+                    f"{self.path} holds other things ({strangers[0]} …): give a disk store a directory of its own"
+                )
+            self._lock()
+            self._check_format()
+            self.values.mkdir(exist_ok=True)
+        except OSError as error:
+            self.close()
+            raise InvalidInput(
+                f"no disk store at {self.path}: {error.strerror}: give a directory to write in"
+            ) from error
+        except InvalidInput:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        self._lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise InvalidInput(
+                f"the disk store at {self.path} is open already (process {holder}): one process at a time; "
+                "give this one another directory"
+            ) from None
+        os.ftruncate(self._lock_fd, 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _check_format(self) -> None:
+        path = self.path / "format"
+        found = path.read_text(errors="replace") if path.exists() else ""
+        if found and found != _FORMAT:
+            raise InvalidInput(
+                f"{path} says {found.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory"
+            )
+        if not found:
+            path.write_text(_FORMAT)
+
+    def scan(self) -> Iterator[FoundValue]:
+        """What is there, in no order. Parts and torn files are removed, names that are not ours left alone."""
+        with os.scandir(self.values) as entries:
+            for entry in entries:
+                path = self.values / entry.name
+                key = key_of(entry.name)
+                if key is None:
+                    if entry.name.endswith(PART):
+                        self.remove(path)
+                    continue
+                try:
+                    size_bytes = stored_bytes(path, key)
+                    if size_bytes is not None:
+                        yield FoundValue(key, size_bytes, entry.stat().st_mtime_ns)
+                        continue
+                except OSError:
+                    pass  # what cannot be opened cannot be read either
+                self.torn += 1
+                self.remove(path)
+
+    def path_of(self, key: bytes) -> Path:
+        return self.values / file_name(key)
+
+    def part_of(self, key: bytes, number: int) -> Path:
+        return self.values / f"{file_name(key)}.{number}{PART}"
+
+    def stamp(self, key: bytes, used_ns: int) -> None:
+        """Note that the value was used; who cannot be stamped is only evicted earlier by the next process."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path_of(key), ns=(used_ns, used_ns))
+
+    @staticmethod
+    def remove(path: Path) -> None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def sync(self) -> None:
+        """Names on the disk itself: renames and removals so far outlive a power cut."""
+        fd = os.open(self.values, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Let others have it. May be repeated."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1

@@ -1,0 +1,39 @@
+"""One value out of its file, and what is to be thought of it if it is not there."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from skymemory.store.disk.value_file import read_value
+
+_FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO)
+"""Of no other error does the file seem to be the cause: there may be too many open ones, or too little memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """``view`` is None for a miss, and ``reason`` then says why. ``lost``: it will be no better next time."""
+
+    view: memoryview | None
+    seconds: float = 0.0
+    reason: str = ""
+    lost: bool = False
+
+
+ABSENT = Reading(None, reason="absent")
+
+
+def read_file(path: Path, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
+    """The value of ``key`` into ``out``, which is just as long."""
+    started_s = clock()
+    try:
+        whole = read_value(path, key, out)
+    except OSError as error:
+        reason = "absent" if error.errno == errno.ENOENT else "unreadable"
+        return Reading(None, clock() - started_s, reason, error.errno in _FAULTS_OF_THE_FILE)
+    if not whole:
+        return Reading(None, clock() - started_s, "corrupt", lost=True)
+    return Reading(out.toreadonly(), clock() - started_s)

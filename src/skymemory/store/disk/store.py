@@ -1,0 +1,300 @@
+"""The disk tier: values as files under a byte budget, found again by the next process.
+
+What was acknowledged survives a kill of the process at any moment; with ``sync="each"`` a power cut too. What a crash,
+a bad sector or a hand broke fails a checksum: a miss, counted and dropped, never wrong bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.metrics import Counters
+from skymemory.store.base import (
+    LEASE_S,
+    Buffer,
+    KeyReport,
+    LoadReport,
+    LoadTicket,
+    Presence,
+    StoreTicket,
+    TwoPhase,
+    check_items,
+    check_keys,
+    forget_abandoned,
+)
+from skymemory.store.disk.directory import StoreDirectory
+from skymemory.store.disk.parts import Parts, name_of
+from skymemory.store.disk.reading import ABSENT, Reading, read_file
+from skymemory.store.disk.shelf import Entry, Shelf, granted, size_of
+from skymemory.store.rooms import Rooms
+from skymemory.units import format_size
+
+Sync = Literal["never", "each"]
+"""When bytes must be on the disk itself: whenever the kernel likes, or before a store is acknowledged."""
+
+_LEARN_FROM_BYTES = 1 << 20
+"""Loads below this say more of the call than of the disk."""
+
+
+class DiskStore(TwoPhase):
+    """Values in files under ``path``, at most ``budget_bytes`` of them (without 64 bytes and a name each).
+
+    One process at a time; any number of threads. ``pin_fraction`` of the budget may be pinned; pins are forgotten with
+    the process. ``clock`` gives seconds, compared only with itself.
+
+    Raises:
+        InvalidInput: no budget, an unknown ``sync``, or a directory that cannot be used (``StoreDirectory``).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        budget_bytes: int,
+        *,
+        name: str = "disk",
+        sync: Sync = "never",
+        lease_s: float = LEASE_S,
+        pin_fraction: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if budget_bytes <= 0:
+            raise InvalidInput(f"the disk store needs a budget above 0 bytes, got {budget_bytes}")
+        if sync not in get_args(Sync):
+            raise InvalidInput(f"sync={sync!r}: expected {' or '.join(get_args(Sync))}")
+        self._name = name
+        self._synced = sync == "each"
+        self._lease_s = lease_s
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._rooms = Rooms()
+        self._counters = Counters()
+        self._bytes_per_s = 1e9
+        self._used_ns = 0
+        self._open_loads: set[LoadTicket] = set()
+        self._open_stores: set[StoreTicket] = set()
+        self._closed = False
+        self._shelf = Shelf(budget_bytes, int(budget_bytes * pin_fraction))
+        self._directory = StoreDirectory(path)
+        self._find_again()
+
+    def _find_again(self) -> None:
+        """The index out of the directory; what is over the budget goes, least recently used first."""
+        found = sorted(self._directory.scan(), key=lambda value: value.used_ns)
+        for value in found:
+            self._shelf.put(value.key, value.size_bytes)
+            self._used_ns = max(self._used_ns, value.used_ns)
+        self._counters.add("torn", self._directory.torn)
+        self._evict(self._shelf.make_room(0, (), self._clock()) or [])
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    # --- looking up ---
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        keys = check_keys(keys)
+        with self._open():
+            pending, there = self._shelf.pending(self._clock()), self._shelf.entries
+            return [
+                Presence.HIT if key in there else Presence.PENDING if key in pending else Presence.MISS for key in keys
+            ]
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        keys = check_keys(keys)
+        with self._open():
+            return next((i for i, key in enumerate(keys) if key not in self._shelf.entries), len(keys))
+
+    # --- loading ---
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        ticket = LoadTicket(check_keys(keys), self._clock() + self._lease_s)
+        with self._open():
+            for tickets in (self._open_loads, self._shelf.loads):
+                forget_abandoned(tickets, self._clock())
+                tickets.add(ticket)
+        return ticket
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        with self._open():
+            if ticket not in self._open_loads:
+                raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
+            self._open_loads.discard(ticket)
+            started_s = self._clock()
+            found = {key: self._shelf.entries[key] for key in ticket.keys if key in self._shelf.entries}
+            total_bytes = sum(entry.size_bytes for entry in found.values())
+            ticket.state = room = self._rooms.take(total_bytes)
+        reads: dict[bytes, Reading] = {}
+        at = 0
+        for key, entry in found.items():
+            reads[key] = self._read(key, entry, room.data[at : at + entry.size_bytes])
+            at += entry.size_bytes
+        seconds = self._clock() - started_s
+        with self._lock:
+            self._shelf.loads.discard(ticket)
+            self._stamp(self._shelf.use(list(dict.fromkeys(ticket.keys))))
+            if total_bytes >= _LEARN_FROM_BYTES and seconds > 0:
+                self._bytes_per_s += (total_bytes / seconds - self._bytes_per_s) / 4
+            got = [reads.get(key, ABSENT) for key in ticket.keys]
+            self._counters.add("hits", sum(read.view is not None for read in got))
+            self._counters.add("misses", sum(read.view is None for read in got))
+        ticket.report = LoadReport(tuple(self._key_report(read) for read in got), seconds)
+        return [read.view for read in got]
+
+    def _read(self, key: bytes, entry: Entry, out: memoryview) -> Reading:
+        """Without the lock: the file may be replaced or removed meanwhile, which is no fault of the disk's."""
+        reading = read_file(self._directory.path_of(key), key, out, self._clock)
+        if reading.view is not None:
+            return reading
+        with self._lock:
+            now = self._shelf.entries.get(key)
+            if now is entry:
+                self._counters.add("unread", label=reading.reason)
+                if reading.lost:
+                    self._drop(key)
+                return reading
+        if now is None:
+            return ABSENT
+        return self._read(key, now, np.empty(now.size_bytes, dtype=np.uint8).data)
+
+    def _key_report(self, read: Reading) -> KeyReport:
+        if read.view is None:
+            return KeyReport(seconds=read.seconds, reason=read.reason)
+        return KeyReport(self._name, read.view.nbytes, read.seconds)
+
+    def release(self, ticket: LoadTicket) -> None:
+        with self._lock:
+            self._open_loads.discard(ticket)
+            self._shelf.loads.discard(ticket)
+            room, ticket.state = ticket.state, None
+        if isinstance(room, np.ndarray) and ticket.report is not None:
+            self._rooms.give_back(room)
+
+    # --- storing ---
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+        items = check_items(items)
+        for _, value in items:
+            if (size_bytes := size_of(value)) > self._shelf.budget_bytes:
+                raise ValueTooLarge(
+                    f"a value of {format_size(size_bytes)} does not fit the {self._name} store's budget of "
+                    f"{format_size(self._shelf.budget_bytes)}: raise the budget or store smaller values"
+                )
+        with self._open():
+            now_s = self._clock()
+            given = [False] * len(items)
+            ticket = StoreTicket(items, now_s + self._lease_s, state=given)
+            for tickets in (self._open_stores, self._shelf.stores):
+                forget_abandoned(tickets, now_s)
+                tickets.add(ticket)
+            for position, (_, value) in enumerate(items):
+                victims = self._shelf.make_room(size_of(value), [key for key, _ in items[:position]], now_s)
+                given[position] = victims is not None
+                if victims is None:
+                    self._counters.add("refused")
+                self._evict(victims or [])
+            return ticket
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        with self._open():
+            if ticket not in self._open_stores:
+                raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
+            self._open_stores.discard(ticket)
+            started_s = self._clock()
+            items = granted(ticket) if self._shelf.is_alive(ticket, started_s) else []
+        done: set[bytes] = set()
+        parts = Parts(self._directory, self._synced, lambda error: self._counters.add("failed", label=error))
+        try:
+            parts.write(items)
+            with self._lock:
+                if not self._closed and self._shelf.is_alive(ticket, self._clock()):
+                    for key, size_bytes in parts.settle():
+                        self._shelf.put(key, size_bytes)
+                        done.add(key)
+                    self._stamp(self._shelf.use([key for key, _ in ticket.items]))
+            if self._synced and done:
+                self._directory.sync()
+        except OSError as error:  # the names could not be synced: what is not sure is not acknowledged
+            self._counters.add("failed", label=name_of(error))
+            done.clear()
+        finally:
+            with self._lock:
+                self._shelf.stores.discard(ticket)
+            parts.discard()
+        self._counters.add("stored", len(done))
+        ticket.seconds = self._clock() - started_s
+        given = ticket.state if isinstance(ticket.state, list) else [False] * len(ticket.items)
+        return [yes and key in done for (key, _), yes in zip(ticket.items, given, strict=True)]
+
+    # --- keeping ---
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        keys = check_keys(keys)
+        with self._open():
+            self._stamp(self._shelf.use(keys))
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        keys = check_keys(keys)
+        with self._open():
+            now_s = self._clock()
+            return [self._shelf.pin(key, now_s + ttl_s, now_s) for key in keys]
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        keys = check_keys(keys)
+        with self._open():
+            return [self._drop(key) for key in keys]
+
+    def _drop(self, key: bytes) -> bool:
+        there = self._shelf.remove(key)
+        if there:
+            self._directory.remove(self._directory.path_of(key))
+        return there
+
+    def _evict(self, victims: Sequence[bytes]) -> None:
+        for key in victims:
+            self._directory.remove(self._directory.path_of(key))
+        self._counters.add("evicted", len(victims))
+
+    def _stamp(self, keys: Sequence[bytes]) -> None:
+        """The order of use, for the next process; later keys of ``keys`` are the more recent."""
+        for key in keys:
+            self._used_ns = max(self._used_ns + 1, time.time_ns())
+            self._directory.stamp(key, self._used_ns)
+
+    # --- itself ---
+
+    def stats(self) -> dict[str, int | float]:
+        with self._lock:
+            return {
+                **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
+                "entries": len(self._shelf.entries),
+                "used_bytes": self._shelf.used_bytes,
+                "budget_bytes": self._shelf.budget_bytes,
+                "open_leases": len(self._shelf.loads) + len(self._shelf.stores),
+            }
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
+        keys = check_keys(keys)
+        with self._open():
+            there = self._shelf.entries
+            return sum(there[key].size_bytes if key in there else math.inf for key in keys) / self._bytes_per_s
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._directory.close()
+
+    def _open(self) -> threading.RLock:
+        """The lock, for a ``with`` statement; InvalidInput once closed."""
+        if self._closed:
+            raise InvalidInput(f"the {self._name} store is closed: open a new one")
+        return self._lock

@@ -1,0 +1,133 @@
+"""Commands to a Redis or Valkey server, several at a time, over redis-py's connections; what fails is a reply too.
+
+redis-py packs a command into one new buffer, which for a value of megabytes is a copy and fresh memory. Here the pieces
+go to the socket as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.store.base import Buffer
+
+Argument = bytes | tuple[Buffer, ...]
+"""One argument of a command; a tuple is sent piece after piece as one."""
+
+Command = list[Buffer]
+"""In the server's protocol, ready to be sent piece after piece."""
+
+_READ_BYTES = 256 << 10
+"""So much is asked of the socket at once; redis-py's own 32 KiB are ninety calls for a block of 2.9 MB."""
+
+_SMALL_BYTES = 4096
+"""Pieces below this are joined: a copy costs less than a call."""
+
+_REST_S = 1.0
+"""After a timeout nothing is asked for so long: else every call of a load would wait once more."""
+
+
+class Unreachable(Exception):
+    """The server did not answer in time, or is not there. A reply, never raised to callers."""
+
+
+def pack(*arguments: Argument) -> Command:
+    """A command in the server's protocol (RESP: a list of strings with their lengths), large pieces not copied."""
+    pieces: Command = []
+    small = bytearray(b"*%d\r\n" % len(arguments))
+    for argument in arguments:
+        parts = argument if isinstance(argument, tuple) else (argument,)
+        small += b"$%d\r\n" % sum(memoryview(part).nbytes for part in parts)
+        for part in parts:
+            if memoryview(part).nbytes < _SMALL_BYTES:
+                small += part
+            else:
+                pieces += [bytes(small), part]
+                small.clear()
+        small += b"\r\n"
+    return [*pieces, bytes(small)]
+
+
+class Link:
+    """A pool of connections to the server at ``url``, made when they are first needed and anew when they broke.
+
+    Raises:
+        InvalidInput: an address that is none.
+        MissingExtra: redis-py is not installed.
+    """
+
+    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        try:
+            self._redis: Any = importlib.import_module("redis")
+            retry, backoff = importlib.import_module("redis.retry"), importlib.import_module("redis.backoff")
+        except ModuleNotFoundError as error:
+            raise MissingExtra("a Redis store needs redis: pip install 'skymemory[redis]'") from error
+        if timeout_s <= 0:
+            raise InvalidInput(f"a Redis store needs a timeout above 0 s, got {timeout_s}")
+        try:
+            self._pool = self._redis.ConnectionPool.from_url(
+                url,
+                decode_responses=False,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                socket_read_size=_READ_BYTES,
+                # A second attempt would double the time that a caller waits; the next call is one.
+                retry=retry.Retry(backoff.NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise InvalidInput(f"store {url!r}: {error}: expected redis://HOST[:PORT][/DB]") from error
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._rest_until_s = float("-inf")
+
+    def ask(self, commands: Sequence[Command], at_once: int) -> list[object]:
+        """The reply to each; an error in place of one is ``redis.ResponseError`` or ``Unreachable``.
+
+        At most ``at_once`` are on their way together, so that no server has to keep more replies than that. Each such
+        round has ``timeout_s`` between one answer and the next; the first that fails ends them all.
+        """
+        replies: list[object] = []
+        if not commands or self._clock() < self._rest_until_s:
+            return [Unreachable("resting after a timeout")] * len(commands)
+        connection = None
+        try:
+            connection = self._pool.get_connection()
+            for first in range(0, len(commands), at_once):
+                some = commands[first : first + at_once]
+                connection.send_packed_command(_joined(some))
+                for _ in some:
+                    replies.append(self._reply(connection))
+        except (self._redis.ConnectionError, self._redis.TimeoutError, OSError) as error:
+            if isinstance(error, self._redis.TimeoutError | TimeoutError):
+                self._rest_until_s = self._clock() + _REST_S
+            if connection is not None:
+                connection.disconnect()
+            replies += [Unreachable(str(error))] * (len(commands) - len(replies))
+        finally:
+            if connection is not None:
+                self._pool.release(connection)
+        return replies
+
+    def _reply(self, connection: Any) -> object:
+        try:
+            return connection.read_response(disable_decoding=True)
+        except self._redis.ResponseError as error:
+            return error
+
+    def close(self) -> None:
+        self._pool.disconnect()
+
+
+def _joined(commands: Sequence[Command]) -> Command:
+    """Commands one after the other, neighbouring small pieces as one."""
+    pieces: Command = []
+    for command in commands:
+        for piece in command:
+            if pieces and memoryview(piece).nbytes < _SMALL_BYTES and isinstance(pieces[-1], bytearray):
+                pieces[-1] += piece
+            else:
+                pieces.append(bytearray(piece) if memoryview(piece).nbytes < _SMALL_BYTES else piece)
+    return pieces

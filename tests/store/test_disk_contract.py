@@ -1,0 +1,64 @@
+"""The disk store under the contract of every tier, and beside its judge, the memory store, in random traces."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.contract.store_contract import StoreContract, Tier, key, value
+
+from skymemory.store.disk.store import DiskStore
+from skymemory.store.memory import MemoryStore
+
+
+class TestDisk(StoreContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        store = DiskStore(tmp_path / "disk", 256_000)
+        yield Tier(store, budget_bytes=256_000)
+        store.close()
+
+
+class TestSyncedDisk(StoreContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        store = DiskStore(tmp_path / "disk", 256_000, sync="each")
+        yield Tier(store, budget_bytes=256_000)
+        store.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_keeps_and_evicts_what_the_judge_does(tmp_path: Path, seed: int) -> None:
+    now_s = [0.0]
+    disk = DiskStore(tmp_path / "disk", 20_000, lease_s=5.0, clock=lambda: now_s[0])
+    judge = MemoryStore(20_000, lease_s=5.0, clock=lambda: now_s[0])
+    dice = random.Random(seed)
+    every = [key(number) for number in range(40)]
+    leases: list[tuple[object, object]] = []
+    for _ in range(300):
+        now_s[0] += dice.choice((0.0, 0.1, 1.0))
+        chain = dice.sample(every, dice.randint(1, 6))
+        match dice.choice(("put", "put", "put", "get", "touch", "pin", "delete", "lease", "end")):
+            case "put":
+                items = [(k, value(dice.randrange(99), dice.randint(0, 3000))) for k in chain]
+                assert disk.put_many(items) == judge.put_many(items)
+            case "get":
+                assert disk.get_many(chain) == judge.get_many(chain)
+            case "touch":
+                disk.touch(chain), judge.touch(chain)
+            case "pin":
+                ttl_s = dice.choice((0.0, 3.0))
+                assert disk.pin(chain, ttl_s) == judge.pin(chain, ttl_s)
+            case "delete":
+                assert disk.delete(chain) == judge.delete(chain)
+            case "lease":
+                leases.append((disk.prepare_load(chain), judge.prepare_load(chain)))
+            case "end" if leases:
+                ours, theirs = leases.pop()
+                disk.release(ours), judge.release(theirs)  # type: ignore[arg-type]
+        assert disk.lookup(every) == judge.lookup(every)
+        assert disk.stats()["used_bytes"] == judge.stats()["used_bytes"]
+    assert disk.stats()["evicted_total"] == judge.stats()["evicted_total"] > 0
+    disk.close()

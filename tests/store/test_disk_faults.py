@@ -1,0 +1,353 @@
+"""What a disk does to one: kills at any moment, torn and flipped files, no room, directories that are not ours."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.contract.store_contract import key, value
+
+from skymemory.errors import InvalidInput
+from skymemory.store.base import Presence
+from skymemory.store.disk import value_file
+from skymemory.store.disk.store import DiskStore
+
+BUDGET_BYTES = 1 << 20
+
+_WRITER = """
+import random, sys
+from pathlib import Path
+from skymemory.store.disk.store import DiskStore
+store = DiskStore(Path(sys.argv[1]), 16 << 20, sync=sys.argv[3])
+dice = random.Random(int(sys.argv[2]))
+for turn in range(10**9):
+    # Contents follow from key and version, so that the judge can tell a right value from a wrong one.
+    numbers = dice.sample(range(30), 3)
+    items = [(n.to_bytes(4, "big") * 8, turn.to_bytes(4, "big") + random.Random(n * 10**6 + turn).randbytes(100_000))
+             for n in numbers]
+    assert store.put_many(items) == [True] * 3
+    print(turn, *numbers, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("sync", "kills"), [("never", 14), ("each", 4)])
+def test_a_kill_at_any_moment_loses_only_what_was_not_acknowledged(tmp_path: Path, sync: str, kills: int) -> None:
+    acknowledged: dict[int, set[int]] = {}
+    dice = random.Random(9)
+    turns = 0
+    for kill in range(kills):
+        # A directory of its own for each life would never meet the remains of the one before: all lives share one.
+        turns += _one_life(tmp_path / "disk", sync, kill, dice.uniform(0.0, 0.4), acknowledged)
+    assert turns > kills  # the kills met a writer at work
+
+
+def _one_life(path: Path, sync: str, seed: int, patience_s: float, acknowledged: dict[int, set[int]]) -> int:
+    """Start a writer, kill it after ``patience_s`` of writing, and check all it left. Returns its acknowledgements."""
+    # Its dice are known, so the order of its puts is too: a turn that was begun and not acknowledged may be there.
+    child = subprocess.Popen([sys.executable, "-c", _WRITER, path, str(seed), sync], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    lines = [child.stdout.readline()]
+    time.sleep(patience_s)
+    child.send_signal(signal.SIGKILL)
+    lines += child.stdout.readlines()
+    child.wait()
+    done = [[int(word) for word in line.split()] for line in lines if line.endswith("\n")]
+    writer_dice = random.Random(seed)
+    began = [writer_dice.sample(range(30), 3) for _ in range(len(done) + 1)]
+    assert began[:-1] == [numbers for _, *numbers in done]
+    for turn, *numbers in done:
+        for number in numbers:
+            acknowledged[number] = {turn}
+    for number in began[-1]:
+        acknowledged.setdefault(number, {-1}).add(len(done))
+    store = DiskStore(path, 16 << 20)
+    got = store.get_many([key(number) for number in range(30)])
+    for number, view in enumerate(got):
+        if number not in acknowledged:
+            assert view is None
+        elif view is None:
+            assert -1 in acknowledged[number], f"{number} was acknowledged and is gone"
+        else:
+            turn = int.from_bytes(view[:4], "big")
+            assert turn in acknowledged[number]
+            assert view[4:] == random.Random(number * 10**6 + turn).randbytes(100_000)
+            acknowledged[number] = {turn}
+    assert store.stats().get("torn_total", 0) == 0
+    assert not [name for name in os.listdir(path / "values") if name.endswith(".part")]
+    store.close()
+    return len(done)
+
+
+def test_a_new_process_finds_values_and_their_order_of_use(tmp_path: Path) -> None:
+    size = BUDGET_BYTES // 4
+    first = DiskStore(tmp_path, BUDGET_BYTES)
+    first.put_many([(key(n), value(n, size)) for n in range(4)])
+    first.get_many([key(3)])
+    first.touch([key(1)])
+    first.close()
+    second = DiskStore(tmp_path, BUDGET_BYTES)
+    assert second.get_many([]) == [] and second.prefix([key(n) for n in range(4)]) == 4
+    assert second.stats()["used_bytes"] == BUDGET_BYTES
+    second.put_many([(key(9), value(9, 2 * size))])  # 2, then 0: the end of the chain and then its beginning
+    assert [found is Presence.HIT for found in second.lookup([key(n) for n in range(4)])] == [False, True, False, True]
+    assert second.get_many([key(1), key(3)]) == [value(1, size), value(3, size)]
+    second.close()
+
+
+def test_a_smaller_budget_evicts_the_least_recently_used_at_the_start(tmp_path: Path) -> None:
+    first = DiskStore(tmp_path, BUDGET_BYTES)
+    first.put_many([(key(n), value(n)) for n in range(8)])
+    first.close()
+    second = DiskStore(tmp_path, 3000)
+    assert second.prefix([key(n) for n in range(8)]) == 3 and second.stats()["entries"] == 3
+    assert len(os.listdir(tmp_path / "values")) == 3
+    second.close()
+
+
+def _cut(to: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:to]
+
+
+def _flip(at: int) -> Callable[[bytes], bytes]:
+    def harm(data: bytes) -> bytes:
+        flipped = bytearray(data)
+        flipped[at] ^= 1
+        return bytes(flipped)
+
+    return harm
+
+
+_HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": _cut(0),
+    "cut in the header": _cut(40),
+    "cut at the header": _cut(64),
+    "cut in the value": _cut(5000),
+    "last byte cut": _cut(-1),
+    "one byte more": lambda data: data + b"x",
+    "magic flipped": _flip(0),
+    "key flipped": _flip(9),
+    "size flipped": _flip(41),
+    "value's checksum flipped": _flip(57),
+    "header's checksum flipped": _flip(61),
+    "first byte flipped": _flip(64),
+    "last byte flipped": _flip(-1),
+    "zeros": lambda data: bytes(len(data)),
+    "zeros behind the header": lambda data: data[:64] + bytes(len(data) - 64),
+}
+
+
+def _harm(path: Path, harm: Callable[[bytes], bytes]) -> None:
+    file = path / "values" / key(1).hex()
+    harmed = bytearray(file.read_bytes())
+    file.write_bytes(harm(bytes(harmed)))
+
+
+@pytest.mark.parametrize("harm", _HARMS.values(), ids=_HARMS)
+@pytest.mark.parametrize("open_meanwhile", [True, False])
+def test_a_broken_file_is_a_miss_counted_and_dropped(
+    tmp_path: Path, harm: Callable[[bytes], bytes], open_meanwhile: bool
+) -> None:
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    store.put_many([(key(n), value(n, 10_000)) for n in range(3)])
+    if not open_meanwhile:
+        store.close()
+    _harm(tmp_path, harm)
+    if not open_meanwhile:
+        store = DiskStore(tmp_path, BUDGET_BYTES)
+    got = store.get_many([key(n) for n in range(3)])
+    if len(harm(bytes(10_064))) > 10_064 and open_meanwhile:
+        assert got[1] == value(1, 10_000)  # what follows the value is not read
+        return
+    assert got == [value(0, 10_000), None, value(2, 10_000)]
+    stats = store.stats()
+    assert stats.get("torn_total", 0) + stats.get("unread{corrupt}_total", 0) == 1
+    assert stats["entries"] == 2 and stats["used_bytes"] == 20_000
+    assert store.lookup([key(1)]) == [Presence.MISS] and not (tmp_path / "values" / key(1).hex()).exists()
+    assert store.put_many([(key(1), b"anew")]) == [True] and store.get_many([key(1)]) == [b"anew"]
+    store.close()
+
+
+def test_the_report_says_why_it_is_a_miss(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    store.put_many([(key(1), value(1)), (key(2), value(2))])
+    _harm(tmp_path, _flip(-1))
+    (tmp_path / "values" / key(2).hex()).unlink()
+    ticket = store.prepare_load([key(1), key(2), key(3)])
+    store.complete_load(ticket)
+    assert ticket.report is not None
+    assert [report.reason for report in ticket.report.keys] == ["corrupt", "absent", "absent"]
+    store.close()
+
+
+def test_too_many_open_files_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    store.put_many([(key(1), value(1))])
+    with monkeypatch.context() as patch:
+        patch.setattr(value_file.os, "open", _raising(errno.EMFILE))
+        assert store.get_many([key(1)]) == [None]
+    assert store.stats()["unread{unreadable}_total"] == 1
+    assert store.get_many([key(1)]) == [value(1)]
+    store.close()
+
+
+def _raising(code: int) -> Callable[..., int]:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_full_disk_refuses_the_rest_of_the_chain_and_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    room = [25_000]
+    writev = os.writev
+
+    def short_writes(fd: int, parts: list[memoryview]) -> int:
+        """A disk with little room writes what fits, and then says that it is full."""
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = parts[0][: room[0]]
+        room[0] -= part.nbytes
+        return writev(fd, [part])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(value_file.os, "writev", short_writes)
+        assert store.put_many([(key(n), value(n, 10_000)) for n in range(4)]) == [True, True, False, False]
+    assert store.stats()["failed{ENOSPC}_total"] == 1 and store.stats()["used_bytes"] == 20_000
+    assert len(os.listdir(tmp_path / "values")) == 2
+    assert store.lookup([key(2)]) == [Presence.MISS]
+    assert store.get_many([key(0), key(1)]) == [value(0, 10_000), value(1, 10_000)]
+    assert store.put_many([(key(2), value(2, 10_000))]) == [True]
+    store.close()
+
+
+_LIMITED = """
+import resource, sys
+from pathlib import Path
+from skymemory.store.disk.store import DiskStore
+store = DiskStore(Path(sys.argv[1]), 1 << 20)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+key = lambda n: bytes([n]) * 32
+print(store.put_many([(key(1), bytes(10_000)), (key(2), bytes(60_000)), (key(3), bytes(10_000))]))
+print(store.stats()["failed{EFBIG}_total"], store.get_many([key(1)]) == [bytes(10_000)])
+"""
+
+
+def test_the_kernel_refuses_to_write_on_and_the_process_lives(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", _LIMITED, tmp_path], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines() == ["[True, False, False]", "1 True"], ran.stderr
+    assert len(os.listdir(tmp_path / "values")) == 1
+
+
+def test_what_is_not_sure_to_be_on_the_disk_is_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, BUDGET_BYTES, sync="each")
+    with monkeypatch.context() as patch:
+        patch.setattr(value_file.os, "fdatasync", _raising(errno.EIO))
+        assert store.put_many([(key(1), value(1))]) == [False]
+    with monkeypatch.context() as patch:
+        patch.setattr(value_file.os, "fsync", _raising(errno.EIO))
+        assert store.put_many([(key(1), value(1))]) == [False]
+    assert store.stats()["failed{EIO}_total"] == 2
+    assert store.put_many([(key(1), value(1))]) == [True]
+    store.close()
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    with pytest.raises(InvalidInput, match=f"open already.*{os.getpid()}"):
+        DiskStore(tmp_path, BUDGET_BYTES)
+    store.put_many([(key(1), value(1))])
+    store.close()
+    again = DiskStore(tmp_path, BUDGET_BYTES)
+    assert again.get_many([key(1)]) == [value(1)]
+    again.close()
+
+
+def test_a_refused_directory_is_not_left_locked(tmp_path: Path) -> None:
+    (tmp_path / "format").write_text("skymemory disk store 99\n")
+    with pytest.raises(InvalidInput, match="expected 'skymemory disk store 1'"):
+        DiskStore(tmp_path, BUDGET_BYTES)
+    with open(tmp_path / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(InvalidInput, match=r"thesis.tex"):
+        DiskStore(tmp_path, BUDGET_BYTES)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_what_is_no_directory_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InvalidInput, match="no disk store at"):
+            DiskStore(path, BUDGET_BYTES)
+    with pytest.raises(InvalidInput, match="sync"):
+        DiskStore(tmp_path / "disk", BUDGET_BYTES, sync="sometimes")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="budget"):
+        DiskStore(tmp_path / "disk", 0)
+
+
+def test_names_that_are_not_ours_stay(tmp_path: Path) -> None:
+    DiskStore(tmp_path, BUDGET_BYTES).close()
+    for name in ("README", "A" * 64, "z" * 64):
+        (tmp_path / "values" / name).write_text("x")
+    (tmp_path / "values" / f"{key(1).hex()}.7.part").write_text("x")
+    DiskStore(tmp_path, BUDGET_BYTES).close()
+    assert sorted(os.listdir(tmp_path / "values")) == ["A" * 64, "README", "z" * 64]
+
+
+def test_readers_see_old_or_new_while_a_writer_replaces(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    versions = [value(n, 1000 * (n % 3 + 1)) for n in range(60)]
+    store.put_many([(key(1), versions[0])])
+    wrong: list[object] = []
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.is_set():
+            (view,) = store.get_many([key(1)])
+            if view is None or bytes(view) not in versions:
+                wrong.append(view)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for version in versions:
+        store.put_many([(key(1), version)])
+    ended.set()
+    for reader in readers:
+        reader.join()
+    assert wrong == []
+    assert store.stats().get("unread{corrupt}_total", 0) == 0
+    store.close()
+
+
+def test_released_rooms_are_used_again_and_kept_ones_are_not(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    store.put_many([(key(1), value(1, 9000)), (key(2), value(2, 9000))])
+    ticket = store.prepare_load([key(1)])
+    (kept,) = store.complete_load(ticket)
+    (other,) = store.get_many([key(2)])
+    assert kept == value(1, 9000) and other == value(2, 9000)
+    store.release(ticket)
+    store.release(ticket)
+    store.get_many([key(2)])
+    assert kept == value(2, 9000)  # given back, and written over
+    assert other == value(2, 9000)
+    store.close()

@@ -1,0 +1,169 @@
+"""The Redis store over a real server: the contract, and a server that restarts, hangs, is full or lies."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.contract.store_contract import StoreContract, Tier, key, value
+from tests.store.redis_server import RedisServer
+
+from skymemory.errors import InvalidInput, MissingExtra, ValueTooLarge
+from skymemory.store.base import Presence
+from skymemory.store.redis import link
+from skymemory.store.redis.link import Link, pack
+from skymemory.store.redis.store import NAMESPACE, RedisStore
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[RedisServer]:
+    directory = Path(tempfile.mkdtemp())  # a socket's path must be short
+    server = RedisServer(directory)
+    yield server
+    server.stop()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    directory = Path(tempfile.mkdtemp())
+    server = RedisServer(directory, "--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+    yield server
+    server.stop()
+    shutil.rmtree(directory)
+
+
+class TestRedis(StoreContract):
+    @pytest.fixture
+    def tier(self, shared_server: RedisServer) -> Iterator[Tier]:
+        raw = Link(shared_server.url, 2.0)
+        raw.ask([pack(b"FLUSHALL")], 1)
+        raw.close()
+        store = RedisStore(shared_server.url)
+        yield Tier(store, pins=False, leases=False)
+        store.close()
+
+
+def _raw(server: RedisServer, *arguments: bytes) -> object:
+    raw = Link(server.url, 2.0)
+    (reply,) = raw.ask([pack(*arguments)], 1)
+    raw.close()
+    return reply
+
+
+def test_more_values_than_go_at_once_come_back_in_order(server: RedisServer) -> None:
+    store = RedisStore(server.url)
+    items = [(key(n), value(n, 5000 + n)) for n in range(50)]
+    assert store.put_many(items) == [True] * 50
+    assert store.get_many([k for k, _ in items]) == [v for _, v in items]
+    assert store.prefix([key(n) for n in range(700)]) == 50
+    store.close()
+
+
+@pytest.mark.parametrize("at", [0, 500, 999, 1000, 1003, 1007])
+def test_a_flipped_byte_is_a_miss_counted_and_deleted(server: RedisServer, at: int) -> None:
+    store = RedisStore(server.url)
+    store.put_many([(key(1), value(1)), (key(2), value(2))])
+    whole = bytearray(_raw(server, b"GET", NAMESPACE + key(1)))  # type: ignore[arg-type]
+    whole[at] ^= 1
+    _raw(server, b"SET", NAMESPACE + key(1), bytes(whole))
+    ticket = store.prepare_load([key(1), key(2)])
+    assert store.complete_load(ticket) == [None, value(2)]
+    assert ticket.report is not None and ticket.report.keys[0].reason == "corrupt"
+    assert store.stats()["failed{corrupt}_total"] == 1
+    assert _raw(server, b"EXISTS", NAMESPACE + key(1)) == 0
+    store.close()
+
+
+def test_a_value_under_anothers_key_is_a_miss(server: RedisServer) -> None:
+    store = RedisStore(server.url)
+    store.put_many([(key(1), value(1))])
+    _raw(server, b"RENAME", NAMESPACE + key(1), NAMESPACE + key(2))
+    assert store.get_many([key(2)]) == [None]
+    _raw(server, b"SET", NAMESPACE + key(3), b"short")
+    _raw(server, b"LPUSH", NAMESPACE + key(4), b"not a string")
+    assert store.lookup([key(3), key(4)]) == [Presence.MISS] * 2
+    assert store.get_many([key(3), key(4)]) == [None, None]
+    store.close()
+
+
+def test_a_restarted_server_is_used_again(server: RedisServer) -> None:
+    store = RedisStore(server.url)
+    assert store.put_many([(key(1), value(1))]) == [True]
+    server.stop()
+    ticket = store.prepare_load([key(1), key(2)])
+    assert store.complete_load(ticket) == [None, None]
+    assert ticket.report is not None and {report.reason for report in ticket.report.keys} == {"unreachable"}
+    assert store.put_many([(key(1), value(1))]) == [False]
+    assert store.lookup([key(1)]) == [Presence.MISS] and store.delete([key(1)]) == [False]
+    assert store.estimate_load_s([key(1)], 0.0) == math.inf
+    server.start()
+    assert store.put_many([(key(1), value(7))]) == [True]
+    assert store.get_many([key(1)]) == [value(7)]
+    store.close()
+
+
+def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_REST_S", 0.3)
+    store = RedisStore(server.url, timeout_s=0.2)
+    store.put_many([(key(1), value(1))])
+    server.process.send_signal(signal.SIGSTOP)
+    started_s = time.monotonic()
+    for _ in range(5):
+        assert store.get_many([key(1)]) == [None]
+    assert 0.15 < time.monotonic() - started_s < 0.45  # one timeout, then rest
+    server.process.send_signal(signal.SIGCONT)
+    time.sleep(0.35)
+    assert store.get_many([key(1)]) == [value(1)]  # and not the answer to an earlier question
+    store.close()
+
+
+def test_a_full_server_refuses_and_the_rest_goes_on(server: RedisServer) -> None:
+    store = RedisStore(server.url)
+    stored = store.put_many([(key(n), bytes(1 << 20)) for n in range(12)])
+    assert stored[0] and not stored[-1] and sorted(stored, reverse=True) == stored
+    assert store.stats()["failed{refused}_total"] == stored.count(False)
+    assert store.prefix([key(n) for n in range(12)]) == stored.count(True)
+    store.close()
+
+
+def test_nobody_there_is_a_miss_at_once() -> None:
+    pytest.importorskip("redis")
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # bound, and not listening
+        store = RedisStore(f"redis://127.0.0.1:{reserved.getsockname()[1]}/0")
+        started_s = time.monotonic()
+        assert store.get_many([key(1)]) == [None] and store.put_many([(key(1), b"x")]) == [False]
+        assert time.monotonic() - started_s < 1.0
+        store.close()
+
+
+def test_what_can_not_be_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("redis")
+    for url in ("http://host", "redis://host:port/0"):
+        with pytest.raises(InvalidInput):
+            RedisStore(url)
+    with pytest.raises(InvalidInput, match="timeout"):
+        RedisStore("redis://localhost", timeout_s=0.0)
+    store = RedisStore("redis://localhost")
+    monkeypatch.setattr("skymemory.store.redis.store._LARGEST_BYTES", 10)
+    with pytest.raises(ValueTooLarge, match="Redis"):
+        store.put_many([(key(1), bytes(11))])
+    store.close()
+    monkeypatch.setitem(__import__("sys").modules, "redis", None)
+    with pytest.raises(MissingExtra, match=r"skymemory\[redis\]"):
+        RedisStore("redis://localhost")
+
+
+def test_large_pieces_are_sent_as_they_are() -> None:
+    data = memoryview(bytes(10_000))
+    pieces = pack(b"SET", b"k", (data, b"tail"))
+    assert pieces[1] is data
+    assert b"".join(pieces) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$10004\r\n" + bytes(10_000) + b"tail\r\n"

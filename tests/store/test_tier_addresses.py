@@ -1,0 +1,46 @@
+"""Disk and Redis stores by their addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skymemory import open_store
+from skymemory.errors import InvalidInput
+
+
+def test_a_disk_store_by_its_address(tmp_path: Path) -> None:
+    address = f"disk://{tmp_path}/cache?budget=1MiB&sync=each"
+    store = open_store(address)
+    assert store.name == "disk" and store.stats()["budget_bytes"] == 1 << 20
+    assert store.put_many([(bytes(32), b"kept")]) == [True]
+    store.close()
+    again = open_store(f"{address}&admit=second")
+    assert again.get_many([bytes(32)]) == [b"kept"]
+    again.close()
+
+
+def test_a_redis_store_by_its_address() -> None:
+    pytest.importorskip("redis")
+    store = open_store("redis://localhost:1/3?timeout=100ms")
+    assert store.name == "redis" and store.get_many([bytes(32)]) == [None]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("disk:///tmp/x", "budget=SIZE"),
+        ("disk://?budget=1MiB", "budget=SIZE"),
+        ("disk:///tmp/x?budget=much", "not a size"),
+        ("disk:///tmp/x?budget=1MiB&sync=now", "sync='now'"),
+        ("disk:///tmp/x?budget=1MiB&index=no", "unknown option 'index'"),
+        ("redis://localhost?timeout=soon", "not a duration"),
+        ("redis://localhost?budget=1MiB", "unknown option 'budget'"),
+        ("tape://x", "disk:///DIRECTORY"),
+    ],
+)
+def test_a_wrong_address_says_what_was_expected(query: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        open_store(query)
