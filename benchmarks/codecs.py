@@ -20,10 +20,11 @@ import torch
 
 from _bench import print_table, write_json
 from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.inputs import shipped_document
 from skymemory.engine.kv_cache import CacheSource
 from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, build_small
 from skymemory.engine.quantizers import codec_of
-from skymemory.engine.tokenizer import shipped_document, train_tokenizer
+from skymemory.engine.tokenizer import train_tokenizer
 from skymemory.kv.codec.base import measure
 from skymemory.kv.layout import KVLayout, to_float32
 

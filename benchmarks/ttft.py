@@ -19,8 +19,9 @@ from transformers.utils import logging
 
 from _bench import constellation, median_s, print_table, redis_server, write_json
 from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.inputs import shipped_document
 from skymemory.engine.models import build_tinyllama
-from skymemory.engine.tokenizer import shipped_document, train_tokenizer
+from skymemory.engine.tokenizer import train_tokenizer
 from skymemory.store.shared_index import SharedIndex
 from skymemory.testbed.connect import expected_round_trip_s, store_of
 

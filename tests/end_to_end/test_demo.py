@@ -35,10 +35,14 @@ def test_the_quick_demo_serves_every_codec_from_the_sky_and_leaves_nothing(tmp_p
     assert processes_of(tmp_path) == [] and list(tmp_path.glob("skymemory-demo-*")) == []
 
 
+def _started(folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(DEMO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    demo = subprocess.Popen(DEMO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    demo = _started(tmp_path)
     deadline_s = time.monotonic() + 60
     while not processes_of(tmp_path) and demo.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -50,8 +54,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signa
 
 
 def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
-    demo = subprocess.Popen(DEMO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    demo = _started(tmp_path)
     assert demo.stdout is not None and "constellation up" in demo.stdout.readline()
     demo.kill()
     demo.communicate(timeout=30)

@@ -173,8 +173,9 @@ _MODEL = """
 import time, torch
 torch.set_num_threads(1)
 from skymemory import KVCManager, open_store
+from skymemory.engine.inputs import shipped_document
 from skymemory.engine.models import build_small
-from skymemory.engine.tokenizer import shipped_document, train_tokenizer
+from skymemory.engine.tokenizer import train_tokenizer
 tokenizer = train_tokenizer(1024)
 model = build_small(vocab_size=len(tokenizer))
 prompt = shipped_document()[:3000]
@@ -182,7 +183,23 @@ options = {"max_new_tokens": 20, "do_sample": False}
 inputs = tokenizer(prompt, return_tensors="pt")
 def tokens(out): return out[0, inputs.input_ids.shape[1]:].tolist()
 plain = tokens(model.generate(**inputs, **options))
-store = open_store("PLACE")
+"""
+_ADD = """
+with KVCManager(model, tokenizer, store=open_store("constellation")) as kvc:
+    out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt), **options)
+    result = kvc.add_blocks(prompt)
+    assert result.stored_blocks == result.blocks > 3 and result.prefilled_tokens == 0, result
+    assert tokens(out) == plain
+"""
+_GET = """
+for place in ("constellation", "constellation://?index=no", "constellation"):
+    store = open_store(place)
+    with KVCManager(model, tokenizer, store=store) as kvc:
+        began = time.perf_counter(); cache = kvc.get_cache(prompt); seconds = time.perf_counter() - began
+        out = model.generate(**inputs, past_key_values=cache, **options)
+        print(cache.result.cached_tokens, seconds, tokens(out) == plain, flush=True)
+    if "no" in place:
+        input()  # until a host is dead
 """
 
 
@@ -190,29 +207,22 @@ store = open_store("PLACE")
 def test_a_prompt_of_one_process_is_served_to_another_and_survives_a_dead_host(sky: Sky) -> None:
     pytest.importorskip("transformers", reason="needs skymemory[hf]")
     sky.up("--delay", "real")
-    added = sky.python(
-        _MODEL.replace("PLACE", "constellation") + "with KVCManager(model, tokenizer, store=store) as kvc:\n"
-        "    out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt), **options)\n"
-        "    result = kvc.add_blocks(prompt)\n"
-        "    assert result.stored_blocks == result.blocks > 3 and result.prefilled_tokens == 0, result\n"
-        "    assert tokens(out) == plain"
-    )
+    added = sky.python(_MODEL + _ADD)
     assert added.returncode == 0, added.stderr
-    served = (
-        "with KVCManager(model, tokenizer, store=store) as kvc:\n"
-        "    began = time.perf_counter(); cache = kvc.get_cache(prompt); seconds = time.perf_counter() - began\n"
-        "    out = model.generate(**inputs, past_key_values=cache, **options)\n"
-        "    print(cache.result.cached_tokens, seconds, tokens(out) == plain)"
-    )
-    run_dir = sky.run_dir
-    for place in ("constellation", "constellation://?index=no"):
-        answer = sky.python(_MODEL.replace("PLACE", place) + served)
-        assert answer.returncode == 0, answer.stderr
-        cached, _, equal = answer.stdout.split()
-        assert int(cached) >= 3 * 128 and equal == "True"
-    os.kill(json.loads((run_dir / "host-2.pid").read_text("utf-8"))["pid"], signal.SIGKILL)
-    time.sleep(0.2)
-    answer = sky.python(_MODEL.replace("PLACE", "constellation") + served)
-    assert answer.returncode == 0, answer.stderr
-    cached, seconds, equal = answer.stdout.split()
+    getter = subprocess.Popen(
+        [sys.executable, "-c", _MODEL + _GET], env=sky.environment, cwd=sky.folder, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert getter.stdout is not None
+        for _ in range(2):
+            cached, _, equal = (getter.stdout.readline() or "0 0 process-ended").split()
+            assert int(cached) >= 3 * 128 and equal == "True"
+        os.kill(json.loads((sky.run_dir / "host-2.pid").read_text("utf-8"))["pid"], signal.SIGKILL)
+        time.sleep(0.2)
+        out, errors = getter.communicate("\n", timeout=60)
+    finally:
+        getter.kill()
+    assert getter.returncode == 0, errors
+    cached, seconds, equal = out.split()
     assert cached == "0" and float(seconds) < 1.0 and equal == "True"

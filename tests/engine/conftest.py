@@ -28,7 +28,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def document() -> str:
-    from skymemory.engine.tokenizer import shipped_document
+    from skymemory.engine.inputs import shipped_document
 
     return shipped_document()
 

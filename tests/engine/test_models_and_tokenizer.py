@@ -10,13 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from skymemory.engine.inputs import read_document, shipped_document  # noqa: E402
 from skymemory.engine.models import SMALL_SHAPE, TINYLLAMA_SHAPE, build_llama, build_small, load_model  # noqa: E402
-from skymemory.engine.tokenizer import (  # noqa: E402
-    load_tokenizer,
-    read_document,
-    shipped_document,
-    train_tokenizer,
-)
+from skymemory.engine.tokenizer import load_tokenizer, train_tokenizer  # noqa: E402
 from skymemory.errors import InvalidInput  # noqa: E402
 
 pytestmark = pytest.mark.engine

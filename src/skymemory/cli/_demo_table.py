@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from skymemory.units import format_size
 
 if TYPE_CHECKING:
-    from skymemory.cli._demo_run import Row
+    from skymemory.cli._demo_acts import Row
 
 _PAPER = {"quanto8": (6.2, 4.9), "hqq8": (10.2, 7.8)}
 """Table 3 of the paper: 30 tokens on a Jetson Nano without and with the cache, seconds."""

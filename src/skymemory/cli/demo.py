@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_motion(args)
     from skymemory.cli._demo_run import run_demo
-    from skymemory.engine.tokenizer import read_document, shipped_document
+    from skymemory.engine.inputs import read_document, shipped_document
 
     document = read_document(args.document) if args.document else shipped_document()
     return run_demo(args, document)

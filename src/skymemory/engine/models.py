@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from skymemory.engine.inputs import check_model_folder
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import InvalidInput
 
@@ -76,12 +77,6 @@ def build_llama(
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
-
-
-def check_model_folder(path: str | Path) -> None:
-    """Raises ``InvalidInput`` where there is no saved model."""
-    if not (Path(path) / "config.json").is_file():
-        raise InvalidInput(f"no model in {str(path)!r}: expected a folder with config.json, as save_pretrained writes")
 
 
 def load_model(path: str | Path, *, dtype: str = "bfloat16") -> PreTrainedModel:

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from skymemory.engine.inputs import shipped_document
 from skymemory.errors import InvalidInput
 
-SHIPPED_DOCUMENT = "operators-handbook.txt"
 _UNKNOWN, _BEGIN, _END = "<unk>", "<s>", "</s>"
-_DOCUMENT_LIMIT_BYTES = 256 << 20
-
-
-def shipped_document() -> str:
-    """The handbook of an imaginary constellation, about 33 KB of English: the demo's context."""
-    text = resources.files("skymemory").joinpath("engine", "texts", SHIPPED_DOCUMENT)
-    return text.read_text(encoding="utf-8")
-
-
-def read_document(path: str | Path) -> str:
-    """The text in a file; InvalidInput if it is missing, empty, too large or not UTF-8 text."""
-    file = Path(path)
-    if not file.is_file():
-        raise InvalidInput(f"no document at {str(path)!r}: expected a text file")
-    if file.stat().st_size > _DOCUMENT_LIMIT_BYTES:
-        raise InvalidInput(f"{str(path)!r} has {file.stat().st_size} bytes: the limit is {_DOCUMENT_LIMIT_BYTES}")
-    try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{str(path)!r} is not UTF-8 text (byte {error.start}): convert it to text first") from None
-    if "\0" in text:
-        raise InvalidInput(f"{str(path)!r} is not text: it contains zero bytes")
-    if not text.strip():
-        raise InvalidInput(f"{str(path)!r} is empty: expected a text to use as context")
-    return text
 
 
 def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:

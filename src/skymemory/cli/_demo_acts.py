@@ -1,0 +1,224 @@
+"""The acts of the demo with a model: a check of identity, table 3 with a rotation in its middle."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skymemory.cli._demo_run import BLOCK_TOKENS
+from skymemory.cli._demo_table import Narrator
+from skymemory.cli.demo import DEMO_CODECS
+from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.identity import weights_digest
+from skymemory.engine.kv_cache import CacheSource
+from skymemory.engine.models import (
+    TINYLLAMA_SHAPE,
+    build_llama,
+    build_small,
+    build_tinyllama,
+    load_model,
+)
+from skymemory.engine.quantizers import codec_of
+from skymemory.engine.tokenizer import load_tokenizer, train_tokenizer
+from skymemory.errors import CodecUnavailable, InvalidInput
+from skymemory.kv.codec.base import measure
+from skymemory.store.constellation import ConstellationStore
+from skymemory.store.shared_index import SharedIndex
+from skymemory.testbed.connect import store_of
+from skymemory.testbed.control import rotate
+from skymemory.testbed.plan import ConstellationPlan
+from skymemory.testbed.run_directory import RunDirectory
+from skymemory.units import format_duration, format_size
+
+TAIL_TOKENS = 12
+"""What a question adds to a cached context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One codec's line of table 3. Seconds; TTFT is up to the first new token, looking up included."""
+
+    codec: str
+    plain_ttft_s: float
+    plain_total_s: float
+    sky_ttft_s: float
+    sky_total_s: float
+    tokens_from_sky: int
+    prompt_tokens: int
+    block_bytes: int
+    chunks_per_block: int
+    satellites: int
+    retransmitted: int
+    rms_error: float
+    logit_distance: float
+    same_tokens: int
+    new_tokens: int
+
+
+class _FirstToken:
+    """A streamer that notes when the first new token came."""
+
+    def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.first_s = 0.0
+        self._puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._puts += 1
+        if self._puts == 2:  # the first put is the prompt
+            self.first_s = time.perf_counter() - self.began_s
+
+    def end(self) -> None:
+        """Nothing is buffered."""
+
+
+def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache: Any) -> tuple[list[int], float, float]:
+    """New tokens, seconds to the first of them, seconds to the last. ``cache`` is called first, on the clock."""
+    clock = _FirstToken()
+    options = {"past_key_values": cache()} if cache is not None else {}
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+        do_sample=False, streamer=clock, **options,
+    )  # fmt: skip
+    return out[0, ids.shape[1] :].tolist(), clock.first_s, time.perf_counter() - clock.began_s
+
+
+def _last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    start = cache.get_seq_length() if cache is not None else 0
+    with torch.inference_mode():
+        out = model(input_ids=ids[:, start:], past_key_values=cache, logits_to_keep=1)
+    return out.logits[0, -1].float()
+
+
+def check_identity(plan: ConstellationPlan, directory: RunDirectory, narrator: Narrator, document: str) -> bool:
+    """A small model in float32: greedy tokens with the cache from the sky and without it must be the same."""
+    tokenizer = train_tokenizer(1024)
+    model = build_small(vocab_size=len(tokenizer))
+    ids = tokenizer(document, return_tensors="pt").input_ids[:, : 4 * BLOCK_TOKENS + TAIL_TOKENS]
+    with _store(plan, directory) as store, KVCManager(model, tokenizer, store=store) as kvc:
+        plain, _, _ = _generate(model, ids, 30, None)
+        kvc.add_blocks_ids(ids)
+        sky, _, _ = _generate(model, ids, 30, lambda: kvc.get_cache_ids(ids))
+        narrator.say(
+            f"small model, float32: {kvc.last.cached_tokens} of {ids.shape[1]} tokens from the sky, 30 greedy tokens "
+            f"{'identical' if plain == sky else 'DIFFERENT'} with and without the cache"
+        )
+        return plain == sky and kvc.last.cached_tokens > 0
+
+
+@contextmanager
+def _store(plan: ConstellationPlan, directory: RunDirectory) -> Iterator[ConstellationStore]:
+    store = store_of(plan, index=SharedIndex(directory.index_path))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _load(args: argparse.Namespace, narrator: Narrator) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    began_s = time.perf_counter()
+    if args.model is not None:
+        model, tokenizer, what = load_model(args.model), load_tokenizer(args.model), str(args.model)
+    else:
+        tokenizer = train_tokenizer(4096)
+        if args.quick:
+            model = build_llama({**TINYLLAMA_SHAPE, "num_hidden_layers": 6}, args.seed, dtype="bfloat16")
+            what = "a model of TinyLlama-1.1B's shape but 6 of its 22 layers (random weights)"
+        else:
+            model, what = build_tinyllama(args.seed), "a model of TinyLlama-1.1B's shape (random weights)"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    narrator.say(f"{what}: {parameters / 1e9:.2f} G parameters, ready in {time.perf_counter() - began_s:.1f} s")
+    return model, tokenizer
+
+
+def _prompt_ids(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, document: str) -> torch.Tensor:
+    wanted = args.tokens if args.tokens is not None else 4 * BLOCK_TOKENS + TAIL_TOKENS
+    ids = tokenizer(document, return_tensors="pt").input_ids
+    if ids.shape[1] < min(wanted, BLOCK_TOKENS + 1):
+        raise InvalidInput(
+            f"the document has {ids.shape[1]} tokens: at least {BLOCK_TOKENS + 1} are needed to fill a block of "
+            f"{BLOCK_TOKENS} and leave one to compute"
+        )
+    return ids[:, :wanted]
+
+
+def table_rows(
+    args: argparse.Namespace, plan: ConstellationPlan, directory: RunDirectory, narrator: Narrator, document: str
+) -> tuple[list[Row], dict[str, Any]]:
+    model, tokenizer = _load(args, narrator)
+    ids = _prompt_ids(args, tokenizer, document)
+    new_tokens = 10 if args.quick else 30
+    _generate(model, ids[:, :BLOCK_TOKENS], 2, None)  # warms what a first call sets up
+    rows: list[Row] = []
+    moved: dict[str, Any] = {}
+    reference, block = None, b""
+    revision = weights_digest(model)
+    for codec in DEMO_CODECS:
+        with _store(plan, directory) as store:
+            try:
+                # Blocks of one context may be in any codec; a salt each keeps the three runs apart.
+                manager = KVCManager(
+                    model, tokenizer, store=store, codec=codec, weights=revision, tenant_salt=codec.encode()
+                )
+            except CodecUnavailable as error:
+                narrator.say(f"{codec}: left out, {error}")
+                continue
+            with manager as kvc:
+                # Exactly the disclosure's example: the first generate computes, add_blocks stores what it computed.
+                plain, plain_ttft_s, plain_total_s = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
+                stored = kvc.add_blocks_ids(ids)
+                narrator.say(f"{codec}: computed in {plain_ttft_s:.2f} s; {stored.describe()}")
+                if reference is None:
+                    reference = _last_logits(model, ids)
+                if not moved:
+                    moved = _rotate(plan, narrator)
+                    block = _first_block(kvc, ids)  # as computed: the first codec is the lossless one
+                rms_error = measure(codec_of(codec), block, kvc.layout).rms_error
+                sky, sky_ttft_s, sky_total_s = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
+                result = kvc.last
+                distance = float((_last_logits(model, ids, kvc.get_cache_ids(ids)) - reference).abs().max())
+                value_bytes = stored.size_bytes // max(1, stored.stored_blocks)
+                chunks = -(-value_bytes // plan.chunk_bytes)
+                rows.append(
+                    Row(
+                        codec, plain_ttft_s, plain_total_s, sky_ttft_s, sky_total_s, result.cached_tokens,
+                        result.prompt_tokens, value_bytes, chunks, min(plan.servers, chunks), result.retransmitted,
+                        rms_error, distance, _common(plain, sky), new_tokens,
+                    )
+                )  # fmt: skip
+                fetch_s = result.seconds.get("fetch", 0.0)
+                narrator.say(
+                    f"{codec}: {result.cached_tokens} of {result.prompt_tokens} tokens back from the sky, "
+                    f"{format_size(result.size_bytes)} in {format_duration(fetch_s)}; first token after "
+                    f"{format_duration(sky_ttft_s)}"
+                )
+    return rows, moved
+
+
+def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
+    """The bytes of the prompt's first block."""
+    out = bytearray(kvc.layout.block_bytes)
+    CacheSource(kvc.get_cache_ids(ids), kvc.layout).read(0, memoryview(out))
+    return bytes(out)
+
+
+def _rotate(plan: ConstellationPlan, narrator: Narrator) -> dict[str, Any]:
+    """The overhead point moves one slot on: the leaving column hands its chunks over, by itself."""
+    rotation = rotate(plan, 1, 0)
+    narrator.say(
+        f"rotated by one slot: {rotation.chunks_migrated} chunks handed over within their planes in "
+        f"{format_duration(rotation.seconds)}, everything else stayed"
+    )
+    return asdict(rotation)
+
+
+def _common(plain: list[int], sky: list[int]) -> int:
+    """Leading tokens that are equal."""
+    return next((at for at, (a, b) in enumerate(zip(plain, sky, strict=False)) if a != b), min(len(plain), len(sky)))

@@ -1,0 +1,49 @@
+"""What a user hands in, looked at before torch is imported: that takes seconds, and a refusal should not."""
+
+from __future__ import annotations
+
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+
+from skymemory.errors import InvalidInput, MissingExtra
+
+SHIPPED_DOCUMENT = "operators-handbook.txt"
+_DOCUMENT_LIMIT_BYTES = 256 << 20
+
+
+def shipped_document() -> str:
+    """The handbook of an imaginary constellation, about 33 KB of English: the demo's context."""
+    text = resources.files("skymemory").joinpath("engine", "texts", SHIPPED_DOCUMENT)
+    return text.read_text(encoding="utf-8")
+
+
+def read_document(path: str | Path) -> str:
+    """The text in a file; InvalidInput if it is missing, empty, too large or not UTF-8 text."""
+    file = Path(path)
+    if not file.is_file():
+        raise InvalidInput(f"no document at {str(path)!r}: expected a text file")
+    if file.stat().st_size > _DOCUMENT_LIMIT_BYTES:
+        raise InvalidInput(f"{str(path)!r} has {file.stat().st_size} bytes: the limit is {_DOCUMENT_LIMIT_BYTES}")
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{str(path)!r} is not UTF-8 text (byte {error.start}): convert it to text first") from None
+    if "\0" in text:
+        raise InvalidInput(f"{str(path)!r} is not text: it contains zero bytes")
+    if not text.strip():
+        raise InvalidInput(f"{str(path)!r} is empty: expected a text to use as context")
+    return text
+
+
+def check_model_folder(path: str | Path) -> None:
+    """Raises ``InvalidInput`` where there is no saved model."""
+    if not (Path(path) / "config.json").is_file():
+        raise InvalidInput(f"no model in {str(path)!r}: expected a folder with config.json, as save_pretrained writes")
+
+
+def check_engine_installed() -> None:
+    """Raises ``MissingExtra`` where torch or transformers is not installed; imports neither."""
+    absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if absent:
+        raise MissingExtra(f"{' and '.join(absent)} not installed, which a model needs: pip install 'skymemory[hf]'")
