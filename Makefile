@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion test fuzz soak check bench docs clean
+.PHONY: help setup demo demo-motion test test-slow fuzz soak check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -47,8 +47,11 @@ demo: $(VENV)/.installed ## the paper's table 3 on this machine, in at most 3 mi
 demo-motion: $(VENV)/.installed ## an orbit run fast: the box moves, a plane dies and returns, reads go on (40 s)
 	@$(BIN)/skymemory demo motion $(ARGS)
 
-test: $(VENV)/.installed-dev ## all tests, in at most 7 minutes
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.installed-dev ## the tests, in at most 10 minutes
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-dev ## the tests marked slow, two minutes more
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## a million hostile inputs, about three minutes (ARGS="--inputs 200000")
 	@$(BIN)/python -m tests.fuzz $(ARGS)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.engine
 DEMO = [sys.executable, "-m", "skymemory", "demo", "--quick"]
 
 
+@pytest.mark.slow
 def test_the_quick_demo_serves_every_codec_from_the_sky_and_leaves_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     answer = subprocess.run([*DEMO, "--json"], env=environment, capture_output=True, text=True, timeout=110)

@@ -35,6 +35,7 @@ def sky(tmp_path: Path) -> Iterator[object]:
     run("constellation", "down")
 
 
+@pytest.mark.slow
 def test_pinned_stays_expired_goes_and_the_rest_makes_room(sky, tmp_path: Path) -> None:
     data = os.urandom(SIZE_BYTES)
     (tmp_path / "file").write_bytes(data)

@@ -98,6 +98,7 @@ def test_loss_duplication_and_reordering_change_nothing(sky: Sky, big: bytes, fa
     assert json.loads(put.stdout)["retransmitted_chunks"] + json.loads(got.stdout)["retransmitted_chunks"] > 0
 
 
+@pytest.mark.slow
 def test_heavy_corruption_never_gives_wrong_bytes(sky: Sky) -> None:
     sky.up("--delay", "off", "--corrupt", "30%")
     read = 0

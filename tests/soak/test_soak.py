@@ -18,6 +18,7 @@ def test_an_hour_with_faults(seed):
     assert outcome.books["bytes_migrated_out"] > 1_000_000
 
 
+@pytest.mark.slow
 def test_an_hour_with_copies_finds_more_than_without():
     one, two = (
         VirtualSoak(
