@@ -20,6 +20,7 @@ from skymemory.protocol.dead import SETTING_BYTES, Dead, setting_of
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.messages import KEY_BYTES, Buffer, Packet
 from skymemory.protocol.share import Share
+from skymemory.protocol.verdicts import pack_verdicts, unpack_verdicts
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, ChunkRef, Op
 
@@ -95,16 +96,11 @@ def unpack_checks(body: Buffer) -> list[Check]:
 
 
 def pack_found(found: Sequence[Found]) -> bytes:
-    return _COUNT.pack(len(found), 0) + bytes(found)
+    return pack_verdicts(found)
 
 
 def unpack_found(body: Buffer) -> list[Found]:
-    if len(body) < _COUNT.size or len(body) != _COUNT.size + _COUNT.unpack_from(body)[0]:
-        raise MalformedPacket(f"CHECKED of {len(body)} bytes: not what its count says")
-    codes = bytes(body[_COUNT.size :])
-    if codes and max(codes) > Found.NO_ROOM:
-        raise MalformedPacket(f"CHECKED says {max(codes)}: expected {Found.NO_ROOM} at most")
-    return [Found(code) for code in codes]
+    return unpack_verdicts(body, Op.CHECKED, Found)
 
 
 Heard = Callable[[SatelliteId, list[Check], list[Found], bool, float], None]

@@ -18,10 +18,10 @@ from skymemory.metrics import Counters
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, Packet
+from skymemory.protocol.verdicts import pack_verdicts, unpack_verdicts
 from skymemory.protocol.wire import Op
 
 _RETAIN = struct.Struct(">HBBQ")
-_RETAINED = struct.Struct(">HH")
 _MOST_EXPIRIES = 1 << 16
 _REPEAT_S = 0.25
 _MOST_ATTEMPTS = 8
@@ -68,16 +68,11 @@ def unpack_retain(body: Buffer) -> tuple[Retain, float, list[bytes]]:
 
 
 def pack_retained(outcomes: Sequence[Kept]) -> bytes:
-    return _RETAINED.pack(len(outcomes), 0) + bytes(outcomes)
+    return pack_verdicts(outcomes)
 
 
 def unpack_retained(body: Buffer) -> list[Kept]:
-    if len(body) < _RETAINED.size or len(body) != _RETAINED.size + _RETAINED.unpack_from(body)[0]:
-        raise MalformedPacket(f"RETAINED of {len(body)} bytes: not what its count says")
-    codes = bytes(body[_RETAINED.size :])
-    if codes and max(codes) > Kept.REFUSED:
-        raise MalformedPacket(f"RETAINED says {max(codes)} of a key: expected {Kept.REFUSED} at most")
-    return [Kept(code) for code in codes]
+    return unpack_verdicts(body, Op.RETAINED, Kept)
 
 
 @dataclass(slots=True)
