@@ -31,8 +31,9 @@ def main() -> int:
             options.days, options.operations, options.full_blocks, options.seed, replicas=options.replicas
         )
         outcome = VirtualSoak(setting).run(_tell)
+    others = {"days", "operations", "full_blocks", "replicas"} if options.real else {"minutes"}
     row: dict[str, Any] = {
-        **{name: value for name, value in vars(options).items() if name != "json"},
+        **{name: value for name, value in vars(options).items() if name not in others | {"json"}},
         "seconds": round(outcome.seconds, 1),
         "slot_moves": outcome.moves[0], "plane_moves": outcome.moves[1], "wrong": outcome.wrong,
         "open_books": outcome.open_books, **outcome.books, **dict(sorted(outcome.counted.items())),
