@@ -251,3 +251,43 @@ def test_close_to_the_best_split_in_hindsight(
     best = best_split_s(chunks, step_s, trace, budget_tokens=budget)
     assert warm.ttft_s <= best * 1.03, (warm.ttft_s / best, warm.result)
     assert cold.ttft_s <= best * 1.03 + step_s(0, 1), (cold.ttft_s / best, cold.result)
+
+
+def test_a_step_that_was_not_computed_is_asked_for_again_or_not_needed() -> None:
+    loader = loader_of(chunks_of(100, 100), budget=50)
+    assert loader.poll(0.0).compute == ComputeStep(0, 0, 50)
+    loader.step_dropped()
+    assert loader.poll(1.0).compute == ComputeStep(0, 0, 50)
+    loader.chunk_computed(2.0)
+    assert loader.poll(2.0).compute == ComputeStep(0, 50, 50)
+    loader.chunk_loaded(1, 2.5)
+    loader.chunk_loaded(0, 3.0)
+    loader.step_dropped()
+    assert loader.done and loader.result().wasted_tokens == 50
+    assert loader.result().loaded_tokens == 200
+
+
+def test_what_was_measured_long_ago_gives_way_to_what_is_measured_now() -> None:
+    pace = Pace()
+    for at in range(100):
+        pace.step_took(at * 100, 1.0 + at)
+        pace.load_took(1000, 1.0)
+    before = [pace.step_s(position) for position in (0, 500, 9000)]
+    pace.fade(4)
+    assert [pace.step_s(position) for position in (0, 500, 9000)] == pytest.approx(before)
+    assert pace.bytes_per_s == pytest.approx(1000)
+    for _ in range(12):
+        pace.load_took(1000, 0.1)
+    assert pace.bytes_per_s == pytest.approx(16_000 / 5.2)
+    few = Pace()
+    few.step_took(0, 2.0)
+    few.fade(4)
+    assert few.step_s(0) == 2.0
+
+
+def test_steps_of_one_place_have_no_slope() -> None:
+    pace = Pace()
+    for seconds in (1.0, 1.1, 0.9, 1.0):
+        pace.step_took(64.1, seconds)
+    pace.fade(1)
+    assert pace.step_s(10_000) == pytest.approx(1.0)

@@ -40,5 +40,19 @@ def model() -> Any:
     return build_small()
 
 
+@pytest.fixture(scope="session")
+def ids() -> Any:
+    """A prompt of twenty blocks and five tokens."""
+    return torch.randint(3, 1000, (1, 20 * 16 + 5), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="session")
+def plain(model: Any, ids: Any) -> list[int]:
+    """What the model says to it without a cache."""
+    from tests.engine.generation import tokens_of
+
+    return tokens_of(model, ids)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:The given (buffer|NumPy array) is not writable")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from skymemory import KVCManager
+from skymemory.cache.cake import CakeSettings
 
 BLOCK = 16
 
@@ -17,3 +20,15 @@ def generate(model: Any, tokenizer: Any, prompt: str, cache: Any = None, new: in
 
 def manager(model: Any, tokenizer: Any, store: Any = None, **options: Any) -> KVCManager:
     return KVCManager(model, tokenizer, store, block_tokens=BLOCK, **options)
+
+
+def cake(model: Any, store: Any = None, loading: str = "cake", step_tokens: int = 2 * BLOCK, **options: Any) -> Any:
+    """A manager that loads from both ends, or with one of its sides."""
+    settings = options.pop("settings", None) or CakeSettings(step_tokens=step_tokens)
+    return manager(model, None, store, weights="w", loading=loading, cake=settings, **options)
+
+
+def tokens_of(model: Any, ids: Any, cache: Any = None) -> list[int]:
+    """The prompt and eight greedy tokens."""
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    return model.generate(ids, past_key_values=cache, **options)[0].tolist()

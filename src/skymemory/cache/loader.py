@@ -104,6 +104,12 @@ class BidirectionalLoader:
                 self._drop_fetch(step.index, now_s)
                 self._settle(step.index, Origin.COMPUTED)
 
+    def step_dropped(self) -> None:
+        """The step that was asked for was not computed: its chunk came first, or the engine goes away."""
+        step, self._step = self._step, None
+        if step is not None and self._origin[step.index] is not None:
+            self._wasted_tokens += self._computed_tokens[step.index]
+
     def chunk_loaded(self, index: int, now_s: float) -> None:
         """A fetch has come, whole and verified. One that was cancelled, or comes twice, changes nothing."""
         if index not in self._in_flight:
@@ -176,18 +182,14 @@ class BidirectionalLoader:
     def result(self) -> LoaderResult:
         """What was computed, what was loaded, and where they met, so far."""
 
-        def tokens(origin: Origin) -> int:
-            return sum(c.tokens for c, o in zip(self._chunks, self._origin, strict=True) if o is origin)
-
-        computed, loaded = tokens(Origin.COMPUTED), tokens(Origin.LOADED)
+        pairs = list(zip(self._chunks, self._origin, strict=True))
+        resident, computed, loaded = (sum(c.tokens for c, o in pairs if o is origin) for origin in Origin)
         met = self._met_at if computed and loaded and self._compute_at == len(self._chunks) else None
         return LoaderResult(
-            resident_tokens=tokens(Origin.RESIDENT),
+            resident_tokens=resident,
             computed_tokens=computed,
             loaded_tokens=loaded,
-            loaded_bytes=sum(
-                c.size_bytes for c, o in zip(self._chunks, self._origin, strict=True) if o is Origin.LOADED
-            ),
+            loaded_bytes=sum(c.size_bytes for c, o in pairs if o is Origin.LOADED),
             met_at_token=None if met is None else self._chunks[met].first_token,
             wasted_bytes=self._wasted_bytes,
             wasted_tokens=self._wasted_tokens,

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 from skymemory.cache.blocks import BlockSink, BlockSource, LeasedBatch, LoadTally, PhaseClock
+from skymemory.cache.placing import WRONG, place_block
 from skymemory.cache.results import LoadResult
-from skymemory.cache.value import PAYLOAD_AT, ForeignBlock, block_header, open_block
-from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, SkyMemoryError, ValueTooLarge
+from skymemory.cache.value import PAYLOAD_AT, block_header
+from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge
 from skymemory.kv.block import BlockHash, Tokens, hash_blocks
 from skymemory.kv.codec.base import Codec
 from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 from skymemory.metrics import Counters
-from skymemory.store.base import KeyReport, Presence, Store
+from skymemory.store.base import KeyReport, LoadTicket, Presence, Store
 from skymemory.store.sealed import NOT_AUTHENTIC
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
 """What a broken tier may raise; programming errors (TypeError, AttributeError …) still surface."""
-
-_WRONG = ("corrupt", "foreign")
 
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
@@ -68,6 +68,7 @@ class BlockCache:
             known.codec_id: known for known in (RAW, *readable, codec) if known.lossless or not context.lossless
         }
         self.clock = clock
+        self._failures = Lock()  # loads of several threads may fail at once
         self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
         """Told of the full blocks of every prompt that is looked up (``PrefetchScheduler.saw`` wants to know)."""
 
@@ -105,7 +106,8 @@ class BlockCache:
             for batch in self._lease(hashes[:found]):
                 if not tally.failed:
                     self._load_batch(batch, sink, tally, phase)
-                self._release(batch)
+                if batch.ticket is not None:
+                    self.release(batch.ticket)
             if tally.failed and (behind := found - len(tally.tiers) - 1):
                 tally.failed["behind a failed block"] += behind
         result = LoadResult(
@@ -119,7 +121,7 @@ class BlockCache:
             retransmitted=tally.retransmitted,
             seconds=phase.seconds,
         )
-        self._count_load(result, account)
+        self.count_load(result, account)
         return result
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[int]:
@@ -127,7 +129,7 @@ class BlockCache:
         try:
             presence = self.store.lookup(hashes)
         except TIER_FAILURES:
-            self._tier_failed()
+            self.tier_failed()
             return list(range(len(hashes)))
         return [index for index, present in enumerate(presence) if present is Presence.MISS]
 
@@ -174,7 +176,7 @@ class BlockCache:
         try:
             return min(max(self.store.prefix(hashes), 0), len(hashes))
         except TIER_FAILURES:
-            self._tier_failed()
+            self.tier_failed()
             return 0
 
     def _lease(self, hashes: list[BlockHash]) -> list[LeasedBatch]:
@@ -186,7 +188,7 @@ class BlockCache:
             try:
                 batches.append(LeasedBatch(start, part, self.store.prepare_load(part)))
             except TIER_FAILURES:
-                self._tier_failed()
+                self.tier_failed()
                 batches.append(LeasedBatch(start, part, None))
         return batches
 
@@ -197,7 +199,7 @@ class BlockCache:
                 try:
                     values = self.store.complete_load(batch.ticket)
                 except TIER_FAILURES:
-                    self._tier_failed()
+                    self.tier_failed()
         report = batch.ticket.report if batch.ticket is not None else None
         keys = report.keys if report is not None and len(report.keys) == len(batch.hashes) else ()
         if report is not None:
@@ -207,37 +209,19 @@ class BlockCache:
                 value = values[offset] if offset < len(values) else None
                 if value is None:
                     tally.failed[(keys[offset].reason if keys else "") or "unreachable"] += 1
-                    self._forget_sealed(batch.hashes, keys)
+                    self.forget_sealed(batch.hashes, keys)
                     return
-                failure = self._place(sink, batch.start + offset, block_hash, value)
+                failure = self.place(sink, batch.start + offset, block_hash, value)
                 if failure:
                     tally.failed[failure] += 1
-                    if failure in _WRONG:
-                        self._forget(block_hash)
+                    self.forget_wrong(block_hash, failure)
                     return
                 tally.tiers.append((keys[offset].tier if keys else "") or self.store.name)
                 tally.size_bytes += value.nbytes
 
-    def _place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
+    def place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
         """Verify, decode and hand over one block; why it could not be used, or empty."""
-        try:
-            codec_id, payload = open_block(value, block_hash, self.layout)
-            codec = self._readable.get(codec_id)
-            if codec is None:
-                return "codec not readable"
-            if codec is RAW and payload.nbytes == self.layout.block_bytes:
-                sink.place(index, payload)
-                return ""
-            block = memoryview(bytearray(self.layout.block_bytes))
-            codec.decode(payload, self.layout, block)
-            sink.place(index, block)
-        except CodecUnavailable:
-            return "codec not installed"
-        except ForeignBlock:
-            return "foreign"
-        except MalformedPacket:
-            return "corrupt"
-        return ""
+        return place_block(sink, index, block_hash, value, self.layout, self._readable)
 
     def _encode(self, block_hash: BlockHash, index: int, source: BlockSource, room: bytearray) -> memoryview | None:
         """Block ``index`` as a value; in ``room`` if it is stored raw. None if the codec cannot take it."""
@@ -259,7 +243,7 @@ class BlockCache:
         except ValueTooLarge:
             raise
         except TIER_FAILURES:
-            self._tier_failed()
+            self.tier_failed()
             return [False] * len(items)
 
     def _forget(self, block_hash: BlockHash) -> None:
@@ -267,9 +251,14 @@ class BlockCache:
         try:
             self.store.delete([block_hash])
         except TIER_FAILURES:
-            self._tier_failed()
+            self.tier_failed()
 
-    def _forget_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
+    def forget_wrong(self, block_hash: BlockHash, failure: str) -> None:
+        """Remove a block whose bytes were wrong; one that only this reader cannot read stays."""
+        if failure in WRONG:
+            self._forget(block_hash)
+
+    def forget_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
         """Blocks that none of our keys opens (it was retired, or they are somebody else's) would be misses for ever:
         the tier has them, so they would not be stored again.
         """
@@ -277,17 +266,20 @@ class BlockCache:
             if report.reason == NOT_AUTHENTIC:
                 self._forget(block_hash)
 
-    def _release(self, batch: LeasedBatch) -> None:
-        if batch.ticket is not None:
-            try:
-                self.store.release(batch.ticket)
-            except TIER_FAILURES:
-                self._tier_failed()
+    def release(self, ticket: LoadTicket) -> None:
+        """Give a lease or its values back."""
+        try:
+            self.store.release(ticket)
+        except TIER_FAILURES:
+            self.tier_failed()
 
-    def _tier_failed(self) -> None:
-        self.counters.add("tier_failures_total", label=self.store.name)
+    def tier_failed(self) -> None:
+        """Count a call that the store did not answer."""
+        with self._failures:
+            self.counters.add("tier_failures_total", label=self.store.name)
 
-    def _count_load(self, result: LoadResult, account: bool) -> None:
+    def count_load(self, result: LoadResult, account: bool) -> None:
+        """Add a load to the counters; with ``account`` its tokens, too."""
         for reason, blocks in result.failed_blocks.items():
             self.counters.add("failed_blocks_total", blocks, reason)
         self.counters.add("loaded_bytes_total", result.size_bytes, self.store.name)

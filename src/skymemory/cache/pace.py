@@ -10,10 +10,26 @@ class Pace:
     """Measured speeds; hand the same one to request after request, and the next begins with what is known."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps = 0.0
         self._sum_x = self._sum_y = self._sum_xx = self._sum_xy = 0.0
-        self._loaded_bytes = 0
+        self._loads = 0.0
+        self._loaded_bytes = 0.0
         self._loading_s = 0.0
+
+    def fade(self, samples: float) -> None:
+        """From now on all that was measured counts as much as ``samples`` steps and as many loads, if it was more.
+
+        Called between prompts, so that a link or a machine that has changed is believed within a few chunks.
+        """
+        if self._steps > samples:
+            share = samples / self._steps
+            self._steps = samples
+            self._sum_x, self._sum_y = self._sum_x * share, self._sum_y * share
+            self._sum_xx, self._sum_xy = self._sum_xx * share, self._sum_xy * share
+        if self._loads > samples:
+            share = samples / self._loads
+            self._loads = samples
+            self._loaded_bytes, self._loading_s = self._loaded_bytes * share, self._loading_s * share
 
     def step_took(self, position: float, seconds: float) -> None:
         """A full step whose middle token stands at ``position`` took ``seconds``."""
@@ -25,6 +41,7 @@ class Pace:
 
     def load_took(self, size_bytes: int, seconds: float) -> None:
         """The link was busy for ``seconds``, and ``size_bytes`` (0 for a failed load) came of it."""
+        self._loads += 1
         self._loaded_bytes += size_bytes
         self._loading_s += seconds
 
@@ -35,7 +52,7 @@ class Pace:
         mean_x, mean_y = self._sum_x / self._steps, self._sum_y / self._steps
         spread = self._sum_xx - self._sum_x * mean_x
         slope = 0.0
-        if self._steps > 1 and spread > 0:
+        if self._steps > 1 and spread > 1e-9 * self._sum_xx:
             # A step never gets cheaper further back; a falling line is noise, and the mean is the better guess.
             slope = max((self._sum_xy - self._sum_x * mean_y) / spread, 0.0)
         return max(mean_y + slope * (position - mean_x), 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from skymemory.cache.loader_actions import LoaderResult
 from skymemory.units import format_duration, format_size
 
 
@@ -28,7 +29,9 @@ class LoadResult:
     retransmitted: int = 0
     """What the tier had to ask for again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase, in order: tokenize, hash, lookup, fetch, decode."""
+    """By phase, in order: tokenize, hash, lookup, then fetch and decode, or (loaded from both ends) cake."""
+    loader: LoaderResult | None = None
+    """Where a prompt was loaded from both ends: what was computed meanwhile, and where they met."""
 
     @property
     def cached_tokens(self) -> int:
@@ -36,8 +39,13 @@ class LoadResult:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens left for the model; at least one unless the prompt is empty."""
+        """Tokens for the model; at least one unless the prompt is empty. Some of them it may have computed already."""
         return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def left_tokens(self) -> int:
+        """Tokens that the model has still to compute."""
+        return self.computed_tokens - (self.loader.computed_tokens if self.loader is not None else 0)
 
     @property
     def total_s(self) -> float:
@@ -47,8 +55,12 @@ class LoadResult:
         """One line for people and logs."""
         tiers = ", ".join(f"{tokens} from {tier}" for tier, tokens in self.hit_tokens.items())
         failed = "".join(f", {count} blocks {reason}" for reason, count in self.failed_blocks.items())
+        meanwhile = ""
+        if self.loader is not None:
+            met = self.loader.met_at_token
+            meanwhile = f", {self.loader.computed_tokens} computed" + (f" (met at {met})" if met is not None else "")
         return (
-            f"{self.prompt_tokens} tokens: {tiers or 'none cached'}, {self.computed_tokens} to compute; "
+            f"{self.prompt_tokens} tokens: {tiers or 'none cached'}{meanwhile}, {self.left_tokens} to compute; "
             f"{self.loaded_blocks} of {self.blocks} blocks, {format_size(self.size_bytes)} in "
             f"{format_duration(self.total_s)}{failed}"
         )

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -20,8 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from skymemory.cache.blocks import PhaseClock
+from skymemory.cache.cake import Cake, CakeSettings, Sides
 from skymemory.cache.manager import BlockCache
 from skymemory.cache.results import LoadResult, StoreResult
+from skymemory.engine.cake import CakePrefill
 from skymemory.engine.identity import (
     check_supported,
     model_identity,
@@ -43,6 +45,9 @@ GROW_TOKENS = 256
 KEEP_CACHES = 2
 """Caches handed out that are kept alive until ``add_blocks`` comes for them: ``generate`` itself keeps none."""
 
+Loading = Literal["prefix", "cake", "compute", "load"]
+_SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"}
+
 
 class KVCManager:
     """The KV cache of one model in one store. All methods may be called from any thread, one at a time.
@@ -56,6 +61,9 @@ class KVCManager:
         block_tokens: tokens per block; part of the identity.
         weights: a revision that names the weights; by default the SHA-256 of all their bytes (about 1 s for 2.2 GB).
         adapter: name and revision of a LoRA adapter in use; tenant_salt: separates tenants.
+        loading: "prefix" loads all that is stored of a prompt, then the model computes; "cake" does both at once, from
+            both ends, in ``get_cache``; "compute" and "load" are Cake with one of its sides, to compare with.
+        cake: how Cake loads; ``kvc.cake.beside`` shares its steps with other requests.
     """
 
     def __init__(
@@ -70,7 +78,11 @@ class KVCManager:
         adapter: str = "",
         tenant_salt: bytes = b"",
         counters: Counters | None = None,
+        loading: Loading = "prefix",
+        cake: CakeSettings | None = None,
     ) -> None:
+        if loading not in get_args(Loading):
+            raise InvalidInput(f"no loading {loading!r}: choose one of {', '.join(get_args(Loading))}")
         chosen = codec_of(codec)
         check_supported(model)
         if hasattr(model, "peft_config") and not adapter:
@@ -102,6 +114,9 @@ class KVCManager:
         self._handed: weakref.WeakSet[SkyCache] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._forward_options = _forward_options(model)
+        self.loading: Loading = loading
+        settings = cake or CakeSettings(step_tokens=-(-CakeSettings().step_tokens // block_tokens) * block_tokens)
+        self.cake = CakePrefill(model, Cake(self.blocks, settings), self._forward_options)
         self._witness = Witness()
         self._hook = model.register_forward_pre_hook(self._witness, with_kwargs=True)
         self._closed = False
@@ -155,6 +170,7 @@ class KVCManager:
         with self._lock:
             self._hook.remove()
             self._kept.clear()
+            self.cake.close()
             if self._owns_store and not self._closed:
                 self.store.close()
             self._closed = True
@@ -188,8 +204,11 @@ class KVCManager:
             return cache
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
-        """A cache filled with the longest stored prefix, at most ``limit_tokens``."""
+        """A cache filled with the longest stored prefix, at most ``limit_tokens``; for a user as ``loading`` says."""
         cache = SkyCache(self.layout, self._room_tokens(len(ids)), self.model.device, self._pool)
+        if account and self.loading != "prefix":
+            cache.result = self.cake.load(cache, ids, limit_tokens, seconds, _SIDES[self.loading])
+            return cache
         result = self.blocks.load(ids, lambda found: cache, limit_tokens=limit_tokens, seconds=seconds, account=account)
         cache.fill(ids[: result.cached_tokens])
         cache.result = result

@@ -1,0 +1,192 @@
+"""Prompts loaded from both ends: what the store has of a prompt is cut into chunks and given to the loader.
+
+An engine asks the ``CakeLoad`` it gets for steps, computes them, and takes the result. Everything that is not torch is
+here, and the same for every engine and every tier.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from skymemory.cache.blocks import BlockSink, PhaseClock
+from skymemory.cache.chunk_blocks import BlockChunks
+from skymemory.cache.loader import BidirectionalLoader
+from skymemory.cache.loading_session import LoadingSession
+from skymemory.cache.manager import TIER_FAILURES, BlockCache
+from skymemory.cache.pace import Pace
+from skymemory.cache.prompt_chunks import PromptChunk, cut_prompt
+from skymemory.cache.results import LoadResult
+from skymemory.cache.tier_workers import TierWorkers
+from skymemory.cache.value import PAYLOAD_AT
+from skymemory.errors import InvalidInput
+from skymemory.kv.block import BlockHash, Tokens
+from skymemory.store.base import Presence
+
+Sides = Literal["both", "compute", "load"]
+"""Which of the two pointers move: both, or (to compare with) one. What cannot be loaded is computed in any case."""
+
+_KEPT_SAMPLES = 16.0
+_WAITING = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class CakeSettings:
+    """How prompts are loaded from both ends."""
+
+    step_tokens: int = 512
+    """Tokens of one step of the engine, those of other requests included; whole blocks."""
+    in_flight_bytes: int = 64 << 20
+    """Asked for and not here, at most; one chunk always may be."""
+    fetch_threads: int = 2
+    """Two: the next chunk is on its way while one is verified and put in its place."""
+
+    def check(self, block_tokens: int) -> None:
+        if self.step_tokens < block_tokens or self.step_tokens % block_tokens:
+            raise InvalidInput(f"step_tokens is {self.step_tokens}: not whole blocks of {block_tokens} tokens")
+        if self.in_flight_bytes < 1 or self.fetch_threads < 1:
+            raise InvalidInput("in_flight_bytes and fetch_threads must be at least 1")
+
+
+class Cake:
+    """Loads the prompts of one ``BlockCache``. The speeds it has measured are kept from prompt to prompt."""
+
+    def __init__(self, blocks: BlockCache, settings: CakeSettings | None = None) -> None:
+        self.settings = settings or CakeSettings()
+        self.settings.check(blocks.layout.block_tokens)
+        self.blocks = blocks
+        self.pace = Pace()
+        self._stored_block_bytes = float(PAYLOAD_AT + blocks.layout.block_bytes)
+        self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
+
+    def open(
+        self,
+        tokens: Tokens,
+        sink: BlockSink,
+        *,
+        limit_tokens: int,
+        budget_tokens: int,
+        sides: Sides = "both",
+        seconds: dict[str, float] | None = None,
+        account: bool = True,
+        on_chunks: Callable[[int], object] | None = None,
+        on_settled: Callable[[int, str], object] | None = None,
+    ) -> CakeLoad:
+        """Look ``tokens`` up and begin to load. ``budget_tokens``: of a step, those that are ours to begin with.
+
+        The load reaches up to the end of the last block that the store has; blocks before it that are missing are
+        computed. ``limit_tokens`` bounds the tokens counted as supplied.
+        """
+        blocks, block_tokens = self.blocks, self.blocks.layout.block_tokens
+        phase = PhaseClock(blocks.clock, seconds if seconds is not None else {})
+        wanted = min(len(tokens) // block_tokens, -(-min(limit_tokens, len(tokens)) // block_tokens))
+        with phase("hash"):
+            hashes = blocks.hashes(tokens)
+        if blocks.on_prompt is not None:
+            blocks.on_prompt(hashes)
+        with phase("lookup"):
+            there = self._there(hashes[:wanted])
+        reach = len(there) - there[::-1].index(True) if True in there else 0
+        chunks: tuple[PromptChunk, ...] = ()
+        session = None
+        # A chunk is what one step takes of ours: more would leave part of its last step unused.
+        of_ours = max(1, min(budget_tokens or self.settings.step_tokens, self.settings.step_tokens) // block_tokens)
+        if reach:
+            size_bytes = round(self._stored_block_bytes)
+            chunks = cut_prompt(
+                reach * block_tokens,
+                step_tokens=of_ours * block_tokens,
+                block_tokens=block_tokens,
+                stored_blocks=[size_bytes if one else None for one in there[:reach]],
+            )
+        source = BlockChunks(blocks, hashes, chunks, sink)
+        if chunks:
+            if on_chunks is not None:
+                on_chunks(len(chunks))
+            self.pace.fade(_KEPT_SAMPLES)
+            loader = BidirectionalLoader(
+                max_in_flight_bytes=self.settings.in_flight_bytes,
+                budget_tokens=budget_tokens,
+                pace=self.pace,
+                computes=sides != "load",
+                loads=sides != "compute",
+            )
+            session = LoadingSession(loader, chunks, source, self._workers, on_settled=on_settled)
+        return CakeLoad(
+            self, session, chunks, source, len(tokens), limit_tokens, len(hashes), sum(there), phase, account
+        )
+
+    def _there(self, hashes: list[BlockHash]) -> list[bool]:
+        """Of each block, whether the store says it has it."""
+        try:
+            told = self.blocks.store.lookup(hashes) if hashes else []
+        except TIER_FAILURES:
+            self.blocks.tier_failed()
+            return []
+        return [presence is Presence.HIT for presence in told] if len(told) == len(hashes) else []
+
+    def learn(self, blocks: int, size_bytes: int) -> None:
+        """So many bytes came for so many blocks: what the next ones are expected to be."""
+        if blocks:
+            self._stored_block_bytes = size_bytes / blocks
+
+    def close(self) -> None:
+        """The threads end with the fetches they are at."""
+        self._workers.close()
+
+
+@dataclass(slots=True)
+class CakeLoad:
+    """One prompt on its way. ``session`` is None where the store has nothing of it."""
+
+    cake: Cake
+    session: LoadingSession | None
+    chunks: tuple[PromptChunk, ...]
+    source: BlockChunks
+    prompt_tokens: int
+    limit_tokens: int
+    blocks: int
+    found_blocks: int
+    phase: PhaseClock
+    account: bool
+
+    @property
+    def reach_tokens(self) -> int:
+        """Tokens from the first on that are in their place at the end."""
+        return self.chunks[-1].first_token + self.chunks[-1].tokens if self.chunks else 0
+
+    def finish(self) -> LoadResult:
+        """Close it, and say what came from where."""
+        tokens, block_tokens = Counter[str](), self.cake.blocks.layout.block_tokens
+        size_bytes = retransmitted = loaded_blocks = 0
+        told = None
+        if self.session is not None:
+            self.session.close()
+            told = self.session.result()
+            for index, origin in self.source.origins.items():
+                if self.session.origin(index) != "loaded":
+                    continue  # it came when the chunk had been computed
+                for at, tier in enumerate(origin.tiers):
+                    first = self.chunks[index].first_token + at * block_tokens
+                    tokens[tier] += max(0, min(self.limit_tokens - first, block_tokens))
+                loaded_blocks += len(origin.tiers)
+                size_bytes += origin.size_bytes
+                retransmitted += origin.retransmitted
+            self.cake.learn(loaded_blocks, size_bytes)
+            told = replace(told, loaded_bytes=size_bytes)
+        result = LoadResult(
+            prompt_tokens=self.prompt_tokens,
+            hit_tokens=dict(tokens),
+            blocks=self.blocks,
+            found_blocks=self.found_blocks,
+            loaded_blocks=loaded_blocks,
+            failed_blocks=dict(self.source.failed),
+            size_bytes=size_bytes,
+            retransmitted=retransmitted,
+            seconds=self.phase.seconds,
+            loader=told,
+        )
+        self.cake.blocks.count_load(result, self.account)
+        return result

@@ -1,0 +1,119 @@
+"""The chunks of a prompt out of the store's blocks: fetched, verified, decoded straight into their place, and told of.
+
+Every fetch is a lease and a load of its own, so that a chunk that is computed instead is never leased.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from skymemory.cache.blocks import BlockSink
+from skymemory.cache.manager import TIER_FAILURES, BlockCache
+from skymemory.cache.prompt_chunks import PromptChunk
+from skymemory.kv.block import BlockHash
+from skymemory.store.base import KeyReport, LoadTicket
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOrigin:
+    """Where the blocks of a chunk that was put in its place came from."""
+
+    tiers: tuple[str, ...]
+    """Of each block."""
+    size_bytes: int
+    retransmitted: int
+
+
+class BlockChunks:
+    """``chunks`` of the prompt with these block hashes, out of the store of ``blocks`` into ``sink``."""
+
+    def __init__(
+        self, blocks: BlockCache, hashes: Sequence[BlockHash], chunks: Sequence[PromptChunk], sink: BlockSink
+    ) -> None:
+        self._blocks = blocks
+        self._hashes = hashes
+        self._chunks = chunks
+        self._sink = sink
+        self._lock = Lock()
+        self.origins: dict[int, ChunkOrigin] = {}
+        """Of the chunks put in their place, by index."""
+        self.failed: Counter[str] = Counter()
+        """Blocks that did not come or were wrong, by reason."""
+
+    def fetch(self, index: int) -> FetchedBlocks | None:
+        """A chunk's blocks, leased and loaded; None where one of them did not come."""
+        first, hashes = self._blocks_of(index)
+        store = self._blocks.store
+        ticket = None
+        try:
+            ticket = store.prepare_load(hashes)
+            values = store.complete_load(ticket)
+            report = ticket.report
+        except TIER_FAILURES:
+            self._blocks.tier_failed()
+            self._fail("unreachable", len(hashes))
+            if ticket is not None:
+                self._blocks.release(ticket)
+            return None
+        told = report.keys if report is not None and len(report.keys) == len(hashes) else ()
+        there = [value for value in values if value is not None]
+        if len(there) < len(hashes) or len(values) != len(hashes):
+            for at in range(len(hashes)):
+                if at >= len(values) or values[at] is None:
+                    self._fail((told[at].reason if told else "") or "unreachable")
+            self._blocks.forget_sealed(hashes, told)
+            self._blocks.release(ticket)
+            return None
+        resent = report.retransmitted if report is not None else 0
+        return FetchedBlocks(self, index, first, hashes, there, ticket, told, resent)
+
+    def _blocks_of(self, index: int) -> tuple[int, Sequence[BlockHash]]:
+        chunk, tokens = self._chunks[index], self._blocks.layout.block_tokens
+        first = chunk.first_token // tokens
+        return first, self._hashes[first : first + chunk.tokens // tokens]
+
+    def _fail(self, reason: str, blocks: int = 1) -> None:
+        with self._lock:
+            self.failed[reason] += blocks
+
+    def place(self, fetched: FetchedBlocks) -> bool:
+        """Put a fetched chunk in its place; False from the first block on that is not what it should be."""
+        for offset, (block_hash, value) in enumerate(zip(fetched.hashes, fetched.values, strict=True)):
+            if failure := self._blocks.place(self._sink, fetched.first + offset, block_hash, value):
+                self._fail(failure)
+                self._blocks.forget_wrong(block_hash, failure)
+                return False
+        store, told = self._blocks.store, fetched.told
+        tiers = tuple(one.tier or store.name for one in told) if told else (store.name,) * len(fetched.hashes)
+        size_bytes = sum(value.nbytes for value in fetched.values)
+        with self._lock:
+            self.origins[fetched.index] = ChunkOrigin(tiers, size_bytes, fetched.retransmitted)
+        return True
+
+    def let_go(self, fetched: FetchedBlocks) -> None:
+        self._blocks.release(fetched.ticket)
+
+
+@dataclass(slots=True)
+class FetchedBlocks:
+    """One chunk's stored values, as the store handed them out."""
+
+    source: BlockChunks
+    index: int
+    first: int
+    """Number of its first block in the prompt."""
+    hashes: Sequence[BlockHash]
+    values: list[memoryview]
+    ticket: LoadTicket
+    told: Sequence[KeyReport]
+    retransmitted: int
+
+    def place(self) -> bool:
+        return self.source.place(self)
+
+    def release(self) -> None:
+        self.values = []
+        self.source.let_go(self)

@@ -1,0 +1,208 @@
+"""The loader among threads: every chunk comes once, one side writes at a time, and nobody is waited for in vain."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from skymemory.cache.loader import BidirectionalLoader
+from skymemory.cache.loading_session import LoadingSession
+from skymemory.cache.pace import Pace
+from skymemory.cache.prompt_chunks import PromptChunk
+from skymemory.cache.tier_workers import TierWorkers
+
+
+@dataclass
+class Room:
+    """Where chunks go: notices two sides in one place, and a write after the end."""
+
+    writer: dict[int, str] = field(default_factory=dict)
+    clashes: int = 0
+    closed: bool = False
+    late: int = 0
+
+    def write(self, index: int, who: str, seconds: float) -> None:
+        self.late += self.closed
+        self.clashes += index in self.writer
+        self.writer[index] = who
+        time.sleep(seconds)
+        self.clashes += self.writer.pop(index, None) != who
+
+
+class Source:
+    def __init__(self, room: Room, fetch_s: Callable[[], float], place_s: float = 0.0) -> None:
+        self.room, self.fetch_s, self.place_s = room, fetch_s, place_s
+        self.failing: set[int] = set()
+        self.wrong: set[int] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fetched: list[int] = []
+        self.released = 0
+        self.error: BaseException | None = None
+
+    def fetch(self, index: int) -> Chunk | None:
+        if self.error is not None:
+            raise self.error
+        time.sleep(self.fetch_s())
+        self.gate.wait(10)
+        self.fetched.append(index)
+        return None if index in self.failing else Chunk(self, index)
+
+
+@dataclass
+class Chunk:
+    source: Source
+    index: int
+
+    def place(self) -> bool:
+        self.source.room.write(self.index, "load", self.source.place_s)
+        return self.index not in self.source.wrong
+
+    def release(self) -> None:
+        self.source.released += 1
+
+
+def chunks(count: int, tokens: int = 10) -> list[PromptChunk]:
+    return [PromptChunk(at * tokens, tokens, 1000, True) for at in range(count)]
+
+
+def session_of(
+    source: Source, count: int = 8, budget: int = 10, threads: int = 2, pace: Pace | None = None, **sides: bool
+) -> LoadingSession:
+    loader = BidirectionalLoader(max_in_flight_bytes=3000, budget_tokens=budget, pace=pace, **sides)
+    return LoadingSession(loader, chunks(count), source, TierWorkers("test", threads, 1000))
+
+
+def run(session: LoadingSession, room: Room, step_s: Callable[[], float]) -> list[int]:
+    steps = []
+    try:
+        while (step := session.next_step()) is not None:
+            steps.append(step.index)
+            room.write(step.index, "compute", step_s())
+            session.step_done()
+    finally:
+        session.close()
+        room.closed = True
+    return steps
+
+
+def test_front_and_back_meet_and_all_is_there() -> None:
+    room = Room()
+    source = Source(room, lambda: 0.004)
+    told: list[tuple[int, str]] = []
+    loader = BidirectionalLoader(max_in_flight_bytes=3000, budget_tokens=10)
+    session = LoadingSession(
+        loader, chunks(12), source, TierWorkers("test"), on_settled=lambda index, origin: told.append((index, origin))
+    )
+    steps = run(session, room, lambda: 0.004)
+    result = session.result()
+    assert steps[0] == 0 and source.fetched[0] == 11
+    assert result.computed_tokens + result.loaded_tokens == 120 and min(result.computed_tokens, result.loaded_tokens)
+    assert result.met_at_token is not None and not result.aborted
+    assert sorted(index for index, _ in told) == list(range(12))
+    assert dict(told) == {index: session.origin(index) for index in range(12)}
+    assert all(session.is_resident(index) for index in range(12)) and session.done
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_side_writes_at_a_time_whatever_comes_when(seed: int) -> None:
+    dice = random.Random(seed)
+    pace = Pace()
+    for _ in range(12):
+        room = Room()
+        source = Source(room, lambda: dice.choice((0.0, 0.001, 0.004)), dice.choice((0.0, 0.003)))
+        source.failing = {index for index in range(8) if dice.random() < 0.15}
+        source.wrong = {index for index in range(8) if dice.random() < 0.15}
+        budget = dice.choice((3, 10))  # with 3, a chunk takes four steps, and a load may come in their midst
+        session = session_of(source, budget=budget, pace=pace)
+        run(session, room, lambda: dice.choice((0.0, 0.001, 0.003)))
+        result = session.result()
+        assert result.computed_tokens + result.loaded_tokens == 80
+        bad = source.failing | source.wrong
+        assert all(session.origin(index) == "computed" for index in bad)
+        assert room.clashes == 0
+        time.sleep(0.02)
+        assert room.late == 0 and source.released == len([i for i in source.fetched if i not in source.failing])
+
+
+def test_only_one_side_when_only_one_is_wanted() -> None:
+    room = Room()
+    source = Source(room, lambda: 0.0)
+    assert run(session_of(source, computes=False), room, lambda: 0.0) == []
+    assert run(session_of(source, loads=False), Room(), lambda: 0.0) == list(range(8))
+    assert len(source.fetched) == 8
+
+
+def test_a_source_that_hangs_costs_no_more_than_computing() -> None:
+    room = Room()
+    source = Source(room, lambda: 0.0)
+    source.gate.clear()
+    session = session_of(source)
+    assert run(session, room, lambda: 0.002) == list(range(8))
+    source.gate.set()
+    time.sleep(0.05)
+    assert room.late == 0, "what came after the end was not put in place"
+    assert session.result().computed_tokens == 80
+
+
+def test_what_is_being_put_in_place_is_waited_for_and_not_computed() -> None:
+    room = Room()
+    source = Source(room, lambda: 0.0, place_s=0.05)
+    session = session_of(source, count=1, threads=1)
+    time.sleep(0.01)  # the only chunk is being put in its place by now
+    assert session.next_step() is None
+    session.close()
+    result = session.result()
+    assert (result.loaded_tokens, result.computed_tokens, result.wasted_tokens) == (10, 0, 0)
+
+
+def test_with_no_budget_computing_waits_until_there_is_some() -> None:
+    room = Room()
+    source = Source(room, lambda: 0.0)
+    source.failing = {0, 1}
+    session = session_of(source, budget=0)
+    assert session.next_step(timeout_s=0.1) is None and not session.done
+    assert sum(session.is_resident(index) for index in range(8)) == 6
+    threading.Timer(0.02, lambda: session.set_budget(10)).start()
+    assert run(session, room, lambda: 0.0) == [0, 1]
+
+
+def test_a_fault_of_a_source_is_raised_where_the_engine_is() -> None:
+    source = Source(Room(), lambda: 0.0)
+    source.error = TypeError("a programming error")
+    session = session_of(source, computes=False)
+    with pytest.raises(TypeError, match="a programming error"):
+        session.next_step()
+    session.close()
+    assert session.result().aborted
+
+
+def test_closed_in_the_midst_it_waits_for_writers_and_asks_for_nothing_more() -> None:
+    room = Room()
+    source = Source(room, lambda: 0.0, place_s=0.03)
+    session = session_of(source, count=100, threads=1)
+    assert session.next_step() is not None
+    time.sleep(0.01)
+    session.close()
+    room.closed = True
+    fetched = len(source.fetched)
+    time.sleep(0.1)
+    assert room.late == 0 and len(source.fetched) <= fetched + 1
+    assert session.done and session.result().aborted
+
+
+def test_workers_that_take_no_more_leave_it_to_compute() -> None:
+    room = Room()
+    source = Source(room, lambda: 0.0)
+    workers = TierWorkers("test", 1, 1)
+    source.gate.clear()
+    loader = BidirectionalLoader(max_in_flight_bytes=8000, budget_tokens=10)
+    session = LoadingSession(loader, chunks(8), source, workers)
+    assert run(session, room, lambda: 0.0) == list(range(8))
+    assert session.result().failed_loads >= 5
+    source.gate.set()

@@ -1,0 +1,198 @@
+"""Tiers that break while a prompt is loaded from both ends: the same tokens as without a cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore  # noqa: E402
+from tests.engine.generation import BLOCK, cake, tokens_of  # noqa: E402
+from tests.store.redis_server import RedisServer  # noqa: E402
+
+from skymemory.cache.tier import TierSettings  # noqa: E402
+from skymemory.cache.tiers import TieredStore  # noqa: E402
+from skymemory.cache.value import is_sound_block  # noqa: E402
+from skymemory.store.base import LoadTicket, Store  # noqa: E402
+from skymemory.store.disk import value_file  # noqa: E402
+from skymemory.store.disk.store import DiskStore  # noqa: E402
+from skymemory.store.memory import MemoryStore  # noqa: E402
+from skymemory.store.rate_limited import RateLimited  # noqa: E402
+from skymemory.store.redis.store import RedisStore  # noqa: E402
+from skymemory.store.wrapped import Wrapped  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+
+class Breaking(Wrapped):
+    """Calls ``breaks`` at its third load, before it is passed on."""
+
+    def __init__(self, store: Store, breaks: Any) -> None:
+        super().__init__(store)
+        self.breaks, self.loads = breaks, 0
+        self._lock = threading.Lock()
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        with self._lock:
+            self.loads += 1
+            if self.loads == 3:
+                self.breaks()
+        return super().complete_load(ticket)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskStore]:
+    store = DiskStore(tmp_path / "disk", 64 << 20)
+    yield store
+    store.close()
+
+
+def files_of(disk: DiskStore) -> list[Path]:
+    return sorted((disk.stats() and Path(disk._directory.values)).iterdir())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_a_lying_store(model: Any, ids: Any, plain: list[int], fault: str, rate: float) -> None:
+    with cake(model, HostileStore(fault, rate, seed=3), "load") as kvc:
+        kvc.add_blocks_ids(ids)
+        for _ in range(2):
+            assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+            last = kvc.last
+            assert last.prompt_tokens == last.computed_tokens + sum(last.hit_tokens.values())
+            kvc.add_blocks_ids(ids)
+        assert kvc.counters.total("failed_blocks_total") > 0
+
+
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_a_failing_store(model: Any, ids: Any, plain: list[int], outage: str) -> None:
+    with cake(model, HostileStore(outage=outage)) as kvc:
+        kvc.add_blocks_ids(ids)
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+        kvc.add_blocks_ids(ids)
+
+
+def test_a_tier_that_dies_in_mid_load(model: Any, ids: Any, plain: list[int]) -> None:
+    far = HostileStore()
+
+    def dies() -> None:
+        far.outage = "complete_load"
+
+    breaking = Breaking(far, dies)
+    with cake(model, breaking, "load") as kvc:
+        kvc.add_blocks_ids(ids)
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+        last = kvc.last
+        assert 0 < last.cached_tokens < 20 * BLOCK and last.failed_blocks["unreachable"] > 0
+        assert last.loader.failed_loads >= 1
+
+
+def test_of_two_tiers_the_far_one_dies_in_mid_load(model: Any, ids: Any, plain: list[int]) -> None:
+    near, far = MemoryStore(name="near"), HostileStore()
+    with cake(model, far) as kvc:
+        kvc.add_blocks_ids(ids)
+        hashes = kvc.blocks.hashes(ids[0].numpy())
+    near.put_many([(key, value) for key, value in zip(hashes[:6], far.get_many(hashes[:6]), strict=True)])
+
+    def dies() -> None:
+        far.outage = "complete_load"
+
+    tiers = TieredStore(
+        [(near, TierSettings(local=True)), (Breaking(far, dies), TierSettings(verify=is_sound_block))]
+    )  # fmt: skip
+    with cake(model, tiers, "load") as kvc:
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+        tokens = kvc.last.hit_tokens
+        assert tokens["near"] == 6 * BLOCK and 0 < tokens["hostile"] < 14 * BLOCK
+        assert sum(tokens.values()) + kvc.last.computed_tokens == ids.shape[1]
+    tiers.close()
+
+
+def test_a_disk_with_corrupt_files_and_one_cut_in_mid_load(
+    model: Any, ids: Any, plain: list[int], disk: DiskStore
+) -> None:
+    with cake(model, disk) as kvc:
+        kvc.add_blocks_ids(ids)
+        hashes = kvc.blocks.hashes(ids[0].numpy())
+    names = {key: disk._directory.values / value_file.file_name(key) for key in hashes}
+    spoiled = bytearray(names[hashes[4]].read_bytes())
+    spoiled[5000] ^= 1
+    names[hashes[4]].write_bytes(spoiled)
+
+    def cuts() -> None:
+        os.truncate(names[hashes[1]], 700)
+
+    with cake(model, Breaking(disk, cuts), "load") as kvc:
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+        assert kvc.last.failed_blocks == {"corrupt": 2}
+        assert kvc.last.loader.computed_tokens == 4 * BLOCK, "a chunk of two blocks for each"
+        kvc.add_blocks_ids(ids)  # what was lost is stored again, out of what was computed
+        kvc.get_cache_ids(ids)
+        assert kvc.last.loaded_blocks == 20
+
+
+def test_a_disk_that_is_full(
+    model: Any, ids: Any, plain: list[int], disk: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, write_part = [7], value_file.write_part
+
+    def little_room(*args: Any, **options: Any) -> None:
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_part(*args, **options)
+
+    monkeypatch.setattr("skymemory.store.disk.parts.write_part", little_room)
+    with cake(model, disk, "load") as kvc:
+        added = kvc.add_blocks_ids(ids)
+        assert (added.stored_blocks, added.refused_blocks) == (7, 13)
+        cache = kvc.get_cache_ids(ids)
+        assert cache.result.cached_tokens == 7 * BLOCK and cache.get_seq_length() == 7 * BLOCK
+        assert tokens_of(model, ids, cache) == plain
+
+
+def test_a_disk_whose_files_vanish_in_mid_load(model: Any, ids: Any, plain: list[int], disk: DiskStore) -> None:
+    def vanish() -> None:
+        for file in files_of(disk):
+            file.unlink()
+
+    with cake(model, Breaking(RateLimited(disk, 300 << 10), vanish)) as kvc:
+        kvc.add_blocks_ids(ids)
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+        assert kvc.last.cached_tokens + kvc.last.computed_tokens == ids.shape[1]
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_redis_that_is_killed_in_mid_load(
+    model: Any, ids: Any, plain: list[int], tmp_path: Path, comes_back: bool
+) -> None:
+    server = RedisServer(tmp_path)
+    store = RedisStore(server.url, timeout_s=1.0)
+
+    def killed() -> None:
+        server.stop()
+        if comes_back:
+            server.start()  # empty: it keeps nothing
+
+    try:
+        with cake(model, Breaking(store, killed), "load") as kvc:
+            assert kvc.add_blocks_ids(ids).stored_blocks == 20
+            assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+            last = kvc.last
+            assert last.loader.failed_loads > 0 and last.cached_tokens < 20 * BLOCK
+            assert set(last.failed_blocks) <= {"unreachable", "absent"}
+            if comes_back:
+                assert kvc.add_blocks_ids(ids).stored_blocks > 0
+                assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+                assert kvc.last.loaded_blocks == 20
+    finally:
+        store.close()
+        server.stop()
