@@ -97,7 +97,11 @@ def test_front_and_back_meet_and_all_is_there() -> None:
     told: list[tuple[int, str]] = []
     loader = BidirectionalLoader(max_in_flight_bytes=3000, budget_tokens=10)
     session = LoadingSession(
-        loader, chunks(12), source, TierWorkers("test", 1), on_settled=lambda index, origin: told.append((index, origin))
+        loader,
+        chunks(12),
+        source,
+        TierWorkers("test", 1),
+        on_settled=lambda index, origin: told.append((index, origin)),
     )
     steps = run(session, room, lambda: 0.004)
     result = session.result()
