@@ -88,6 +88,74 @@ def test_what_is_computed_sooner_is_not_asked_for() -> None:
     assert actions.fetch == ()
 
 
+def test_a_step_goes_over_small_chunks_as_far_as_its_budget() -> None:
+    loader = loader_of(chunks_of(30, 30, 30, 30, 30), budget=100, room=1, loads=False)
+    assert loader.poll(0.0).compute == ComputeStep(0, 0, 100, chunks=4)
+    loader.chunk_computed(1.0)
+    assert [loader.is_resident(i) for i in range(5)] == [True, True, True, False, False]
+    assert loader.poll(1.0).compute == ComputeStep(3, 100, 50, chunks=2)
+    loader.chunk_computed(2.0)
+    assert loader.done
+    assert loader.result().computed_tokens == 150
+
+
+def test_a_step_stops_before_what_is_there_or_expected_sooner() -> None:
+    pace = Pace()
+    pace.step_took(50, 1.0)
+    pace.load_took(20_000, 0.35)
+    loader = loader_of(chunks_of(20, 20, 20, 20, 20), pace=pace)
+    actions = loader.poll(0.0)
+    # Three chunks of the five fill 60 % of a step: 0.8 s, as nothing is known of steps that are not full. Two loads
+    # take 0.7 s and three 1.05 s, so the third chunk is computed and the last two are loaded.
+    assert actions.compute == ComputeStep(0, 0, 60, chunks=3)
+    assert actions.fetch == (4, 3)
+    loader.chunk_loaded(4, 0.35)
+    loader.chunk_loaded(3, 0.7)
+    assert not loader.done
+    loader.chunk_computed(0.8)
+    assert loader.done
+    assert loader.result().wasted_bytes == loader.result().wasted_tokens == 0
+
+
+def test_a_step_stops_before_a_chunk_that_is_there() -> None:
+    chunks = [PromptChunk(0, 20), PromptChunk(20, 20, resident=True), PromptChunk(40, 20)]
+    loader = loader_of(chunks, budget=100)
+    assert loader.poll(0.0).compute == ComputeStep(0, 0, 20)
+    loader.chunk_computed(1.0)
+    assert loader.poll(1.0).compute == ComputeStep(2, 40, 20)
+
+
+def test_what_comes_while_a_step_goes_over_it_is_counted_once() -> None:
+    loader = loader_of(chunks_of(20, 20, 20, 20), budget=100)
+    actions = loader.poll(0.0)
+    assert (actions.compute, actions.fetch) == (
+        ComputeStep(0, 0, 80, chunks=4),
+        (3, 2, 1, 0),
+    )  # nobody knows what comes first
+    loader.chunk_loaded(3, 0.1)
+    loader.chunk_loaded(2, 0.2)
+    assert loader.poll(0.2).compute is None
+    loader.chunk_computed(1.0)
+    assert loader.done
+    assert loader.poll(1.0).cancel == (0, 1)
+    result = loader.result()
+    assert (result.computed_tokens, result.loaded_tokens, result.wasted_tokens) == (40, 40, 40)
+    assert result.wasted_bytes == 40_000
+
+
+def test_part_of_a_chunk_computed_and_then_loaded_is_counted_as_wasted() -> None:
+    loader = loader_of(chunks_of(80, 80, 80), budget=100, room=1)
+    loader.poll(0.0)
+    loader.chunk_loaded(2, 0.6)
+    assert loader.poll(0.6).fetch == (1,)
+    loader.chunk_computed(1.0)
+    assert [loader.is_resident(i) for i in range(3)] == [True, False, True]
+    assert loader.poll(1.0).compute is None  # 60 tokens are left of chunk 1: 0.8 s, and its load is due in 0.2 s
+    loader.chunk_loaded(1, 1.3)
+    assert loader.done
+    assert loader.result().wasted_tokens == 20
+
+
 def test_a_failed_chunk_is_computed_and_the_rest_of_the_tail_is_kept() -> None:
     run = simulate_load(
         chunks_of(*[100] * 8),
@@ -185,7 +253,7 @@ def prompts(draw: st.DrawFn) -> list[PromptChunk]:
     return chunks
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     chunks=prompts(),
     data=st.data(),
@@ -226,22 +294,30 @@ def test_every_chunk_comes_exactly_once_whatever_happens(
     assert result.resident_tokens + result.computed_tokens + result.loaded_tokens == sum(c.tokens for c in chunks)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     tokens=st.sampled_from([2048, 5000, 9216, 14336, 16000, 32768]),
     mbit_per_s=st.sampled_from([2000, 5000, 10000, 20000]),
     share=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
     first_ms=st.floats(25, 65),
     growth=st.floats(0, 2),
+    size=st.sampled_from([128, 512]),
+    alone=st.booleans(),
 )
 def test_close_to_the_best_split_in_hindsight(
-    tokens: int, mbit_per_s: int, share: float, first_ms: float, growth: float
+    tokens: int, mbit_per_s: int, share: float, first_ms: float, growth: float, size: int, alone: bool
 ) -> None:
-    """Once the speeds are known within 3 %; before, one step may be begun that the link would have beaten."""
-    chunks = [PromptChunk(at, min(512, tokens - at), min(512, tokens - at) << 19, True) for at in range(0, tokens, 512)]
+    """Once the speeds are known within 3 %; before, one step may be begun that the link would have beaten.
+
+    Whether a step that is not full costs less (alone on the GPU) or not (others fill it) is learned, not told.
+    """
+    chunks = [
+        PromptChunk(at, min(size, tokens - at), min(size, tokens - at) << 19, True) for at in range(0, tokens, size)
+    ]
 
     def step_s(first: int, count: int) -> float:
-        return first_ms / 1000 * (1 + growth * first / 32768)
+        full_s = first_ms / 1000 * (1 + growth * (first + count / 2) / 32768)
+        return full_s * count / budget if alone else full_s
 
     trace, budget = LinkTrace.constant(mbit_per_s * 125_000), int(512 * share)
     pace = Pace()
@@ -250,7 +326,7 @@ def test_close_to_the_best_split_in_hindsight(
     )
     best = best_split_s(chunks, step_s, trace, budget_tokens=budget)
     assert warm.ttft_s <= best * 1.03, (warm.ttft_s / best, warm.result)
-    assert cold.ttft_s <= best * 1.03 + step_s(0, 1), (cold.ttft_s / best, cold.result)
+    assert cold.ttft_s <= best * 1.03 + step_s(0, budget), (cold.ttft_s / best, cold.result)
 
 
 def test_a_step_that_was_not_computed_is_asked_for_again_or_not_needed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -27,11 +27,19 @@ class Room:
     late: int = 0
 
     def write(self, index: int, who: str, seconds: float) -> None:
+        self.write_all([index], who, seconds)
+
+    def compute(self, indices: Iterable[int], seconds: float) -> None:
+        self.write_all(list(indices), "compute", seconds)
+
+    def write_all(self, indices: list[int], who: str, seconds: float) -> None:
         self.late += self.closed
-        self.clashes += index in self.writer
-        self.writer[index] = who
+        for index in indices:
+            self.clashes += index in self.writer
+            self.writer[index] = who
         time.sleep(seconds)
-        self.clashes += self.writer.pop(index, None) != who
+        for index in indices:
+            self.clashes += self.writer.pop(index, None) != who
 
 
 class Source:
@@ -83,7 +91,7 @@ def run(session: LoadingSession, room: Room, step_s: Callable[[], float]) -> lis
     try:
         while (step := session.next_step()) is not None:
             steps.append(step.index)
-            room.write(step.index, "compute", step_s())
+            room.compute(step.indices, step_s())
             session.step_done()
     finally:
         session.close()
@@ -122,7 +130,8 @@ def test_one_side_writes_at_a_time_whatever_comes_when(seed: int) -> None:
         source = Source(room, lambda: dice.choice((0.0, 0.001, 0.004)), dice.choice((0.0, 0.003)))
         source.failing = {index for index in range(8) if dice.random() < 0.15}
         source.wrong = {index for index in range(8) if dice.random() < 0.15}
-        budget = dice.choice((3, 10))  # with 3, a chunk takes four steps, and a load may come in their midst
+        # With 3, a chunk takes four steps, and a load may come in their midst; with 25, a step goes over three chunks.
+        budget = dice.choice((3, 10, 25))
         session = session_of(source, budget=budget, pace=pace)
         run(session, room, lambda: dice.choice((0.0, 0.001, 0.003)))
         result = session.result()

@@ -3,10 +3,11 @@
 The shell around it tells what happened (``chunk_computed``, ``chunk_loaded``, ``load_failed``, ``budget_changed``,
 ``abort``), always with ``now_s``, and then asks ``poll`` what to do. Chunks are known by their index in the prompt.
 
-A chunk can be computed only when all before it are there; a loaded one may lie anywhere. Where both sides could take
-the same chunk, it goes to the one that is expected to have it sooner by the speeds measured so far; before there is a
-measurement both go on, as in the paper. Who waits for a load that is late waits at most as long as computing takes:
-then it computes after all, so a dead link costs at most the price of the chunk once more.
+A token can be computed only when all before it are there; a loaded chunk may lie anywhere. A step takes as many tokens
+as its budget has, over several chunks if they are small, so chunks can be as small as loading likes. Where both sides
+could take the same chunk, it goes to the one that is expected to have it sooner by the speeds measured so far; before
+there is a measurement both go on, as in the paper. Who waits for a load that is late waits at most as long as computing
+takes: then it computes after all, so a dead link costs at most the price of the chunk once more.
 Compute-only and I/O-only are the same scheduler with ``loads`` or ``computes`` off; what cannot be loaded is computed
 in either. Source: "Compute or load KV cache? Why not both?", section 4 and appendices A and B.
 """
@@ -16,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skymemory.cache.loader_actions import Actions, ComputeStep, LoaderResult, Origin
+from skymemory.cache.loader_link import FetchQueue
+from skymemory.cache.loader_work import PromptWork
 from skymemory.cache.pace import Pace
 from skymemory.cache.prompt_chunks import PromptChunk
 from skymemory.errors import InvalidInput
@@ -37,18 +40,15 @@ class BidirectionalLoader:
     ) -> None:
         if max_in_flight_bytes < 1 or budget_tokens < 0:
             raise InvalidInput("max_in_flight_bytes must be positive, budget_tokens not negative")
-        self._max_in_flight_bytes = max_in_flight_bytes
         self._budget_tokens = budget_tokens
         self._pace = pace or Pace()
+        self._link = FetchQueue(self._pace, max_in_flight_bytes)
         self._computes, self._loads = computes, loads
         self._chunks: tuple[PromptChunk, ...] = ()
+        self._work = PromptWork((), loads)
         self._origin: list[Origin | None] = []
         self._loadable: list[bool] = []
         self._computed_tokens: list[int] = []
-        self._step_cost: list[float] = []  # seconds times tokens of budget: outlives a new budget
-        self._in_flight: dict[int, None] = {}  # in the order asked for
-        self._in_flight_bytes = 0
-        self._link_since_s = 0.0
         self._step: ComputeStep | None = None
         self._step_budget = 0
         self._step_since_s = 0.0
@@ -75,10 +75,10 @@ class BidirectionalLoader:
                 raise InvalidInput(f"chunks must follow each other and hold tokens: {chunk}")
             expected += chunk.tokens
         self._chunks = tuple(chunks)
+        self._work = PromptWork(chunks, self._loads)
         self._origin = [Origin.RESIDENT if chunk.resident else None for chunk in chunks]
         self._loadable = [chunk.loadable and self._loads and not chunk.resident for chunk in chunks]
         self._computed_tokens = [0] * len(chunks)
-        self._step_cost = [0.0] * len(chunks)
         self._load_at = len(chunks) - 1
         self._start_s = self._end_s = now_s
         self._advance()
@@ -90,19 +90,23 @@ class BidirectionalLoader:
         if step is None:
             raise InvalidInput("no step is under way")
         self._step = None
-        self._step_cost[step.index] += (now_s - self._step_since_s) * self._step_budget
+        self._pace.step_took(
+            step.first_token + step.tokens / 2, now_s - self._step_since_s, step.tokens / self._step_budget
+        )
         self._end_s = now_s
-        if self._origin[step.index] is not None:
-            self._wasted_tokens += step.tokens + self._computed_tokens[step.index]
-            self._computed_tokens[step.index] = 0
-        elif not self._aborted:
-            self._computed_tokens[step.index] += step.tokens
-            chunk = self._chunks[step.index]
-            if self._computed_tokens[step.index] == chunk.tokens:
-                # By chunks, not steps: the last piece of a chunk may fill its step or not.
-                self._pace.step_took(chunk.first_token + chunk.tokens / 2, self._step_cost[step.index] / chunk.tokens)
-                self._drop_fetch(step.index, now_s)
-                self._settle(step.index, Origin.COMPUTED)
+        index, left = step.index, step.tokens
+        while left:
+            tokens = min(left, self._chunks[index].tokens - self._computed_tokens[index])
+            left -= tokens
+            if self._origin[index] is not None:
+                self._wasted_tokens += tokens + self._computed_tokens[index]
+                self._computed_tokens[index] = 0
+            elif not self._aborted:
+                self._computed_tokens[index] += tokens
+                if self._computed_tokens[index] == self._chunks[index].tokens:
+                    self._drop_fetch(index, now_s)
+                    self._settle(index, Origin.COMPUTED)
+            index += 1
 
     def step_dropped(self) -> None:
         """The step that was asked for was not computed: its chunk came first, or the engine goes away."""
@@ -112,23 +116,21 @@ class BidirectionalLoader:
 
     def chunk_loaded(self, index: int, now_s: float) -> None:
         """A fetch has come, whole and verified. One that was cancelled, or comes twice, changes nothing."""
-        if index not in self._in_flight:
+        if index not in self._link:
             return
-        size = self._chunks[index].size_bytes
-        self._leave_link(index, size, now_s)
+        self._link.came(index, now_s)
         self._end_s = max(self._end_s, now_s)
         if self._computed_tokens[index] and (self._step is None or self._step.index != index):
-            self._wasted_tokens += self._computed_tokens[index]  # part of it, in steps that a small budget had cut
+            self._wasted_tokens += self._computed_tokens[index]  # part of it, in a step that ended within the chunk
         self._settle(index, Origin.LOADED)
 
     def load_failed(self, index: int, now_s: float) -> None:
         """A fetch will not come: the chunk is to be computed; all others keep what they have."""
-        if index not in self._in_flight:
+        if index not in self._link:
             return
-        self._leave_link(index, 0, now_s)
+        self._wasted_bytes += self._link.failed(index, now_s)
         self._loadable[index] = False
         self._failed_loads += 1
-        self._wasted_bytes += self._chunks[index].size_bytes
 
     def budget_changed(self, budget_tokens: int) -> None:
         """Tokens of each step from now on that are ours; with 0 computing pauses and loading goes on."""
@@ -142,7 +144,7 @@ class BidirectionalLoader:
             return
         self._aborted = True
         self._end_s = now_s
-        for index in tuple(self._in_flight):
+        for index in self._link.indices():
             self._drop_fetch(index, now_s)
 
     # What comes out
@@ -168,10 +170,7 @@ class BidirectionalLoader:
         wake_s: float | None = None
         if not self._aborted:
             while (index := self._next_fetch(now_s)) is not None:
-                if not self._in_flight:
-                    self._link_since_s = now_s
-                self._in_flight[index] = None
-                self._in_flight_bytes += self._chunks[index].size_bytes
+                self._link.ask(index, self._chunks[index].size_bytes, now_s)
                 self._load_at = index - 1
                 fetch.append(index)
             if self._step is None:
@@ -206,73 +205,60 @@ class BidirectionalLoader:
         while index >= self._compute_at and (self._origin[index] is not None or not self._loadable[index]):
             index -= 1
         self._load_at = index
-        if index < self._compute_at:
+        if index < self._compute_at or not self._link.has_room(self._chunks[index].size_bytes):
             return None
-        size = self._chunks[index].size_bytes
-        if self._in_flight and self._in_flight_bytes + size > self._max_in_flight_bytes:
-            return None
-        load_s = self._load_s(size, now_s)
-        if load_s is None or not self._computes or not self._budget_tokens:
+        load_s = self._link.idle_after_s(self._chunks[index].size_bytes, now_s)
+        compute_s = self._compute_s(index) if self._computes and self._budget_tokens else None
+        if load_s is None or compute_s is None:
             return index
-        compute_s = -(now_s - self._step_since_s) if self._step else 0.0
-        for at in range(self._compute_at, index + 1):
-            if self._origin[at] is None and at not in self._in_flight:
-                if (chunk_s := self._compute_s(at)) is None:
-                    return index
-                compute_s += chunk_s
-                if compute_s > load_s:
-                    return index
-        return None
+        if self._step:
+            compute_s -= now_s - self._step_since_s
+        return index if compute_s > load_s else None
 
     def _next_step(self, now_s: float) -> tuple[ComputeStep | None, float | None]:
-        """The first chunk that is not there, unless its load is expected sooner; and when to think again."""
+        """From the first chunk that is not there, unless its load is expected sooner; and when to think again."""
         at = self._compute_at
         if at == len(self._chunks) or not self._budget_tokens:
             return None, None
         if self._loadable[at]:
             if not self._computes:
                 return None, None
-            compute_s, load_s = self._compute_s(at), self._load_s(self._bytes_before(at), now_s)
+            compute_s, load_s = self._compute_s(at), self._load_s(at, now_s)
             if compute_s is not None and load_s is not None and load_s < compute_s * _ALMOST:
                 # A late load is expected to be late as long again, so the wait ends at the price of computing.
-                head_s = self._head_s(now_s)
+                head_s = self._link.head_s(now_s)
                 return None, now_s + head_s + compute_s - (load_s - abs(head_s))
-        chunk, computed = self._chunks[at], self._computed_tokens[at]
-        self._step = ComputeStep(at, chunk.first_token + computed, min(chunk.tokens - computed, self._budget_tokens))
+        first_token = self._chunks[at].first_token + self._computed_tokens[at]
+        tokens, index = self._chunks[at].tokens - self._computed_tokens[at], at + 1
+        while tokens < self._budget_tokens and index < len(self._chunks) and self._goes_along(index, now_s):
+            tokens += self._chunks[index].tokens
+            index += 1
+        self._step = ComputeStep(at, first_token, min(tokens, self._budget_tokens), index - at)
         self._step_since_s = now_s
         self._step_budget = self._budget_tokens
         return self._step, None
 
-    def _bytes_before(self, at: int) -> int:
-        """Bytes to ask for until chunk ``at`` has been asked for, itself included; 0 where it has."""
-        return sum(
-            self._chunks[i].size_bytes
-            for i in range(at, self._load_at + 1)
-            if self._loadable[i] and self._origin[i] is None
-        )
+    def _goes_along(self, index: int, now_s: float) -> bool:
+        """Whether a step that reaches chunk ``index`` should go on into it."""
+        if self._origin[index] is not None:
+            return False
+        if not self._loadable[index]:
+            return True
+        if not self._computes:
+            return False
+        compute_s, load_s = self._compute_s(index), self._load_s(index, now_s)
+        return compute_s is None or load_s is None or load_s >= compute_s * _ALMOST
 
-    def _head_s(self, now_s: float) -> float:
-        """Seconds until the oldest fetch is expected; negative if it is late; 0 on an idle link."""
-        rate = self._pace.bytes_per_s
-        if rate is None or not self._in_flight:
-            return 0.0
-        return self._link_since_s + self._chunks[next(iter(self._in_flight))].size_bytes / rate - now_s
+    def _load_s(self, index: int, now_s: float) -> float | None:
+        """Seconds until a loadable chunk, and all that comes before it, are here; None if the rate is not known."""
+        if index > self._load_at:
+            return self._link.here_after_s(index, now_s)
+        return self._link.idle_after_s(self._work.bytes_between(index, self._load_at), now_s)
 
-    def _load_s(self, more_bytes: int, now_s: float) -> float | None:
-        """Seconds until all in flight and ``more_bytes`` behind it are here; None if the rate is not known."""
-        rate = self._pace.bytes_per_s
-        if rate is None:
-            return None
-        head = self._chunks[next(iter(self._in_flight))].size_bytes if self._in_flight else 0
-        return abs(self._head_s(now_s)) + (self._in_flight_bytes - head + more_bytes) / rate
-
-    def _compute_s(self, at: int) -> float | None:
-        """Seconds to compute what is left of a chunk with the present budget."""
-        chunk, computed = self._chunks[at], self._computed_tokens[at]
-        step_s = self._pace.step_s(chunk.first_token + (computed + chunk.tokens) / 2)
-        if step_s is None and computed:
-            step_s = self._step_cost[at] / computed  # steps of the very first chunk are all that is known
-        return None if step_s is None else step_s * (chunk.tokens - computed) / self._budget_tokens
+    def _compute_s(self, last: int) -> float | None:
+        """Seconds to compute what is not there up to chunk ``last`` with the present budget; None if not known."""
+        at = self._compute_at
+        return self._work.compute_s(at, self._computed_tokens[at], last, self._pace, self._budget_tokens)
 
     # Keeping the books
 
@@ -285,16 +271,7 @@ class BidirectionalLoader:
         while self._compute_at < len(self._chunks) and self._origin[self._compute_at] is not None:
             self._compute_at += 1
 
-    def _leave_link(self, index: int, came_bytes: int, now_s: float) -> None:
-        del self._in_flight[index]
-        self._in_flight_bytes -= self._chunks[index].size_bytes
-        self._pace.load_took(came_bytes, now_s - self._link_since_s)
-        self._link_since_s = now_s
-
     def _drop_fetch(self, index: int, now_s: float) -> None:
-        if index in self._in_flight:
-            del self._in_flight[index]
-            self._in_flight_bytes -= self._chunks[index].size_bytes
-            self._link_since_s = now_s
-            self._wasted_bytes += self._chunks[index].size_bytes
+        if index in self._link:
+            self._wasted_bytes += self._link.cancel(index, now_s)
             self._cancelled.append(index)

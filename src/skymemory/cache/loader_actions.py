@@ -16,11 +16,19 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep:
-    """Prefill these tokens of one chunk now; answer with ``chunk_computed``."""
+    """Prefill these tokens now; answer with ``chunk_computed``."""
 
     index: int
+    """The chunk it begins in."""
     first_token: int
     tokens: int
+    chunks: int = 1
+    """That it reaches into, one behind another; the last may not become whole."""
+
+    @property
+    def indices(self) -> range:
+        """The chunks it reaches into."""
+        return range(self.index, self.index + self.chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class LoadingSession:
         self._on_settled = on_settled
         self._changed = threading.Condition()
         self._ready: ComputeStep | None = None  # asked for by the loader, not yet taken by the engine
-        self._stepping: int | None = None
+        self._stepping = range(0)  # chunks that the engine computes
         self._wanted: set[int] = set()
         self._placing: set[int] = set()
         self._wake_s: float | None = None
@@ -102,10 +102,10 @@ class LoadingSession:
                 if self._error is not None:
                     raise self._error
                 self._turn()
-                if (step := self._ready) is not None and step.index not in self._placing:
+                if (step := self._ready) is not None and self._placing.isdisjoint(step.indices):
                     self._ready = None
-                    if not self._loader.is_resident(step.index):
-                        self._stepping = step.index
+                    if not any(self._loader.is_resident(index) for index in step.indices):
+                        self._stepping = step.indices
                         return step
                     self._loader.step_dropped()
                     continue
@@ -119,13 +119,13 @@ class LoadingSession:
     def step_done(self) -> None:
         """The step has been computed, and its tokens are in their place."""
         with self._changed:
-            index, self._stepping = self._stepping, None
+            indices, self._stepping = self._stepping, range(0)
             began_s = time.perf_counter()
             self._loader.chunk_computed(self._clock())
             self.scheduling_s += time.perf_counter() - began_s
             self._turn()
             self._changed.notify_all()
-        if index is not None:
+        for index in indices:
             self._tell(index, "computed")
 
     def set_budget(self, tokens: int) -> None:
@@ -138,8 +138,8 @@ class LoadingSession:
     def close(self) -> None:
         """Give up what is not done. When this returns, nobody writes into the engine's memory any more."""
         with self._changed:
-            if self._stepping is not None or self._ready is not None:
-                self._stepping = self._ready = None
+            if self._stepping or self._ready is not None:
+                self._stepping, self._ready = range(0), None
                 self._loader.step_dropped()
             self._loader.abort(self._clock())
             self._turn()
@@ -184,7 +184,7 @@ class LoadingSession:
     def _claim(self, index: int) -> bool:
         """Whether the chunk may be put in its place now; waits for a step that computes it."""
         with self._changed:
-            while self._stepping == index and index in self._wanted:
+            while index in self._stepping and index in self._wanted:
                 self._changed.wait()
             if index not in self._wanted:
                 return False

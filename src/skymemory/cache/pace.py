@@ -1,9 +1,15 @@
 """How fast prompts were computed and chunks were loaded so far: all that the loader knows of the machine.
 
-Nothing is tuned or profiled beforehand: before the first measurement an estimate is None.
+Nothing is tuned or profiled beforehand: before the first measurement an estimate is None. What was measured long ago
+gives way to what is measured now.
 """
 
 from __future__ import annotations
+
+_KEPT_STEPS = 64.0
+_KEPT_LOADS = 32.0
+_FULL = 0.75  # of its budget: a step that holds less tells what a step costs at least, not what a full one does
+_UNKNOWN_LEAST = 0.5
 
 
 class Pace:
@@ -12,6 +18,7 @@ class Pace:
     def __init__(self) -> None:
         self._steps = 0.0
         self._sum_x = self._sum_y = self._sum_xx = self._sum_xy = 0.0
+        self._least_weight = self._least_sum = 0.0
         self._loads = 0.0
         self._loaded_bytes = 0.0
         self._loading_s = 0.0
@@ -21,32 +28,52 @@ class Pace:
 
         Called between prompts, so that a link or a machine that has changed is believed within a few chunks.
         """
+        self._fade_steps(samples)
+        self._fade_loads(samples)
+
+    def _fade_steps(self, samples: float) -> None:
         if self._steps > samples:
             share = samples / self._steps
             self._steps = samples
             self._sum_x, self._sum_y = self._sum_x * share, self._sum_y * share
             self._sum_xx, self._sum_xy = self._sum_xx * share, self._sum_xy * share
+
+    def _fade_loads(self, samples: float) -> None:
         if self._loads > samples:
             share = samples / self._loads
             self._loads = samples
             self._loaded_bytes, self._loading_s = self._loaded_bytes * share, self._loading_s * share
 
-    def step_took(self, position: float, seconds: float) -> None:
-        """A full step whose middle token stands at ``position`` took ``seconds``."""
+    def step_took(self, position: float, seconds: float, filled: float = 1.0) -> None:
+        """A step whose middle token stands at ``position`` and that filled this part of its budget took ``seconds``."""
+        line = self.line()
+        if filled < _FULL and line is not None:
+            full_s = line[0] + line[1] * position
+            if full_s > 0:
+                least = min(max((seconds / full_s - filled) / (1 - filled), 0.0), 1.0)
+                keep = 1 - 1 / _KEPT_LOADS
+                self._least_weight = self._least_weight * keep + (1 - filled)
+                self._least_sum = self._least_sum * keep + (1 - filled) * least
+            return
+        full_s = seconds / self.part(filled)
+        self._fade_steps(_KEPT_STEPS - 1)
         self._steps += 1
         self._sum_x += position
-        self._sum_y += seconds
+        self._sum_y += full_s
         self._sum_xx += position * position
-        self._sum_xy += position * seconds
+        self._sum_xy += position * full_s
 
     def load_took(self, size_bytes: int, seconds: float) -> None:
         """The link was busy for ``seconds``, and ``size_bytes`` (0 for a failed load) came of it."""
+        self._fade_loads(_KEPT_LOADS - 1)
         self._loads += 1
         self._loaded_bytes += size_bytes
         self._loading_s += seconds
 
-    def step_s(self, position: float) -> float | None:
-        """Seconds of a full step around token ``position``: the least-squares line, as attention grows linearly."""
+    def line(self) -> tuple[float, float] | None:
+        """Seconds of a full step at token 0 and how they grow per token of position: least squares, as attention grows
+        linearly. None before the first step.
+        """
         if not self._steps:
             return None
         mean_x, mean_y = self._sum_x / self._steps, self._sum_y / self._steps
@@ -55,7 +82,21 @@ class Pace:
         if self._steps > 1 and spread > 1e-9 * self._sum_xx:
             # A step never gets cheaper further back; a falling line is noise, and the mean is the better guess.
             slope = max((self._sum_xy - self._sum_x * mean_y) / spread, 0.0)
-        return max(mean_y + slope * (position - mean_x), 0.0)
+        return mean_y - slope * mean_x, slope
+
+    def step_s(self, position: float) -> float | None:
+        """Seconds of a full step around token ``position``."""
+        line = self.line()
+        return None if line is None else max(line[0] + line[1] * position, 0.0)
+
+    def part(self, filled: float) -> float:
+        """What part of a full step's time a step takes that fills this part of its budget.
+
+        All of it where others fill the rest of the batch, its share where nobody does: learned from steps that were not
+        full, and half-way before there was one.
+        """
+        least = self._least_sum / self._least_weight if self._least_weight else _UNKNOWN_LEAST
+        return least + (1 - least) * filled
 
     @property
     def bytes_per_s(self) -> float | None:

@@ -146,18 +146,19 @@ def simulate_load(
 def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: LinkTrace, *, budget_tokens: int) -> float:
     """TTFT of the best split in hindsight: compute the first k chunks, load the rest from the back; all k tried.
 
-    For chunks that can all be loaded. Raises InvalidInput otherwise.
+    Steps are as full as they can be, over the borders of chunks. For chunks that can all be loaded; raises InvalidInput
+    otherwise.
     """
     if not budget_tokens or any(not chunk.loadable or chunk.resident for chunk in chunks):
         raise InvalidInput("hindsight is worked out for chunks that can all be loaded, and a budget")
     computed_s = [0.0]
+    full_s, at = 0.0, chunks[0].first_token  # full steps so far, and where they end
     for chunk in chunks:
-        spent_s, at, end = computed_s[-1], chunk.first_token, chunk.first_token + chunk.tokens
-        while at < end:
-            tokens = min(end - at, budget_tokens)
-            spent_s += step_s(at, tokens)
-            at += tokens
-        computed_s.append(spent_s)
+        end = chunk.first_token + chunk.tokens
+        while end - at >= budget_tokens:
+            full_s += step_s(at, budget_tokens)
+            at += budget_tokens
+        computed_s.append(full_s + (step_s(at, end - at) if end > at else 0.0))
     best_s, tail_bytes = computed_s[-1], 0
     for k in reversed(range(len(chunks))):
         tail_bytes += chunks[k].size_bytes

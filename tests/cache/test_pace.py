@@ -1,0 +1,69 @@
+"""What is known of the speeds: a line for steps, what a step costs at least, and a rate that follows the link."""
+
+from __future__ import annotations
+
+import pytest
+
+from skymemory.cache.pace import Pace
+
+
+def test_nothing_is_known_before_the_first_measurement() -> None:
+    pace = Pace()
+    assert pace.line() is None
+    assert pace.step_s(100) is None
+    assert pace.bytes_per_s is None
+
+
+def test_steps_grow_along_the_prompt() -> None:
+    pace = Pace()
+    pace.step_took(100, 2.0)
+    assert pace.line() == (2.0, 0.0)
+    pace.step_took(300, 3.0)
+    assert pace.line() == pytest.approx((1.5, 0.005), rel=0.01)
+    assert pace.step_s(500) == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_falling_line_is_taken_for_noise() -> None:
+    pace = Pace()
+    pace.step_took(100, 3.0)
+    pace.step_took(300, 2.0)
+    at_zero_s, slope = pace.line() or (0.0, -1.0)
+    assert slope == 0.0
+    assert at_zero_s == pytest.approx(2.5, rel=0.01)
+
+
+@pytest.mark.parametrize(("part_s", "part"), [(1.0, 1.0), (0.25, 0.25), (0.5, 0.5)])
+def test_learns_what_a_step_costs_that_is_not_full(part_s: float, part: float) -> None:
+    """As much as a full one where others fill the batch, its share where nobody does, or something between."""
+    pace = Pace()
+    pace.step_took(100, 1.0)
+    assert pace.part(0.25) == 0.625  # half-way before anything is known
+    pace.step_took(100, part_s, filled=0.25)
+    assert pace.part(0.25) == pytest.approx(part)
+    assert pace.line() == pytest.approx((1.0, 0.0))
+
+
+def test_the_rate_follows_a_link_that_changes() -> None:
+    pace = Pace()
+    for _ in range(100):
+        pace.load_took(1000, 1.0)
+    assert pace.bytes_per_s == pytest.approx(1000)
+    for _ in range(50):
+        pace.load_took(1000, 10.0)
+    assert pace.bytes_per_s == pytest.approx(100, rel=0.5)
+
+
+def test_steps_follow_a_machine_that_changes() -> None:
+    pace = Pace()
+    for at in range(100):
+        pace.step_took(at % 10, 1.0)
+    for at in range(200):
+        pace.step_took(at % 10, 2.0)
+    assert pace.step_s(5) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_failed_load_took_its_time() -> None:
+    pace = Pace()
+    pace.load_took(1000, 1.0)
+    pace.load_took(0, 1.0)
+    assert pace.bytes_per_s == pytest.approx(500, rel=0.1)
