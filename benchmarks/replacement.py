@@ -64,7 +64,7 @@ def replay(policy: Replacement, prompts: Prompts, capacity: int) -> int:
 
 
 def belady(prompts: Prompts, capacity: int) -> int:
-    """Hits of who evicts what is wanted last, and of equals the deeper."""
+    """Hits of who evicts what is wanted last, and of equals the deeper: what is left then is whole prefixes."""
     never = len(prompts)
     next_use: dict[bytes, int] = {}
     wanted: list[list[int]] = [[] for _ in prompts]
@@ -75,7 +75,9 @@ def belady(prompts: Prompts, capacity: int) -> int:
     heap: list[tuple[int, int, bytes]] = []
     hits = 0
     for prompt, when in zip(prompts, wanted, strict=True):
-        hits += sum(key in here for key in prompt)
+        found = next((at for at, key in enumerate(prompt) if key not in here), len(prompt))
+        assert found == sum(key in here for key in prompt), "Belady's rule left a hole"
+        hits += found
         for depth, key in enumerate(prompt):
             here[key] = when[depth]
             heapq.heappush(heap, (-when[depth], -depth, key))

@@ -8,6 +8,7 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.protocol.naive_policies import TWINS, NaiveLrfu, depth_of
 
 from skymemory.protocol import lrfu
 from skymemory.protocol.chunk_store import ChunkStore
@@ -15,115 +16,50 @@ from skymemory.protocol.lrfu import LeastRecentlyAndFrequentlyUsed
 from skymemory.protocol.ranking import RankedKeys
 from skymemory.protocol.replacement import REPLACEMENTS, replacement_named
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, PlacementTag
+from skymemory.store.policies import POLICIES, policy_named
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 
 
-class NaiveLru:
-    """A list, the newest last."""
-
-    def __init__(self) -> None:
-        self.keys: list[bytes] = []
-
-    def noted(self, key: bytes) -> None:
-        self.gone(key)
-        self.keys.append(key)
-
-    used = noted
-
-    def gone(self, key: bytes, evicted: bool = False) -> None:
-        self.keys = [other for other in self.keys if other != key]
-
-    def order(self) -> list[bytes]:
-        return self.keys
+calls = st.tuples(
+    st.sampled_from(["noted", "used", "used", "gone", "evict", "evict", "hold", "free"]), st.sampled_from(KEYS)
+)
 
 
-class NaiveLfuda:
-    """Every key's uses, the age it was last ranked at, and a place in time; sorted whenever asked."""
-
-    def __init__(self) -> None:
-        self.known: dict[bytes, tuple[int, int, int]] = {}
-        self.age = self.time = 0
-
-    def noted(self, key: bytes, more: int = 0) -> None:
-        uses = self.known[key][0] + more if key in self.known else 1
-        self.time += 1
-        self.known[key] = (uses, self.age, self.time)
-
-    def used(self, key: bytes) -> None:
-        self.noted(key, 1)
-
-    def gone(self, key: bytes, evicted: bool = False) -> None:
-        if key in self.known:
-            uses, age, _ = self.known.pop(key)
-            self.age = max(self.age, uses + age) if evicted else self.age
-
-    def order(self) -> list[bytes]:
-        return sorted(self.known, key=lambda key: (self.known[key][0] + self.known[key][1], self.known[key][2]))
-
-
-class NaiveLrfu:
-    """Every use of every key there ever was, in half-lives; worths summed anew whenever asked."""
-
-    def __init__(self) -> None:
-        self.uses: dict[bytes, list[float]] = {}
-        self.used_at: dict[bytes, int] = {}
-        self.here: dict[bytes, int] = {}
-        self.events = self.time = 0
-        self.half_lives, self.mean_return = 0.0, 1000.0
-
-    def noted(self, key: bytes) -> None:
-        if key not in self.here:
-            self.used(key)
-        self.uses[key][-1] = self.half_lives
-        self.time += 1
-        self.here[key] = self.time
-
-    def used(self, key: bytes) -> None:
-        self.events += 1
-        self.half_lives += 1 / (2 * self.mean_return)
-        if key in self.uses:
-            self.mean_return += (self.events - self.used_at[key] - self.mean_return) / 1000
-        self.uses.setdefault(key, []).append(self.half_lives)
-        self.used_at[key] = self.events
-        self.time += 1
-        self.here[key] = self.time
-
-    def gone(self, key: bytes, evicted: bool = False) -> None:
-        self.here.pop(key, None)
-
-    def order(self) -> list[bytes]:
-        return sorted(self.here, key=lambda key: (round(sum(2**at for at in self.uses[key]), 9), self.here[key]))
-
-
-TWINS = {"lru": NaiveLru, "lfuda": NaiveLfuda, "lrfu": NaiveLrfu}
-calls = st.tuples(st.sampled_from(["noted", "used", "used", "gone", "evict"]), st.sampled_from(KEYS))
-
-
-@pytest.mark.parametrize("name", REPLACEMENTS)
+@pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(calls, max_size=120))
 def test_a_policy_does_what_its_naive_twin_does(name, steps):
-    policy, twin = replacement_named(name), TWINS[name]()
+    policy, twin = policy_named(name, depth_of), TWINS[name]()
+    held: set[bytes] = set()
     for verb, key in steps:
         if verb == "evict":
             victim = policy.victim(key)
-            expected = [other for other in twin.order() if other != key]
-            assert victim == (expected[0] if expected else None)
+            assert victim == twin.victim(set(twin.order()) - held - {key})
             if victim is not None:
                 policy.gone(victim, evicted=True)
                 twin.gone(victim, evicted=True)
+        elif verb in ("hold", "free"):
+            if key in twin.order():
+                getattr(policy, verb)(key)
+                (held.add if verb == "hold" else held.discard)(key)
         else:
             getattr(policy, verb)(key)
             getattr(twin, verb)(key)
+            if verb == "gone":
+                held.discard(key)
         assert policy.order() == twin.order()
-        assert policy.victim() == (twin.order()[0] if twin.order() else None)
+        assert policy.victim() == twin.victim(set(twin.order()) - held)
 
 
 def test_the_heap_does_not_grow_with_the_uses():
     keys: RankedKeys[int] = RankedKeys()
     for rank in range(5000):
         keys.put(KEYS[0], rank)
+    assert len(keys._heap) < 100 and keys.first() == KEYS[0]
+    for _ in range(5000):
+        keys.hold(KEYS[0])
+        keys.free(KEYS[0])
     assert len(keys._heap) < 100 and keys.first() == KEYS[0]
 
 

@@ -94,7 +94,7 @@ def test_a_new_process_finds_values_and_their_order_of_use(tmp_path: Path) -> No
     first.touch([key(1)])
     first.close()
     second = DiskStore(tmp_path, BUDGET_BYTES)
-    assert second.get_many([]) == [] and second.prefix([key(n) for n in range(4)]) == 4
+    assert second.lookup([key(n) for n in range(4)]) == [Presence.HIT] * 4
     assert second.stats()["used_bytes"] == BUDGET_BYTES
     second.put_many([(key(9), value(9, 2 * size))])  # 2, then 0: the end of the chain and then its beginning
     assert [found is Presence.HIT for found in second.lookup([key(n) for n in range(4)])] == [False, True, False, True]

@@ -21,6 +21,22 @@ def test_a_disk_store_by_its_address(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_memory_store_with_the_policy_of_its_address() -> None:
+    """What was asked for most goes last under LFU, and first under LRU where it was asked for longest ago."""
+    often, later, last = bytes(32), bytes([1]) * 32, bytes([2]) * 32
+    left = {}
+    for policy in ("lfu", "lru"):
+        store = open_store(f"memory://2000?policy={policy}")
+        store.put_many([(often, bytes(1000))])
+        store.get_many([often])
+        store.put_many([(later, bytes(1000))])
+        store.put_many([(last, bytes(1000))])
+        left[policy] = store.get_many([often, later, last])
+        store.close()
+    assert [value is not None for value in left["lfu"]] == [True, False, True]
+    assert [value is not None for value in left["lru"]] == [False, True, True]
+
+
 def test_a_redis_store_by_its_address() -> None:
     pytest.importorskip("redis")
     store = open_store("redis://localhost:1/3?timeout=100ms")
@@ -36,6 +52,8 @@ def test_a_redis_store_by_its_address() -> None:
         ("disk:///tmp/x?budget=much", "not a size"),
         ("disk:///tmp/x?budget=1MiB&sync=now", "sync='now'"),
         ("disk:///tmp/x?budget=1MiB&index=no", "unknown option 'index'"),
+        ("disk:///tmp/x?budget=1MiB&policy=best", "policy 'best'"),
+        ("memory://1MiB?policy=best", "lru, lfu"),
         ("redis://localhost?timeout=soon", "not a duration"),
         ("redis://localhost?budget=1MiB", "unknown option 'budget'"),
         ("tape://x", "disk:///DIRECTORY"),

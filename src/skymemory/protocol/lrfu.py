@@ -87,6 +87,12 @@ class LeastRecentlyAndFrequentlyUsed:
             if len(self._departed) > self._most_departed:
                 self._departed.popitem(last=False)
 
+    def hold(self, key: bytes) -> None:
+        self._worths.hold(key)
+
+    def free(self, key: bytes) -> None:
+        self._worths.free(key)
+
     def victim(self, but: bytes | None = None) -> bytes | None:
         return self._worths.first(but)
 

@@ -1,4 +1,4 @@
-"""Keys by rank, the lowest first; of equal ranks the one ranked longest ago. The order behind several policies."""
+"""Keys by rank, the lowest first; of equal ranks the one ranked longest ago. The order behind every policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class RankedKeys(Generic[Rank]):
         self._ranks: dict[bytes, tuple[Rank, int]] = {}
         """Rank and stamp."""
         self._heap: list[tuple[Rank, int, bytes]] = []
-        """Rank, stamp, key; entries that ``_ranks`` no longer has are stale."""
+        """Rank, stamp, key; entries of keys that are held, or that ``_ranks`` no longer has, are stale."""
+        self._held: set[bytes] = set()
         self._stamp = 0
 
     def __len__(self) -> int:
@@ -29,22 +30,41 @@ class RankedKeys(Generic[Rank]):
         """The key, here or not, has this rank from now on and is the newest of it."""
         self._stamp += 1
         self._ranks[key] = (rank, self._stamp)
-        heapq.heappush(self._heap, (rank, self._stamp, key))
+        if key not in self._held:
+            self._push(key)
+
+    def _push(self, key: bytes) -> None:
+        rank, stamp = self._ranks[key]
+        heapq.heappush(self._heap, (rank, stamp, key))
         if len(self._heap) > 4 * len(self._ranks) + 64:
-            self._heap = [(rank, stamp, here) for here, (rank, stamp) in self._ranks.items()]
+            self._heap = [(rank, stamp, here) for here, (rank, stamp) in self._ranks.items() if here not in self._held]
             heapq.heapify(self._heap)
 
+    def hold(self, key: bytes) -> None:
+        """Not to be ``first`` until it is freed, whatever its rank becomes. It may come later."""
+        self._held.add(key)
+
+    def free(self, key: bytes) -> None:
+        if key in self._held:
+            self._held.discard(key)
+            if key in self._ranks:
+                self._push(key)
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._held
+
     def pop(self, key: bytes) -> Rank | None:
-        """The key goes; its rank, or None if it was not here."""
+        """The key goes, held or not; its rank, or None if it was not here."""
+        self._held.discard(key)
         known = self._ranks.pop(key, None)
         return None if known is None else known[0]
 
     def first(self, but: bytes | None = None) -> bytes | None:
-        """The key of the lowest rank that is not ``but``; None if there is no other."""
+        """The key of the lowest rank that is not held and not ``but``; None if there is no other."""
         found, spared = None, None
         while self._heap and found is None:
             rank, stamp, key = self._heap[0]
-            if self._ranks.get(key) == (rank, stamp):
+            if key not in self._held and self._ranks.get(key) == (rank, stamp):
                 if key != but:
                     found = key
                     break
@@ -55,5 +75,5 @@ class RankedKeys(Generic[Rank]):
         return found
 
     def order(self) -> list[bytes]:
-        """All keys, the lowest rank first."""
+        """All keys, held or not, the lowest rank first."""
         return sorted(self._ranks, key=lambda key: self._ranks[key])

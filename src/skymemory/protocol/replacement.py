@@ -1,13 +1,13 @@
-"""In which order a full satellite forgets: three policies under one contract.
+"""In which order a full memory forgets: policies under one contract, those of satellites and (``store.policies``) more.
 
 A policy sees keys only. ``noted`` says that a key is here and matters now (stored, or touched by who knows its chain),
 ``used`` that it was asked for, ``gone`` that it is no longer here. Writers store a chain's last block first and touch
 its earlier blocks last (``store.constellation``); so of equals the one noted longest ago is the deeper one, and goes.
+Who knows the chains (``store.shelf``) holds what must not go.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,36 +30,45 @@ class Replacement(Protocol):
     def gone(self, key: bytes, evicted: bool = False) -> None:
         """The key is here no longer; ``evicted``: because it was the victim. Unknown keys are ignored."""
 
+    def hold(self, key: bytes) -> None:
+        """The key, which is here, is not to be the victim until it is freed or gone."""
+
+    def free(self, key: bytes) -> None:
+        """It may be again, by the rank that it has now."""
+
     def victim(self, but: bytes | None = None) -> bytes | None:
-        """What goes next, never ``but``; None if there is nothing else. Changes nothing."""
+        """What goes next, never ``but`` and nothing held; None if there is nothing else. Changes nothing."""
 
     def order(self) -> list[bytes]:
-        """All keys, the next victim first."""
+        """All keys, the next victim first, as if none were held."""
 
 
 class LeastRecentlyUsed:
     """LRU: what was noted or used longest ago goes first."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._ranked: RankedKeys[int] = RankedKeys()
+        """All of one rank."""
 
     def noted(self, key: bytes) -> None:
-        self._keys[key] = None
-        self._keys.move_to_end(key)
+        self._ranked.put(key, 0)
 
     used = noted
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
-        self._keys.pop(key, None)
+        self._ranked.pop(key)
+
+    def hold(self, key: bytes) -> None:
+        self._ranked.hold(key)
+
+    def free(self, key: bytes) -> None:
+        self._ranked.free(key)
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        for key in self._keys:
-            if key != but:
-                return key
-        return None
+        return self._ranked.first(but)
 
     def order(self) -> list[bytes]:
-        return list(self._keys)
+        return self._ranked.order()
 
 
 class LeastFrequentlyUsedAged:
@@ -91,6 +100,12 @@ class LeastFrequentlyUsedAged:
             del self._uses[key]
             if evicted:
                 self._age = max(self._age, rank)
+
+    def hold(self, key: bytes) -> None:
+        self._ranked.hold(key)
+
+    def free(self, key: bytes) -> None:
+        self._ranked.free(key)
 
     def victim(self, but: bytes | None = None) -> bytes | None:
         return self._ranked.first(but)

@@ -17,6 +17,7 @@ from skymemory.store.base import Store
 from skymemory.store.constellation import ConstellationStore
 from skymemory.store.disk.store import DiskStore
 from skymemory.store.memory import MemoryStore
+from skymemory.store.policies import DEFAULT_POLICY
 from skymemory.store.quota import TenantStore
 from skymemory.store.redis.store import RedisStore
 from skymemory.store.sealed import SealedStore
@@ -100,12 +101,12 @@ _RULES = ("admit", "tenant", "quota", "seal")
 def open_store(where: str = "constellation") -> Store:
     """A store by its address.
 
-    ``memory`` or ``memory://4GiB`` (in this process), ``disk:///directory?budget=60GiB`` (one process at a time;
-    ``&sync=each`` for power cuts), ``redis://host:6379/0`` (``?timeout=2s``), ``constellation`` (this user's, as
-    started by ``skymemory constellation up``), ``constellation:///run/dir`` or
-    ``constellation:///run/dir?index=no&access=gateway``. Each may end in ``?admit=second`` (what is offered once is
-    not stored), ``?tenant=NAME&quota=SIZE`` (so many bytes at most for this tenant) and ``?seal=FILE`` (values are
-    sealed with the tenant's keys in that file, which `skymemory keys new` makes).
+    ``memory`` or ``memory://4GiB`` (in this process; ``?policy=lru`` and the others of ``store.policies``),
+    ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
+    ``redis://host:6379/0`` (``?timeout=2s``), ``constellation`` (this user's, as started by ``skymemory constellation
+    up``), ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``. Each may end in
+    ``?admit=second`` (what is offered once is not stored), ``?tenant=NAME&quota=SIZE`` (so many bytes at most for this
+    tenant) and ``?seal=FILE`` (values are sealed with the tenant's keys in that file: `skymemory keys new`).
     """
     kind, _, rest = where.partition("://")
     place, _, query = rest.partition("?")
@@ -133,13 +134,16 @@ def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
 
 def _bare(kind: str, place: str, options: dict[str, str], where: str) -> Store:
     if kind == "memory":
-        _no_others(options, (), where)
-        return MemoryStore(parse_size(place)) if place else MemoryStore()
+        _no_others(options, ("policy",), where)
+        return MemoryStore(parse_size(place or "1GiB"), policy=options.get("policy", DEFAULT_POLICY))
     if kind == "disk":
-        _no_others(options, ("budget", "sync"), where)
+        _no_others(options, ("budget", "policy", "sync"), where)
         if not place or "budget" not in options:
             raise InvalidInput(f"store {where!r}: expected disk:///directory?budget=SIZE[&sync=each]")
-        return DiskStore(Path(place), parse_size(options["budget"]), sync=options.get("sync", "never"))  # type: ignore[arg-type]
+        return DiskStore(
+            Path(place), parse_size(options["budget"]), policy=options.get("policy", DEFAULT_POLICY),
+            sync=options.get("sync", "never"),  # type: ignore[arg-type]
+        )  # fmt: skip
     if kind in ("redis", "rediss"):
         _no_others(options, ("timeout",), where)
         return RedisStore(f"{kind}://{place}", timeout_s=parse_duration(options.get("timeout", "2s")))

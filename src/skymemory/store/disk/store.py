@@ -33,8 +33,9 @@ from skymemory.store.base import (
 from skymemory.store.disk.directory import StoreDirectory
 from skymemory.store.disk.parts import Parts, name_of
 from skymemory.store.disk.reading import ABSENT, Reading, read_file
-from skymemory.store.disk.shelf import Entry, Shelf, granted, size_of
+from skymemory.store.policies import DEFAULT_POLICY
 from skymemory.store.rooms import Rooms
+from skymemory.store.shelf import Entry, Shelf, size_of
 from skymemory.units import format_size
 
 Sync = Literal["never", "each"]
@@ -60,6 +61,7 @@ class DiskStore(TwoPhase):
         budget_bytes: int,
         *,
         name: str = "disk",
+        policy: str = DEFAULT_POLICY,
         sync: Sync = "never",
         lease_s: float = LEASE_S,
         pin_fraction: float = 0.5,
@@ -81,7 +83,7 @@ class DiskStore(TwoPhase):
         self._open_loads: set[LoadTicket] = set()
         self._open_stores: set[StoreTicket] = set()
         self._closed = False
-        self._shelf = Shelf(budget_bytes, int(budget_bytes * pin_fraction))
+        self._shelf = Shelf(budget_bytes, int(budget_bytes * pin_fraction), policy)
         self._directory = StoreDirectory(path)
         self._find_again()
 
@@ -92,7 +94,7 @@ class DiskStore(TwoPhase):
             self._shelf.put(value.key, value.size_bytes)
             self._used_ns = max(self._used_ns, value.used_ns)
         self._counters.add("torn", self._directory.torn)
-        self._evict(self._shelf.make_room(0, (), self._clock()) or [])
+        self._evict(self._shelf.shrink(self._clock()))
 
     @property
     def name(self) -> str:
@@ -111,6 +113,7 @@ class DiskStore(TwoPhase):
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = check_keys(keys)
         with self._open():
+            self._shelf.chains.learn(keys)
             return next((i for i, key in enumerate(keys) if key not in self._shelf.entries), len(keys))
 
     # --- loading ---
@@ -118,9 +121,10 @@ class DiskStore(TwoPhase):
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = LoadTicket(check_keys(keys), self._clock() + self._lease_s)
         with self._open():
-            for tickets in (self._open_loads, self._shelf.loads):
-                forget_abandoned(tickets, self._clock())
-                tickets.add(ticket)
+            forget_abandoned(self._open_loads, self._clock())
+            self._open_loads.add(ticket)
+            self._shelf.chains.learn(ticket.keys)
+            self._shelf.lease(ticket)
         return ticket
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
@@ -139,7 +143,7 @@ class DiskStore(TwoPhase):
             at += entry.size_bytes
         seconds = self._clock() - started_s
         with self._lock:
-            self._shelf.loads.discard(ticket)
+            self._shelf.end_lease(ticket)
             self._stamp(self._shelf.use(list(dict.fromkeys(ticket.keys))))
             if total_bytes >= _LEARN_FROM_BYTES and seconds > 0:
                 self._bytes_per_s += (total_bytes / seconds - self._bytes_per_s) / 4
@@ -173,7 +177,7 @@ class DiskStore(TwoPhase):
     def release(self, ticket: LoadTicket) -> None:
         with self._lock:
             self._open_loads.discard(ticket)
-            self._shelf.loads.discard(ticket)
+            self._shelf.end_lease(ticket)
             room, ticket.state = ticket.state, None
         if isinstance(room, np.ndarray) and ticket.report is not None:
             self._rooms.give_back(room)
@@ -190,17 +194,13 @@ class DiskStore(TwoPhase):
                 )
         with self._open():
             now_s = self._clock()
-            given = [False] * len(items)
-            ticket = StoreTicket(items, now_s + self._lease_s, state=given)
-            for tickets in (self._open_stores, self._shelf.stores):
-                forget_abandoned(tickets, now_s)
-                tickets.add(ticket)
-            for position, (_, value) in enumerate(items):
-                victims = self._shelf.make_room(size_of(value), [key for key, _ in items[:position]], now_s)
-                given[position] = victims is not None
-                if victims is None:
-                    self._counters.add("refused")
-                self._evict(victims or [])
+            ticket = StoreTicket(items, now_s + self._lease_s)
+            forget_abandoned(self._open_stores, now_s)
+            self._open_stores.add(ticket)
+            given, victims = self._shelf.set_aside(ticket, now_s)
+            ticket.state = given
+            self._counters.add("refused", given.count(False))
+            self._evict(victims)
             return ticket
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
@@ -209,17 +209,19 @@ class DiskStore(TwoPhase):
                 raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
             self._open_stores.discard(ticket)
             started_s = self._clock()
-            items = granted(ticket) if self._shelf.is_alive(ticket, started_s) else []
+            given = ticket.state if isinstance(ticket.state, list) else [False] * len(ticket.items)
+            alive = self._shelf.has_room(ticket, started_s)
+            items = [item for item, yes in zip(ticket.items, given, strict=True) if yes and alive]
         done: set[bytes] = set()
         parts = Parts(self._directory, self._synced, lambda error: self._counters.add("failed", label=error))
         try:
             parts.write(items)
             with self._lock:
-                if not self._closed and self._shelf.is_alive(ticket, self._clock()):
+                if not self._closed and self._shelf.has_room(ticket, self._clock()):
                     for key, size_bytes in parts.settle():
                         self._shelf.put(key, size_bytes)
                         done.add(key)
-                    self._stamp(self._shelf.use([key for key, _ in ticket.items]))
+                    self._stamp(self._shelf.touch([key for key, _ in ticket.items]))
             if self._synced and done:
                 self._directory.sync()
         except OSError as error:  # the names could not be synced: what is not sure is not acknowledged
@@ -227,11 +229,10 @@ class DiskStore(TwoPhase):
             done.clear()
         finally:
             with self._lock:
-                self._shelf.stores.discard(ticket)
+                self._shelf.end_store(ticket)
             parts.discard()
         self._counters.add("stored", len(done))
         ticket.seconds = self._clock() - started_s
-        given = ticket.state if isinstance(ticket.state, list) else [False] * len(ticket.items)
         return [yes and key in done for (key, _), yes in zip(ticket.items, given, strict=True)]
 
     # --- keeping ---
@@ -239,7 +240,8 @@ class DiskStore(TwoPhase):
     def touch(self, keys: Sequence[bytes]) -> None:
         keys = check_keys(keys)
         with self._open():
-            self._stamp(self._shelf.use(keys))
+            self._shelf.chains.learn(keys)
+            self._stamp(self._shelf.touch(keys))
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         keys = check_keys(keys)
@@ -278,7 +280,7 @@ class DiskStore(TwoPhase):
                 "entries": len(self._shelf.entries),
                 "used_bytes": self._shelf.used_bytes,
                 "budget_bytes": self._shelf.budget_bytes,
-                "open_leases": len(self._shelf.loads) + len(self._shelf.stores),
+                "open_leases": self._shelf.open_leases,
             }
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:

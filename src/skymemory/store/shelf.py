@@ -1,0 +1,224 @@
+"""What a store with a byte budget holds and may evict: sizes, leases, pins and room set aside. No I/O, no clock.
+
+A policy ranks (``policies``), and chains say who may go (``chains``): never a block with one behind it that is here,
+nor what is leased, pinned, being stored, or before something that is. So presence stays prefix-closed under every
+policy, and the next victim is found in O(log entries).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skymemory.store.base import Buffer, LoadTicket, StoreTicket
+from skymemory.store.chains import Chains
+from skymemory.store.policies import DEFAULT_POLICY, policy_named
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One value. Equal only to itself: a value stored anew under the same key is another entry."""
+
+    size_bytes: int
+
+
+class Shelf:
+    """Accounts for at most ``budget_bytes``. Whoever uses it holds a lock around every call.
+
+    Raises:
+        InvalidInput: no such policy.
+    """
+
+    def __init__(self, budget_bytes: int, pin_budget_bytes: int, policy: str = DEFAULT_POLICY) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.entries: dict[bytes, Entry] = {}
+        self.chains = Chains(self._may_go)
+        self._policy = policy_named(policy, self.chains.depth)
+        self._leases: dict[LoadTicket, list[bytes]] = {}
+        """What each open load holds."""
+        self._rooms: dict[StoreTicket, list[tuple[bytes, int]]] = {}
+        """What each open store holds, with its size in bytes."""
+        self._reserved_bytes = 0
+        self._pin_budget_bytes = pin_budget_bytes
+        self._pins: dict[bytes, float] = {}
+        self._pin_ends: list[tuple[float, bytes]] = []
+        """A heap; what ``_pins`` says otherwise of is stale."""
+        self._pinned_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def _may_go(self, key: bytes, yes: bool) -> None:
+        (self._policy.free if yes else self._policy.hold)(key)
+
+    # --- what is here ---
+
+    def put(self, key: bytes, size_bytes: int) -> None:
+        """A value is here, in place of what was; a pin on that is gone with it."""
+        self._unpin(key)
+        old = self.entries.get(key)
+        self.used_bytes += size_bytes - (old.size_bytes if old else 0)
+        self.entries[key] = Entry(size_bytes)
+        self._policy.noted(key)
+        if old is None:
+            self.chains.came(key)
+
+    def remove(self, key: bytes) -> bool:
+        return self._remove(key, evicted=False)
+
+    def _remove(self, key: bytes, evicted: bool) -> bool:
+        entry = self.entries.get(key)
+        if entry is None:
+            return False
+        self._unpin(key)
+        del self.entries[key]
+        self.used_bytes -= entry.size_bytes
+        self._policy.gone(key, evicted)
+        self.chains.left(key)
+        return True
+
+    def use(self, keys: Sequence[bytes]) -> list[bytes]:
+        """They were asked for. Returns those that are here, in the order of their use: the first of ``keys`` last."""
+        used = [key for key in reversed(keys) if key in self.entries]
+        for key in used:
+            self._policy.used(key)
+        return used
+
+    def touch(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The first becomes the most recent; that is no use of it. Returns as ``use`` does."""
+        touched = [key for key in reversed(keys) if key in self.entries]
+        for key in touched:
+            self._policy.noted(key)
+        return touched
+
+    # --- what must stay ---
+
+    def lease(self, ticket: LoadTicket) -> None:
+        """Those of its keys that are here stay until ``end_lease``, or until it expires."""
+        self._leases[ticket] = [key for key in ticket.keys if key in self.entries]
+        for key in self._leases[ticket]:
+            self.chains.hold(key)
+
+    def end_lease(self, ticket: LoadTicket) -> None:
+        for key in self._leases.pop(ticket, ()):
+            self.chains.free(key)
+
+    @property
+    def open_leases(self) -> int:
+        """Loads and stores that hold something, or would if it were here."""
+        return len(self._leases) + len(self._rooms)
+
+    def pin(self, key: bytes, until_s: float, now_s: float) -> bool:
+        """False where it is absent or would be over the pin budget; ``until_s`` not after ``now_s`` unpins."""
+        self._expire(now_s)
+        entry = self.entries.get(key)
+        if entry is None:
+            return False
+        if until_s <= now_s:
+            self._unpin(key)
+            return True
+        others_bytes = self._pinned_bytes - (entry.size_bytes if key in self._pins else 0)
+        self._unpin(key)
+        if others_bytes + entry.size_bytes > self._pin_budget_bytes:
+            return False
+        self._pins[key] = until_s
+        self._pinned_bytes += entry.size_bytes
+        heapq.heappush(self._pin_ends, (until_s, key))
+        if len(self._pin_ends) > 2 * len(self._pins) + 64:
+            self._pin_ends = [(end_s, pinned) for pinned, end_s in self._pins.items()]
+            heapq.heapify(self._pin_ends)
+        self.chains.hold(key)
+        return True
+
+    def _unpin(self, key: bytes) -> None:
+        if self._pins.pop(key, None) is not None:
+            self._pinned_bytes -= self.entries[key].size_bytes
+            self.chains.free(key)
+
+    # --- room ---
+
+    def set_aside(self, ticket: StoreTicket, now_s: float) -> tuple[list[bool], list[bytes]]:
+        """Room for the items of ``ticket``, until ``end_store`` or until it expires.
+
+        Per item whether there is; and who had to go for it, no longer here already. Where room cannot be made, nobody
+        goes for it.
+        """
+        self._expire(now_s)
+        self.chains.learn([key for key, _ in ticket.items])
+        self._rooms[ticket] = []
+        given: list[bool] = []
+        gone: list[bytes] = []
+        for key, value in ticket.items:
+            victims = self._room_behind(self.chains.before(key), size_of(value))
+            given.append(victims is not None)
+            if victims is not None:
+                gone += victims
+                self._rooms[ticket].append((key, size_of(value)))
+                self._reserved_bytes += size_of(value)
+                self.chains.hold(key)
+        return given, gone
+
+    def shrink(self, now_s: float) -> list[bytes]:
+        """Evict what is over the budget, as far as that can be."""
+        self._expire(now_s)
+        return self._room_behind(None, 0) or []
+
+    def _room_behind(self, before: bytes | None, size_bytes: int) -> list[bytes] | None:
+        """Who had to go; not ``before``, behind which it will be, nor what is before that. None: it cannot be made."""
+        if before is None:
+            return self._make_room(size_bytes)
+        self.chains.hold(before)
+        try:
+            return self._make_room(size_bytes)
+        finally:
+            self.chains.free(before)
+
+    def _make_room(self, size_bytes: int) -> list[bytes] | None:
+        excess_bytes = self.used_bytes + self._reserved_bytes + size_bytes - self.budget_bytes
+        victims: list[bytes] = []
+        while excess_bytes > 0:
+            victim = self._policy.victim()
+            if victim is None:
+                break
+            excess_bytes -= self.entries[victim].size_bytes
+            victims.append(victim)
+            self._policy.hold(victim)  # as if it were gone: what is before it may be next
+            self.chains.left(victim)
+        if excess_bytes > 0:
+            for victim in reversed(victims):
+                self.chains.came(victim)
+                self._policy.free(victim)
+            return None
+        for victim in victims:
+            self.used_bytes -= self.entries.pop(victim).size_bytes
+            self._policy.gone(victim, evicted=True)
+        return victims
+
+    def has_room(self, ticket: StoreTicket, now_s: float) -> bool:
+        """Whether its room is still set aside."""
+        return ticket in self._rooms and ticket.expires_s > now_s
+
+    def end_store(self, ticket: StoreTicket) -> None:
+        for key, size_bytes in self._rooms.pop(ticket, ()):
+            self._reserved_bytes -= size_bytes
+            self.chains.free(key)
+
+    def pending(self, now_s: float) -> set[bytes]:
+        """Keys that room is set aside for."""
+        return {key for ticket, items in self._rooms.items() if ticket.expires_s > now_s for key, _ in items}
+
+    def _expire(self, now_s: float) -> None:
+        for load in [ticket for ticket in self._leases if ticket.expires_s <= now_s]:
+            self.end_lease(load)
+        for store in [ticket for ticket in self._rooms if ticket.expires_s <= now_s]:
+            self.end_store(store)
+        while self._pin_ends and self._pin_ends[0][0] <= now_s:
+            until_s, key = heapq.heappop(self._pin_ends)
+            if self._pins.get(key) == until_s:
+                self._unpin(key)
+
+
+def size_of(value: Buffer) -> int:
+    return value.nbytes if isinstance(value, memoryview) else len(value)
