@@ -52,6 +52,22 @@ def test_towns_that_are_too_small_say_what_they_need() -> None:
         SMALL.drive(1, 0, 10.0)
 
 
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_numbers_that_are_none_are_refused_and_not_driven_by(number: str) -> None:
+    """A cell of nan metres was a search without an end, a speed of infinity a drive of no time."""
+    with pytest.raises(InvalidInput, match="expected more than 0"):
+        Town(CellGrid(24, 24), cell_m=float(number))
+    with pytest.raises(InvalidInput, match="expected at least one, and to move"):
+        SMALL.drive(1, 1, float(number))
+
+
+def test_a_value_that_no_computer_has_memory_for_is_refused_before_it_is_drawn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["demo", "cells", "--value", "10GiB"]) == 2
+    assert "at most 268435456 bytes" in capsys.readouterr().err
+
+
 def test_the_demo_reports_both_drives(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["demo", "cells", "--grid", "12x12", "--value", "30KB", "--legs", "1", "--speed-kmh", "100"]
     assert main(options) == 0

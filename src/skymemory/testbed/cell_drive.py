@@ -6,6 +6,7 @@ and some fibre) and the radio 4 ms, one way each; there are no queues and no lim
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from skymemory.transport.simulated import Node, SimulatedConstellation
 HOP_S, RADIO_S = 0.001, 0.004
 READ_EVERY_S = 5.0
 _LEAST_LEG_M = 1000.0
+MAX_VALUE_BYTES = 1 << 28
+"""The cells are simulated in one process, and some of them hold their share twice for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,10 @@ class Town:
     chunk_bytes: int = 6144
 
     def __post_init__(self) -> None:
-        if self.cell_m <= 0 or self.servers < 1 or self.value_bytes < 1:
+        if not (0 < self.cell_m < math.inf and self.servers >= 1 and 1 <= self.value_bytes <= MAX_VALUE_BYTES):
             raise InvalidInput(
                 f"cells of {self.cell_m:g} m, {self.servers} of them with a value of {self.value_bytes} bytes: "
-                "expected more than 0 of each"
+                f"expected more than 0 of each, and at most {MAX_VALUE_BYTES} bytes"
             )
         side = 2 * self.margin + 2
         if min(self.grid.rows, self.grid.columns) < side:
@@ -61,7 +64,7 @@ class Town:
 
     def drive(self, seed: int, legs: int, speed_m_s: float) -> list[Stop]:
         """From the middle of the town straight to one random place after another, at least a kilometre each."""
-        if legs < 1 or speed_m_s <= 0:
+        if legs < 1 or not 0 < speed_m_s < math.inf:
             raise InvalidInput(f"{legs} legs at {speed_m_s:g} m/s: expected at least one, and to move")
         draw = random.Random(seed)
         stops = [Stop(0.0, self.grid.rows / 2, self.grid.columns / 2)]
