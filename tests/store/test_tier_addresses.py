@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skymemory import open_store
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, NoConstellation
 
 
 def test_a_disk_store_by_its_address(tmp_path: Path) -> None:
@@ -42,6 +42,19 @@ def test_a_redis_store_by_its_address() -> None:
     store = open_store("redis://localhost:1/3?timeout=100ms")
     assert store.name == "redis" and store.get_many([bytes(32)]) == [None]
     store.close()
+
+
+@pytest.mark.parametrize("query", ["index=no&access=gateway", "admit=second", "tenant=A&quota=1GiB"])
+def test_options_follow_a_bare_name_too(query: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYMEMORY_RUN_DIR", str(tmp_path))
+    with pytest.raises(NoConstellation):  # so it is looked for, here where none is
+        open_store(f"constellation?{query}")
+
+
+def test_the_memory_store_takes_rules_with_and_without_a_size() -> None:
+    for address in ("memory?admit=second", "memory://1MiB?admit=second"):
+        store = open_store(address)
+        assert [store.put_many([(bytes(32), b"once")]) for _ in range(2)] == [[False], [True]]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
     CREDIT_UNIT_BYTES,
     GROUND_SHELL,
+    MOST_CREDIT,
     TELEMETRY_PREFIX_BYTES,
     Address,
     Op,
@@ -38,7 +39,7 @@ class Departures:
         self._whereabouts = whereabouts
         self._router = router
         self._counters = counters
-        self._credit = config.credit_bytes // CREDIT_UNIT_BYTES
+        self._credit = min(config.credit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
         self._authority = config.authority
         self._sequence = 0
         self._outgoing: list[tuple[SegmentBatch, LinkEnd]] = []

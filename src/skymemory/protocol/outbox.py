@@ -21,6 +21,7 @@ from skymemory.protocol.wire import (
     CREDIT_UNIT_BYTES,
     GROUND_SHELL,
     HOP_LIMIT,
+    MOST_CREDIT,
     SKY,
     VERSION,
     Op,
@@ -89,7 +90,7 @@ class Outbox:
         self.direct: frozenset[SatelliteId] = frozenset()
         self._ground = ground
         self._authority = authority
-        self._credit = credit_bytes // CREDIT_UNIT_BYTES
+        self._credit = min(credit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
         self._sequence = 0
         self._batches: list[tuple[SegmentBatch, SatelliteId]] = []
 

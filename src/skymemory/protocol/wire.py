@@ -31,6 +31,8 @@ HOP_LIMIT = 64
 CRC_OFFSET = 40
 CREDIT_UNIT_BYTES = 4096
 """The unit of a header's ``credit``."""
+MOST_CREDIT = 0xFFFF
+"""What the field holds: who can take more says so much."""
 
 CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
 CHUNK_REF_BYTES = CHUNK_REF.size
@@ -193,7 +195,7 @@ class SkyHeader(NamedTuple):
         return SKY.pack(
             VERSION, self.op, self.flags, self.status, self.destination.pack(), self.source.pack(), self.ground,
             self.request_id, self.hop_limit, self.hop_count, self.congestion, self.timestamp_us & 0xFFFFFFFF,
-            self.slot_moves, self.plane_moves, min(self.credit, 0xFFFF), self.key_id, crc,
+            self.slot_moves, self.plane_moves, min(self.credit, MOST_CREDIT), self.key_id, crc,
         )  # fmt: skip
 
     @classmethod

@@ -108,8 +108,8 @@ def open_store(where: str = "constellation") -> Store:
     ``?admit=second`` (what is offered once is not stored), ``?tenant=NAME&quota=SIZE`` (so many bytes at most for this
     tenant) and ``?seal=FILE`` (values are sealed with the tenant's keys in that file: `skymemory keys new`).
     """
-    kind, _, rest = where.partition("://")
-    place, _, query = rest.partition("?")
+    address, _, query = where.partition("?")
+    kind, _, place = address.partition("://")
     options = dict(parse_qsl(query, keep_blank_values=True))
     rules: dict[str, str] = {name: options.pop(name) for name in _RULES if name in options}
     return _ruled(_bare(kind, place, options, where), rules, where)

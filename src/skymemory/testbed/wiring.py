@@ -26,6 +26,8 @@ from skymemory.transport.udp_client import UdpClient
 
 BIND_SETTING = "SKYMEMORY_BIND"
 """Environment variable: the address that clients on this computer listen at."""
+_LEAST_ROUND_TRIPS = 3
+"""So many are waited for at least: with stretched delays (``x100``) one may take longer than any usual patience."""
 
 
 def shell_of(plan: ConstellationPlan) -> Shell:
@@ -105,7 +107,7 @@ def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, gi
         ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 is what satellites write where no ground host asked
         access=access,
         expected_rtt_s=expected_rtt_s,
-        give_up_s=give_up_s,
+        give_up_s=max(give_up_s, _LEAST_ROUND_TRIPS * expected_rtt_s),
         authority=keys.authority if keys is not None else None,
     )
     refresh = keys.refresh if keys is not None else None
