@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import cast
@@ -56,6 +57,10 @@ class UdpHost:
         self._figures_until_s = 0.0
         self._satellites: dict[SatelliteId, UdpSatellite] = {}
         self._ledgers: dict[SatelliteId, Ledger] = {}
+        self._pushed = 0, spec.clock.pushed
+        """When (Unix ms) operators last moved the box, and how far, by the last word of those who died here: with all
+        satellites dead there is no neighbour left to learn it from.
+        """
         try:
             for name, endpoint in spec.mine.items():
                 self._satellites[name] = self._launch(name, endpoint)
@@ -77,7 +82,9 @@ class UdpHost:
             neighbour_patience_s=_PATIENCE_S + 2 * max(self._link_s.values()),
             authority=self.spec.authority,
         )  # fmt: skip
-        machine = SatelliteMachine(config, self.spec.sky, self.spec.clock, self.now_s())
+        pushed_at_ms, pushed = self._pushed
+        machine = SatelliteMachine(config, self.spec.sky, replace(self.spec.clock, pushed=pushed), self.now_s())
+        machine.neighbourhood.pushed_at_ms = pushed_at_ms
         machine.store.ledger = self._ledgers.pop(name, machine.store.ledger)
         machine.neighbourhood.greet(self.now_s())
         satellite = UdpSatellite(machine, sock, self._loop)
@@ -102,6 +109,8 @@ class UdpHost:
             satellite.close()
             self._ledgers[name] = satellite.machine.store.ledger
             self._ledgers[name].went(satellite.machine.store.used_bytes, "lost")
+            neighbourhood = satellite.machine.neighbourhood
+            self._pushed = max(self._pushed, (neighbourhood.pushed_at_ms, neighbourhood.pushed))
         for name in self.spec.mine.keys() - self._satellites.keys() - set(dead):
             self._satellites[name] = self._launch(name, self.spec.mine[name])
             self._after(self._satellites[name])

@@ -1,0 +1,38 @@
+"""Satellites of a host that die and come back: what of them outlives them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from skymemory.protocol import messages
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
+from skymemory.testbed.plan import local_hosts, make_plan
+from skymemory.testbed.ports import free_base_port
+from skymemory.testbed.wiring import host_spec
+from skymemory.transport.udp_host import UdpHost
+
+
+def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
+    """With every one dead no neighbour can tell; the box would be back where it began, but for hosts that are revived
+    and read the plan: these would disagree with the rest for ever.
+    """
+
+    async def scenario() -> None:
+        plan = make_plan(hosts=local_hosts("testbed-19x5", 1, free_base_port(95)), delay_scale=0.0)
+        host = UdpHost(host_spec(plan, plan.hosts[0]), asyncio.get_running_loop())
+        try:
+            for here, satellite in host._satellites.items():
+                header = SkyHeader(Op.ADVANCE, Address(*here), Address(*here, GROUND_SHELL), 1, 1)
+                told = messages.build_packet(header, messages.pack_moves(5, -1), 0, host.now_s())
+                satellite.machine.receive_datagram(told, ("127.0.0.1", 9), host.now_s())
+            before = {here: satellite.machine for here, satellite in host._satellites.items()}
+            host.set_dead(plan.torus.satellites())
+            assert not host._satellites
+            host.set_dead(())
+            for here, satellite in host._satellites.items():
+                assert satellite.machine is not before[here] and satellite.machine.moves == (5, -1)
+                assert satellite.machine.neighbourhood.pushed_at_ms >= before[here].neighbourhood.pushed_at_ms > 0
+        finally:
+            host.close()
+
+    asyncio.run(scenario())
