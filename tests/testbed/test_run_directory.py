@@ -16,6 +16,7 @@ from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
 from skymemory.testbed.child import end_processes, send_signal
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.run_directory import ProcessRecord, RunDirectory, default_run_directory, process_start
+from skymemory.testbed.supervisor import stop
 
 
 @pytest.fixture
@@ -77,6 +78,32 @@ def test_a_damaged_pid_file_names_nobody(directory: RunDirectory, text: str) -> 
     directory.pid_path("host-0").write_text(text, "utf-8")
     assert directory.read_record("host-0") is None
     assert directory.living() == {}
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are found by /proc")
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"pid": "7"}', None])
+def test_a_host_whose_pid_file_is_damaged_or_gone_is_found_and_stopped(
+    directory: RunDirectory, damage: bytes | None
+) -> None:
+    """It would run for ever, and `down` had removed the last trace of it."""
+    words = ["satellite", "--plan", "x", "--host", "host-1", "--run-dir"]
+    wait = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(60)", *words]
+    with (
+        subprocess.Popen([*wait, str(directory.path)], stdout=subprocess.PIPE) as ours,
+        subprocess.Popen([*wait, f"{directory.path}2"], stdout=subprocess.PIPE) as others,
+    ):
+        try:
+            assert ours.stdout and others.stdout and ours.stdout.readline() == others.stdout.readline() == b"up\n"
+            start = process_start(ours.pid)
+            assert start is not None and directory.running() == {"host-1": ProcessRecord(ours.pid, start)}
+            if damage is not None:
+                directory.pid_path("host-1").write_bytes(damage)
+                assert directory.living() == {"host-1": ProcessRecord(ours.pid, start)}
+            assert stop(directory) == (1, 0)
+            assert ours.wait(5) == -signal.SIGTERM and others.poll() is None
+        finally:
+            ours.kill()
+            others.kill()
 
 
 def test_ending_asks_first_and_then_insists(directory: RunDirectory) -> None:

@@ -208,6 +208,29 @@ def test_a_signal_between_start_and_watch_is_not_lost_and_leaves_nothing(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_signal_while_somebody_holds_the_directory_leaves_nothing(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    """As `disable` and `revive` do for seconds: what these revived was left running, with all its files."""
+    started = supervisor.start(directory, plan, foreground=True)
+    held, let_go = threading.Event(), threading.Event()
+
+    def disable() -> None:
+        with directory.locked():
+            held.set()
+            let_go.wait(10)
+
+    holder = threading.Thread(target=disable)
+    holder.start()
+    assert held.wait(5)
+    with SignalGate() as gate:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.3, let_go.set).start()
+        assert supervisor.watch(directory, started, lambda words: None, gate) == 0
+    holder.join()
+    assert _gone(directory) and all(one.process.poll() is not None for one in started.children)
+
+
 def test_foreground_ends_when_all_hosts_have_died(
     behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
 ) -> None:

@@ -8,10 +8,12 @@ kernel has since given to another process is recognised as stale and that proces
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ INDEX_NAME = "index"
 OUTAGES_NAME = "outages.json"
 KEYS_NAME = "keys"
 LOG_TAIL_BYTES = 2048
+_POLL_S = 0.02
 
 
 def default_run_directory() -> Path:
@@ -120,9 +123,11 @@ class RunDirectory:
             raise InvalidInput(f"{self.path} belongs to user {owner}: choose another with --run-dir")
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the directory while starting or stopping; a second starter is told so instead of waiting."""
-        handle = self._lock()
+    def locked(self, patience_s: float = 0.0) -> Iterator[None]:
+        """Hold the directory while starting or stopping; a second starter is told so instead of waiting for longer
+        than ``patience_s``.
+        """
+        handle = self._lock(time.monotonic() + patience_s)
         try:
             yield
         finally:
@@ -133,7 +138,7 @@ class RunDirectory:
                     self.path.rmdir()
             os.close(handle)
 
-    def _lock(self) -> int:
+    def _lock(self, deadline_s: float) -> int:
         path = self.path / "lock"
         while True:
             self.create()
@@ -142,6 +147,9 @@ class RunDirectory:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 os.close(handle)
+                if time.monotonic() < deadline_s:
+                    time.sleep(_POLL_S)
+                    continue
                 raise ConstellationError(
                     f"another skymemory is starting or stopping the constellation of {self.path}: "
                     "wait for it, or choose another --run-dir"
@@ -186,15 +194,38 @@ class RunDirectory:
         scratch.replace(self.pid_path(host))
 
     def read_record(self, host: str) -> ProcessRecord | None:
-        """The process noted for ``host``, alive or not; None where none is noted or the file is damaged."""
+        """The process noted for ``host``, alive or not; None where none is noted. Where the file is damaged, the
+        process that runs as this host, if there is one.
+        """
         try:
             found = json.loads(self.pid_path(host).read_text("utf-8"))
-        except (FileNotFoundError, ValueError):
+        except FileNotFoundError:
             return None
+        except (ValueError, RecursionError):
+            found = None
         match found:
             case {"pid": int(pid), "start": str(start)} if pid > 1:
                 return ProcessRecord(pid, start)
-        return None
+        return self.running().get(host)
+
+    def running(self) -> dict[str, ProcessRecord]:
+        """The host processes that were started for this directory and run, by host, whatever its files say: by their
+        command lines. Empty where there is no ``/proc``.
+        """
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                ours = folder.stat().st_uid == os.getuid()
+            except OSError:
+                continue
+            options = dict(itertools.pairwise(words))
+            pid, host = int(folder.name), os.fsdecode(options.get(b"--host", b""))
+            if ours and b"satellite" in words and options.get(b"--run-dir") == os.fsencode(self.path):
+                start = process_start(pid)
+                if host and start is not None:
+                    found[host] = ProcessRecord(pid, start)
+        return found
 
     def recorded_hosts(self) -> list[str]:
         """Names of the hosts with a pid file, sorted."""

@@ -206,7 +206,7 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None],
             for child in [child for child in alive if child.process.poll() is not None]:
                 alive.remove(child)
                 say(f"{child.host.name} died ({child.exit_words()}); {directory.log_tail(child.host.name)}")
-        with directory.locked():
+        with directory.locked(patience_s=START_PATIENCE_S):  # somebody may just be reviving or disabling something
             end_children(started.children)
             end_processes(directory.living().values())  # those that were revived
             directory.sweep()
@@ -220,7 +220,7 @@ def stop(directory: RunDirectory, grace_s: float = 3.0) -> tuple[int, int]:
     if not directory.path.is_dir():
         return 0, 0
     with directory.locked(), SignalGate():
-        living = list(directory.living().values())
+        living = list({**directory.running(), **directory.living()}.values())
         forced = end_processes(living, grace_s)
         directory.sweep()
     return len(living), forced
