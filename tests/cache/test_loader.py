@@ -125,6 +125,16 @@ def test_a_step_stops_before_a_chunk_that_is_there() -> None:
     assert loader.poll(1.0).compute == ComputeStep(2, 40, 20)
 
 
+@pytest.mark.parametrize(("others_fill", "tokens"), [(True, 80), (None, 80), (False, 60)])
+def test_a_step_that_costs_less_when_shorter_stops_before_what_may_come_any_moment(
+    others_fill: bool | None, tokens: int
+) -> None:
+    loader = loader_of(chunks_of(20, 20, 20, 20), budget=100, room=1, others_fill=others_fill)
+    actions = loader.poll(0.0)
+    assert actions.fetch == (3,)
+    assert actions.compute is not None and actions.compute.tokens == tokens
+
+
 def test_what_comes_while_a_step_goes_over_it_is_counted_once() -> None:
     loader = loader_of(chunks_of(20, 20, 20, 20), budget=100)
     actions = loader.poll(0.0)

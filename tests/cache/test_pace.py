@@ -43,6 +43,17 @@ def test_learns_what_a_step_costs_that_is_not_full(part_s: float, part: float) -
     assert pace.line() == pytest.approx((1.0, 0.0))
 
 
+@pytest.mark.parametrize(("others_fill", "part"), [(True, 1.0), (False, 0.25)])
+def test_what_is_supposed_holds_until_it_is_measured(others_fill: bool, part: float) -> None:
+    pace = Pace()
+    pace.suppose(others_fill)
+    assert pace.part(0.25) == part
+    pace.step_took(100, 1.0)
+    pace.step_took(100, 0.5, filled=0.25)
+    pace.suppose(others_fill)
+    assert pace.part(0.25) == pytest.approx(0.5)
+
+
 def test_the_rate_follows_a_link_that_changes() -> None:
     pace = Pace()
     for _ in range(100):

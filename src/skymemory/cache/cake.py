@@ -112,6 +112,7 @@ class Cake:
                 pace=self.pace,
                 computes=sides != "load",
                 loads=sides != "compute",
+                others_fill=budget_tokens < self.settings.step_tokens,
             )
             session = LoadingSession(loader, chunks, source, self._workers, on_settled=on_settled)
         return CakeLoad(

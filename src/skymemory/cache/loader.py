@@ -37,11 +37,17 @@ class BidirectionalLoader:
         pace: Pace | None = None,
         computes: bool = True,
         loads: bool = True,
+        others_fill: bool | None = None,
     ) -> None:
+        """``others_fill``: whether other requests fill what our part of a step leaves free, so that the step takes as
+        long as a full one. It counts until it is measured; None is not to know.
+        """
         if max_in_flight_bytes < 1 or budget_tokens < 0:
             raise InvalidInput("max_in_flight_bytes must be positive, budget_tokens not negative")
         self._budget_tokens = budget_tokens
         self._pace = pace or Pace()
+        if others_fill is not None:
+            self._pace.suppose(others_fill)
         self._link = FetchQueue(self._pace, max_in_flight_bytes)
         self._computes, self._loads = computes, loads
         self._chunks: tuple[PromptChunk, ...] = ()
@@ -247,6 +253,8 @@ class BidirectionalLoader:
         if not self._computes:
             return False
         compute_s, load_s = self._compute_s(index), self._load_s(index, now_s)
+        if load_s is None and index in self._link:
+            return self._pace.part(0.0) >= 0.5  # it may be here any moment: no reason to hurry but a step saved
         return compute_s is None or load_s is None or load_s >= compute_s * _ALMOST
 
     def _load_s(self, index: int, now_s: float) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 _KEPT_STEPS = 64.0
 _KEPT_LOADS = 32.0
 _FULL = 0.75  # of its budget: a step that holds less tells what a step costs at least, not what a full one does
-_UNKNOWN_LEAST = 0.5
+_UNKNOWN_LEAST = 0.5  # of a full step that any step costs: half-way between others in the batch and none
 
 
 class Pace:
@@ -19,6 +19,7 @@ class Pace:
         self._steps = 0.0
         self._sum_x = self._sum_y = self._sum_xx = self._sum_xy = 0.0
         self._least_weight = self._least_sum = 0.0
+        self._supposed_least = _UNKNOWN_LEAST
         self._loads = 0.0
         self._loaded_bytes = 0.0
         self._loading_s = 0.0
@@ -43,6 +44,10 @@ class Pace:
             share = samples / self._loads
             self._loads = samples
             self._loaded_bytes, self._loading_s = self._loaded_bytes * share, self._loading_s * share
+
+    def suppose(self, others_fill: bool) -> None:
+        """Others fill what a step of ours leaves free of its batch, or nobody does: so it is taken until measured."""
+        self._supposed_least = 1.0 if others_fill else 0.0
 
     def step_took(self, position: float, seconds: float, filled: float = 1.0) -> None:
         """A step whose middle token stands at ``position`` and that filled this part of its budget took ``seconds``."""
@@ -93,9 +98,9 @@ class Pace:
         """What part of a full step's time a step takes that fills this part of its budget.
 
         All of it where others fill the rest of the batch, its share where nobody does: learned from steps that were not
-        full, and half-way before there was one.
+        full, and as supposed before there was one.
         """
-        least = self._least_sum / self._least_weight if self._least_weight else _UNKNOWN_LEAST
+        least = self._least_sum / self._least_weight if self._least_weight else self._supposed_least
         return least + (1 - least) * filled
 
     @property

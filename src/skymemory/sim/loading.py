@@ -66,6 +66,8 @@ class SimulatedLoad:
     result: LoaderResult
     origins: tuple[str, ...]
     """Of each chunk: where it came from, or "" after an abort."""
+    scheduling_s: tuple[float, ...] = ()
+    """What the scheduler really took from one step's begin to the next one's, where a ``timer`` was given."""
 
 
 def simulate_load(
@@ -78,13 +80,16 @@ def simulate_load(
     pace: Pace | None = None,
     computes: bool = True,
     loads: bool = True,
+    others_fill: bool | None = None,
     failing: Collection[int] = (),
     budgets: Mapping[float, int] | None = None,
     abort_at_s: float | None = None,
+    timer: Callable[[], float] | None = None,
 ) -> SimulatedLoad:
     """Run the loader from second 0 until it is done.
 
     Chunks in ``failing`` take their time on the link and fail then; ``budgets`` maps seconds to a new budget.
+    ``timer``, for example ``time.perf_counter``, tells what the scheduler itself costs on this computer.
     Raises InvalidInput where the prompt can never be done, for example with a budget that stays 0.
     """
     loader = BidirectionalLoader(
@@ -93,6 +98,7 @@ def simulate_load(
         pace=pace,
         computes=computes,
         loads=loads,
+        others_fill=others_fill,
     )
     loader.push_seq(chunks, 0.0)
     events: list[tuple[float, int, str, int]] = []
@@ -110,8 +116,13 @@ def simulate_load(
     now_s = link_free_s = 0.0
     on_link: list[int] = []
     sending: int | None = None
+    spent_s = 0.0
+    scheduling_s: list[float] = []
     while not loader.done:
+        began_s = timer() if timer else 0.0
         actions = loader.poll(now_s)
+        if timer:
+            spent_s += timer() - began_s
         on_link.extend(actions.fetch)
         for index in actions.cancel:
             if index in on_link:
@@ -123,6 +134,9 @@ def simulate_load(
         step: ComputeStep | None = actions.compute
         if step is not None:
             post(now_s + step_s(step.first_token, step.tokens), "computed", step.index)
+            if timer:
+                scheduling_s.append(spent_s)
+                spent_s = 0.0
         if actions.wake_s is not None:
             post(max(actions.wake_s, now_s), "wake", 0)
         if loader.done:
@@ -130,6 +144,7 @@ def simulate_load(
         if not events:
             raise InvalidInput("nothing can go on: a budget of 0 and nothing to load")
         now_s, _, what, value = heapq.heappop(events)
+        began_s = timer() if timer else 0.0
         if what == "computed":
             loader.chunk_computed(now_s)
         elif what == "link":
@@ -139,8 +154,10 @@ def simulate_load(
             loader.budget_changed(value)
         elif what == "abort":
             loader.abort(now_s)
+        if timer:
+            spent_s += timer() - began_s
     origins = tuple(loader.origin(i) for i in range(len(chunks)))
-    return SimulatedLoad(now_s, loader.result(), origins)
+    return SimulatedLoad(now_s, loader.result(), origins, tuple(scheduling_s))
 
 
 def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: LinkTrace, *, budget_tokens: int) -> float:

@@ -1,0 +1,88 @@
+"""``skymemory reproduce``: a paper's figures from our own code, its headline figures beside ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from skymemory.sim.cake_paper import Headline, Reproduction
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "reproduce",
+        help="a paper's figures from our own code, beside what the paper says",
+        description='Reproduce figures of "Compute or load KV cache? Why not both?" with our loader in virtual time, '
+        "on GPUs modelled by what the paper says of them: 2 (equivalent bandwidth), 3 (steps), 5 (whole GPUs), "
+        "6 (14k tokens on a part of one), 7 (overhead, measured here), 8 (9k and 14k tokens, averages).",
+    )
+    parser.add_argument("paper", choices=["cake"], help="which paper")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--fig", type=int, action="append", metavar="N", help="which figure; may be given again")
+    which.add_argument("--all", action="store_true", help="all figures (the default)")
+    parser.add_argument("--json", action="store_true", help="print JSON: headline figures and the numbers behind them")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write CSV there, and PNG where the extra 'figures' is installed"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from skymemory.sim.cake_paper import FIGURES, reproduce
+
+    told = reproduce(list(dict.fromkeys(args.fig)) if args.fig else list(FIGURES))
+    if args.json:
+        print(json.dumps([_as_json(one) for one in told], indent=1, ensure_ascii=False))
+    else:
+        for one in told:
+            _print(one)
+    if args.out is not None:
+        _write(told, args.out, sys.stderr if args.json else sys.stdout)
+    return 0
+
+
+def _as_json(told: Reproduction) -> dict[str, object]:
+    headlines = [asdict(headline) | {"deviation": headline.deviation} for headline in told.headlines]
+    rows = [dict(zip(told.header, row, strict=True)) for row in told.rows]
+    return {"paper": "cake", "figure": told.figure, "title": told.title, "headlines": headlines, "rows": rows}
+
+
+def _print(told: Reproduction) -> None:
+    print(f"\nFigure {told.figure}. {told.title}")
+    width = max(len(headline.what) for headline in told.headlines)
+    print(f"  {'':<{width}}  {'paper':>10}  {'ours':>10}  {'deviation':>13}")
+    for headline in told.headlines:
+        print(
+            f"  {headline.what:<{width}}  {_value(headline, headline.paper):>10}  {_value(headline, headline.ours):>10}"
+            f"  {headline.deviation:>13}{_remark(headline)}"
+        )
+
+
+def _value(headline: Headline, value: float) -> str:
+    return f"{value:.2f} {'p' if headline.unit == 'points' else headline.unit}"
+
+
+def _remark(headline: Headline) -> str:
+    words = {"fitted": "the model was fitted to it", "measured": "measured on this computer", "ours": ""}
+    remark = ", ".join(word for word in (words[headline.kind], headline.note) if word)
+    return f"  ({remark})" if remark else ""
+
+
+def _write(told: list[Reproduction], folder: Path, stream: TextIO) -> None:
+    from skymemory.errors import MissingExtra
+    from skymemory.view.cake_figures import write_cake_csv, write_cake_figure
+
+    for one in told:
+        print(write_cake_csv(one, folder), file=stream)
+    try:
+        for one in told:
+            print(write_cake_figure(one, folder), file=stream)
+    except MissingExtra as error:
+        print(f"skymemory: no PNG: {error}", file=sys.stderr)

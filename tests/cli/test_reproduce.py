@@ -1,0 +1,50 @@
+"""``skymemory reproduce`` as it is called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skymemory.cli.main import main
+
+
+def test_prints_paper_and_ours_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "cake", "--fig", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "Figure 3." in text
+    (line,) = [line for line in text.splitlines() if "10,000 tokens on an A100" in line]
+    assert line.split("A100")[1].split()[:4] == ["1.00", "s", "0.95", "s"]
+
+
+def test_json_has_the_numbers_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "cake", "--fig", "2", "--fig", "3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["figure"] for one in told] == [2, 3]
+    assert told[1]["rows"][0]["chunk"] == 0
+    assert told[1]["headlines"][0]["deviation"] == "-5.0 %"
+
+
+def test_draws_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["reproduce", "cake", "--fig", "5", "--fig", "7", "--out", str(tmp_path)]) == 0
+    for number in (5, 7):
+        assert (tmp_path / f"cake-{number:02d}.png").stat().st_size > 10_000
+    assert str(tmp_path / "cake-05.csv") in capsys.readouterr().out
+
+
+def test_without_matplotlib_there_is_csv(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert main(["reproduce", "cake", "--fig", "3", "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["cake-03.csv"]
+    assert (tmp_path / "cake-03.csv").read_text("utf-8").startswith("chunk,a100_ms,h100_ms,kv_gb\n0,")
+    assert "skymemory[figures]" in capsys.readouterr().err
+
+
+def test_answers_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "cake", "--fig", "4"]) == 2
+    assert "figure 4" in capsys.readouterr().err
+    assert main(["reproduce", "pie"]) == 2
