@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from skymemory.engine.huggingface import KVCManager
     from skymemory.kv.context import CacheContext
     from skymemory.store.memory import MemoryStore
-    from skymemory.testbed.connect import open_store
+    from skymemory.testbed.addresses import open_store
 
 __version__ = "0.1.0"
 __all__ = ["CacheContext", "KVCManager", "MemoryStore", "errors", "open_store"]
@@ -23,7 +23,7 @@ _HOME = {
     "CacheContext": "skymemory.kv.context",
     "KVCManager": "skymemory.engine.huggingface",
     "MemoryStore": "skymemory.store.memory",
-    "open_store": "skymemory.testbed.connect",
+    "open_store": "skymemory.testbed.addresses",
 }
 _EXTRA = {"KVCManager": "hf"}
 

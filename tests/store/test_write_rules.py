@@ -18,7 +18,7 @@ from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 from skymemory.store.quota import TenantStore
 from skymemory.store.shared_index import SharedIndex
-from skymemory.testbed.connect import open_store
+from skymemory.testbed.addresses import open_store
 
 KEYS = [random.Random(number).randbytes(32) for number in range(40)]
 

@@ -1,4 +1,4 @@
-"""``skymemory kv``: any file in the sky, by name."""
+"""``skymemory kv``: any file in the sky, or in any other store, by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from skymemory.cli._ground import ACCESS_CHOICES
 from skymemory.cli._options import add_json, add_run_dir, argument
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NotStored(SkyMemoryError):
-    """A key that the constellation does not hold (or no longer holds whole)."""
+    """A key that the store does not hold (or no longer holds whole)."""
 
 
 def _lifetime(text: str) -> float:
@@ -58,6 +58,10 @@ def add_parser(subparsers: Subparsers) -> None:
     delete.add_argument("key")
     verbs.add_parser("list", help="the names of the values, with their sizes")
     for verb in verbs.choices.values():
+        verb.add_argument(
+            "--store", metavar="ADDRESS", help="any store instead of this user's constellation, such as "
+            "tiers:///etc/skymemory/tiers.toml, disk:///directory?budget=1GiB or redis://host"
+        )  # fmt: skip
         add_run_dir(verb)
         add_json(verb)
         verb.add_argument("--access", choices=ACCESS_CHOICES, help="how to reach the satellites (default: the plan's)")
@@ -69,11 +73,11 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from skymemory.testbed.connect import open_constellation, sealed
+    from skymemory.testbed.connect import sealed
     from skymemory.testbed.key_file import KeyFollower
 
     keys = KeyFollower(args.seal) if getattr(args, "seal", None) else None
-    store = open_constellation(args.run_dir, use_index=not args.no_index, access=args.access)
+    store = _open(args)
     try:
         edge = store if keys is None else sealed(store, keys)
         if args.kv_verb == "get":
@@ -85,13 +89,33 @@ def run(args: argparse.Namespace) -> int:
         store.close()
 
 
+def _open(args: argparse.Namespace) -> Store:
+    from skymemory.store.constellation import ConstellationStore
+    from skymemory.testbed.addresses import open_store
+    from skymemory.testbed.connect import open_constellation
+
+    if args.store is None:
+        return open_constellation(args.run_dir, use_index=not args.no_index, access=args.access)
+    if args.run_dir is not None or args.no_index or args.access is not None:
+        raise InvalidInput(
+            "--run-dir, --access and --no-index are for this user's constellation: with --store they are part of the "
+            "address, as in constellation:///run/dir?index=no&access=gateway"
+        )
+    store = open_store(args.store)
+    only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
+    if only_there and not isinstance(store, ConstellationStore):
+        store.close()
+        raise InvalidInput(f"{only_there} is for a bare constellation: {store.name} cannot do it")
+    return store
+
+
 def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stderr: bool = False) -> int:
     stream = sys.stderr if to_stderr else sys.stdout
     print(json.dumps(facts) if args.json else _printable(text), file=stream)
     return 0
 
 
-def _put(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> int:
+def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     from skymemory.store.named import named_key, put_named
 
     try:
@@ -104,7 +128,8 @@ def _put(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> in
     done = put_named(edge, key, data)
     if not done.ok:
         raise SkyMemoryError(
-            f"{key} was not stored: {done.reason}. See `skymemory constellation status`; the file is untouched"
+            f"{key} was not stored in {_called(store)}: {done.reason}. The file is untouched"
+            + ("; see `skymemory constellation status`" if args.store is None else "")
         )
     facts: dict[str, object] = {
         "key": key, "bytes": len(data), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted,
@@ -112,20 +137,20 @@ def _put(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> in
     }  # fmt: skip
     text = f"stored {key}: {format_size(len(data))} in {format_duration(done.seconds)}, {done.retransmitted} resent"
     if args.ttl is not None:
-        if not store.expire([named_key(key)], args.ttl)[0]:
+        if not _sky(store).expire([named_key(key)], args.ttl)[0]:
             raise SkyMemoryError(f"{key} is stored, but not every satellite promised to forget it: try --ttl again")
         facts["ttl_s"] = args.ttl
         text += f", forgotten in {format_duration(args.ttl)}"
     return _say(args, facts, text)
 
 
-def _pin(args: argparse.Namespace, store: ConstellationStore) -> int:
+def _pin(args: argparse.Namespace, store: Store) -> int:
     from skymemory.store.base import Presence
     from skymemory.store.named import named_key
 
     key = named_key(args.key)
     if store.lookup([key]) != [Presence.HIT]:
-        raise NotStored(f"{args.key} is not in the constellation")
+        raise NotStored(f"{args.key} is not in {_called(store)}")
     ttl_s = 0.0 if args.off else args.ttl
     if not store.pin([key], ttl_s)[0]:
         raise SkyMemoryError(
@@ -137,13 +162,22 @@ def _pin(args: argparse.Namespace, store: ConstellationStore) -> int:
     return _say(args, facts, text)
 
 
-def _probing(store: ConstellationStore) -> dict[str, int | float]:
+def _sky(store: Store) -> ConstellationStore:
+    """``store``, which ``_open`` has seen to be a constellation."""
+    return cast("ConstellationStore", store)
+
+
+def _called(store: Store) -> str:
+    return f"the {store.name}" if store.name == "constellation" else f"the store {store.name!r}"
+
+
+def _probing(store: Store) -> dict[str, int | float]:
     """What the index did not know and the satellites were asked for."""
     stats = store.stats()
     return {name: stats.get(f"index_{name}", 0) for name in ("keys_probed", "values_adopted")}
 
 
-def _get(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> int:
+def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
     from skymemory.store.named import SEALED, get_named
     from skymemory.store.sealed import NOT_AUTHENTIC
 
@@ -153,7 +187,7 @@ def _get(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> in
             raise NotStored(f"{args.key} is sealed: read it with --seal FILE, the keys that it was sealed with")
         if done.reason == NOT_AUTHENTIC:
             raise NotStored(f"{args.key} does not open with {args.seal}: it was sealed with other keys, or not at all")
-        raise NotStored(f"{args.key} is not in the constellation ({done.reason})")
+        raise NotStored(f"{args.key} is not in {_called(store)} ({done.reason})")
     facts: dict[str, object] = {
         "key": args.key, "bytes": len(done.value), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted,
         **_probing(store),
@@ -175,16 +209,16 @@ def _get(args: argparse.Namespace, store: ConstellationStore, edge: Store) -> in
     return _say(args, {**facts, "file": str(out)}, f"{text}, written to {out}")
 
 
-def _delete(args: argparse.Namespace, store: ConstellationStore) -> int:
+def _delete(args: argparse.Namespace, store: Store) -> int:
     from skymemory.store.named import named_key
 
     if not store.delete([named_key(args.key)])[0]:
-        raise NotStored(f"{args.key} is not in the constellation")
+        raise NotStored(f"{args.key} is not in {_called(store)}")
     return _say(args, {"key": args.key, "deleted": True}, f"deleted {args.key}")
 
 
-def _list(args: argparse.Namespace, store: ConstellationStore) -> int:
-    values = store.names()
+def _list(args: argparse.Namespace, store: Store) -> int:
+    values = _sky(store).names()
     if args.json:
         print(json.dumps([{"key": value.name, "bytes": value.size_bytes, "chunks": value.chunks} for value in values]))
         return 0

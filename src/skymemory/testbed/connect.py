@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from urllib.parse import parse_qsl
 
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
@@ -12,14 +11,8 @@ from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.pointing import ACCESS_MODES, Access
-from skymemory.store.admission import AdmittingStore
 from skymemory.store.base import Store
 from skymemory.store.constellation import ConstellationStore
-from skymemory.store.disk.store import DiskStore
-from skymemory.store.memory import MemoryStore
-from skymemory.store.policies import DEFAULT_POLICY
-from skymemory.store.quota import TenantStore
-from skymemory.store.redis.store import RedisStore
 from skymemory.store.sealed import SealedStore
 from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
@@ -27,7 +20,6 @@ from skymemory.testbed.key_file import KeyFollower
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.wiring import client_of, clock_of, shell_of, sky_of
-from skymemory.units import parse_duration, parse_size
 
 
 def expected_round_trip_s(plan: ConstellationPlan, access: str, now_s: float | None = None) -> float:
@@ -94,69 +86,6 @@ def open_constellation(
     return store
 
 
-_RULES = ("admit", "tenant", "quota", "seal")
-"""Options that say what of the writes is stored, and how, whatever the store is."""
-
-
-def open_store(where: str = "constellation") -> Store:
-    """A store by its address.
-
-    ``memory`` or ``memory://4GiB`` (in this process; ``?policy=lru`` and the others of ``store.policies``),
-    ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
-    ``redis://host:6379/0`` (``?timeout=2s``), ``constellation`` (this user's, as started by ``skymemory constellation
-    up``), ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``. Each may end in
-    ``?admit=second`` (what is offered once is not stored), ``?tenant=NAME&quota=SIZE`` (so many bytes at most for this
-    tenant) and ``?seal=FILE`` (values are sealed with the tenant's keys in that file: `skymemory keys new`).
-    """
-    address, _, query = where.partition("?")
-    kind, _, place = address.partition("://")
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    rules: dict[str, str] = {name: options.pop(name) for name in _RULES if name in options}
-    return _ruled(_bare(kind, place, options, where), rules, where)
-
-
-def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
-    """The store behind its rules about writes."""
-    try:
-        if rules.get("admit", "all") not in ("all", "second"):
-            raise InvalidInput(f"store {where!r}: admit={rules['admit']}: expected all or second")
-        if ("tenant" in rules) != ("quota" in rules):
-            raise InvalidInput(f"store {where!r}: a quota is a tenant's: expected tenant=NAME&quota=SIZE")
-        if "seal" in rules:
-            store = sealed(store, KeyFollower(Path(rules["seal"])))
-        if "quota" in rules:
-            store = TenantStore(store, rules["tenant"], parse_size(rules["quota"]))
-        return AdmittingStore(store) if rules.get("admit") == "second" else store
-    except InvalidInput:
-        store.close()
-        raise
-
-
-def _bare(kind: str, place: str, options: dict[str, str], where: str) -> Store:
-    if kind == "memory":
-        _no_others(options, ("policy",), where)
-        return MemoryStore(parse_size(place or "1GiB"), policy=options.get("policy", DEFAULT_POLICY))
-    if kind == "disk":
-        _no_others(options, ("budget", "policy", "sync"), where)
-        if not place or "budget" not in options:
-            raise InvalidInput(f"store {where!r}: expected disk:///directory?budget=SIZE[&sync=each]")
-        return DiskStore(
-            Path(place), parse_size(options["budget"]), policy=options.get("policy", DEFAULT_POLICY),
-            sync=options.get("sync", "never"),  # type: ignore[arg-type]
-        )  # fmt: skip
-    if kind in ("redis", "rediss"):
-        _no_others(options, ("timeout",), where)
-        return RedisStore(f"{kind}://{place}", timeout_s=parse_duration(options.get("timeout", "2s")))
-    if kind == "constellation":
-        _no_others(options, ("index", "access"), where)
-        use_index = options.get("index", "yes") not in ("no", "0", "off")
-        return open_constellation(Path(place) if place else None, use_index=use_index, access=options.get("access"))
-    raise InvalidInput(
-        f"store {where!r}: expected memory[://SIZE], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB] or "
-        "constellation[://RUN_DIR][?index=no&access=gateway]"
-    )
-
-
 def sealed(store: Store, keys: KeyFollower) -> SealedStore:
     """The store with its values sealed for the tenant of these keys."""
 
@@ -165,12 +94,6 @@ def sealed(store: Store, keys: KeyFollower) -> SealedStore:
         return keys.authority.ring
 
     return SealedStore(store, ring, time.time)
-
-
-def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> None:
-    for option in options:
-        if option not in known:
-            raise InvalidInput(f"store {where!r}: unknown option {option!r}, expected {', '.join(known) or 'none'}")
 
 
 def store_of(
