@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skymemory.cli._options import argument, size
+from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -28,9 +29,12 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--tokens", type=int, metavar="N", help="tokens of prompt (default: 524, four blocks and a tail)")
     add("--seed", type=int, default=0, help="seed of the random weights")
     add("--json", action="store_true", help="print the results as one JSON object")
-    others = parser.add_subparsers(dest="what", metavar="motion|cells", help="another demo: see demo motion --help")
+    others = parser.add_subparsers(
+        dest="what", metavar="motion|cells|cake", help="another demo: see demo motion --help"
+    )
     _add_motion(others)
     _add_cells(others)
+    _add_cake(others)
 
 
 def _add_motion(others: Subparsers) -> None:
@@ -70,7 +74,33 @@ def _add_cells(others: Subparsers) -> None:
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
+def _add_cake(others: Subparsers) -> None:
+    cake = others.add_parser(
+        "cake",
+        help="a prompt is computed, loaded, and both at once from its two ends",
+        description="Runs a small model over one prompt three times: computing it, loading its KV cache over a link of "
+        "limited rate, and both at once, computed from the front and loaded from the back until the two meet. Draws "
+        "the three as bars, then tells the same of other rates. Starts no process. The exit code is 1 if the three "
+        "did not lead to the same next token.",
+    )
+    add = cake.add_argument
+    add("--quick", action="store_true", help="a shorter prompt and fewer rates: about 20 s")
+    add("--tokens", type=int, metavar="N", help="tokens of prompt (default: what takes about 2 s to compute)")
+    add("--share", type=float, default=1.0, metavar="S", help="share of each step; other prompts get the rest")
+    add("--no-color", action="store_true", help="draw without colours (NO_COLOR does the same)")
+    add("--seed", type=int, default=0, help="seed of the weights and of the prompt")
+    add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.what == "cake":
+        if not 0 < args.share <= 1:
+            raise InvalidInput(f"--share {args.share}: expected more than 0, at most 1")
+        if args.tokens is not None and not 320 <= args.tokens <= 8000:
+            raise InvalidInput(f"--tokens {args.tokens}: expected 320 to 8000")
+        from skymemory.cli._demo_cake import run_cake
+
+        return run_cake(args)
     if args.what == "cells":
         from skymemory.cli._demo_cells import run_cells
 

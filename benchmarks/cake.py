@@ -1,0 +1,254 @@
+"""Compute, load, or both: time to first token really run on this machine, cell by cell, `python benchmarks/cake.py`.
+
+A cell is a rate of the link, a length of the prompt and the share of each step that is ours; the rest of a step is
+prefill of other prompts, really computed beside it. In every round compute-only, I/O-only and both take turns.
+"Hindsight" is the best of all splits, worked out from the steps measured in the cell's compute-only runs and the
+rate of the link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from _bench import print_table, write_json
+from skymemory.cache.cake import CakeSettings
+from skymemory.cache.pace import Pace
+from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.models import TINYLLAMA_SHAPE, TWO_SECOND_SHAPE, build_llama
+from skymemory.engine.other_prompts import OtherPrompts
+from skymemory.store.memory import MemoryStore
+from skymemory.store.rate_limited import RateLimited
+
+RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Rates of the link, in units of the one at which loading the longest prompt takes as long as computing it alone."""
+LENGTHS = (1024, 2048, 4096)
+SHARES = (0.1, 0.5, 0.9, 1.0)
+TAIL_TOKENS = 5
+GOAL_HINDSIGHT, GOAL_BEST = 1.08, 1.05
+
+
+@dataclass
+class Steps:
+    """What compute-only runs of one length and share took, chunk by chunk."""
+
+    chunk_s: list[list[float]] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
+    outside_s: list[float] = field(default_factory=list)
+    """Of the time to first token, what the loader has no part in: hashing, looking up, the last tokens."""
+    ttft_s: list[float] = field(default_factory=list)
+
+    def medians(self) -> list[float]:
+        return [statistics.median(times) for times in zip(*self.chunk_s, strict=True)]
+
+    def hindsight_s(self, token_bytes: float, bytes_per_s: float) -> tuple[float, int]:
+        """The best split's time to first token, and the tokens it computes."""
+        done_s = [0.0, *accumulate(self.medians())]
+        loaded = [0, *accumulate(reversed(self.chunk_tokens))][::-1]
+        outside_s = statistics.median(self.outside_s)
+        best = min(
+            (max(compute_s, tokens * token_bytes / bytes_per_s), at)
+            for at, (compute_s, tokens) in enumerate(zip(done_s, loaded, strict=True))
+        )
+        return best[0] + outside_s, sum(self.chunk_tokens[: best[1]])
+
+
+class Bench:
+    def __init__(self, model: Any, block_tokens: int, step_tokens: int, seed: int) -> None:
+        self.model = model
+        self.memory = MemoryStore(4 << 30)
+        self.link = RateLimited(self.memory, 1e12)
+        settings = CakeSettings(step_tokens=step_tokens)
+        self.kvc = KVCManager(
+            model, None, self.link, block_tokens=block_tokens, weights=f"random {seed}", loading="cake", cake=settings
+        )
+        self.value_token_bytes = (128 + self.kvc.layout.block_bytes) / block_tokens
+        dice = torch.Generator().manual_seed(seed)
+        high = model.config.vocab_size
+        self.ids = torch.randint(3, high, (1, 8192), generator=dice)
+        self.others = [torch.randint(3, high, (1, 1024), generator=dice) for _ in range(2)]
+        self.paces: dict[tuple[float, float], Pace] = {}
+        self.settled: list[tuple[int, float]] = []
+        self.kvc.cake.on_settled = lambda index, origin: self.settled.append((index, time.perf_counter()))
+
+    def store(self, length: int) -> None:
+        added = self.kvc.add_blocks_ids(self.ids[:, :length])
+        assert added.refused_blocks == 0
+
+    def run(self, loading: str, length: int, share: float, rate: float) -> dict[str, Any]:
+        """One prompt to its first token."""
+        ids = self.ids[:, : length + TAIL_TOKENS]
+        self.link.bytes_per_s = rate
+        time.sleep(self.link.backlog_s)
+        self.kvc.loading = loading  # type: ignore[assignment]
+        key = (share, rate) if loading == "cake" else (-1.0, 0.0)
+        self.kvc.cake.cake.pace = self.paces.setdefault(key, Pace()) if loading == "cake" else Pace()
+        beside = OtherPrompts(self.model, self.others, share, piece_tokens=64, again=True) if share < 1 else None
+        self.kvc.cake.beside = beside
+        self.settled.clear()
+        began_s = time.perf_counter()
+        cache = self.kvc.get_cache_ids(ids)
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        first = int(out.logits[0, -1].argmax())
+        ttft_s = time.perf_counter() - began_s
+        told = cache.result.loader
+        assert told is not None and told.computed_tokens + told.loaded_tokens == length
+        return {
+            "ttft_s": ttft_s, "loader_s": cache.result.seconds["cake"], "began_s": began_s, "first": first,
+            "computed": told.computed_tokens, "loaded": told.loaded_tokens, "met": told.met_at_token,
+            "scheduling_s": self.kvc.cake.scheduling_s, "wasted_tokens": told.wasted_tokens,
+            "wasted_bytes": told.wasted_bytes, "failed": told.failed_loads,
+        }  # fmt: skip
+
+    def compute(self, length: int, share: float, steps: Steps) -> None:
+        """Compute-only: every chunk's time is measured."""
+        told = self.run("compute", length, share, 1e12)
+        ends_s = [at_s for _, at_s in self.settled]
+        first_s = ends_s[-1] - told["loader_s"]  # about: the end of the loader's part is that of the last chunk
+        steps.chunk_s.append([b - a for a, b in zip([first_s, *ends_s], ends_s, strict=False)])
+        steps.outside_s.append(told["ttft_s"] - told["loader_s"])
+        steps.ttft_s.append(told["ttft_s"])
+        tokens = self.chunk_tokens(length, share)
+        assert len(tokens) == len(ends_s), (len(tokens), len(ends_s))
+        steps.chunk_tokens = tokens
+
+    def chunk_tokens(self, length: int, share: float) -> list[int]:
+        block = self.kvc.layout.block_tokens
+        step = max(1, round(self.kvc.cake.cake.settings.step_tokens * share) // block) * block
+        return [min(step, length - first) for first in range(0, length, step)]
+
+    def warm(self, length: int) -> None:
+        self.kvc.warm(length + TAIL_TOKENS)
+        for loading in ("compute", "load"):
+            self.run(loading, length, 1.0, 1e12)
+        self.paces.clear()
+
+
+def measure(bench: Bench, rates: list[float], lengths: list[int], shares: list[float], rounds: int, say: Any) -> Any:
+    """All cells, rounds over cells: in each, compute-only per length and share, then I/O-only and both per rate."""
+    steps = {(length, share): Steps() for length in lengths for share in shares}
+    runs: dict[tuple[float, int, float], dict[str, list[dict[str, Any]]]] = {
+        (rate, length, share): {"load": [], "cake": []} for rate in rates for length in lengths for share in shares
+    }
+    firsts: dict[int, set[int]] = {length: set() for length in lengths}
+    for turn in range(-1, rounds):
+        for length in lengths:
+            for share in shares:
+                if turn >= 0:
+                    bench.compute(length, share, steps[length, share])
+                for rate in rates:
+                    kinds = ("load", "cake") if turn % 2 else ("cake", "load")
+                    for loading in kinds if turn >= 0 else ("cake",):
+                        told = bench.run(loading, length, share, rate)
+                        runs[rate, length, share][loading].append({**told, "turn": turn})
+                        firsts[length].add(told["first"])
+            say(f"round {turn}: {length} tokens done")
+    return steps, runs, firsts
+
+
+def row_of(bench: Bench, ratio: float, rate: float, length: int, share: float, steps: Steps, runs: Any) -> dict:
+    cold = [told for told in runs["cake"] if told["turn"] < 0]
+    cake = [told for told in runs["cake"] if told["turn"] >= 0]
+    compute_s = statistics.median(steps.ttft_s)
+    load_s = statistics.median([told["ttft_s"] for told in runs["load"]])
+    cake_s = statistics.median([told["ttft_s"] for told in cake])
+    hindsight_s, split = steps.hindsight_s(bench.value_token_bytes, rate)
+    step_s = statistics.median(steps.medians())
+    turns = [told["scheduling_s"] / max(1, -(-told["computed"] // steps.chunk_tokens[0])) for told in cake]
+    return {
+        "ratio": ratio, "bytes_per_s": rate, "tokens": length, "share": share,
+        "compute_s": compute_s, "load_s": load_s, "cake_s": cake_s, "hindsight_s": hindsight_s,
+        "of_hindsight": cake_s / hindsight_s, "of_best": cake_s / min(compute_s, load_s),
+        "cold_of_hindsight": cold[0]["ttft_s"] / hindsight_s if cold else None,
+        "computed": statistics.median_low([told["computed"] for told in cake]), "hindsight_computed": split,
+        "step_s": step_s, "scheduling_of_step": statistics.median(turns) / step_s,
+        "wasted_tokens": max(told["wasted_tokens"] for told in cake),
+        "all_compute_s": steps.ttft_s, "all_load_s": [told["ttft_s"] for told in runs["load"]],
+        "all_cake_s": [told["ttft_s"] for told in cake],
+    }  # fmt: skip
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    print_table(
+        title,
+        ["tokens", "share", "MB/s", "compute", "load", "both", "hindsight", "of it", "of better", "computed", "cold"],
+        [
+            [
+                str(row["tokens"]), f"{row['share']:.0%}", f"{row['bytes_per_s'] / 1e6:.1f}",
+                *(f"{row[name] * 1e3:.0f} ms" for name in ("compute_s", "load_s", "cake_s", "hindsight_s")),
+                f"{row['of_hindsight']:.3f}", f"{row['of_best']:.3f}",
+                f"{row['computed'] / row['tokens']:.0%} ({row['hindsight_computed'] / row['tokens']:.0%})",
+                f"{row['cold_of_hindsight']:.2f}" if row["cold_of_hindsight"] else "-",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+    worst, best = max(row["of_hindsight"] for row in rows), max(row["of_best"] for row in rows)
+    missed = [row for row in rows if row["of_hindsight"] > GOAL_HINDSIGHT or row["of_best"] > GOAL_BEST]
+    print(
+        f"worst {worst:.3f} of hindsight (goal {GOAL_HINDSIGHT}), {best:.3f} of the better side (goal {GOAL_BEST}); "
+        f"{len(missed)} of {len(rows)} cells miss a goal; scheduling takes at most "
+        f"{max(row['scheduling_of_step'] for row in rows):.2%} of a step"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few cells of a small model, one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS))
+    parser.add_argument("--model", choices=["sized", "tinyllama"], default="sized")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; default: its own choice")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    logging.set_verbosity_error()
+    if args.quick:
+        args.rounds, args.lengths, args.shares, args.ratios = 1, [256], [0.5, 1.0], [0.5, 1.0, 2.0]
+    if args.model == "tinyllama":
+        model = build_llama({**TINYLLAMA_SHAPE, "max_position_embeddings": 16384}, args.seed, dtype="bfloat16")
+        bench = Bench(model, 128, 512, args.seed)
+    else:
+        bench = Bench(build_llama(TWO_SECOND_SHAPE, args.seed), 16, 160, args.seed)
+    began_s = time.perf_counter()
+
+    def say(words: str) -> None:
+        print(f"[{time.perf_counter() - began_s:5.0f} s] {words}", file=sys.stderr, flush=True)
+
+    longest = max(args.lengths)
+    bench.store(longest)
+    bench.warm(longest)
+    probe = Steps()
+    for _ in range(2):
+        bench.compute(longest, 1.0, probe)
+    even = longest * bench.value_token_bytes / min(sum(times) for times in probe.chunk_s)
+    say(f"{longest} tokens: {min(probe.ttft_s):.2f} s to compute; as soon loaded at {even / 1e6:.1f} MB/s")
+    rates = [ratio * even for ratio in args.ratios]
+    steps, runs, firsts = measure(bench, rates, args.lengths, args.shares, args.rounds, say)
+    rows = [
+        row_of(bench, ratio, rate, length, share, steps[length, share], runs[rate, length, share])
+        for length in args.lengths for share in args.shares for ratio, rate in zip(args.ratios, rates, strict=True)
+    ]  # fmt: skip
+    show(f"time to first token, {args.model} model, medians of {args.rounds}", rows)
+    print(f"one first token for each prompt, whoever supplied it: {all(len(some) == 1 for some in firsts.values())}")
+    write_json(args.json, f"cake {args.model}", args.seed, rows)
+
+
+if __name__ == "__main__":
+    main()

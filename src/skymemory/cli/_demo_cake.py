@@ -1,0 +1,173 @@
+"""``skymemory demo cake``: one prompt computed, loaded, and both at once from its two ends; then at other rates."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from skymemory.cache.cake import CakeSettings
+from skymemory.cache.pace import Pace
+from skymemory.cli._demo_cake_bars import Bars, bar
+from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama
+from skymemory.engine.other_prompts import OtherPrompts
+from skymemory.store.memory import MemoryStore
+from skymemory.store.rate_limited import RateLimited
+
+BLOCK_TOKENS, STEP_TOKENS, TAIL_TOKENS = 32, 160, 5
+PROBE_TOKENS = 2 * STEP_TOKENS
+SIDES = (("compute", "compute"), ("load", "load"), ("both", "cake"))
+RATIOS = (1.0, 0.25, 0.5, 2.0, 4.0)
+_UNLIMITED = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt brought to its first new token. Seconds include looking up and the tokens behind the last block."""
+
+    seconds: float
+    computed_tokens: int
+    loaded_tokens: int
+    met_at_token: int | None
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class RateRow:
+    """The three ways at one rate of the link."""
+
+    bytes_per_s: float
+    ratio: float
+    """1 where loading takes as long as computing."""
+    compute: Prompt
+    load: Prompt
+    both: Prompt
+
+    @property
+    def of_better(self) -> float:
+        return self.both.seconds / min(self.compute.seconds, self.load.seconds)
+
+
+class Kitchen:
+    """A model, a prompt stored in memory, and a link of any rate before it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.model = build_llama(TWO_SECOND_SHAPE, args.seed)
+        self.link = RateLimited(MemoryStore(), _UNLIMITED)
+        self.kvc = KVCManager(
+            self.model, None, self.link, block_tokens=BLOCK_TOKENS, weights=f"random {args.seed}",
+            cake=CakeSettings(step_tokens=STEP_TOKENS),
+        )  # fmt: skip
+        dice = torch.Generator().manual_seed(args.seed)
+        self.ids = torch.randint(3, self.model.config.vocab_size, (1, 8192), generator=dice)
+        self.share: float = args.share
+        self._steps: Pace | None = None
+
+    def cook(self, tokens: int, loading: Any, bytes_per_s: float, bars: Bars | None = None) -> Prompt:
+        """Bring the first ``tokens`` of the prompt, and a few more, to their first new token."""
+        time.sleep(self.link.backlog_s)
+        self.link.bytes_per_s = bytes_per_s
+        kvc, ids = self.kvc, self.ids[:, : tokens + TAIL_TOKENS]
+        kvc.loading = loading
+        kvc.cake.beside = None
+        if self.share < 1:
+            kvc.cake.beside = OtherPrompts(self.model, [self.ids[:, 64:1088]], self.share, piece_tokens=64, again=True)
+        kvc.cake.on_chunks = bars.begin if bars else None
+        kvc.cake.on_settled = bars.settled if bars else None
+        began_s = time.perf_counter()
+        cache = kvc.get_cache_ids(ids)
+        with torch.inference_mode():
+            logits = self.model(
+                input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1
+            ).logits
+        first, seconds, told = int(logits[0, -1].argmax()), time.perf_counter() - began_s, cache.result.loader
+        computed, loaded, met = (told.computed_tokens, told.loaded_tokens, told.met_at_token) if told else (0, 0, None)
+        return Prompt(seconds, computed, loaded, met, first)
+
+    def learn(self, bytes_per_s: float) -> None:
+        """What a process that serves prompts would know by now: the pace of both sides, from a short prompt."""
+        if self._steps is None:
+            self._steps = self.kvc.cake.cake.pace = Pace()
+            self.cook(PROBE_TOKENS, "compute", bytes_per_s)
+        self.kvc.cake.cake.pace = copy.copy(self._steps)
+        self.cook(PROBE_TOKENS, "load", bytes_per_s)
+
+
+def run_cake(args: argparse.Namespace) -> int:
+    """All of it; exit code 1 if the three ways did not say the same, or one did what it should not."""
+    transformers_logging.set_verbosity_error()
+    began_s = time.monotonic()
+    bars = Bars(sys.stderr if args.json else sys.stdout, began_s, colour=not args.no_color)
+    try:
+        kitchen = Kitchen(args)
+        rows, tokens = _rows(args, kitchen, bars, began_s)
+    finally:
+        bars.close()
+    same = len({one.first_token for row in rows for one in (row.compute, row.load, row.both)}) == 1
+    sound = same and all(row.compute.loaded_tokens == 0 == row.load.computed_tokens for row in rows)
+    if args.json:
+        print(
+            json.dumps({"tokens": tokens, "share": args.share, "sound": sound, "rows": [asdict(row) for row in rows]})
+        )
+    else:
+        print("\n".join(_table(rows, tokens)))
+        words = "every way the same next token" if same else "the ways DIFFER in their next token"
+        print(f"\n{words}; {time.monotonic() - began_s:.0f} s")
+    return 0 if sound else 1
+
+
+def _rows(args: argparse.Namespace, kitchen: Kitchen, bars: Bars, began_s: float) -> tuple[list[RateRow], int]:
+    kitchen.kvc.add_blocks_ids(kitchen.ids[:, :PROBE_TOKENS])
+    for _ in range(2):
+        probe_s = kitchen.cook(PROBE_TOKENS, "compute", _UNLIMITED).seconds
+    aim_s, ends_s = (0.8, began_s + 15) if args.quick else (2.0, began_s + 45)
+    tokens = args.tokens or PROBE_TOKENS * min(12, max(1, round(aim_s / probe_s)))
+    tokens = tokens // STEP_TOKENS * STEP_TOKENS
+    size_bytes = kitchen.kvc.add_blocks_ids(kitchen.ids[:, :tokens]).blocks * (128 + kitchen.kvc.layout.block_bytes)
+    kitchen.kvc.warm(tokens)
+    compute_s = kitchen.cook(tokens, "compute", _UNLIMITED).seconds
+    even = size_bytes / compute_s
+    bars.title(tokens, size_bytes, even, args.share)
+    rows: list[RateRow] = []
+    for ratio in RATIOS:
+        at_most_s = compute_s * (1 + 1 / ratio + 1 / (1 + ratio)) if rows else 0
+        if time.monotonic() + at_most_s > ends_s and rows:
+            bars.say(f"no time left for the link at {ratio:g} of that rate")
+            continue
+        kitchen.learn(even * ratio)
+        done = {}
+        for word, loading in SIDES:
+            if word == "compute" and rows and args.quick:
+                done[word] = rows[0].compute  # the link has no part in it
+                continue
+            bars.way(word)
+            done[word] = kitchen.cook(tokens, loading, even * ratio, bars if not rows else None)
+            if not rows:
+                bars.ended(done[word].seconds, done[word].met_at_token)
+        rows.append(RateRow(even * ratio, ratio, done["compute"], done["load"], done["both"]))
+    return sorted(rows, key=lambda row: row.bytes_per_s), tokens
+
+
+def _table(rows: list[RateRow], tokens: int) -> list[str]:
+    """The rates, and how much of the better side's time both take."""
+    lines = [
+        "",
+        f"{'MB/s':>8}{'compute':>10}{'load':>10}{'both':>10}{'of the better':>16}{'met at':>9}  computed | loaded",
+    ]
+    for row in rows:
+        met = f"{row.both.met_at_token:,}" if row.both.met_at_token is not None else "-"
+        share = row.both.computed_tokens / max(1, tokens)
+        lines.append(
+            f"{row.bytes_per_s / 1e6:>8.1f}{row.compute.seconds:>8.2f} s{row.load.seconds:>8.2f} s"
+            f"{row.both.seconds:>8.2f} s{row.of_better:>16.2f}{met:>9}  {bar(math.floor(share * 24 + 0.5), 24)}"
+        )
+    return lines
