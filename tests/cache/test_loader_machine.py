@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from skymemory.cache.loader import BidirectionalLoader
 from skymemory.cache.loader_actions import ComputeStep
@@ -194,3 +202,11 @@ class LoaderMachine(RuleBasedStateMachine):
 
 TestLoaderMachine = LoaderMachine.TestCase
 TestLoaderMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_for_longer() -> None:
+    run_state_machine_as_test(
+        LoaderMachine, settings=settings(max_examples=2000, stateful_step_count=40, deadline=None)
+    )
