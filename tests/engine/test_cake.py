@@ -219,6 +219,25 @@ def test_an_engine_that_fails_leaves_no_writer_behind(model: Any, ids: Any, stor
         assert kvc.get_cache_ids(ids).get_seq_length() == 20 * BLOCK
 
 
+@pytest.mark.parametrize("loading", ["cake", "compute", "load"])
+def test_chunks_may_be_smaller_than_steps(
+    model: Any, ids: Any, plain: list[int], store: MemoryStore, loading: str
+) -> None:
+    settings = CakeSettings(step_tokens=8 * BLOCK, chunk_tokens=BLOCK)
+    with cake(model, RateLimited(store, SLOW), loading, settings=settings) as kvc:
+        counted: list[int] = []
+        settled: list[int] = []
+        passes: list[int] = []
+        kvc.cake.on_chunks = counted.append
+        kvc.cake.on_settled = lambda index, origin: settled.append(index)
+        compute = kvc.cake._compute
+        kvc.cake._compute = lambda step, *rest: (passes.append(step.tokens), compute(step, *rest))
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+        assert counted == [20] and sorted(settled) == list(range(20))
+        if loading == "compute":
+            assert passes == [8 * BLOCK, 8 * BLOCK, 4 * BLOCK]
+
+
 def test_bad_settings_are_refused(model: Any) -> None:
     with pytest.raises(InvalidInput, match="choose one of prefix, cake"):
         KVCManager(model, None, loading="both")  # type: ignore[arg-type]
@@ -227,6 +246,9 @@ def test_bad_settings_are_refused(model: Any) -> None:
             cake(model, settings=settings)
     with pytest.raises(InvalidInput, match="at least 1"):
         cake(model, settings=CakeSettings(step_tokens=BLOCK, fetch_threads=0))
+    for chunk_tokens in (0, BLOCK + 1, 3 * BLOCK):
+        with pytest.raises(InvalidInput, match="chunk_tokens"):
+            cake(model, settings=CakeSettings(step_tokens=2 * BLOCK, chunk_tokens=chunk_tokens))
     with pytest.raises(InvalidInput, match="share"):
         OtherPrompts(model, [], 1.5)
     with KVCManager(model, None, block_tokens=96, weights="w", loading="cake") as kvc:

@@ -38,6 +38,9 @@ class CakeSettings:
 
     step_tokens: int = 512
     """Tokens of one step of the engine, those of other requests included; whole blocks."""
+    chunk_tokens: int | None = None
+    """Tokens that are loaded at once, in whole blocks; None: what a step takes of ours. Small ones let both sides meet
+    more exactly, and each costs a request to the tier."""
     in_flight_bytes: int = 64 << 20
     """Asked for and not here, at most; one chunk always may be."""
     fetch_threads: int = 2
@@ -46,6 +49,12 @@ class CakeSettings:
     def check(self, block_tokens: int) -> None:
         if self.step_tokens < block_tokens or self.step_tokens % block_tokens:
             raise InvalidInput(f"step_tokens is {self.step_tokens}: not whole blocks of {block_tokens} tokens")
+        if self.chunk_tokens is not None and (
+            not block_tokens <= self.chunk_tokens <= self.step_tokens or self.chunk_tokens % block_tokens
+        ):
+            raise InvalidInput(
+                f"chunk_tokens is {self.chunk_tokens}: not whole blocks of {block_tokens} tokens in a step"
+            )
         if self.in_flight_bytes < 1 or self.fetch_threads < 1:
             raise InvalidInput("in_flight_bytes and fetch_threads must be at least 1")
 
@@ -91,13 +100,14 @@ class Cake:
         reach = len(there) - there[::-1].index(True) if True in there else 0
         chunks: tuple[PromptChunk, ...] = ()
         session = None
-        # A chunk is what one step takes of ours: more would leave part of its last step unused.
-        of_ours = max(1, min(budget_tokens or self.settings.step_tokens, self.settings.step_tokens) // block_tokens)
+        chunk_tokens = (
+            self.settings.chunk_tokens or min(budget_tokens, self.settings.step_tokens) or self.settings.step_tokens
+        )
         if reach:
             size_bytes = round(self._stored_block_bytes)
             chunks = cut_prompt(
                 reach * block_tokens,
-                step_tokens=of_ours * block_tokens,
+                step_tokens=max(1, chunk_tokens // block_tokens) * block_tokens,
                 block_tokens=block_tokens,
                 stored_blocks=[size_bytes if one else None for one in there[:reach]],
             )
