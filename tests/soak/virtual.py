@@ -132,6 +132,7 @@ class VirtualSoak:
         self._dead: dict[SatelliteId, float] = {}
         """Until when."""
         self._squeezed: dict[SatelliteId, float] = {}
+        self._seen = 0, 0
 
     def run(self, tell: Callable[[str], None] | None = None) -> Outcome:
         """All of it; ``tell`` hears of progress at each hundredth."""
@@ -154,12 +155,21 @@ class VirtualSoak:
             if number % 1000 == 999:
                 self._audit()
             if tell is not None and number % max(1, total // 100) == 0:
-                tell(f"{number} of {total} operations, day {self.sim.now_s / DAY_S:.1f}")
+                tell(f"{number} of {total} operations, day {self.sim.now_s / DAY_S:.1f}, {self._lately()}")
         self.sim.settle(self.sim.now_s + 60.0)
         self._audit()
         self.outcome.moves = self.sim.clock.moves(self.sim.now_s)
         self.outcome.seconds = time.process_time() - began
         return self.outcome
+
+    def _lately(self) -> str:
+        """The share of reads since the last look that hit: a cache that ages would show it here."""
+        counted = self.outcome.counted
+        hits = counted["get: hit"]
+        reads = sum(count for what, count in counted.items() if what.startswith("get: ") and "," not in what)
+        hits_before, reads_before = self._seen
+        self._seen = hits, reads
+        return f"{100 * (hits - hits_before) / max(1, reads - reads_before):.0f} % of the reads hit"
 
     # --- faults ---
 
