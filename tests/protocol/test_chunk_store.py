@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.share import names_by_tag
 from skymemory.protocol.wire import CHUNK_REF_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef, PlacementTag
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
@@ -87,7 +88,7 @@ def test_budget_contents_and_indexes_always_agree(steps, limit):
         assert key not in gone_keys or verb in ("put", "remove", "remove_key")
         gone_keys.clear()
         assert all(chunk.payload == seen[name] for name, chunk in items.items())
-        by_tag = store.names_by_tag()
+        by_tag = names_by_tag(store.shares)
         assert sorted(name for names in by_tag.values() for name in names) == sorted(items)
         for tag, names in by_tag.items():
             assert all(items[name].ref[TAG_OFFSET : TAG_OFFSET + TAG_BYTES] == tag for name in names)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from operator import itemgetter
 
 from skymemory.protocol.ledger import Cause, Ledger
@@ -107,18 +106,22 @@ class ChunkStore:
         if key in self._shielded:
             self.shielded_bytes += size_bytes
 
-    def _note(self, key: bytes) -> None:
+    def _note(self, key: bytes, migrated: bool = False) -> None:
         if self.evicted:
             self.evicted.pop(key, None)
         if key not in self._shielded:
-            self._replacement.noted(key)
+            (self._replacement.arrived if migrated else self._replacement.noted)(key)
 
     def __len__(self) -> int:
         return self._count
 
+    def order(self) -> list[bytes]:
+        """All keys, the next to be evicted first."""
+        return [*self._replacement.order(), *sorted(self._shielded)]
+
     def items(self) -> Iterator[tuple[ChunkName, StoredChunk]]:
         """Everything, the next to be evicted first."""
-        for key in [*self._replacement.order(), *sorted(self._shielded)]:
+        for key in self.order():
             share = self._shares[key]
             for index in sorted(share, reverse=True):
                 yield (key, index), StoredChunk._make(share[index])
@@ -149,7 +152,7 @@ class ChunkStore:
         self._grow(key, size)
         self.ledger.came(size, migrated)
         self._count += 1
-        self._note(key)
+        self._note(key, migrated)
         return outcome
 
     def put_run(
@@ -176,7 +179,7 @@ class ChunkStore:
             self.met += others_met(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
         share.update(zip(indices, chunks, strict=True))
         self._shares[key] = share
-        self._note(key)
+        self._note(key, migrated)
         replaced_bytes = sum(map(len, map(itemgetter(1), old))) + CHUNK_REF_BYTES * len(old)
         self._grow(key, size_bytes - replaced_bytes)
         self.ledger.came(size_bytes, migrated)
@@ -284,15 +287,3 @@ class ChunkStore:
     def keys_after(self, after: bytes, limit: int) -> list[bytes]:
         """Up to ``limit`` keys greater than ``after``, ascending: a page of a listing that tolerates changes."""
         return sorted(key for key in self._shares if key > after)[:limit]
-
-    def names_by_tag(self) -> dict[bytes, list[ChunkName]]:
-        """What is held, by packed placement tag: chunks of one tag always move together. Looks at every chunk."""
-        groups: dict[bytes, list[ChunkName]] = {}
-        for key, share in self._shares.items():
-            tags = {ref[_TAG] for ref, _ in share.values()}
-            if len(tags) == 1:  # nearly always: what a satellite has of one value is one server's part
-                groups.setdefault(tags.pop(), []).extend(zip(repeat(key), share))
-            else:
-                for index, (ref, _) in share.items():
-                    groups.setdefault(ref[_TAG], []).append((key, index))
-        return groups

@@ -20,6 +20,7 @@ from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.notices import Notices
 from skymemory.protocol.retention import Retention
 from skymemory.protocol.satellite_config import SatelliteConfig
+from skymemory.protocol.share import names_by_tag
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import Address, Op
 
@@ -95,7 +96,7 @@ class Forgetting:
             return
         leaving = [
             name[0]
-            for tag, names in self._store.names_by_tag().items()
+            for tag, names in names_by_tag(self._store.shares).items()
             if self._whereabouts.home_of_tag(tag) != self._here
             for name in names
         ]

@@ -23,7 +23,7 @@ from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.leaving import BURST_CHUNKS, AsCopy, Burst, Leaving
 from skymemory.protocol.pacer import Pacer
 from skymemory.protocol.pacing import RoundTrip
-from skymemory.protocol.share import ChunkName
+from skymemory.protocol.share import ChunkName, names_by_tag
 
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
@@ -93,15 +93,20 @@ class Handover:
         self._stray_times.clear()
         self._retries.clear()
         on_its_way = {name for burst in self._in_flight.values() for name in burst.names}
-        for tag, names in store.names_by_tag().items():
+        leaving: dict[bytes, list[tuple[SatelliteId, ChunkName]]] = {}
+        for tag, names in names_by_tag(store.shares).items():
             destination = where(tag)
             if destination == here:
                 for name in names if self._doomed else ():
                     self._doomed.pop(name, None)
             else:
-                self.enqueue(
-                    destination, (name for name in names if name not in on_its_way and name not in self._doomed)
-                )
+                for name in names:
+                    if name not in on_its_way and name not in self._doomed:
+                        leaving.setdefault(name[0], []).append((destination, name))
+        # What would be evicted first goes first, so that where it arrives it is the first again.
+        for key in store.order() if leaving else ():
+            for destination in dict.fromkeys(to for to, _ in leaving.get(key, ())):
+                self.enqueue(destination, (name for to, name in leaving[key] if to == destination))
         return others
 
     def spread(self, now_s: float, interval_s: float, in_haste: bool = False) -> None:

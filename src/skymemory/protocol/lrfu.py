@@ -55,6 +55,17 @@ class LeastRecentlyAndFrequentlyUsed:
         else:
             self._worths.put(key, uses[0] + self._now)
 
+    def arrived(self, key: bytes) -> None:
+        """One use, as of now. What is remembered of it from when it was last here is left out: whatever flies round
+        the world in the box would come back to it, again and again, and outrank all that is new.
+        """
+        if key in self._uses:
+            self.noted(key)
+        else:
+            self._departed.pop(key, None)
+            self._uses[key] = (0.0, self._events)
+            self._worths.put(key, self._now)
+
     def used(self, key: bytes) -> None:
         self._events += 1
         self._now *= 2 ** (1 / (_HALF_LIVES * self._mean_return))

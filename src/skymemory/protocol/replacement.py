@@ -27,6 +27,11 @@ class Replacement(Protocol):
     def used(self, key: bytes) -> None:
         """The key, which is here, was asked for."""
 
+    def arrived(self, key: bytes) -> None:
+        """As ``noted``, by a handover: those that arrive were ranked elsewhere, and come in that order, the next to go
+        first. That nobody asked for them teaches nothing of when people come back.
+        """
+
     def gone(self, key: bytes, evicted: bool = False) -> None:
         """The key is here no longer; ``evicted``: because it was the victim. Unknown keys are ignored."""
 
@@ -53,7 +58,7 @@ class LeastRecentlyUsed:
     def noted(self, key: bytes) -> None:
         self._ranked.put(key, 0)
 
-    used = noted
+    used = arrived = noted
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
         self._ranked.pop(key)
@@ -86,6 +91,9 @@ class LeastFrequentlyUsedAged:
 
     def noted(self, key: bytes) -> None:
         self._rank(key, self._uses.get(key, 1))
+
+    def arrived(self, key: bytes) -> None:
+        self.noted(key)
 
     def used(self, key: bytes) -> None:
         self._rank(key, self._uses.get(key, 0) + 1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import repeat
 from typing import NamedTuple
 
-from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, TAG_OFFSET
+from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, TAG_BYTES, TAG_OFFSET
 
 ChunkName = tuple[bytes, int]
 """(key, 0-based index)."""
@@ -14,6 +15,7 @@ Chunk = tuple[bytes, bytes]
 """Packed reference and payload, as ``StoredChunk`` but plain: whole runs of them come and go."""
 Share = dict[int, Chunk]
 
+_TAG = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
 _MOVES = struct.Struct(">ii")
 
@@ -56,3 +58,16 @@ def others_met(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) ->
         if here is not None and here[0] != ref and here[0] == as_copy(ref, here[0][REPLICA_OFFSET]):
             met.append(((key, index), here[0]))
     return met
+
+
+def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
+    """What is held, by packed placement tag: chunks of one tag always move together. Looks at every chunk."""
+    groups: dict[bytes, list[ChunkName]] = {}
+    for key, share in shares.items():
+        tags = {ref[_TAG] for ref, _ in share.values()}
+        if len(tags) == 1:  # nearly always: what a satellite has of one value is one server's part
+            groups.setdefault(tags.pop(), []).extend(zip(repeat(key), share))
+        else:
+            for index, (ref, _) in share.items():
+                groups.setdefault(ref[_TAG], []).append((key, index))
+    return groups

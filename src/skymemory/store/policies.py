@@ -34,7 +34,7 @@ class LengthAware(LeastRecentlyUsed):
     def noted(self, key: bytes) -> None:
         self._ranked.put(key, -self._depth_of(key))
 
-    used = noted
+    used = arrived = noted
 
 
 class AdaptiveReplacement:
@@ -61,6 +61,9 @@ class AdaptiveReplacement:
             self._again.put(key, 0)
         else:
             self._came(key)
+
+    def arrived(self, key: bytes) -> None:
+        self.noted(key)
 
     def used(self, key: bytes) -> None:
         if self._once.rank(key) is None:
