@@ -13,6 +13,12 @@ class Naive:
         """All keys, the next victim first."""
         raise NotImplementedError
 
+    def noted(self, key: bytes) -> None:
+        raise NotImplementedError
+
+    def arrived(self, key: bytes) -> None:
+        self.noted(key)
+
     def victim(self, allowed: set[bytes]) -> bytes | None:
         return next((key for key in self.order() if key in allowed), None)
 
@@ -76,6 +82,14 @@ class NaiveLrfu(Naive):
         self.uses[key][-1] = self.half_lives
         self.time += 1
         self.here[key] = self.time
+
+    def arrived(self, key: bytes) -> None:
+        if key in self.here:
+            self.noted(key)
+        else:
+            self.uses[key], self.used_at[key] = [self.half_lives], self.events
+            self.time += 1
+            self.here[key] = self.time
 
     def used(self, key: bytes) -> None:
         self.events += 1

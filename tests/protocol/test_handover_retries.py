@@ -5,6 +5,7 @@ from __future__ import annotations
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.handover import Handover
+from skymemory.protocol.wire import ChunkRef, PlacementTag
 
 HERE, THERE = SatelliteId(2, 9), SatelliteId(2, 12)
 KEY, OTHER = bytes(32), bytes([1]) * 32
@@ -54,3 +55,16 @@ def test_what_is_overdue_when_the_box_has_moved_on_is_not_sent_where_it_was_to_g
     assert handover.bursts_to_send(0.2) == [] and handover.retransmitted == 0
     assert handover.next_timer_s() <= 0.2 and sorted(handover.strays_due(0.2)) == [(KEY, 0), (KEY, 1)]
     assert handover.acknowledged(burst.request_id, [(KEY, 0)], 0.3) == 0, "whoever took it sends it on"
+
+
+def test_the_next_to_be_evicted_leaves_first_and_so_is_the_first_again_where_it_arrives():
+    store, handover = ChunkStore(1 << 20), Handover(window_bursts=9, timeout_s=0.1, grace_s=1.0)
+    keys = [bytes([number]) * 32 for number in range(4)]
+    for number, key in enumerate(keys):  # of different placements: each in a group of its own
+        tag = PlacementTag(0, 1, 0, slot_moves=3 - number, plane_moves=0)
+        for index in (0, 1):
+            store.put((key, index), ChunkRef(key, index, 2, 9, 0, 18, 0, tag).pack(), b"x" * 9)
+    store.get_run(keys[0], [0])
+    store.shield(keys[1])
+    handover.plan(store, lambda tag: THERE, HERE)
+    assert [burst.names[0][0] for burst in handover.bursts_to_send(0.0)] == [keys[2], keys[3], keys[0], keys[1]]

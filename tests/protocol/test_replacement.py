@@ -22,7 +22,8 @@ KEYS = [bytes([number]) * 32 for number in range(8)]
 
 
 calls = st.tuples(
-    st.sampled_from(["noted", "used", "used", "gone", "evict", "evict", "hold", "free"]), st.sampled_from(KEYS)
+    st.sampled_from(["noted", "arrived", "used", "used", "gone", "evict", "evict", "hold", "free"]),
+    st.sampled_from(KEYS),
 )
 
 
@@ -223,3 +224,16 @@ def test_what_is_shielded_stays_and_the_rest_is_full():
     assert store.is_shielded(KEYS[0]) and len(store) == 4
     store.unshield(KEYS[0])
     assert put(store, KEYS[1], 0) and len(store) == 4
+
+
+def test_what_comes_round_again_and_again_by_handovers_does_not_outrank_what_people_ask_for():
+    """A satellite sees the same dead value once in every turn; that must not add up."""
+    policy = LeastRecentlyAndFrequentlyUsed()
+    for _ in range(50):
+        policy.arrived(KEYS[0])
+        policy.gone(KEYS[0])
+    policy.arrived(KEYS[0])
+    assert policy.half_life == LeastRecentlyAndFrequentlyUsed().half_life
+    policy.noted(KEYS[1])
+    policy.used(KEYS[1])
+    assert policy.order() == [KEYS[0], KEYS[1]]
