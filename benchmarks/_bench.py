@@ -99,8 +99,8 @@ def constellation(
 
 
 @contextmanager
-def redis_server() -> Iterator[int | None]:
-    """A Redis on a free port without persistence; None where it is not installed (said, so that it shows)."""
+def redis_server(socket_path: Path | None = None) -> Iterator[int | None]:
+    """A Redis on a free port (and a Unix socket) that keeps nothing; None, and a line, where it is not installed."""
     if shutil.which("redis-server") is None:
         print("redis-server is not installed: the peer's columns stay empty", file=sys.stderr)
         yield None
@@ -109,6 +109,8 @@ def redis_server() -> Iterator[int | None]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    if socket_path is not None:
+        command += ["--unixsocket", str(socket_path)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         import redis

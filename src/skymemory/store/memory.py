@@ -91,7 +91,6 @@ class MemoryStore(TwoPhase):
         with self._open():
             forget_abandoned(self._loads, self._clock())
             self._loads.add(ticket)
-            self._shelf.chains.learn(ticket.keys)
             self._shelf.lease(ticket)
         return ticket
 

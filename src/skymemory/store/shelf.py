@@ -97,6 +97,7 @@ class Shelf:
 
     def lease(self, ticket: LoadTicket) -> None:
         """Those of its keys that are here stay until ``end_lease``, or until it expires."""
+        self.chains.learn(ticket.keys)
         self._leases[ticket] = [key for key in ticket.keys if key in self.entries]
         for key in self._leases[ticket]:
             self.chains.hold(key)

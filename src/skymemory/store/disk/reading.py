@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from skymemory.store.disk.value_file import read_value
 
@@ -26,7 +25,7 @@ class Reading:
 ABSENT = Reading(None, reason="absent")
 
 
-def read_file(path: Path, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
+def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
     """The value of ``key`` into ``out``, which is just as long."""
     started_s = clock()
     try:

@@ -123,7 +123,6 @@ class DiskStore(TwoPhase):
         with self._open():
             forget_abandoned(self._open_loads, self._clock())
             self._open_loads.add(ticket)
-            self._shelf.chains.learn(ticket.keys)
             self._shelf.lease(ticket)
         return ticket
 
@@ -155,7 +154,7 @@ class DiskStore(TwoPhase):
 
     def _read(self, key: bytes, entry: Entry, out: memoryview) -> Reading:
         """Without the lock: the file may be replaced or removed meanwhile, which is no fault of the disk's."""
-        reading = read_file(self._directory.path_of(key), key, out, self._clock)
+        reading = read_file(self._directory.path_text_of(key), key, out, self._clock)
         if reading.view is not None:
             return reading
         with self._lock:
@@ -197,9 +196,8 @@ class DiskStore(TwoPhase):
             ticket = StoreTicket(items, now_s + self._lease_s)
             forget_abandoned(self._open_stores, now_s)
             self._open_stores.add(ticket)
-            given, victims = self._shelf.set_aside(ticket, now_s)
-            ticket.state = given
-            self._counters.add("refused", given.count(False))
+            ticket.state, victims = self._shelf.set_aside(ticket, now_s)
+            self._counters.add("refused", ticket.state.count(False))
             self._evict(victims)
             return ticket
 

@@ -66,7 +66,7 @@ def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
             left[0] = left[0][written:]
 
 
-def read_value(path: Path, key: bytes, out: memoryview) -> bool:
+def read_value(path: str, key: bytes, out: memoryview) -> bool:
     """The value of ``key`` into ``out``, which is just as long; False if the file does not hold just that.
 
     Raises:
