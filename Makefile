@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion test test-slow fuzz soak check bench docs clean
+.PHONY: help setup demo demo-motion test test-slow fuzz soak small-model check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -58,6 +58,9 @@ fuzz: $(VENV)/.installed-dev ## a million hostile inputs, about three minutes (A
 
 soak: $(VENV)/.installed-dev ## 30 days in virtual time, about 40 minutes (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP)
 	@$(BIN)/python -m tests.soak $(ARGS)
+
+small-model: $(VENV)/.installed-dev ## train the small model anew: up to an hour (needs Debian's documentation; says which)
+	@$(BIN)/python -m tools.small_model $(ARGS)
 
 check: $(VENV)/.installed-dev ## style, types, and who may import whom
 	@$(BIN)/ruff check .

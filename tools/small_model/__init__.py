@@ -1,0 +1,1 @@
+"""Train the small model that the package ships: `python -m tools.small_model`."""
