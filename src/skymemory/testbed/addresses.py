@@ -21,7 +21,7 @@ from skymemory.testbed.key_file import KeyFollower
 from skymemory.units import parse_duration, parse_size
 
 EXPECTED = (
-    "memory[://SIZE], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB], "
+    "memory[://SIZE], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB], unix:///REDIS.sock, "
     "constellation[://RUN_DIR][?index=no&access=gateway], tiers:///FILE.toml or tiers:?tier=ADDRESS&tier=ADDRESS"
 )
 
@@ -34,9 +34,10 @@ def open_store(where: str = "constellation") -> Store:
 
     ``memory`` or ``memory://4GiB`` (in this process; ``?policy=lru`` and the others of ``store.policies``),
     ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
-    ``redis://host:6379/0`` (``?timeout=2s``), ``constellation`` (this user's, as started by ``skymemory constellation
-    up``), ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``. The first three take
-    ``name=NAME``, what reports and metrics call them.
+    ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``constellation`` (this user's, as started
+    by ``skymemory constellation up``), ``constellation:///run/dir`` or
+    ``constellation:///run/dir?index=no&access=gateway``. All but the last take ``name=NAME``, what reports and metrics
+    call them.
 
     Several as one: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``, the nearest first (an ``&``
     within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``hierarchy_plan``).
@@ -94,7 +95,7 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
             Path(place), parse_size(options["budget"]), name=_name(kind, options, where),
             policy=options.get("policy", DEFAULT_POLICY), sync=options.get("sync", "never"),  # type: ignore[arg-type]
         )  # fmt: skip
-    if kind in ("redis", "rediss"):
+    if kind in ("redis", "rediss", "unix"):
         _no_others(options, ("name", "timeout"), where)
         timeout_s = parse_duration(options.get("timeout", "2s"))
         return RedisStore(f"{kind}://{place}", name=_name("redis", options, where), timeout_s=timeout_s)
