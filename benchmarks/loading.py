@@ -1,9 +1,9 @@
 """The loader against the best split in hindsight, in virtual time: `python benchmarks/loading.py`. Goal: at most 1.03.
 
 Every cell is one prompt on a simulated GPU (two, of which the prompt has all or a part) over a simulated link (of one
-rate, of rates drawn at random twice a second, or the beam of a satellite with its handovers), twice: cold, when nothing
-is known of the speeds, and warm, again with what the first time has taught. Hindsight knows the whole link beforehand
-and tries every split.
+rate, the same 30 ms away, of rates drawn at random twice a second, or the beam of a satellite with its handovers),
+twice: cold, when nothing is known of the speeds, and warm, again with what the first time has taught. Hindsight knows
+the whole link beforehand and tries every split.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from skymemory.cache.pace import Pace
 from skymemory.constellation.presets import DEFAULT_HOST, preset_named
 from skymemory.sim.cake_runs import MBIT_BYTES, load_with_cake, prompt_chunks
 from skymemory.sim.link_traces import LinkBudget, leo_trace, random_trace
-from skymemory.sim.loading import LinkTrace, best_split_s
-from skymemory.sim.prefill import A100, H100, share_tokens, with_share
+from skymemory.sim.loading import LinkTrace, SimulatedLoad, best_split_s
+from skymemory.sim.prefill import A100, H100, PrefillModel, share_tokens, with_share
 
 GOAL = 1.03
 MBIT = (1_000, 2_000, 5_000, 10_000, 20_000, 40_000)
 TOKENS = (2_048, 4_096, 9_216, 14_336, 32_768)
 SHARES = (0.1, 0.5, 0.9, 1.0)
 CHUNKS = (128, 512)
+DISTANT_S = 0.03
+IN_FLIGHT_BYTES = 1 << 30
+"""Asked for ahead on links with latency; on others one fetch at a time, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Cell:
 
 def links(seed: int, quick: bool) -> dict[tuple[str, str], LinkTrace]:
     found = {("constant", f"{mbit} Mbit/s"): LinkTrace.constant(mbit * MBIT_BYTES) for mbit in MBIT}
+    for mbit in MBIT:
+        found["distant", f"{mbit} Mbit/s, {DISTANT_S:g} s"] = LinkTrace.constant(mbit * MBIT_BYTES, DISTANT_S)
     for mbit in MBIT[1:5]:
         for draw in range(1 if quick else 3):
             trace = random_trace(seed + draw, mbit * MBIT_BYTES)
@@ -62,6 +67,21 @@ def links(seed: int, quick: bool) -> dict[tuple[str, str], LinkTrace]:
     return found
 
 
+def load(
+    model: PrefillModel, tokens: int, trace: LinkTrace, budget: int, chunk_tokens: int, pace: Pace
+) -> SimulatedLoad:
+    room = IN_FLIGHT_BYTES if trace.latency_s else 1
+    return load_with_cake(
+        model,
+        tokens,
+        trace,
+        budget_tokens=budget,
+        chunk_tokens=chunk_tokens,
+        pace=pace,
+        max_in_flight_bytes=room,
+    )
+
+
 def cells(seed: int, quick: bool) -> Iterator[Cell]:
     tokens_tried = TOKENS[:3] if quick else TOKENS
     for (kind, name), trace in links(seed, quick).items():
@@ -73,12 +93,7 @@ def cells(seed: int, quick: bool) -> Iterator[Cell]:
                     for size in CHUNKS:
                         pace, chunks = Pace(), prompt_chunks(tokens, size)
                         best_s = best_split_s(chunks, model.step_s, trace, budget_tokens=budget)
-                        cold_s, warm_s = (
-                            load_with_cake(
-                                model, tokens, trace, budget_tokens=budget, chunk_tokens=size, pace=pace
-                            ).ttft_s
-                            for _ in "12"
-                        )
+                        cold_s, warm_s = (load(model, tokens, trace, budget, size, pace).ttft_s for _ in "12")
                         yield Cell(
                             gpu.name, share, tokens, size, kind, name, best_s,
                             cold_s / best_s, warm_s / best_s, (cold_s - best_s) / step_s, (warm_s - best_s) / step_s,
@@ -108,15 +123,12 @@ def over_the_beam(quick: bool) -> Iterator[OverTheBeam]:
             model, budget = with_share(A100, share), share_tokens(share)
             pace = Pace()
             size_bytes = sum(chunk.size_bytes for chunk in prompt_chunks(tokens, 128))
-            runs = [
-                load_with_cake(model, tokens, trace, budget_tokens=budget, chunk_tokens=128, pace=pace)
-                for trace in traces
-            ]
+            runs = [load(model, tokens, trace, budget, 128, pace) for trace in traces]
             yield OverTheBeam(
                 channels,
                 share,
                 model.prompt_s(tokens, budget),
-                median(trace.finish_s(0.0, size_bytes) for trace in traces),
+                median(trace.finish_s(trace.latency_s, size_bytes) for trace in traces),
                 median(run.ttft_s for run in runs),
                 median(run.result.computed_tokens / tokens for run in runs),
             )
@@ -142,7 +154,7 @@ def main() -> None:
     rows = []
     told: list[dict[str, object]] = []
     for size in CHUNKS:
-        for kind in ("constant", "satellite", "random"):
+        for kind in ("constant", "distant", "satellite", "random"):
             mine = [cell for cell in found if cell.link == kind and cell.chunk_tokens == size]
             row = [kind, str(size), str(len(mine))]
             for state, ratios, steps in (

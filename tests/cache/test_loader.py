@@ -166,6 +166,22 @@ def test_part_of_a_chunk_computed_and_then_loaded_is_counted_as_wasted() -> None
     assert loader.result().wasted_tokens == 20
 
 
+def test_of_a_distant_link_the_first_load_is_given_its_latency() -> None:
+    pace = Pace()
+    pace.step_took(50, 2.0)
+    pace.load_took(100_000, 1.0)
+    pace.load_took(100_000, 1.5, from_idle=True)
+    loader = loader_of(chunks_of(100), pace=pace)
+    actions = loader.poll(0.0)
+    assert actions.fetch == (0,) and actions.compute is None
+    assert actions.wake_s == pytest.approx(3.5)  # expected at 1.5, and as late again as computing takes
+    near = loader_of(chunks_of(100, 100), pace=(pace := Pace()))
+    assert near.poll(0.0).fetch == (1, 0)
+    near.chunk_loaded(1, 3.0)
+    near.chunk_loaded(0, 3.5)
+    assert (pace.bytes_per_s, pace.latency_s) == (200_000, 2.5)
+
+
 def test_a_failed_chunk_is_computed_and_the_rest_of_the_tail_is_kept() -> None:
     run = simulate_load(
         chunks_of(*[100] * 8),

@@ -52,6 +52,8 @@ def test_what_is_supposed_holds_until_it_is_measured(others_fill: bool, part: fl
     pace.step_took(100, 0.5, filled=0.25)
     pace.suppose(others_fill)
     assert pace.part(0.25) == pytest.approx(0.5)
+    pace.suppose(not others_fill)
+    assert pace.part(0.25) == 1.25 - part, "measured for each apart"
 
 
 def test_the_rate_follows_a_link_that_changes() -> None:
@@ -71,6 +73,16 @@ def test_steps_follow_a_machine_that_changes() -> None:
     for at in range(200):
         pace.step_took(at % 10, 2.0)
     assert pace.step_s(5) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_load_from_an_idle_link_tells_the_latency() -> None:
+    pace = Pace()
+    pace.load_took(1000, 1.5, from_idle=True)
+    assert pace.latency_s == 0.0  # who knows
+    assert pace.bytes_per_s == pytest.approx(1000 / 1.5)
+    pace.load_took(1000, 1.0)
+    assert pace.bytes_per_s == pytest.approx(1000)
+    assert pace.latency_s == pytest.approx(0.5)
 
 
 def test_a_failed_load_took_its_time() -> None:

@@ -55,6 +55,7 @@ def test_the_beam_is_as_fast_as_its_satellite_is_near(beam: LinkTrace) -> None:
     slants = slants_m(SHELL, DEFAULT_HOST, EPOCH_UNIX_S, 7.0)
     best = elevations_deg(SHELL, DEFAULT_HOST, EPOCH_UNIX_S, 7.0).argmax()
     assert beam.bytes_per_s[0] == pytest.approx(LinkBudget().bytes_per_s(float(slants.ravel()[best])))
+    assert beam.latency_s == pytest.approx(2 * float(slants.ravel()[best]) / 299_792_458)
     lit = [rate for rate in beam.bytes_per_s if rate]
     assert LinkBudget().bytes_per_s(1_130e3) < min(lit) <= max(lit) <= LinkBudget().bytes_per_s(550e3)
 

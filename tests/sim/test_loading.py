@@ -29,6 +29,19 @@ def test_refuses_traces_that_make_no_sense(since_s: tuple[float, ...], rates: tu
         LinkTrace(since_s, rates)
 
 
+def test_latency_is_waited_for_once_by_loads_behind_one_another() -> None:
+    trace = LinkTrace.constant(50, latency_s=1.0)
+
+    def load_s(room: int) -> float:
+        return simulate_load(CHUNKS, lambda at, n: 1.0, trace, budget_tokens=0, max_in_flight_bytes=room).ttft_s
+
+    assert load_s(400) == 9.0
+    assert load_s(1) == 12.0
+    assert best_split_s(CHUNKS, lambda at, n: 100.0, trace, budget_tokens=10) == 9.0
+    with pytest.raises(InvalidInput, match="trace"):
+        LinkTrace.constant(50, latency_s=-1.0)
+
+
 def test_the_best_split_is_the_best_of_all() -> None:
     # Computing costs 1, 2, 3, 4 s; loading 2 s each: two and two end after 4 s, three and one after 6 s.
     assert best_split_s(CHUNKS, lambda at, n: 1 + at / 10, LinkTrace.constant(50), budget_tokens=10) == 4.0

@@ -14,6 +14,7 @@ class FetchQueue:
         self._sizes: dict[int, int] = {}
         self._bytes = 0
         self._head_since_s = 0.0
+        self._from_idle: int | None = None  # the fetch that found the link idle
 
     def __contains__(self, index: int) -> bool:
         return index in self._sizes
@@ -28,12 +29,14 @@ class FetchQueue:
     def ask(self, index: int, size_bytes: int, now_s: float) -> None:
         if not self._sizes:
             self._head_since_s = now_s
+            self._from_idle = index
         self._sizes[index] = size_bytes
         self._bytes += size_bytes
 
     def came(self, index: int, now_s: float) -> None:
         """The fetch is there: so much of the link's time has brought so many bytes."""
-        self._pace.load_took(self._drop(index), now_s - self._head_since_s)
+        from_idle = index == self._from_idle
+        self._pace.load_took(self._drop(index), now_s - self._head_since_s, from_idle=from_idle)
         self._head_since_s = now_s
 
     def failed(self, index: int, now_s: float) -> int:
@@ -53,17 +56,19 @@ class FetchQueue:
         rate = self._pace.bytes_per_s
         if rate is None or not self._sizes:
             return 0.0
-        return self._head_since_s + self._head_bytes() / rate - now_s
+        latency_s = self._pace.latency_s if self._head() == self._from_idle else 0.0
+        return self._head_since_s + latency_s + self._head_bytes() / rate - now_s
 
     def idle_after_s(self, more_bytes: int, now_s: float) -> float | None:
-        """Seconds until all that was asked for and ``more_bytes`` behind it are here; None if no rate is known.
+        """Seconds until all that was asked for and ``more_bytes`` asked for now are here; None if no rate is known.
 
         What is late is expected to be late as long again.
         """
         rate = self._pace.bytes_per_s
         if rate is None:
             return None
-        return abs(self.head_s(now_s)) + (self._bytes - self._head_bytes() + more_bytes) / rate
+        asked_s = abs(self.head_s(now_s)) + (self._bytes - self._head_bytes()) / rate
+        return max(asked_s, self._pace.latency_s) + more_bytes / rate if more_bytes else asked_s
 
     def here_after_s(self, index: int, now_s: float) -> float | None:
         """Seconds until a fetch under way, and all before it, are here; None if no rate is known."""

@@ -9,7 +9,11 @@ from __future__ import annotations
 _KEPT_STEPS = 64.0
 _KEPT_LOADS = 32.0
 _FULL = 0.75  # of its budget: a step that holds less tells what a step costs at least, not what a full one does
-_UNKNOWN_LEAST = 0.5  # of a full step that any step costs: half-way between others in the batch and none
+_SUPPOSED_LEAST = {
+    None: 0.5,
+    True: 1.0,
+    False: 0.0,
+}  # of a full step that any step costs, as others fill the batch or not
 
 
 class Pace:
@@ -18,11 +22,12 @@ class Pace:
     def __init__(self) -> None:
         self._steps = 0.0
         self._sum_x = self._sum_y = self._sum_xx = self._sum_xy = 0.0
-        self._least_weight = self._least_sum = 0.0
-        self._supposed_least = _UNKNOWN_LEAST
+        self._others_fill: bool | None = None
+        self._least: dict[bool | None, tuple[float, float]] = {}  # weight and sum, for each thing to suppose
         self._loads = 0.0
         self._loaded_bytes = 0.0
         self._loading_s = 0.0
+        self._first_loads = self._first_bytes = self._first_s = 0.0
 
     def fade(self, samples: float) -> None:
         """From now on all that was measured counts as much as ``samples`` steps and as many loads, if it was more.
@@ -44,10 +49,16 @@ class Pace:
             share = samples / self._loads
             self._loads = samples
             self._loaded_bytes, self._loading_s = self._loaded_bytes * share, self._loading_s * share
+        if self._first_loads > samples:
+            share = samples / self._first_loads
+            self._first_loads = samples
+            self._first_bytes, self._first_s = self._first_bytes * share, self._first_s * share
 
     def suppose(self, others_fill: bool) -> None:
-        """Others fill what a step of ours leaves free of its batch, or nobody does: so it is taken until measured."""
-        self._supposed_least = 1.0 if others_fill else 0.0
+        """Others fill what a step of ours leaves free of its batch, or nobody does. What a step costs that is not full
+        is taken so until it is measured, and measured for each apart.
+        """
+        self._others_fill = others_fill
 
     def step_took(self, position: float, seconds: float, filled: float = 1.0) -> None:
         """A step whose middle token stands at ``position`` and that filled this part of its budget took ``seconds``."""
@@ -57,8 +68,8 @@ class Pace:
             if full_s > 0:
                 least = min(max((seconds / full_s - filled) / (1 - filled), 0.0), 1.0)
                 keep = 1 - 1 / _KEPT_LOADS
-                self._least_weight = self._least_weight * keep + (1 - filled)
-                self._least_sum = self._least_sum * keep + (1 - filled) * least
+                weight, total = self._least.get(self._others_fill, (0.0, 0.0))
+                self._least[self._others_fill] = weight * keep + 1 - filled, total * keep + (1 - filled) * least
             return
         full_s = seconds / self.part(filled)
         self._fade_steps(_KEPT_STEPS - 1)
@@ -68,9 +79,17 @@ class Pace:
         self._sum_xx += position * position
         self._sum_xy += position * full_s
 
-    def load_took(self, size_bytes: int, seconds: float) -> None:
-        """The link was busy for ``seconds``, and ``size_bytes`` (0 for a failed load) came of it."""
+    def load_took(self, size_bytes: int, seconds: float, *, from_idle: bool = False) -> None:
+        """The link was busy for ``seconds``, and ``size_bytes`` (0 for a failed load) came of it.
+
+        ``from_idle``: it had nothing to do when they were asked for, so its latency is in the time.
+        """
         self._fade_loads(_KEPT_LOADS - 1)
+        if from_idle:
+            self._first_loads += 1
+            self._first_bytes += size_bytes
+            self._first_s += seconds
+            return
         self._loads += 1
         self._loaded_bytes += size_bytes
         self._loading_s += seconds
@@ -100,12 +119,27 @@ class Pace:
         All of it where others fill the rest of the batch, its share where nobody does: learned from steps that were not
         full, and as supposed before there was one.
         """
-        least = self._least_sum / self._least_weight if self._least_weight else self._supposed_least
+        weight, total = self._least.get(self._others_fill, (0.0, 0.0))
+        least = total / weight if weight else _SUPPOSED_LEAST[self._others_fill]
         return least + (1 - least) * filled
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate of the link while it was busy, or None where nothing came yet."""
-        if not self._loaded_bytes:
+        """Rate of the link while it was busy, or None where nothing came yet.
+
+        Loads from an idle link, whose latency is in their time, count only as long as there were no others.
+        """
+        size_bytes, seconds = self._loaded_bytes, self._loading_s
+        if not size_bytes:
+            size_bytes, seconds = self._first_bytes, self._first_s + seconds
+        if not size_bytes:
             return None
-        return self._loaded_bytes / self._loading_s if self._loading_s > 0 else float("inf")
+        return size_bytes / seconds if seconds > 0 else float("inf")
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds that a load from an idle link takes longer than one behind another; 0 before both were seen."""
+        rate = self.bytes_per_s
+        if not self._first_loads or not self._loaded_bytes or rate is None:
+            return 0.0
+        return max(self._first_s - self._first_bytes / rate, 0.0) / self._first_loads

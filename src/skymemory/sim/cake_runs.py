@@ -54,16 +54,17 @@ def load_with_cake(
     chunk_tokens: int = PAPER_STEP_TOKENS,
     pace: Pace | None = None,
     codec: str = "raw",
+    max_in_flight_bytes: int = 1,
     timer: Callable[[], float] | None = None,
 ) -> SimulatedLoad:
-    """Our loader over one prompt, one fetch at a time as in the paper."""
+    """Our loader over one prompt; by default one fetch at a time, as in the paper."""
     chunks = prompt_chunks(tokens, chunk_tokens, PAPER_TOKEN_BYTES / CODECS[codec])
     return simulate_load(
         chunks,
         gpu.step_s,
         trace,
         budget_tokens=budget_tokens,
-        max_in_flight_bytes=1,
+        max_in_flight_bytes=max_in_flight_bytes,
         pace=pace,
         others_fill=budget_tokens < PAPER_STEP_TOKENS,
         timer=timer,

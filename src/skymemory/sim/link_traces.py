@@ -73,7 +73,8 @@ def leo_trace(
     """The beam to the highest satellite, chosen anew at every multiple of 15 s; dark while it is handed over.
 
     A satellite that sinks below the mask, or none in sight, is dark until the next choice. ``start_s`` is since the
-    epoch; the trace's own time begins at 0 there. Raises InvalidInput where no satellite is in sight at the end.
+    epoch; the trace's own time begins at 0 there. Its latency is light's way up and down at the start. Raises
+    InvalidInput where no satellite is in sight at the end.
     """
     budget = budget or LinkBudget()
     end_s = start_s + duration_s
@@ -100,4 +101,6 @@ def leo_trace(
             continue  # a sample within the handover
         since_s.append(now_s - start_s)
         rates.append(rate)
-    return LinkTrace(tuple(since_s), tuple(rates))
+    first = gateway(shell, host, epoch_unix_s, start_s, mask_deg)
+    slant_m = float(slants_m(shell, host, epoch_unix_s, start_s)[first]) if first is not None else 0.0
+    return LinkTrace(tuple(since_s), tuple(rates), 2 * slant_m / SPEED_OF_LIGHT_M_S)

@@ -27,6 +27,8 @@ class LinkTrace:
     since_s: tuple[float, ...]
     """Ascending, beginning with 0."""
     bytes_per_s: tuple[float, ...]
+    latency_s: float = 0.0
+    """From asking to the first byte; of fetches asked for behind one another only the first one's counts."""
 
     def __post_init__(self) -> None:
         if (
@@ -36,15 +38,16 @@ class LinkTrace:
             or any(b <= a for a, b in zip(self.since_s, self.since_s[1:], strict=False))
             or min(self.bytes_per_s) < 0
             or self.bytes_per_s[-1] <= 0
+            or self.latency_s < 0
         ):
             raise InvalidInput("a trace begins at 0, ascends, has a rate for each time, and does not end in an outage")
 
     @classmethod
-    def constant(cls, bytes_per_s: float) -> LinkTrace:
-        return cls((0.0,), (bytes_per_s,))
+    def constant(cls, bytes_per_s: float, latency_s: float = 0.0) -> LinkTrace:
+        return cls((0.0,), (bytes_per_s,), latency_s)
 
     def finish_s(self, start_s: float, size_bytes: float) -> float:
-        """When ``size_bytes`` that begin at ``start_s`` are through."""
+        """When ``size_bytes`` whose first byte comes at ``start_s`` are through."""
         at = bisect_right(self.since_s, start_s) - 1
         now_s, left = start_s, float(size_bytes)
         while at + 1 < len(self.since_s):
@@ -115,6 +118,7 @@ def simulate_load(
         post(abort_at_s, "abort", 0)
     now_s = link_free_s = 0.0
     on_link: list[int] = []
+    asked_s: dict[int, float] = {}
     sending: int | None = None
     spent_s = 0.0
     scheduling_s: list[float] = []
@@ -124,12 +128,14 @@ def simulate_load(
         if timer:
             spent_s += timer() - began_s
         on_link.extend(actions.fetch)
+        asked_s.update((index, now_s) for index in actions.fetch)
         for index in actions.cancel:
             if index in on_link:
                 on_link.remove(index)
         if sending is None and on_link:
             sending = on_link.pop(0)
-            link_free_s = trace.finish_s(now_s, chunks[sending].size_bytes)
+            first_byte_s = max(now_s, asked_s[sending] + trace.latency_s)
+            link_free_s = trace.finish_s(first_byte_s, chunks[sending].size_bytes)
             post(link_free_s, "link", sending)
         step: ComputeStep | None = actions.compute
         if step is not None:
@@ -179,5 +185,5 @@ def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: Link
     best_s, tail_bytes = computed_s[-1], 0
     for k in reversed(range(len(chunks))):
         tail_bytes += chunks[k].size_bytes
-        best_s = min(best_s, max(computed_s[k], trace.finish_s(0.0, tail_bytes)))
+        best_s = min(best_s, max(computed_s[k], trace.finish_s(trace.latency_s, tail_bytes)))
     return best_s
