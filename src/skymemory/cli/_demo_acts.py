@@ -18,15 +18,8 @@ from skymemory.cli.demo import DEMO_CODECS
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.models import (
-    TINYLLAMA_SHAPE,
-    build_llama,
-    build_small,
-    build_tinyllama,
-    load_model,
-)
+from skymemory.engine.named import ready_model
 from skymemory.engine.quantizers import codec_of
-from skymemory.engine.tokenizer import load_tokenizer, train_tokenizer
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec.base import measure
 from skymemory.store.constellation import ConstellationStore
@@ -98,18 +91,20 @@ def _last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -
 
 
 def check_identity(plan: ConstellationPlan, directory: RunDirectory, narrator: Narrator, document: str) -> bool:
-    """A small model in float32: greedy tokens with the cache from the sky and without it must be the same."""
-    tokenizer = train_tokenizer(1024)
-    model = build_small(vocab_size=len(tokenizer))
+    """The small trained model in float32: greedy tokens with the cache from the sky and without it are the same."""
+    ready = ready_model("small", dtype="float32")
+    model, tokenizer = ready.model, ready.tokenizer
     ids = tokenizer(document, return_tensors="pt").input_ids[:, : 4 * BLOCK_TOKENS + TAIL_TOKENS]
     with _store(plan, directory) as store, KVCManager(model, tokenizer, store=store) as kvc:
         plain, _, _ = _generate(model, ids, 30, None)
         kvc.add_blocks_ids(ids)
         sky, _, _ = _generate(model, ids, 30, lambda: kvc.get_cache_ids(ids))
         narrator.say(
-            f"small model, float32: {kvc.last.cached_tokens} of {ids.shape[1]} tokens from the sky, 30 greedy tokens "
-            f"{'identical' if plain == sky else 'DIFFERENT'} with and without the cache"
+            f"{ready.words} in float32: {kvc.last.cached_tokens} of {ids.shape[1]} tokens from the sky, 30 greedy "
+            f"tokens {'identical' if plain == sky else 'DIFFERENT'} with and without the cache"
         )
+        end, said = (" ".join(tokenizer.decode(part).split()) for part in (ids[0, -TAIL_TOKENS:].tolist(), sky))
+        narrator.say(f'it goes on: "… {end}" → "{said} …"')
         return plain == sky and kvc.last.cached_tokens > 0
 
 
@@ -124,18 +119,10 @@ def _store(plan: ConstellationPlan, directory: RunDirectory) -> Iterator[Constel
 
 def _load(args: argparse.Namespace, narrator: Narrator) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     began_s = time.perf_counter()
-    if args.model is not None:
-        model, tokenizer, what = load_model(args.model), load_tokenizer(args.model), str(args.model)
-    else:
-        tokenizer = train_tokenizer(4096)
-        if args.quick:
-            model = build_llama({**TINYLLAMA_SHAPE, "num_hidden_layers": 6}, args.seed, dtype="bfloat16")
-            what = "a model of TinyLlama-1.1B's shape but 6 of its 22 layers (random weights)"
-        else:
-            model, what = build_tinyllama(args.seed), "a model of TinyLlama-1.1B's shape (random weights)"
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    narrator.say(f"{what}: {parameters / 1e9:.2f} G parameters, ready in {time.perf_counter() - began_s:.1f} s")
-    return model, tokenizer
+    ready = ready_model(args.model or ("tinyllama-6-random" if args.quick else "tinyllama-random"), seed=args.seed)
+    parameters = sum(parameter.numel() for parameter in ready.model.parameters())
+    narrator.say(f"{ready.words}: {parameters / 1e9:.2f} G parameters, ready in {time.perf_counter() - began_s:.1f} s")
+    return ready.model, ready.tokenizer
 
 
 def _prompt_ids(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, document: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from skymemory.cli._demo_table import Narrator, print_table_3
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
-from skymemory.engine.inputs import check_engine_installed, check_model_folder
+from skymemory.engine.inputs import check_engine_installed, check_model
 from skymemory.errors import InvalidInput
 from skymemory.testbed.child import end_children
 from skymemory.testbed.connect import expected_round_trip_s
@@ -63,7 +63,7 @@ def _check_input(args: argparse.Namespace, document: str) -> None:
     if args.tokens is not None and args.tokens <= BLOCK_TOKENS:
         raise InvalidInput(f"--tokens {args.tokens}: at least {BLOCK_TOKENS + 1}, a block and a token to compute")
     if args.model is not None:
-        check_model_folder(args.model)
+        check_model(args.model)
     if len(document.encode()) <= BLOCK_TOKENS:  # a token is a byte at least; the exact count takes the tokenizer
         raise InvalidInput(
             f"the document has {len(document.encode())} bytes: too few for at least {BLOCK_TOKENS + 1} tokens, which "
@@ -83,6 +83,7 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
         from skymemory.cli._demo_acts import check_identity, table_rows
 
         transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
         identical = check_identity(plan, directory, narrator, document)
         rows, moved = table_rows(args, plan, directory, narrator, document)
     sound = identical and bool(rows) and all(row.tokens_from_sky > 0 for row in rows)

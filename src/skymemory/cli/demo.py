@@ -24,7 +24,13 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="a smaller model and fewer tokens: under 45 s")
-    add("--model", type=Path, metavar="DIR", help="a model saved by transformers (default: random weights)")
+    add(
+        "--model",
+        metavar="NAME|DIR",
+        help="what table 3 is made with: small (the trained model that is shipped), small-random, tinyllama-random, "
+        "tinyllama-6-random, or a folder saved by transformers (default: tinyllama-random, with --quick "
+        "tinyllama-6-random)",
+    )
     add("--document", type=Path, metavar="FILE", help="the text to use as context (default: a shipped handbook)")
     add("--tokens", type=int, metavar="N", help="tokens of prompt (default: 524, four blocks and a tail)")
     add("--seed", type=int, default=0, help="seed of the random weights")

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from skymemory.errors import InvalidInput, MissingExtra
 
+MODEL_NAMES = ("small", "small-random", "tinyllama-random", "tinyllama-6-random")
+"""What ``named.ready_model`` knows: the trained model that the package ships, and shapes with random weights."""
+SMALL_MODEL_FOLDER = Path(__file__).parent / "trained" / "small"
+"""6.5 million parameters, trained by ``make small-model``; ORIGIN.txt there says on what."""
 SHIPPED_DOCUMENT = "operators-handbook.txt"
 _DOCUMENT_LIMIT_BYTES = 256 << 20
 
@@ -34,6 +38,20 @@ def read_document(path: str | Path) -> str:
     if not text.strip():
         raise InvalidInput(f"{str(path)!r} is empty: expected a text to use as context")
     return text
+
+
+def is_model_name(name: str) -> bool:
+    """Whether ``name`` is one of ours. A folder of the same name is meant where a path is written: ``./small``."""
+    return name in MODEL_NAMES
+
+
+def check_model(name: str) -> None:
+    """Raises ``InvalidInput`` where ``name`` is neither a model's name nor a folder with a saved model."""
+    if not is_model_name(name) and not (Path(name) / "config.json").is_file():
+        raise InvalidInput(
+            f"no model {name!r}: expected a folder with config.json, as save_pretrained writes, or one of "
+            f"{', '.join(MODEL_NAMES)}"
+        )
 
 
 def check_model_folder(path: str | Path) -> None:

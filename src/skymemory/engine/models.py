@@ -1,6 +1,7 @@
 """Models to demonstrate and test with: built from a configuration with seeded random weights, or loaded from a path.
 
-Random weights compute as fast and cache as large as trained ones; what they say is noise.
+Random weights compute as fast and cache as large as trained ones; what they say is noise. ``named`` has them by name,
+and the trained one that the package ships.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _WEIGHT_STD = 0.02
 _PIECE = 1 << 22  # numbers converted at a time: stays in the processor's cache
 
 
-def build_tinyllama(seed: int = 0) -> LlamaForCausalLM:
+def build_tinyllama(seed: int = 0, *, dtype: str = "bfloat16") -> LlamaForCausalLM:
     """TinyLlama-1.1B's shape with random weights: 2.2 GB in 16 bit, a few seconds."""
-    return build_llama({**TINYLLAMA_SHAPE, "max_position_embeddings": 8192}, seed, dtype="bfloat16")
+    return build_llama({**TINYLLAMA_SHAPE, "max_position_embeddings": 8192}, seed, dtype=dtype)
 
 
 def build_small(seed: int = 0, *, dtype: str = "float32", vocab_size: int = 1024) -> LlamaForCausalLM:
