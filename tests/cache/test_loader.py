@@ -329,13 +329,15 @@ def test_every_chunk_comes_exactly_once_whatever_happens(
     growth=st.floats(0, 2),
     size=st.sampled_from([128, 512]),
     alone=st.booleans(),
+    told=st.booleans(),
 )
 def test_close_to_the_best_split_in_hindsight(
-    tokens: int, mbit_per_s: int, share: float, first_ms: float, growth: float, size: int, alone: bool
+    tokens: int, mbit_per_s: int, share: float, first_ms: float, growth: float, size: int, alone: bool, told: bool
 ) -> None:
     """Once the speeds are known within 3 %; before, one step may be begun that the link would have beaten.
 
-    Whether a step that is not full costs less (alone on the GPU) or not (others fill it) is learned, not told.
+    Who is not told whether a step that is not full costs less (alone on the GPU) or not (others fill it), and has seen
+    none yet, takes the middle, and may be wrong by half a step.
     """
     chunks = [
         PromptChunk(at, min(size, tokens - at), min(size, tokens - at) << 19, True) for at in range(0, tokens, size)
@@ -348,10 +350,20 @@ def test_close_to_the_best_split_in_hindsight(
     trace, budget = LinkTrace.constant(mbit_per_s * 125_000), int(512 * share)
     pace = Pace()
     cold, warm = (
-        simulate_load(chunks, step_s, trace, budget_tokens=budget, max_in_flight_bytes=1, pace=pace) for _ in "12"
+        simulate_load(
+            chunks,
+            step_s,
+            trace,
+            budget_tokens=budget,
+            max_in_flight_bytes=1,
+            pace=pace,
+            others_fill=not alone if told else None,
+        )
+        for _ in "12"
     )
     best = best_split_s(chunks, step_s, trace, budget_tokens=budget)
-    assert warm.ttft_s <= best * 1.03, (warm.ttft_s / best, warm.result)
+    unsure_s = 0.0 if told else step_s(tokens, budget) / 2
+    assert warm.ttft_s <= best * 1.03 + unsure_s, (warm.ttft_s / best, warm.result)
     assert cold.ttft_s <= best * 1.03 + step_s(0, budget), (cold.ttft_s / best, cold.result)
 
 
