@@ -1,7 +1,7 @@
 """The contract of every tier: 32-byte keys to values of bytes, in batches, loads and stores in two phases.
 
-One contract suite (``tests/contract/store_contract.py``) runs over every implementation; ``memory.py`` is the
-judge. Rules that hold for all of them:
+One contract suite (``tests/contract/store_contract.py``) runs over every implementation. Rules that
+hold for all of them:
 
 - **Keys** are ``bytes`` of length 32 (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
 - **Order matters.** A sequence of keys is a chain: an earlier key is worth more than a later one, so that

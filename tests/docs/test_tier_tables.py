@@ -1,0 +1,71 @@
+"""The tables of docs/benchmarks.md about tiers say what their JSON says, and the commands that made them run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skymemory.store.policies import DEFAULT_POLICY, POLICIES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/benchmarks.md").read_text("utf-8")
+POLICY_ROWS = json.loads((ROOT / "docs/benchmarks/policies.json").read_text("utf-8"))["rows"]
+TIER_ROWS = json.loads((ROOT / "docs/benchmarks/tiers.json").read_text("utf-8"))["rows"]
+
+
+def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+
+
+def test_the_policies_table_is_that_of_the_run_and_its_winner_the_default() -> None:
+    plain = PAGE.replace("**", "")
+    for row in POLICY_ROWS:
+        shares = " | ".join(f"{100 * row[name]:.1f}" for name in (*POLICIES, "belady"))
+        assert f"| {row['capacity']:,} | {shares} |" in plain
+        assert all(row[policy] <= row[DEFAULT_POLICY] <= row["belady"] for policy in POLICIES)
+
+
+def test_the_tiers_table_is_that_of_the_run() -> None:
+    plain = PAGE.replace("**", "")
+    for row in TIER_ROWS:
+        ratio = f"| {row['ratio']:.2f} ({row['ratio_least']:.2f} to {row['ratio_most']:.2f}) | {row['goal'] or ''} |"
+        assert any(
+            line.startswith(f"| {row['tier']}, {row['what']} | {row['blocks']} |") and line.endswith(ratio)
+            for line in plain.splitlines()
+        ), row
+
+
+def test_hit_ratios_of_a_trace_of_one_s_own(tmp_path: Path) -> None:
+    """Forty conversations that come back, among documents that do not: nobody passes who knows the future."""
+    trace = tmp_path / "trace.jsonl"
+    prompts = [[turn % 40 * 10 + depth for depth in range(4)] for turn in range(120)]
+    documents = [[10_000 + 20 * turn + depth for depth in range(8)] for turn in range(120)]
+    lines = [
+        json.dumps({"input_length": 512 * len(blocks), "hash_ids": blocks})
+        for pair in zip(prompts, documents, strict=True)
+        for blocks in pair
+    ]
+    trace.write_text("\n".join(lines) + "\n", "utf-8")
+    run("policies.py", "--quick", "--trace", str(trace), "--json", str(tmp_path / "out"))
+    rows = json.loads((tmp_path / "out").read_text("utf-8"))["rows"]
+    everything = 80 * 4 / (120 * 12)
+    assert [row["belady"] for row in rows] == [pytest.approx(everything)] * len(rows)
+    assert all(row[policy] <= row["belady"] for row in rows for policy in POLICIES)
+    assert rows[-1]["lru"] == pytest.approx(everything), "all fits"
+
+
+def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
+    assert "skipped: there is no trace" in run("policies.py", "--trace", str(tmp_path / "none")).stderr
+
+
+@pytest.mark.slow
+def test_the_tiers_are_measured(tmp_path: Path) -> None:
+    run("tiers.py", "--quick", "--json", str(tmp_path / "out"))
+    rows = json.loads((tmp_path / "out").read_text("utf-8"))["rows"]
+    assert {row["tier"] for row in rows} >= {"memory", "disk", "hierarchy"}
+    assert all(row["ours_s"] > 0 and row["peer_s"] > 0 for row in rows)
