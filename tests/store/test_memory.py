@@ -67,6 +67,16 @@ def test_a_pin_ends_by_itself_and_has_a_budget() -> None:
     assert store.pin([key(2)], 60.0) == [True]
 
 
+def test_a_closed_store_holds_nothing() -> None:
+    store = MemoryStore(4000)
+    store.put_many([(key(1), value(1))])
+    ticket = store.prepare_load([key(1)])
+    store.close()
+    store.release(ticket)
+    stats = store.stats()
+    assert stats["used_bytes"] == stats["entries"] == stats["open_leases"] == 0 and stats["budget_bytes"] == 4000
+
+
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(["put", "lease", "complete", "release", "delete", "touch", "pin"]),

@@ -199,6 +199,7 @@ class MemoryStore(TwoPhase):
         with self._lock:
             self._closed = True
             self._values.clear()
+            self._shelf = Shelf(self._shelf.budget_bytes, 0)
             self._loads.clear()
             self._stores.clear()
 
