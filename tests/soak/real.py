@@ -59,6 +59,10 @@ class RealSoak:
             store = open_constellation(folder)
             try:
                 self._live(plan, directory, store, tell)
+            except BaseException:
+                for host in plan.hosts:
+                    tell(f"{host.name} said last: {directory.log_tail(host.name)}")
+                raise
             finally:
                 store.close()
             self._audit(plan, "the end", whole=True)

@@ -22,6 +22,8 @@ from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.wiring import host_spec
 from skymemory.transport.udp_host import UdpHost, serve_host
 
+_AGAIN_S = 0.25
+
 
 class _Line:
     """Our end of the line to the supervisor; ``stop`` is set when it ends before we were told to stay."""
@@ -87,13 +89,22 @@ async def _serve(
             line.ready()
 
     def follow_outages(served: UdpHost) -> None:
-        """The satellites that operators have disabled are dead, now and at each SIGHUP."""
+        """The satellites that operators have disabled are dead, now and at each SIGHUP. One that cannot come back, for
+        somebody has its port, is tried again: who looks for free ports has each of them for a moment.
+        """
+        trouble, again = "", loop.call_soon(lambda: None)
 
         def look() -> None:
+            nonlocal trouble, again
+            again.cancel()
+            before, trouble = trouble, ""
             try:
                 served.set_dead(read_outages(directory) if directory is not None else frozenset())
             except (OSError, InvalidInput) as error:
-                say(f"{host.name}: {error}")
+                trouble = str(error)
+                if trouble != before:
+                    say(f"{host.name}: {error}; trying again")
+                again = loop.call_later(_AGAIN_S, look)
 
         loop.add_signal_handler(signal.SIGHUP, look)
         look()
