@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -89,6 +90,21 @@ def test_disabled_satellites_are_dead_and_come_back_empty(sky: Sky, store: Const
     heal(store)
     assert store.get_many([KEY]) == [None] and store.put_many([(KEY, VALUE)]) == [True]
     assert bytes(store.get_many([KEY])[0]) == VALUE
+
+
+def test_one_whose_port_is_taken_for_a_moment_comes_back_all_the_same(sky: Sky) -> None:
+    victim = SatelliteId(2, 9)
+    sky("disable", "2,9")
+    address = next(
+        address for host in sky.plan.hosts for satellite, address in sky.plan.addresses_of(host) if satellite == victim
+    )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(address)
+        threading.Timer(1.0, other.close).start()
+        assert sky("enable", "2,9") == "no satellite is disabled\n"
+    assert not sky.silent()
+    log = (sky.run_dir / "host-2.log").read_text("utf-8")
+    assert log.count("trying again") == 1 and "Address already in use" in log
 
 
 def test_what_is_no_satellite_is_refused(sky: Sky) -> None:
