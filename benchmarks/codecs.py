@@ -1,8 +1,9 @@
-"""Every codec's size, error and speed on one core: `python benchmarks/codecs.py [--json FILE]`.
+"""Every codec's size, error and speed on one core, and what it does to text: `python benchmarks/codecs.py`.
 
-Blocks of 128 tokens, bfloat16: of a model of the demonstration's small shape with random weights that really ran over
-the shipped document, of one layer of TinyLlama's shape likewise, and drawn ones of TinyLlama's shape whose neighbouring
-tokens are more or less alike. Random weights show sizes and speeds, not what a loss means for a text: no quality here.
+Blocks of 128 tokens, bfloat16: of the shipped small model, which is trained, over the shipped document; of layers of
+TinyLlama's shape with random weights likewise; and drawn ones of TinyLlama's shape whose neighbouring tokens are more
+or less alike. Random and drawn numbers show sizes and speeds. The first table is quality: the trained model's
+perplexity on held-out documents behind a context that went through the codec (see `_codec_quality.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import numpy as np
 import torch
 
 from _bench import print_table, write_json
+from _codec_quality import Quality, contexts, losses, quality, windows
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.inputs import shipped_document
 from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, build_small
+from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama
+from skymemory.engine.named import ready_model
 from skymemory.engine.quantizers import codec_of
 from skymemory.engine.tokenizer import train_tokenizer
 from skymemory.kv.codec.base import measure
@@ -46,11 +50,12 @@ SECOND_BLOCK = 1
 
 
 def blocks_of_model(shape: str, blocks: int) -> Blocks:
-    """Blocks of keys and values that a model with random weights computed over the shipped document."""
-    tokenizer = train_tokenizer(1024)
+    """Blocks of keys and values that a model computed over the shipped document."""
     if shape == "small":
-        model = build_small(dtype="bfloat16")
+        ready = ready_model("small")
+        model, tokenizer = ready.model, ready.tokenizer
     else:
+        tokenizer = train_tokenizer(1024)
         model = build_llama({**TINYLLAMA_SHAPE, "num_hidden_layers": 3, "vocab_size": 1024}, dtype="bfloat16")
     ids = tokenizer(shipped_document(), return_tensors="pt")["input_ids"][:, : 128 * (blocks + SECOND_BLOCK)]
     with KVCManager(model, tokenizer) as kvc, torch.no_grad():
@@ -126,21 +131,59 @@ def row(
     }
 
 
+def quality_rows(quick: bool) -> list[dict[str, Any]]:
+    """The trained model's perplexity behind each codec; printed as a table."""
+    ready = ready_model("small")
+    chosen = windows(ready)[:: 8 if quick else 1]
+    if not chosen:
+        return []
+    computed = contexts(ready.model, chosen)
+    numbers = sum(layer.keys.numel() + layer.values.numel() for cache in computed for layer in cache.layers)
+    found: dict[str, Quality] = {}
+    lossless = None
+    for name in CODECS:
+        nats, size_bytes = losses(ready, name, chosen, computed)
+        lossless = nats if lossless is None else lossless
+        found[name] = quality(chosen, lossless, nats, 8 * size_bytes / numbers)
+    smaller = {name: found["quanto8"].bits / one.bits for name, one in found.items()}
+    documents = len({window.document for window in chosen})
+    print_table(
+        f"quality: {len(chosen)} windows of {documents} held-out documents, {ready.words}",
+        ("codec", "bits", "x quanto8", "perplexity", "higher %", "+- %"),
+        [
+            (name, f"{one.bits:.3f}", f"{smaller[name]:.2f}", f"{one.perplexity:.3f}",
+             f"{one.higher_percent:.2f}", f"{one.error_percent:.2f}")
+            for name, one in found.items()
+        ],
+    )  # fmt: skip
+    return [
+        {
+            "source": "quality", "codec": name, "windows": len(chosen), "documents": documents,
+            **{field: round(value, 4) for field, value in asdict(one).items()},
+            "times_smaller_than_quanto8": round(smaller[name], 2),
+        }
+        for name, one in found.items()
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=4, help="blocks per source")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the held-out windows, fewer repeats")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=20240601)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.quick:
+        options.blocks, options.repeats = 2, 2
     sources = {
-        "small model": blocks_of_model("small", options.blocks),
+        "small trained model": blocks_of_model("small", options.blocks),
         "TinyLlama's shape, 3 layers": blocks_of_model("tinyllama", options.blocks),
         "drawn, tokens independent": drawn_blocks(0.0, options.blocks, options.seed),
         "drawn, correlation 0.9": drawn_blocks(0.9, options.blocks, options.seed),
     }
-    rows: list[dict[str, Any]] = []
+    rows = quality_rows(options.quick)
     for source, (blocks, layout) in sources.items():
         found = {name: measure_codec(name, blocks, layout, options.repeats) for name in CODECS}
         found |= {name: measure_packer(name, blocks, layout, options.repeats) for name in PACKERS}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec import entropy
 from skymemory.kv.codec.base import Codec, measure
-from skymemory.kv.codec.cachegen import CACHEGEN, CacheGen, steps_in
+from skymemory.kv.codec.cachegen import BOUND, CACHEGEN, CacheGen, steps_in
 from skymemory.kv.codec.steps import LEVELS
 from skymemory.kv.layout import KVLayout, to_float32
 
@@ -54,9 +54,9 @@ def decoded(codec: Codec, payload: bytes, layout: KVLayout) -> bytes:
 def assert_within_bound(raw: bytes, payload: bytes, layout: KVLayout) -> None:
     before = to_float32(raw, layout.dtype).reshape(layout.shape).astype(np.float64)
     after = to_float32(decoded(CACHEGEN, payload, layout), layout.dtype).reshape(layout.shape)
-    half = steps_in(payload, layout)[:, :, :, None, None].astype(np.float64) / 2
-    slack = half * 1e-6 + ULP[layout.dtype] * (np.abs(before) + half) + (2.0**-24 if layout.dtype == "float16" else 0)
-    assert (np.abs(after - before) <= half + slack).all()
+    most = BOUND * steps_in(payload, layout)[:, :, :, None, None].astype(np.float64)
+    slack = most * 1e-6 + ULP[layout.dtype] * (np.abs(before) + most) + (2.0**-24 if layout.dtype == "float16" else 0)
+    assert (np.abs(after - before) <= most + slack).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,7 +68,8 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_level(level: str, dtype
     payload = CacheGen(level).encode(memoryview(raw), layout)
     assert_within_bound(raw, payload, layout)
     spread = np.sqrt(np.var(numbers, axis=3, ddof=1).mean(axis=3))
-    wanted = np.repeat(LEVELS[level].steps, 2)[:, None, None] * spread
+    both = np.stack((LEVELS[level].keys, LEVELS[level].values), axis=1)
+    wanted = np.repeat(both, 2, axis=0)[:, :, None] * spread
     part = steps_in(payload, layout) / wanted
     assert (part <= 1.01).all() and (part > 0.83).all(), "the level's step, down to a quarter octave finer"
 
@@ -110,9 +111,6 @@ def test_any_finite_block_comes_back_within_the_bound(layout: KVLayout, level: s
     once = decoded(codec, payload, layout)
     assert np.isfinite(to_float32(once, layout.dtype)).all()
     assert decoded(CacheGen("finest"), payload, layout) == once, "any level decodes what another encoded"
-    again = codec.encode(memoryview(once), layout)
-    if layout.dtype == "float32" and (steps_in(again, layout) == steps_in(payload, layout)).all():
-        assert decoded(codec, again, layout) == once, "what is on the grid stays where it is"
 
 
 def test_coarser_levels_are_smaller_and_lose_more() -> None:
@@ -125,12 +123,14 @@ def test_coarser_levels_are_smaller_and_lose_more() -> None:
     assert errors == sorted(errors) and len(set(errors)) == len(errors)
 
 
-def test_early_layers_are_kept_finer_than_late_ones() -> None:
+def test_keys_are_kept_finer_than_values_and_every_third_of_the_layers_has_its_steps() -> None:
     layout = KVLayout(6, 2, 16, 64, "float32")
     one_layer = np.random.default_rng(1).standard_normal((1, *layout.shape[1:]))
     raw = raw_of(np.repeat(one_layer, 6, axis=0), "float32")
-    steps = steps_in(CACHEGEN.encode(memoryview(raw), layout), layout)[:, 0, 0]
-    assert steps[0] == steps[1] < steps[2] == steps[3] < steps[4] == steps[5]
+    steps = steps_in(CACHEGEN.encode(memoryview(raw), layout), layout)
+    assert (steps[:, 0] < steps[:, 1]).all()
+    assert (steps[::2] == steps[1::2]).all()
+    assert len(np.unique(steps[::2, 0, 0])) == 3
 
 
 def test_independent_numbers_cost_about_their_entropy() -> None:

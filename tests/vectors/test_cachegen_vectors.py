@@ -7,6 +7,7 @@ numbers what a payload means: if ``constriction`` ever codes otherwise, or the p
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,18 @@ def channels_of(section: Section, channels: int, tokens: int, seen: set[str]) ->
     return differences
 
 
+def turned(keys: Any, base: float) -> Any:
+    """Channels i and i + head_dim / 2 of token t turned by t · base ** (−2 i / head_dim)."""
+    found, half = keys.copy(), keys.shape[1] // 2
+    for token, key in enumerate(keys):
+        for pair in range(half):
+            angle = token * base ** (-2 * pair / (2 * half))
+            cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
+            found[token, pair] = key[pair] * cosine - key[pair + half] * sine
+            found[token, pair + half] = key[pair + half] * cosine + key[pair] * sine
+    return found
+
+
 def test_the_bytes_of_a_block() -> None:
     assert CacheGen(VECTOR["level"]).encode(memoryview(BLOCK), LAYOUT) == PAYLOAD
     out = bytearray(LAYOUT.block_bytes)
@@ -121,7 +134,7 @@ def test_the_bytes_of_a_block() -> None:
 def test_what_the_bytes_mean() -> None:
     layers, _, heads, tokens, head_dim = LAYOUT.shape
     begin = 28 + 8 * 2 * layers
-    assert PAYLOAD[:8] == b"CGEN" + bytes([1, 0, 1, 0])
+    assert PAYLOAD[:8] == b"CGEN" + bytes([2, 0, VECTOR["number"], 0])
     assert [uint(PAYLOAD, at) for at in range(8, 24, 4)] == [layers, heads, head_dim, tokens]
     assert uint(PAYLOAD, 24) == zlib.crc32(PAYLOAD[:24] + bytes(4) + PAYLOAD[28:begin])
     seen: set[str] = set()
@@ -131,11 +144,22 @@ def test_what_the_bytes_mean() -> None:
         raw = PAYLOAD[begin : begin + length]
         assert uint(PAYLOAD, 32 + 8 * part) == zlib.crc32(raw)
         begin += length
-        rows = channels_of(Section(raw[2 * heads :]), heads * head_dim, tokens, seen)
+        base, pull = raw[2 * heads], raw[2 * heads + 1]
+        front = 2 * heads + 2 + (3 * heads * head_dim + 7) // 8
+        phases = f"{int.from_bytes(raw[2 * heads + 2 : front], 'big'):0{8 * (front - 2 * heads - 2)}b}"
+        rows = channels_of(Section(raw[front:]), heads * head_dim, tokens, seen)
+        seen.update(name for name, there in (("turned", base), ("pulled", pull), ("phases", "1" in phases)) if there)
         for head in range(heads):
             step = np.float32(2.0 ** (int.from_bytes(raw[2 * head : 2 * head + 2], "little", signed=True) / 4))
-            numbers = np.array(rows[head * head_dim : (head + 1) * head_dim], np.float32)
-            by_hand[part, head] = (numbers * step).T
+            for channel in range(head_dim):
+                row = head * head_dim + channel
+                phase, centre = int(phases[3 * row : 3 * row + 3], 2), round(sum(rows[row]) / tokens)
+                side = [(number > centre) - (number < centre) for number in rows[row]]
+                exact = [number + phase / 8 - sign * pull / 64 for number, sign in zip(rows[row], side, strict=True)]
+                by_hand[part, head, :, channel] = np.array(exact, np.float32) * step
+            if base:
+                by_hand[part, head] = turned(by_hand[part, head], (1e4, 5e5, 1e6)[base - 1])
     assert begin == len(PAYLOAD)
     assert by_hand.tobytes() == DECODED
-    assert seen == {"group 0", "group 1", "group 10", "escapes", "class 0", "low bits"}, "the vector has everything"
+    everything = {"group 0", "group 1", "group 10", "escapes", "class 0", "low bits", "turned", "pulled", "phases"}
+    assert seen == everything, "the vector has everything"

@@ -1,18 +1,20 @@
 """The codec ``cachegen``: fewer bits per number than 8-bit integers, by rounding each layer as coarsely as it bears.
 
-After CacheGen (Liu et al., SIGCOMM 2024): numbers are rounded in steps that grow with the layer (``steps``), told
-token-wise from an anchor or the channel's mean (``deltas``), and entropy-coded with tables of their own channels
-(``sections``, ``entropy``). Only the rounding loses anything. A block stands for itself, and so does each of its
-sections: no table is shared between blocks, so that any block can be lost.
+After CacheGen (Liu et al., SIGCOMM 2024): keys are turned back to before their positions (``turning``), numbers are
+rounded in steps that grow with the layer (``steps``, ``grid``), told token-wise from an anchor or the channel's mean
+(``deltas``), and entropy-coded with tables of their own channels (``sections``, ``entropy``). Only the rounding loses
+anything. A block stands for itself, and so does each of its sections: no table is shared between blocks, so that any
+block can be lost.
 
-Payload, version 1, little-endian::
+Payload, version 2, little-endian::
 
-    0  magic "CGEN"      4  version 1       5  dtype 1      6  level 1     7  zero 1
+    0  magic "CGEN"      4  version 2       5  dtype 1      6  level 1     7  zero 1
     8  layers 4         12  kv_heads 4     16  head_dim 4  20  block_tokens 4
     24 CRC-32 of the header with this field zero, and of the table behind it
     28 per layer its key section's bytes 4, CRC-32 4, then its value section's; then the sections in this order
 
-A section: a step code (2 bytes) per head, then what ``sections`` says.
+A section: a step code (2 bytes) per head · base of the turn (1 byte, 0 for values) · pull (1) · the channels' phases
+(three bits each) · then what ``sections`` says.
 """
 
 from __future__ import annotations
@@ -26,16 +28,21 @@ from skymemory import native
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.kv.chunk import Buffer
 from skymemory.kv.codec.entropy import constriction
+from skymemory.kv.codec.grid import MAX_PULL, PULL_LIMIT, Snapped, pack, packed_bytes, snap, unpack, unsnap
 from skymemory.kv.codec.sections import decode_section, encode_section
 from skymemory.kv.codec.steps import MAX_CODE, MIN_CODE, Level, Steps, level_of, step_codes, steps_of
+from skymemory.kv.codec.turning import BASES, best_base, turn
 from skymemory.kv.layout import KVLayout, to_float32
 
 _MAGIC = b"CGEN"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<4sBBBxIIIII")
 _ENTRY = struct.Struct("<II")
 _DTYPES = ("float32", "float16", "bfloat16")
 _LARGEST = {"float32": 3.4028234663852886e38, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}
+
+BOUND = (0.5 + PULL_LIMIT) * 2**0.5
+"""Of a step: half of one by rounding, a quarter by the pull; where a pair was turned, both of a pair's in one."""
 
 
 class CacheGen:
@@ -63,8 +70,12 @@ class CacheGen:
             part = to_float32(flat[number * size : (number + 1) * size], layout.dtype)
             if not np.isfinite(part).all():
                 raise InvalidInput("a block with numbers that are not finite cannot be stored in steps")
-            relative_step = self.level.relative_step(number // 2, layout.layers)
-            sections.append(_encode_part(part.reshape(layout.shape[2:]), relative_step))
+            numbers, base = part.reshape(layout.shape[2:]), 0
+            if not number % 2:
+                base = best_base(numbers)
+                numbers = turn(numbers, base, -1)
+            relative_step = self.level.relative_step(number // 2, layout.layers, number % 2)
+            sections.append(_encode_part(numbers, relative_step, base))
         table = b"".join(_ENTRY.pack(len(section), native.crc32(section)) for section in sections)
         return b"".join((_front(layout, self.level.number, table), *sections))
 
@@ -79,8 +90,8 @@ class CacheGen:
 
 
 def steps_in(payload: Buffer, layout: KVLayout) -> Steps:
-    """The steps (layers, 2, kv_heads) of a payload: no decoded number is farther than half of its head's step from
-    the original, but for the rounding to the layout's dtype. MalformedPacket as ``decode`` raises it."""
+    """The steps (layers, 2, kv_heads) of a payload: no decoded number is farther than ``BOUND`` of its head's steps
+    from the original, but for the rounding to the layout's dtype. MalformedPacket as ``decode`` raises it."""
     sections = _sections(memoryview(payload).cast("B"), layout)
     steps = [steps_of(_codes(section, layout)) for section in sections]
     return np.stack(steps).reshape(layout.layers, 2, layout.kv_heads)
@@ -126,22 +137,33 @@ def _codes(section: memoryview, layout: KVLayout) -> npt.NDArray[np.int16]:
     return codes
 
 
-def _encode_part(numbers: npt.NDArray[np.float32], relative_step: float) -> bytes:
-    """One layer's keys or values (kv_heads, block_tokens, head_dim)."""
+def _encode_part(numbers: npt.NDArray[np.float32], relative_step: float, base: int) -> bytes:
+    """One layer's keys or values (kv_heads, block_tokens, head_dim), turned back by ``base`` already."""
     heads, tokens, head_dim = numbers.shape
     codes = step_codes(numbers, relative_step)
-    quotients = np.rint(numbers / steps_of(codes)[:, None, None]).astype(np.int32)
-    by_channel = np.ascontiguousarray(quotients.transpose(0, 2, 1)).reshape(heads * head_dim, tokens)
-    return codes.astype("<i2").tobytes() + encode_section(by_channel)
+    scaled = (numbers / steps_of(codes)[:, None, None]).transpose(0, 2, 1)
+    snapped = snap(np.ascontiguousarray(scaled).reshape(heads * head_dim, tokens))
+    front = codes.astype("<i2").tobytes() + bytes((base, snapped.pull)) + pack(snapped.phases)
+    return front + encode_section(snapped.quotients)
 
 
 def _decode_part(section: memoryview, layout: KVLayout) -> npt.NDArray[np.float32]:
     codes = _codes(section, layout)
     heads, tokens, head_dim = layout.shape[2:]
-    by_channel = decode_section(section[2 * heads :], heads * head_dim, tokens)
-    quotients = by_channel.reshape(heads, head_dim, tokens).transpose(0, 2, 1)
-    with np.errstate(over="ignore"):
-        numbers = np.multiply(quotients, steps_of(codes)[:, None, None], dtype=np.float32, order="C")
+    channels = heads * head_dim
+    at = 2 * heads
+    begin = at + 2 + packed_bytes(channels)
+    if len(section) < begin:
+        raise MalformedPacket(f"a cachegen section of {len(section)} bytes, its front alone has {begin}")
+    base, pull = section[at], section[at + 1]
+    if base >= len(BASES) or (base and head_dim % 2) or pull > MAX_PULL:
+        raise MalformedPacket(f"a cachegen section turned by base {base} and pulled by {pull}")
+    phases = unpack(section[at + 2 : begin], channels)
+    scaled = unsnap(Snapped(decode_section(section[begin:], channels, tokens), phases, pull))
+    numbers = scaled.reshape(heads, head_dim, tokens).transpose(0, 2, 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        numbers = np.multiply(numbers, steps_of(codes)[:, None, None], dtype=np.float32, order="C")
+        numbers = turn(numbers, base, 1)
     largest = np.float32(_LARGEST[layout.dtype])
     return np.clip(numbers, -largest, largest)
 
