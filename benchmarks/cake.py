@@ -92,7 +92,7 @@ class Bench:
         self.kvc.loading = loading  # type: ignore[assignment]
         key = (share, rate) if loading == "cake" else (-1.0, 0.0)
         self.kvc.cake.cake.pace = self.paces.setdefault(key, Pace()) if loading == "cake" else Pace()
-        beside = OtherPrompts(self.model, self.others, share, piece_tokens=64, again=True) if share < 1 else None
+        beside = OtherPrompts(self.model, self.others, share, piece_tokens=32, again=True) if share < 1 else None
         self.kvc.cake.beside = beside
         self.settled.clear()
         began_s = time.perf_counter()
@@ -136,44 +136,52 @@ class Bench:
         self.paces.clear()
 
 
-def measure(bench: Bench, rates: list[float], lengths: list[int], shares: list[float], rounds: int, say: Any) -> Any:
-    """All cells, rounds over cells: in each, compute-only per length and share, then I/O-only and both per rate."""
-    steps = {(length, share): Steps() for length in lengths for share in shares}
-    runs: dict[tuple[float, int, float], dict[str, list[dict[str, Any]]]] = {
-        (rate, length, share): {"load": [], "cake": []} for rate in rates for length in lengths for share in shares
+Cell = tuple[float, float]
+
+
+def measure(
+    bench: Bench, rates: list[float], length: int, shares: list[float], rounds: int
+) -> tuple[dict[float, Steps], dict[Cell, dict[str, list[dict[str, Any]]]]]:
+    """One length's cells, in rounds: compute-only once for each share, then I/O-only and both for each rate.
+
+    The round before the first tries "both" without any knowledge of the speeds, and is told apart.
+    """
+    steps = {share: Steps() for share in shares}
+    runs: dict[Cell, dict[str, list[dict[str, Any]]]] = {
+        (rate, share): {"cold": [], "load": [], "cake": []} for rate in rates for share in shares
     }
-    firsts: dict[int, set[int]] = {length: set() for length in lengths}
     for turn in range(-1, rounds):
-        for length in lengths:
-            for share in shares:
-                if turn >= 0:
-                    bench.compute(length, share, steps[length, share])
-                for rate in rates:
-                    kinds = ("load", "cake") if turn % 2 else ("cake", "load")
-                    for loading in kinds if turn >= 0 else ("cake",):
-                        told = bench.run(loading, length, share, rate)
-                        runs[rate, length, share][loading].append({**told, "turn": turn})
-                        firsts[length].add(told["first"])
-            say(f"round {turn}: {length} tokens done")
-    return steps, runs, firsts
+        for share in shares:
+            if turn >= 0:
+                bench.compute(length, share, steps[share])
+            for rate in rates:
+                found = runs[rate, share]
+                if turn < 0:
+                    bench.paces.pop((share, rate), None)
+                    found["cold"].append(bench.run("cake", length, share, rate))
+                    continue
+                for loading in ("load", "cake") if turn % 2 else ("cake", "load"):
+                    found[loading].append(bench.run(loading, length, share, rate))
+    return steps, runs
 
 
 def row_of(bench: Bench, ratio: float, rate: float, length: int, share: float, steps: Steps, runs: Any) -> dict:
-    cold = [told for told in runs["cake"] if told["turn"] < 0]
-    cake = [told for told in runs["cake"] if told["turn"] >= 0]
+    cake = runs["cake"]
     compute_s = statistics.median(steps.ttft_s)
     load_s = statistics.median([told["ttft_s"] for told in runs["load"]])
     cake_s = statistics.median([told["ttft_s"] for told in cake])
     hindsight_s, split = steps.hindsight_s(bench.value_token_bytes, rate)
     step_s = statistics.median(steps.medians())
-    turns = [told["scheduling_s"] / max(1, -(-told["computed"] // steps.chunk_tokens[0])) for told in cake]
+    scheduling_s = statistics.median([told["scheduling_s"] for told in cake])
     return {
         "ratio": ratio, "bytes_per_s": rate, "tokens": length, "share": share,
         "compute_s": compute_s, "load_s": load_s, "cake_s": cake_s, "hindsight_s": hindsight_s,
         "of_hindsight": cake_s / hindsight_s, "of_best": cake_s / min(compute_s, load_s),
-        "cold_of_hindsight": cold[0]["ttft_s"] / hindsight_s if cold else None,
+        "cold_of_hindsight": runs["cold"][0]["ttft_s"] / hindsight_s,
         "computed": statistics.median_low([told["computed"] for told in cake]), "hindsight_computed": split,
-        "step_s": step_s, "scheduling_of_step": statistics.median(turns) / step_s,
+        "step_s": step_s, "scheduling_of_step": scheduling_s / len(steps.chunk_tokens) / step_s,
+        "scheduling_of_ttft": scheduling_s / cake_s,
+        "first_tokens": sorted({told["first"] for kind in runs.values() for told in kind}),
         "wasted_tokens": max(told["wasted_tokens"] for told in cake),
         "all_compute_s": steps.ttft_s, "all_load_s": [told["ttft_s"] for told in runs["load"]],
         "all_cake_s": [told["ttft_s"] for told in cake],
@@ -190,7 +198,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
                 *(f"{row[name] * 1e3:.0f} ms" for name in ("compute_s", "load_s", "cake_s", "hindsight_s")),
                 f"{row['of_hindsight']:.3f}", f"{row['of_best']:.3f}",
                 f"{row['computed'] / row['tokens']:.0%} ({row['hindsight_computed'] / row['tokens']:.0%})",
-                f"{row['cold_of_hindsight']:.2f}" if row["cold_of_hindsight"] else "-",
+                f"{row['cold_of_hindsight']:.2f}",
             ]
             for row in rows
         ],
@@ -199,8 +207,9 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     missed = [row for row in rows if row["of_hindsight"] > GOAL_HINDSIGHT or row["of_best"] > GOAL_BEST]
     print(
         f"worst {worst:.3f} of hindsight (goal {GOAL_HINDSIGHT}), {best:.3f} of the better side (goal {GOAL_BEST}); "
-        f"{len(missed)} of {len(rows)} cells miss a goal; scheduling takes at most "
-        f"{max(row['scheduling_of_step'] for row in rows):.2%} of a step"
+        f"{len(missed)} of {len(rows)} cells miss a goal\nscheduling a chunk takes at most "
+        f"{max(row['scheduling_of_step'] for row in rows):.2%} of a step, a prompt's "
+        f"{max(row['scheduling_of_ttft'] for row in rows):.2%} of its time to first token"
     )
 
 
@@ -212,7 +221,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS))
     parser.add_argument("--model", choices=["sized", "tinyllama"], default="sized")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; default: its own choice")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1; 0: its own choice)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -240,14 +249,21 @@ def main() -> None:
     even = longest * bench.value_token_bytes / min(sum(times) for times in probe.chunk_s)
     say(f"{longest} tokens: {min(probe.ttft_s):.2f} s to compute; as soon loaded at {even / 1e6:.1f} MB/s")
     rates = [ratio * even for ratio in args.ratios]
-    steps, runs, firsts = measure(bench, rates, args.lengths, args.shares, args.rounds, say)
-    rows = [
-        row_of(bench, ratio, rate, length, share, steps[length, share], runs[rate, length, share])
-        for length in args.lengths for share in args.shares for ratio, rate in zip(args.ratios, rates, strict=True)
-    ]  # fmt: skip
-    show(f"time to first token, {args.model} model, medians of {args.rounds}", rows)
-    print(f"one first token for each prompt, whoever supplied it: {all(len(some) == 1 for some in firsts.values())}")
-    write_json(args.json, f"cake {args.model}", args.seed, rows)
+    rows: list[dict[str, Any]] = []
+    for length in args.lengths:
+        rounds = min(args.rounds * longest // length, args.rounds + 2)  # short prompts have the larger noise
+        steps, runs = measure(bench, rates, length, args.shares, rounds)
+        rows += [
+            row_of(bench, ratio, rate, length, share, steps[share], runs[rate, share])
+            for share in args.shares for ratio, rate in zip(args.ratios, rates, strict=True)
+        ]  # fmt: skip
+        say(f"{length} tokens done, {rounds} rounds")
+        write_json(args.json, f"cake {args.model}", args.seed, rows)
+    show(f"time to first token, {args.model} model, medians of {args.rounds} rounds or more", rows)
+    firsts = [
+        {token for row in rows if row["tokens"] == length for token in row["first_tokens"]} for length in args.lengths
+    ]
+    print(f"one first token for each prompt, whoever supplied it: {all(len(some) == 1 for some in firsts)}")
 
 
 if __name__ == "__main__":
