@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore  # noqa: E402
 from tests.engine.generation import BLOCK, cake, tokens_of  # noqa: E402
+from tests.store.conftest import udp_store  # noqa: E402
 from tests.store.redis_server import RedisServer  # noqa: E402
 
 from skymemory.cache.tier import TierSettings  # noqa: E402
@@ -168,6 +169,21 @@ def test_a_disk_whose_files_vanish_in_mid_load(model: Any, ids: Any, plain: list
         kvc.add_blocks_ids(ids)
         assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
         assert kvc.last.cached_tokens + kvc.last.computed_tokens == ids.shape[1]
+
+
+def test_a_constellation_whose_values_are_lost_in_mid_load(model: Any, ids: Any, plain: list[int]) -> None:
+    with udp_store() as sky, cake(model, sky, "load") as kvc:
+        assert kvc.add_blocks_ids(ids).stored_blocks == 20
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+        assert kvc.last.hit_tokens == {"constellation": 20 * BLOCK}
+        hashes = kvc.blocks.hashes(ids[0].numpy())
+
+        def lost() -> None:
+            sky.delete(hashes[2:9])
+
+        kvc.blocks.store = Breaking(sky, lost)
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+        assert 0 < kvc.last.cached_tokens < 20 * BLOCK and kvc.last.failed_blocks
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
