@@ -16,8 +16,9 @@ LINES = (
     ("compute_s", "compute only", "#9aa4b2", "-", ""),
     ("load_s", "load only", "#1f6feb", "-", ""),
     ("cake_s", "both", "#d9730d", "-", "o"),
-    ("hindsight_s", "best split in hindsight", "#24292f", "", "_"),
+    ("hindsight_s", "best split in hindsight", "#24292f", "None", "_"),
 )
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
 
 
 def main() -> None:
@@ -34,13 +35,20 @@ def main() -> None:
         for share, axes in zip(shares, line, strict=True):
             cells = [row for row in rows if row["tokens"] == length and row["share"] == share]
             rates = [row["bytes_per_s"] / 1e6 for row in cells]
+            times_s = [row[name] for row in cells for name, *_ in LINES]
+            least, most = min(times_s) / 1.2, max(times_s) * 1.2
             for name, label, colour, style, marker in LINES:
                 axes.plot(
-                    rates, [row[name] for row in cells], style or "None", marker=marker, color=colour, label=label,
-                    markersize=9 if marker == "_" else 4, linewidth=1.4,
+                    rates, [row[name] for row in cells], linestyle=style, marker=marker, color=colour, label=label,
+                    markersize=11 if marker == "_" else 4, linewidth=1.4,
                 )  # fmt: skip
             axes.set_xscale("log")
             axes.set_yscale("log")
+            axes.set_xticks(rates, [f"{rate:.1f}" if rate < 10 else f"{rate:.0f}" for rate in rates], fontsize=8)
+            axes.set_yticks([at for at in TICKS if least <= at <= most], minor=False)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+            axes.tick_params(labelsize=8)
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             axes.set_title(f"{length:,} tokens, {share:.0%} of each step", fontsize=9)
