@@ -51,13 +51,17 @@ class Source:
         self.gate.set()
         self.fetched: list[int] = []
         self.released = 0
+        self.at_once = self.most_at_once = 0
         self.error: BaseException | None = None
 
     def fetch(self, index: int) -> Chunk | None:
         if self.error is not None:
             raise self.error
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
         time.sleep(self.fetch_s())
         self.gate.wait(10)
+        self.at_once -= 1
         self.fetched.append(index)
         return None if index in self.failing else Chunk(self, index)
 
@@ -210,6 +214,14 @@ def test_closed_in_the_midst_it_waits_for_writers_and_asks_for_nothing_more() ->
     time.sleep(0.1)
     assert room.late == 0 and len(source.fetched) <= fetched + 1
     assert session.done and session.result().aborted
+
+
+def test_chunks_come_one_at_a_time_in_the_order_asked_for() -> None:
+    room = Room()
+    source = Source(room, lambda: random.choice((0.0, 0.003)), place_s=0.002)
+    session = session_of(source, count=20, threads=4, computes=False)
+    assert run(session, room, lambda: 0.0) == []
+    assert source.fetched == list(reversed(range(20))) and source.most_at_once == 1
 
 
 def test_workers_that_take_no_more_leave_it_to_compute() -> None:

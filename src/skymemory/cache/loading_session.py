@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -60,6 +61,8 @@ class LoadingSession:
         self._ready: ComputeStep | None = None  # asked for by the loader, not yet taken by the engine
         self._stepping = range(0)  # chunks that the engine computes
         self._wanted: set[int] = set()
+        self._asked: deque[int] = deque()
+        self._link = threading.Lock()  # one fetch at a time, in order; meanwhile others are put in their place
         self._placing: set[int] = set()
         self._wake_s: float | None = None
         self._error: BaseException | None = None
@@ -151,22 +154,34 @@ class LoadingSession:
 
     # The workers' side
 
-    def _fetch(self, index: int) -> None:
-        with self._changed:
-            source = self._source if index in self._wanted else None
-        if source is None:
-            return
+    def _fetch_next(self) -> None:
+        """Fetch what was asked for first. Two fetches at once would each have half of the link, and the first, which
+        is wanted sooner, would come as late as the second.
+        """
+        fetched, error = None, None
+        with self._link:
+            with self._changed:
+                while self._asked and self._asked[0] not in self._wanted:
+                    self._asked.popleft()
+                if not self._asked or self._source is None:
+                    return
+                index, source = self._asked.popleft(), self._source
+            try:
+                fetched = source.fetch(index)
+            except BaseException as raised:  # a programming error: raised in the engine's thread
+                error = raised
         placed = False
         try:
-            fetched = source.fetch(index)
+            if error is not None:
+                raise error
             if fetched is not None:
                 try:
                     placed = self._claim(index) and fetched.place()
                 finally:
                     fetched.release()
-        except BaseException as error:  # a programming error: raised in the engine's thread
+        except BaseException as raised:
             with self._changed:
-                self._error = error
+                self._error = raised
         with self._changed:
             self._placing.discard(index)
             if index in self._wanted:
@@ -206,8 +221,10 @@ class LoadingSession:
             self._changed.notify_all()
         for index in actions.fetch:
             self._wanted.add(index)
-            if not self._workers.submit(Call(lambda index=index: self._fetch(index))):  # type: ignore[misc]
+            self._asked.append(index)
+            if not self._workers.submit(Call(self._fetch_next)):
                 self._wanted.discard(index)
+                self._asked.remove(index)
                 self._loader.load_failed(index, self._clock())
 
     def _tell(self, index: int, origin: str) -> None:
