@@ -224,6 +224,21 @@ def test_chunks_come_one_at_a_time_in_the_order_asked_for() -> None:
     assert source.fetched == list(reversed(range(20))) and source.most_at_once == 1
 
 
+def test_a_fetch_that_computing_overtook_still_tells_its_time() -> None:
+    room, late = Room(), []
+    source = Source(room, lambda: 0.05)
+    loader = BidirectionalLoader(max_in_flight_bytes=9000, budget_tokens=10)
+    session = LoadingSession(
+        loader, chunks(2), source, TierWorkers("test"), on_late=lambda size, seconds: late.append((size, seconds))
+    )
+    assert run(session, room, lambda: 0.0) == [0, 1]
+    until_s = time.monotonic() + 5
+    while not late and time.monotonic() < until_s:
+        time.sleep(0.005)
+    ((size_bytes, seconds),) = late
+    assert size_bytes == 1000 and 0.05 <= seconds < 2
+
+
 def test_workers_that_take_no_more_leave_it_to_compute() -> None:
     room = Room()
     source = Source(room, lambda: 0.0)

@@ -6,7 +6,7 @@ here, and the same for every engine and every tier.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -68,6 +68,7 @@ class Cake:
         self.blocks = blocks
         self.pace = Pace()
         self._stored_block_bytes = float(PAYLOAD_AT + blocks.layout.block_bytes)
+        self._late: deque[tuple[int, float]] = deque(maxlen=1)
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
 
     def open(
@@ -116,6 +117,9 @@ class Cake:
             if on_chunks is not None:
                 on_chunks(len(chunks))
             self.pace.fade(_KEPT_SAMPLES)
+            if self._late and self.pace.bytes_per_s is None:
+                # Every load was overtaken by computing: what came too late is all that tells the rate.
+                self.pace.load_took(*self._late.pop(), from_idle=True)
             loader = BidirectionalLoader(
                 max_in_flight_bytes=self.settings.in_flight_bytes,
                 budget_tokens=budget_tokens,
@@ -124,7 +128,9 @@ class Cake:
                 loads=sides != "compute",
                 others_fill=budget_tokens < self.settings.step_tokens,
             )
-            session = LoadingSession(loader, chunks, source, self._workers, on_settled=on_settled)
+            session = LoadingSession(
+                loader, chunks, source, self._workers, on_settled=on_settled, on_late=self._came_late
+            )
         return CakeLoad(
             self, session, chunks, source, len(tokens), limit_tokens, len(hashes), sum(there), phase, account
         )
@@ -137,6 +143,9 @@ class Cake:
             self.blocks.tier_failed()
             return []
         return [presence is Presence.HIT for presence in told] if len(told) == len(hashes) else []
+
+    def _came_late(self, size_bytes: int, seconds: float) -> None:
+        self._late.append((size_bytes, seconds))
 
     def learn(self, blocks: int, size_bytes: int) -> None:
         """So many bytes came for so many blocks: what the next ones are expected to be."""

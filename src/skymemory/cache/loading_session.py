@@ -39,7 +39,8 @@ class ChunkSource(Protocol):
 class LoadingSession:
     """Drives ``loader`` over ``chunks``. Times are those of ``clock``, in seconds.
 
-    ``on_settled`` is called with the index and the origin of each chunk that is there, in whichever thread it came.
+    ``on_settled`` is called with the index and the origin of each chunk that is there, in whichever thread it came;
+    ``on_late`` with the bytes and seconds of a fetch that came when nobody wanted it any more.
     """
 
     def __init__(
@@ -51,12 +52,15 @@ class LoadingSession:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_settled: Callable[[int, str], object] | None = None,
+        on_late: Callable[[int, float], object] | None = None,
     ) -> None:
         self._loader = loader
         self._source: ChunkSource | None = source
         self._workers = workers
         self._clock = clock
         self._on_settled = on_settled
+        self._on_late = on_late
+        self._sizes = [chunk.size_bytes for chunk in chunks]
         self._changed = threading.Condition()
         self._ready: ComputeStep | None = None  # asked for by the loader, not yet taken by the engine
         self._stepping = range(0)  # chunks that the engine computes
@@ -166,8 +170,11 @@ class LoadingSession:
                 if not self._asked or self._source is None:
                     return
                 index, source = self._asked.popleft(), self._source
+            began_s = self._clock()
             try:
                 fetched = source.fetch(index)
+                if fetched is not None and index not in self._wanted and self._on_late is not None:
+                    self._on_late(self._sizes[index], self._clock() - began_s)
             except BaseException as raised:  # a programming error: raised in the engine's thread
                 error = raised
         placed = False
