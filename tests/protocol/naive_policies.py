@@ -154,6 +154,8 @@ class NaiveArc(Naive):
             self.noted(key)
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
+        if key not in self.once + self.again:
+            return
         for here, there in ((self.once, self.once_gone), (self.again, self.again_gone)):
             if key in here:
                 here.remove(key)
