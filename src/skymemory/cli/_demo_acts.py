@@ -19,7 +19,7 @@ from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import CacheSource
 from skymemory.engine.named import ready_model
-from skymemory.engine.quantizers import codec_of
+from skymemory.engine.quantizers import codec_of, one_thread
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec.base import measure
 from skymemory.store.constellation import ConstellationStore
@@ -95,7 +95,7 @@ def check_identity(plan: ConstellationPlan, directory: RunDirectory, narrator: N
     ready = ready_model("small", dtype="float32")
     model, tokenizer = ready.model, ready.tokenizer
     ids = tokenizer(document, return_tensors="pt").input_ids[:, : 4 * BLOCK_TOKENS + TAIL_TOKENS]
-    with _one_thread(), _store(plan, directory) as store, KVCManager(model, tokenizer, store=store) as kvc:
+    with one_thread(), _store(plan, directory) as store, KVCManager(model, tokenizer, store=store) as kvc:
         plain, _, _ = _generate(model, ids, 30, None)
         kvc.add_blocks_ids(ids)
         sky, _, _ = _generate(model, ids, 30, lambda: kvc.get_cache_ids(ids))
@@ -106,17 +106,6 @@ def check_identity(plan: ConstellationPlan, directory: RunDirectory, narrator: N
         end, said = (" ".join(tokenizer.decode(part).split()) for part in (ids[0, -TAIL_TOKENS:].tolist(), sky))
         narrator.say(f'it goes on: "… {end}" → "{said} …"')
         return plain == sky and kvc.last.cached_tokens > 0
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A model this small is quicker without a second thread to wait for, ten times so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager

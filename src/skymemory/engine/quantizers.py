@@ -32,8 +32,8 @@ _SCALE_BYTES = 4
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch to this thread: a block is too small to be worth waiting for a second one."""
+def one_thread() -> Iterator[None]:
+    """Keep torch to this thread: a block, or a small model, is not worth waiting for a second one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -49,7 +49,7 @@ class Quanto8:
     codec_id = 8
     lossless = False
 
-    @_one_thread()
+    @one_thread()
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:
         quanto = _quanto()
         rows = _rows(block, layout)
@@ -59,7 +59,7 @@ class Quanto8:
         quantized = quanto.quantize_weight(rows, qtype=quanto.qint8, axis=0, scale=scale, optimized=False)
         return bytes(quantized._data.numpy().tobytes()) + _floats(quantized._scale)
 
-    @_one_thread()
+    @one_thread()
     def decode(self, payload: bytes | bytearray | memoryview, layout: KVLayout, out: memoryview) -> None:
         quanto = _quanto()
         data, (scale,) = _parts(payload, layout, torch.int8, scales=1)
@@ -74,7 +74,7 @@ class Hqq8:
     codec_id = 9
     lossless = False
 
-    @_one_thread()
+    @one_thread()
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:
         data, meta = _hqq().quantize(
             _rows(block, layout),
@@ -87,7 +87,7 @@ class Hqq8:
         )
         return bytes(data.numpy().tobytes()) + _floats(meta["scale"]) + _floats(meta["zero"])
 
-    @_one_thread()
+    @one_thread()
     def decode(self, payload: bytes | bytearray | memoryview, layout: KVLayout, out: memoryview) -> None:
         data, (scale, zero) = _parts(payload, layout, torch.uint8, scales=2)
         meta = {
