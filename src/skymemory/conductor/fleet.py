@@ -1,0 +1,93 @@
+"""The servers that requests can go to: what they report of themselves, and what we have sent them.
+
+A server has a *slot*, a small number that stays its own while it is in the fleet; indices keep sets of servers as bits
+of an integer by it. A slot is given again only after ``remove`` told every scorer to forget it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from skymemory.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What an engine says of itself (its metrics), as of ``at_s``."""
+
+    at_s: float
+    waiting: int = 0
+    """Requests that wait for their prefill."""
+    running: int = 0
+    kv_usage: float = 0.0
+    """Part of its KV cache that is in use, 0 to 1."""
+    cache_blocks: int | None = None
+    """Blocks that its KV cache holds, where it tells."""
+    block_tokens: int | None = None
+    adapters: frozenset[str] = frozenset()
+    """LoRA adapters that are loaded or are being loaded."""
+    max_adapters: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server. ``reported`` is None until it first reported, and where it never does."""
+
+    name: str
+    slot: int
+    healthy: bool = True
+    draining: bool = False
+    """Serves what it has, and gets nothing new."""
+    reported: LoadReport | None = None
+    in_flight: int = 0
+    """Requests sent to it, of which the end has not been seen."""
+    prefilling: int = 0
+    """Of those, the ones whose first byte has not come."""
+    prefill_tokens: float = 0.0
+    """Tokens those are believed to compute: prompts less what was matched."""
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.healthy and not self.draining
+
+    def fresh_report(self, now_s: float, stale_s: float) -> LoadReport | None:
+        """The report, unless it is older than ``stale_s``: then nothing is known."""
+        report = self.reported
+        return report if report is not None and now_s - report.at_s <= stale_s else None
+
+
+@dataclass(slots=True)
+class Fleet:
+    servers: dict[str, Server] = field(default_factory=dict)
+    """By name, in the order in which they came."""
+    _free_slots: list[int] = field(default_factory=list)
+    _slots: int = 0
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self.servers.values())
+
+    def __len__(self) -> int:
+        return len(self.servers)
+
+    def add(self, name: str) -> Server:
+        """A new server, healthy until something else is said.
+
+        Raises:
+            InvalidInput: there is one of that name.
+        """
+        if name in self.servers:
+            raise InvalidInput(f"server {name!r} is in the fleet already; names must differ")
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            slot, self._slots = self._slots, self._slots + 1
+        server = self.servers[name] = Server(name, slot)
+        return server
+
+    def remove(self, name: str) -> Server | None:
+        """Take it out. Its slot goes to the next server that is added: scorers must have forgotten it by then."""
+        server = self.servers.pop(name, None)
+        if server is not None:
+            self._free_slots.append(server.slot)
+        return server

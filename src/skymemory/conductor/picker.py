@@ -1,0 +1,154 @@
+"""Which server gets a request: the one object behind the HTTP proxy, Envoy's endpoint picker and the simulator.
+
+Order of what weighs: who may serve it at all (health, draining, a subset asked for), the adapter it names, the
+strategy's score, and of those who tie the one that a seeded number names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from skymemory.conductor.fleet import Fleet, Server
+from skymemory.conductor.request import Decision, Request
+from skymemory.conductor.strategies.base import Ranking, Scorer
+from skymemory.errors import SkyMemoryError
+
+ADAPTER_STALE_S = 30.0
+_MASK = (1 << 64) - 1
+
+
+class NoServer(SkyMemoryError):
+    """No server can take the request now; the message says why, server by server if they are few."""
+
+
+class Picker:
+    """Chooses, and keeps the account of what was sent.
+
+    Every ``pick`` that is acted on is followed by ``routed``, then ``succeeded`` (first byte) or ``failed``, and after
+    ``succeeded`` by ``ended``. A retry elsewhere is ``failed`` and a new ``routed``. Not for several threads at once.
+    """
+
+    def __init__(self, fleet: Fleet, scorer: Scorer, seed: int = 0) -> None:
+        self.fleet = fleet
+        self.scorer = scorer
+        self._dice = seed & _MASK
+
+    def pick(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Decision:
+        """The best server for ``request``, of those named in ``among`` (None: of all).
+
+        Raises:
+            NoServer: none of them takes requests.
+        """
+        able = [server for server in self.fleet if server.takes_requests and (among is None or server.name in among)]
+        if not able:
+            raise NoServer(self._why_none(among))
+        servers, adapter_reason = _with_adapter(request.adapter, able, now_s)
+        ranking = self.scorer.rank(request, servers, now_s)
+        best = max(ranking.scores)
+        tied = [at for at, score in enumerate(ranking.scores) if score == best]
+        at = tied[0] if len(tied) == 1 else tied[self._roll() % len(tied)]
+        chosen = servers[at]
+        others = [(-ranking.scores[i], server.in_flight, server.name) for i, server in enumerate(servers) if i != at]
+        rest = [server.name for server in able if server not in servers] if len(servers) < len(able) else []
+        return Decision(
+            request=request,
+            server=chosen.name,
+            fallbacks=(*(name for *_, name in sorted(others)), *rest),
+            strategy=self.scorer.name,
+            score=best,
+            matched_tokens=0 if ranking.matched_tokens is None else ranking.matched_tokens[at],
+            estimated_ttft_s=None if ranking.estimated_ttft_s is None else ranking.estimated_ttft_s[at],
+            reasons=_reasons(ranking, at, adapter_reason, len(tied), len(servers)),
+            at_s=now_s,
+        )
+
+    def routed(self, decision: Decision, now_s: float) -> None:
+        server = self.fleet.servers.get(decision.server)
+        if server is not None:
+            server.in_flight += 1
+            server.prefilling += 1
+            server.prefill_tokens += decision.request.prompt.tokens - decision.matched_tokens
+            self.scorer.routed(decision.request, server, now_s)
+
+    def succeeded(self, decision: Decision, now_s: float, cached_tokens: int | None = None) -> None:
+        """Its first byte came."""
+        server = self._prefilled(decision)
+        if server is not None:
+            self.scorer.succeeded(decision.request, server, now_s, cached_tokens)
+
+    def failed(self, decision: Decision, now_s: float) -> None:
+        """It ended without a first byte."""
+        server = self._prefilled(decision)
+        if server is not None:
+            server.in_flight = max(0, server.in_flight - 1)
+            self.scorer.failed(decision.request, server, now_s)
+
+    def ended(self, decision: Decision, now_s: float) -> None:
+        """Its last byte came, or its client went away after the first."""
+        server = self.fleet.servers.get(decision.server)
+        if server is not None:
+            server.in_flight = max(0, server.in_flight - 1)
+
+    def remove(self, name: str) -> None:
+        """Take a server out of the fleet, with all that was believed of it."""
+        server = self.fleet.servers.get(name)
+        if server is not None:
+            self.scorer.forget(server)
+            self.fleet.remove(name)
+
+    def _prefilled(self, decision: Decision) -> Server | None:
+        server = self.fleet.servers.get(decision.server)
+        if server is not None:
+            server.prefilling = max(0, server.prefilling - 1)
+            left = server.prefill_tokens - (decision.request.prompt.tokens - decision.matched_tokens)
+            server.prefill_tokens = max(0.0, left) if server.prefilling else 0.0
+        return server
+
+    def _roll(self) -> int:
+        """The next of a seeded sequence (splitmix64)."""
+        self._dice = (self._dice + 0x9E3779B97F4A7C15) & _MASK
+        mixed = self._dice
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+        return mixed ^ mixed >> 31
+
+    def _why_none(self, among: Collection[str] | None) -> str:
+        if not len(self.fleet):
+            return "no server is known; name at least one"
+        asked = [server for server in self.fleet if among is None or server.name in among]
+        if not asked:
+            return f"none of the {len(self.fleet)} servers is in the subset that was asked for"
+        down = sum(not server.healthy for server in asked)
+        return f"no server takes requests: of {len(asked)}, {down} failed their checks, {len(asked) - down} drain"
+
+
+def _with_adapter(adapter: str, able: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
+    """Servers that have the adapter loaded; else those with room to load it; else all.
+
+    Adapters come before prefixes: they do not share caches, and loading one costs more than a prefix saves.
+    """
+    if not adapter:
+        return able, ""
+    reports = [(server, server.fresh_report(now_s, ADAPTER_STALE_S)) for server in able]
+    having = [server for server, report in reports if report is not None and adapter in report.adapters]
+    if having:
+        return having, f"adapter {adapter!r} is loaded at {len(having)} of {len(able)}"
+    roomy = [
+        server
+        for server, report in reports
+        if report is not None and report.max_adapters is not None and len(report.adapters) < report.max_adapters
+    ]
+    if roomy:
+        return roomy, f"adapter {adapter!r} is loaded nowhere; {len(roomy)} of {len(able)} have room for it"
+    return able, f"adapter {adapter!r} is loaded nowhere that is known"
+
+
+def _reasons(ranking: Ranking, at: int, adapter: str, tied: int, servers: int) -> tuple[str, ...]:
+    told = [adapter] if adapter else []
+    told += ranking.reasons
+    told += [f"{name} {figures[at]:.4g}" for name, figures in ranking.weights]
+    if tied > 1:
+        told.append(f"drawn among {tied} of {servers} that tie")
+    elif servers == 1:
+        told.append("the only server that can")
+    return tuple(told)

@@ -1,0 +1,76 @@
+"""What a router knows of a request before it is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+HEAD_BYTES = 1024
+"""Of a prompt's text, what is kept for strategies that hash its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as blocks that caches could share.
+
+    ``blocks``: one uint64 per whole block, each hash chained to the one before it and seeded by model, adapter and
+    salt, so that equal hashes mean equal prefixes that may be shared. ``pieces``: the same blocks hashed each for
+    itself, for strategies that compare prompts as sets. A rest that fills no block is in neither.
+    """
+
+    blocks: NDArray[np.uint64]
+    pieces: NDArray[np.uint64]
+    block_tokens: float
+    """Tokens of one block: whole where a tokenizer is known, estimated where blocks are characters."""
+    tokens: int
+    """Tokens of the whole prompt, estimated where blocks are characters."""
+    head: bytes = b""
+    """The first ``HEAD_BYTES`` of its text, or of its token numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request to be routed. Empty words mean: there is none."""
+
+    prompt: Prompt
+    model: str = ""
+    adapter: str = ""
+    """LoRA adapter that the request names; its blocks are seeded with it."""
+    salt: str = ""
+    session: str = ""
+    """What ties requests of one client together: a cookie, a header, or the client's address."""
+    output_tokens: int | None = None
+    """Asked for at most; None where the request does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which server, and why."""
+
+    request: Request = field(repr=False)
+    server: str
+    fallbacks: tuple[str, ...]
+    """The other servers that could serve it, best first."""
+    strategy: str
+    score: float
+    matched_tokens: int
+    """Tokens of the prompt that the chosen server is believed to hold."""
+    reasons: tuple[str, ...]
+    """Short sentences with figures, in the order in which they weighed."""
+    at_s: float
+    estimated_ttft_s: float | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """What is told to whoever asks for a decision's reasons; no part of the prompt is in it."""
+        return {
+            "server": self.server,
+            "fallbacks": list(self.fallbacks),
+            "strategy": self.strategy,
+            "score": round(self.score, 6),
+            "prompt_tokens": self.request.prompt.tokens,
+            "matched_tokens": self.matched_tokens,
+            "estimated_ttft_s": None if self.estimated_ttft_s is None else round(self.estimated_ttft_s, 6),
+            "reasons": list(self.reasons),
+        }

@@ -1,0 +1,1 @@
+"""Strategies of routing, one file each, all under the contract of ``base.Scorer``."""

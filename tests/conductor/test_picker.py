@@ -1,0 +1,122 @@
+"""Who is chosen, in which order of reasons, and whether the account of what was sent closes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from skymemory.conductor.fleet import Fleet, LoadReport
+from skymemory.conductor.picker import NoServer, Picker
+from skymemory.conductor.request import Prompt, Request
+from skymemory.conductor.strategies.plain import AtRandom, InTurn, LeastLoad
+from skymemory.errors import InvalidInput
+
+NONE = np.empty(0, dtype=np.uint64)
+
+
+def a_request(adapter: str = "", tokens: int = 100) -> Request:
+    return Request(Prompt(NONE, NONE, 16, tokens), adapter=adapter)
+
+
+def a_fleet(servers: int) -> Fleet:
+    fleet = Fleet()
+    for number in range(servers):
+        fleet.add(f"s{number}")
+    return fleet
+
+
+def test_in_turn_goes_round_and_skips_who_is_ill() -> None:
+    fleet = a_fleet(3)
+    picker = Picker(fleet, InTurn(), seed=1)
+    order = []
+    for _ in range(6):
+        decision = picker.pick(a_request(), 0.0)
+        picker.routed(decision, 0.0)
+        order.append(decision.server)
+    assert sorted(order[:3]) == ["s0", "s1", "s2"] and order[3:] == order[:3]
+    fleet.servers["s1"].healthy = False
+    fleet.servers["s2"].draining = True
+    assert {picker.pick(a_request(), 0.0).server for _ in range(20)} == {"s0"}
+
+
+def test_ties_are_broken_by_the_seed_and_evenly() -> None:
+    def drawn(seed: int) -> list[str]:
+        picker = Picker(a_fleet(4), AtRandom(), seed=seed)
+        return [picker.pick(a_request(), 0.0).server for _ in range(4000)]
+
+    assert drawn(7) == drawn(7) != drawn(8)
+    assert all(900 < count < 1100 for count in Counter(drawn(7)).values())
+
+
+def test_least_load_counts_what_we_sent_and_what_they_report() -> None:
+    fleet = a_fleet(3)
+    picker = Picker(fleet, LeastLoad())
+    fleet.servers["s0"].reported = LoadReport(at_s=10.0, waiting=3, running=2)
+    first = picker.pick(a_request(), 10.0)
+    picker.routed(first, 10.0)
+    second = picker.pick(a_request(), 10.0)
+    assert {first.server, second.server} == {"s1", "s2"} and second.fallbacks == (first.server, "s0")
+    assert "requests there 0" in second.reasons
+    picker.routed(second, 10.0)
+    # The report is old by then: nothing is known against s0 any more, and it has none of ours.
+    assert picker.pick(a_request(), 30.0).server == "s0"
+
+
+@pytest.mark.parametrize("after_first_byte", [True, False])
+def test_the_account_closes_however_requests_end(after_first_byte: bool) -> None:
+    fleet = a_fleet(2)
+    picker = Picker(fleet, LeastLoad())
+    decisions = [picker.pick(a_request(tokens=50 + i), 0.0) for i in range(9)]
+    for decision in decisions:
+        picker.routed(decision, 0.0)
+    assert sum(server.prefill_tokens for server in fleet) == sum(50 + i for i in range(9))
+    for decision in decisions:
+        if after_first_byte:
+            picker.succeeded(decision, 1.0)
+            picker.ended(decision, 2.0)
+        else:
+            picker.failed(decision, 1.0)
+    assert [(s.in_flight, s.prefilling, s.prefill_tokens) for s in fleet] == [(0, 0, 0.0)] * 2
+
+
+def test_adapters_come_before_the_score() -> None:
+    fleet = a_fleet(4)
+    picker = Picker(fleet, LeastLoad())
+    for number, (adapters, most) in enumerate([({"a"}, 2), ({"a", "b"}, 2), (set(), 1), ({"c"}, 1)]):
+        report = LoadReport(at_s=0.0, waiting=9 - number, adapters=frozenset(adapters), max_adapters=most)
+        fleet.servers[f"s{number}"].reported = report
+    loaded = picker.pick(a_request("a"), 0.0)
+    assert loaded.server == "s1" and loaded.fallbacks == ("s0", "s2", "s3")
+    assert loaded.reasons[0] == "adapter 'a' is loaded at 2 of 4"
+    roomy = picker.pick(a_request("z"), 0.0)
+    assert roomy.server == "s2" and "2 of 4 have room" in roomy.reasons[0]
+    assert picker.pick(a_request(""), 0.0).server == "s3"
+
+
+def test_a_subset_is_kept_to_and_no_server_says_why() -> None:
+    fleet = a_fleet(3)
+    picker = Picker(fleet, AtRandom())
+    assert {picker.pick(a_request(), 0.0, among={"s2", "elsewhere"}).server for _ in range(9)} == {"s2"}
+    with pytest.raises(NoServer, match="none of the 3 servers is in the subset"):
+        picker.pick(a_request(), 0.0, among={"elsewhere"})
+    for server in fleet:
+        server.healthy = False
+    with pytest.raises(NoServer, match="of 3, 3 failed their checks"):
+        picker.pick(a_request(), 0.0)
+    with pytest.raises(NoServer, match="name at least one"):
+        Picker(Fleet(), AtRandom()).pick(a_request(), 0.0)
+
+
+def test_slots_are_given_again_and_names_are_not() -> None:
+    fleet = a_fleet(2)
+    picker = Picker(fleet, InTurn())
+    late = picker.pick(a_request(), 0.0, among={"s0"})
+    picker.routed(late, 0.0)
+    picker.remove("s0")
+    picker.failed(late, 1.0)  # of a server that is gone: nothing to account
+    new = fleet.add("s9")
+    assert new.slot == 0 and new.in_flight == 0
+    with pytest.raises(InvalidInput, match="already"):
+        fleet.add("s9")
