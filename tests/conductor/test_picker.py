@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from skymemory.conductor.fleet import Fleet, LoadReport
+from skymemory.conductor.fleet import Fleet, LoadReport, Server
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.plain import AtRandom, InTurn, LeastLoad
@@ -79,6 +79,24 @@ def test_the_account_closes_however_requests_end(after_first_byte: bool) -> None
         else:
             picker.failed(decision, 1.0)
     assert [(s.in_flight, s.prefilling, s.prefill_tokens) for s in fleet] == [(0, 0, 0.0)] * 2
+
+
+def test_what_the_end_of_an_answer_says_is_told_to_the_strategy() -> None:
+    class Told(LeastLoad):
+        def __init__(self) -> None:
+            self.heard: list[tuple[str, int]] = []
+
+        def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
+            self.heard.append((server.name, cached_tokens))
+
+    scorer = Told()
+    picker = Picker(a_fleet(1), scorer)
+    for cached_tokens in (None, 0, 48):
+        decision = picker.pick(a_request(), 0.0)
+        picker.routed(decision, 0.0)
+        picker.succeeded(decision, 1.0)
+        picker.ended(decision, 2.0, cached_tokens)
+    assert scorer.heard == [("s0", 0), ("s0", 48)]
 
 
 def test_adapters_come_before_the_score() -> None:

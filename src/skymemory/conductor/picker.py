@@ -83,11 +83,16 @@ class Picker:
             server.in_flight = max(0, server.in_flight - 1)
             self.scorer.failed(decision.request, server, now_s)
 
-    def ended(self, decision: Decision, now_s: float) -> None:
-        """Its last byte came, or its client went away after the first."""
+    def ended(self, decision: Decision, now_s: float, cached_tokens: int | None = None) -> None:
+        """Its last byte came, or its client went away after the first.
+
+        ``cached_tokens``: as for ``succeeded``, where the end of the answer says so.
+        """
         server = self.fleet.servers.get(decision.server)
         if server is not None:
             server.in_flight = max(0, server.in_flight - 1)
+            if cached_tokens is not None:
+                self.scorer.corrected(decision.request, server, now_s, cached_tokens)
 
     def remove(self, name: str) -> None:
         """Take a server out of the fleet, with all that was believed of it."""

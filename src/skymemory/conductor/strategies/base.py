@@ -50,6 +50,13 @@ class Scorer(Protocol):
         """
         ...
 
+    def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
+        """Its answer has ended and says of how many tokens of the prompt the server had what it needs.
+
+        Comes after ``succeeded`` where the server says so only with the end of its answer, as OpenAI's usage does.
+        """
+        ...
+
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         """It ended before the first byte: nothing may be believed to be cached by it."""
         ...
@@ -66,6 +73,9 @@ class Forgetful:
         pass
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        pass
+
+    def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
         pass
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
