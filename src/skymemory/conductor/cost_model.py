@@ -62,9 +62,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if not 0 < self.mfu <= 1:
-            raise InvalidInput(
-                f"mfu {self.mfu:g} is a part of the machine's speed: above 0, at most 1"
-            )
+            raise InvalidInput(f"mfu {self.mfu:g} is a part of the machine's speed: above 0, at most 1")
         if self.fixed_s < 0:
             raise InvalidInput(f"a prefill cannot take {self.fixed_s:g} s beside its operations; 0 or more")
 

@@ -1,0 +1,252 @@
+"""Requests of a trace through the real picker to simulated servers: who waits how long, and what hits.
+
+The picker and the strategies are those of the proxy; only the servers are not real. Each server prefills one request
+at a time, in the order of arrival, for as long as the cost model says; what hits is decided when its service begins.
+Then the first token is there, and ``decode_token_s`` for each further one the request counts as running: decoding does
+not slow prefills down (Mooncake's separate decoders), but it is what engines report.
+
+What a router knows is what it would know. Load is reported as it was at the last multiple of ``scrape_s``. Engines'
+cache events arrive ``event_delay_s`` after the prefill that caused them. First bytes and ends are seen at once. Who
+estimates does so with ``ErringCost``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
+from skymemory.conductor.fleet import Fleet, LoadReport, Server
+from skymemory.conductor.picker import Picker
+from skymemory.conductor.request import HEAD_BYTES, Decision, Prompt, Request
+from skymemory.conductor.strategies.base import Scorer
+from skymemory.errors import InvalidInput
+from skymemory.sim.prefix_cache import PrefixCache
+from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSetup:
+    """The servers, and what is known of them when."""
+
+    servers: int = 8
+    cache_blocks: int = 5_000
+    """Blocks of 512 tokens that each server's prefix cache holds."""
+    cost: CostModel = LLAMA_70B_8xA800
+    decode_token_s: float = 0.04
+    scrape_s: float = 0.2
+    event_delay_s: float = 0.05
+    seed: int = 0
+    """Of ties only: jitter of arrivals and errors of estimates have their own."""
+
+    def __post_init__(self) -> None:
+        if self.servers < 1 or self.scrape_s <= 0 or self.event_delay_s < 0 or self.decode_token_s < 0:
+            raise InvalidInput("a fleet has servers, reads their reports every so often, and time does not run back")
+
+
+class CacheEvents(Protocol):
+    """Where engines' cache events go, for strategies that are fed by them."""
+
+    def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
+        """Blocks ``gone`` were evicted, then ``chain`` was stored, whose first ``had`` were there before; ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request."""
+
+    at_s: float
+    server: int
+    ttft_s: float
+    tokens: int
+    hit_tokens: int
+    blocks: int
+    hit_blocks: int
+
+
+class ErringCost:
+    """A cost model as a router has it: each estimate is off by a seeded draw.
+
+    Normal, of mean 0 and a standard deviation of ``error``, cut off at three; equal questions get equal answers.
+    """
+
+    def __init__(self, cost: CostModel, error: float, seed: int) -> None:
+        dice = random.Random(seed)
+        self.cost = cost
+        self._factors = [1 + error * max(-3.0, min(3.0, dice.gauss(0, 1))) for _ in range(4096)]
+
+    def prefill_s(self, tokens: float, cached: float = 0) -> float:
+        mixed = (int(tokens) * 0x9E3779B97F4A7C15 + int(cached) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
+        return self.cost.prefill_s(tokens, cached) * self._factors[(mixed >> 40) & 4095]
+
+
+@dataclass(slots=True)
+class _Job:
+    at: int
+    request: TraceRequest
+    decision: Decision
+    chain: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Engine:
+    """A simulated server: a queue, one prefill at a time, and the requests that decode."""
+
+    server: Server
+    cache: PrefixCache
+    queue: deque[_Job] = field(default_factory=deque)
+    serving: _Job | None = None
+    decoding: int = 0
+    tokens: int = 0
+    """Prompts being prefilled or decoded."""
+
+
+def simulate(
+    requests: Sequence[TraceRequest],
+    scorer: Scorer,
+    setup: RoutingSetup,
+    events: CacheEvents | None = None,
+    prompts: Sequence[Request] | None = None,
+) -> list[Outcome]:
+    """What becomes of each of ``requests`` (in the order of arrival), in their order.
+
+    ``prompts``: what ``as_routed`` makes of each, where the same requests are simulated again and again.
+
+    Raises:
+        InvalidInput: arrivals out of order.
+    """
+    return _Simulation(scorer, setup, events).run(requests, prompts or [as_routed(one) for one in requests])
+
+
+class _Simulation:
+    def __init__(self, scorer: Scorer, setup: RoutingSetup, events: CacheEvents | None) -> None:
+        self._setup, self._events = setup, events
+        self._fleet = Fleet()
+        self._picker = Picker(self._fleet, scorer, seed=setup.seed)
+        names = [f"server-{number}" for number in range(setup.servers)]
+        self._engines = {name: _Engine(self._fleet.add(name), PrefixCache(setup.cache_blocks)) for name in names}
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._due: list[tuple[float, int, Callable[[float], None]]] = []
+        self._counted = 0
+        self._scrapes = -1
+        self._outcomes: dict[int, Outcome] = {}
+
+    def run(self, requests: Sequence[TraceRequest], prompts: Sequence[Request]) -> list[Outcome]:
+        before_s = -math.inf
+        for at, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+            if request.at_s < before_s:
+                raise InvalidInput(
+                    f"request {at} arrives at {request.at_s:g} s, after one at {before_s:g} s; sort them"
+                )
+            before_s = request.at_s
+            self._advance(request.at_s)
+            self._arrive(at, request, prompt)
+        self._advance(math.inf)
+        return [self._outcomes[at] for at in range(len(requests))]
+
+    def _advance(self, until_s: float) -> None:
+        """Everything that is due up to then."""
+        while self._due and self._due[0][0] <= until_s:
+            now_s, _, happens = heapq.heappop(self._due)
+            self._scrape(now_s)
+            happens(now_s)
+        if until_s < math.inf:
+            self._scrape(until_s)
+
+    def _later(self, at_s: float, happens: Callable[[float], None]) -> None:
+        self._counted += 1
+        heapq.heappush(self._due, (at_s, self._counted, happens))
+
+    def _scrape(self, now_s: float) -> None:
+        """Nothing has changed since the last event: so what is true now was true at the last multiple of the period."""
+        scrapes = math.floor(now_s / self._setup.scrape_s)
+        if scrapes == self._scrapes:
+            return
+        self._scrapes = scrapes
+        for engine in self._engines.values():
+            engine.server.reported = LoadReport(
+                at_s=scrapes * self._setup.scrape_s,
+                waiting=len(engine.queue),
+                running=engine.decoding + (engine.serving is not None),
+                kv_usage=min(1.0, engine.tokens / (engine.cache.capacity * BLOCK_TOKENS)),
+                cache_blocks=engine.cache.capacity,
+                block_tokens=BLOCK_TOKENS,
+            )
+
+    def _arrive(self, at: int, request: TraceRequest, prompt: Request) -> None:
+        decision = self._picker.pick(prompt, request.at_s)
+        self._picker.routed(decision, request.at_s)
+        engine = self._engines[decision.server]
+        engine.queue.append(_Job(at, request, decision, request.blocks()))
+        if engine.serving is None:
+            self._serve(engine, request.at_s)
+
+    def _serve(self, engine: _Engine, now_s: float) -> None:
+        """The next of the queue begins its prefill."""
+        job = engine.serving = engine.queue.popleft()
+        tokens, hit = job.request.input_tokens, engine.cache.leading(job.chain)
+        hit_tokens = min(hit * BLOCK_TOKENS, tokens - 1)
+        gone = engine.cache.use(job.chain)
+        engine.tokens += tokens
+        done_s = now_s + self._setup.cost.prefill_s(tokens, hit_tokens)
+        self._outcomes[job.at] = Outcome(
+            job.request.at_s,
+            self._numbers[job.decision.server],
+            done_s - job.request.at_s,
+            tokens,
+            hit_tokens,
+            len(job.chain),
+            hit,
+        )
+        self._later(done_s, lambda at_s: self._first_token(engine, job, hit, gone, at_s))
+
+    def _first_token(self, engine: _Engine, job: _Job, hit: int, gone: list[int], now_s: float) -> None:
+        self._picker.succeeded(job.decision, now_s)
+        engine.serving = None
+        engine.decoding += 1
+        self._later(
+            now_s + job.request.output_tokens * self._setup.decode_token_s, lambda at_s: self._end(engine, job, at_s)
+        )
+        if self._events is not None:
+            self._later(now_s + self._setup.event_delay_s, lambda _: self._tell(engine.server, job.chain, hit, gone))
+        if engine.queue:
+            self._serve(engine, now_s)
+
+    def _end(self, engine: _Engine, job: _Job, now_s: float) -> None:
+        self._picker.ended(job.decision, now_s)
+        engine.decoding -= 1
+        engine.tokens -= job.request.input_tokens
+
+    def _tell(self, server: Server, chain: tuple[int, ...], hit: int, gone: list[int]) -> None:
+        assert self._events is not None
+        self._events.changed(server, chain[: self._setup.cache_blocks], hit, gone)
+
+
+def as_routed(request: TraceRequest) -> Request:
+    """What a router would read of it: whole blocks by name, and a beginning made of the blocks' numbers.
+
+    A trace has no words. Eight bytes per block stand for them in the head, so that strategies which hash the first
+    characters can tell prompts apart, by more than the block with which all of them begin if they look far enough.
+    """
+    chain = request.blocks()
+    blocks = hashes_of(chain)
+    head = np.array(request.ids[: HEAD_BYTES // 8], dtype="<u8").tobytes()
+    prompt = Prompt(blocks, hashes_of(chain, 0x5851F42D4C957F2D), BLOCK_TOKENS, request.input_tokens, head)
+    return Request(prompt, session=str(request.session), output_tokens=request.output_tokens)
+
+
+def hashes_of(ids: Sequence[int], seed: int = 0x9E3779B97F4A7C15) -> NDArray[np.uint64]:
+    """Numbers of blocks as 64-bit hashes (splitmix64): one to one, and without the numbers' order."""
+    mixed = np.array(ids, dtype=np.uint64) + np.uint64(seed)
+    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ mixed >> np.uint64(31)
