@@ -2,14 +2,16 @@
 
 from setuptools import Extension, setup
 
-SOURCES = "_fast crc crc_calls acks answers headers segments runs landing packets serve sha macs slices take udp"
+SOURCES = "_fast crc crc_calls acks answers hashes headers segments runs landing packets serve sha macs slices take udp"
+SOURCES += " prefix_rows prefix_shelf prefix_table prefix_calls"
+HEADERS = "fast packet answers udp serve sha prefix"
 
 setup(
     ext_modules=[
         Extension(
             "skymemory.native._fast",
             sources=[f"src/skymemory/native/{name}.c" for name in SOURCES.split()],
-            depends=[f"src/skymemory/native/{name}.h" for name in ("fast", "packet", "answers", "udp", "serve", "sha")],
+            depends=[f"src/skymemory/native/{name}.h" for name in HEADERS.split()],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],
             libraries=["dl"],
             optional=True,

@@ -160,7 +160,50 @@ for n in range(6000):
     while fast.recv_batch(a.fileno(), scratch, 4):
         pass
 assert taken > 200, taken
-for bad in (lambda: fast.recv_runs(a.fileno(), whole, 5, 1, 0, {}), lambda: fast.place_runs([(run, 180)], 0, {0: (1,)}),
+def hashes(*values):
+    return memoryview(b"?" + struct.pack(f"={len(values)}Q", *values))[1:]  # not aligned
+for _ in range(3000):
+    blob = dice.randbytes(dice.randrange(200))
+    size = dice.choice((1, 7, 8, 31, 32, 33, 64, 300))
+    for call in (fast.chain_hashes, fast.piece_hashes):
+        assert len(call(memoryview(blob)[1:], size, dice.getrandbits(64))) == max(0, len(blob) - 1) // size * 8
+assert len(fast.chain_hashes(bytes(70000), 64, 1)) == 70000 // 64 * 8
+for most in (0, 1, 9, 100, 3000):
+    # Chains that contradict each other, which no prompt makes: answers mean nothing then, and memory is safe.
+    table, many = fast.PrefixTable(most, dice.getrandbits(64) | 1), dice.choice((20, 500, 2**64))
+    sample = lambda: hashes(*(dice.randrange(many) for _ in range(dice.choice((0, 1, 5, 30, 300)))))
+    for _ in range(1500):
+        slot, some = dice.choice((0, 1, 63, 64, 300)), sample()
+        what = dice.randrange(12)
+        if what < 5:
+            table.learn(slot, some)
+        elif what < 7:
+            table.drop(slot, dice.randrange(many))
+        elif what == 7 and dice.random() < 0.2:
+            table.forget(slot)
+        elif what == 8:
+            table.set_capacity(slot, dice.randrange(most + 5))
+        elif what < 11:
+            dump = bytearray(table.dump(slot))
+            for _ in range(dice.choice((0, 0, 1, 3)) if dump else 0):
+                dump[dice.randrange(len(dump))] = dice.choice((0, 1, 255))
+            try:
+                table.load(dice.choice((0, 64)), dump[: dice.choice((len(dump), len(dump), 16, 5))])
+            except ValueError:
+                pass
+        assert len(table.match(some, [slot, 0, 64, 299, 5000])) == 5
+        assert table.held(slot) <= table.capacity(slot) and table.__sizeof__() > 0
+    del table
+wide = fast.PrefixTable(50)
+wide.learn(2, hashes(0, 1, 2)); wide.learn(65535, hashes(0, 1))
+assert wide.match(hashes(0, 1, 2), range(65536)).count(2) == 1 and wide.blocks() == 3
+del wide
+for bad in (lambda: fast.PrefixTable(5, 4), lambda: fast.PrefixTable(-1),
+            lambda: fast.PrefixTable(2).match(b"x" * 8, 5),
+            lambda: fast.PrefixTable(2).match(b"x" * 8, ["a"]), lambda: fast.PrefixTable(2).match(b"x" * 7, [0]),
+            lambda: fast.PrefixTable(2).learn(70000, b""), lambda: fast.PrefixTable(2).load(0, b"x" * 15),
+            lambda: fast.chain_hashes(b"x", 0, 1), lambda: fast.recv_runs(a.fileno(), whole, 5, 1, 0, {}),
+            lambda: fast.place_runs([(run, 180)], 0, {0: (1,)}),
             lambda: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), 12, b"x", 1, 1, 2**62),
             lambda: fast.send_each(b.fileno(), [(b"x", "127.0.0.1", port), (b"x", "no", 1)], 0),
             lambda: fast.command_packets(bytes(52), 0, [(1, 2, 3, b""), (1, 2, 3, "x")]),

@@ -2,8 +2,8 @@
 
 ``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose files
 (``twin``, ``twin_segments``, ``twin_macs``, ``twin_runs``, ``twin_landing``, ``twin_packets``, ``twin_udp``,
-``twin_serve``, ``twin_take``) say what each function does. The helper takes SHA-256 from libcrypto; where there is
-none, the twin makes and checks MACs, with the standard library's.
+``twin_serve``, ``twin_take``, ``twin_hashes``, ``twin_prefix``) say what each function does. The helper takes SHA-256
+from libcrypto; where there is none, the twin makes and checks MACs, with the standard library's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skymemory.native import twin
+from skymemory.native import twin, twin_hashes
 from skymemory.native.twin_landing import Landing, Tally
 from skymemory.native.twin_packets import Ack
 from skymemory.native.twin_runs import AnswerTerms, Run
@@ -29,6 +29,7 @@ try:
         raise ImportError("SKYMEMORY_PURE_PYTHON asks for the twin")
     from skymemory.native import _fast
     from skymemory.native._fast import (
+        PrefixTable,
         answer_get,
         bulk_headers,
         command_packets,
@@ -51,7 +52,8 @@ try:
 
     NATIVE = True
 except ImportError:
-    from skymemory.native.twin import (
+    from skymemory.native.twin import (  # type: ignore[assignment]
+        PrefixTable,
         answer_get,
         bulk_headers,
         command_packets,
@@ -87,11 +89,13 @@ __all__ = [
     "Arrival",
     "Guard",
     "Landing",
+    "PrefixTable",
     "Run",
     "Served",
     "Tally",
     "answer_get",
     "bulk_headers",
+    "chain_hashes",
     "check_macs",
     "command_packets",
     "crc32",
@@ -100,6 +104,7 @@ __all__ = [
     "crc32_join",
     "open_ack",
     "open_runs",
+    "piece_hashes",
     "place_runs",
     "place_segments",
     "recv_batch",
@@ -120,3 +125,17 @@ def crc32_chunks(value: Buffer, chunk_bytes: int) -> twin.Crcs:
     if NATIVE:
         return np.frombuffer(_fast.crc32_chunks(value, chunk_bytes), dtype=np.uint32)
     return twin.crc32_chunks(value, chunk_bytes)
+
+
+def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> twin_hashes.Hashes:
+    """Chained XXH64 of the whole blocks of ``data`` (uint64, maybe read-only): ``twin_hashes`` says of what."""
+    if NATIVE:
+        return np.frombuffer(_fast.chain_hashes(data, block_bytes, seed), dtype=np.uint64)
+    return twin.chain_hashes(data, block_bytes, seed)
+
+
+def piece_hashes(data: Buffer, block_bytes: int, seed: int) -> twin_hashes.Hashes:
+    """Seeded XXH64 of each whole block of ``data`` by itself (uint64, maybe read-only)."""
+    if NATIVE:
+        return np.frombuffer(_fast.piece_hashes(data, block_bytes, seed), dtype=np.uint64)
+    return twin.piece_hashes(data, block_bytes, seed)

@@ -1,4 +1,5 @@
 /* The module object of the compiled helper: names, arguments, nothing else. */
+#include "prefix.h"
 #include "sha.h"
 
 static PyObject *crc_kind(PyObject *self, PyObject *none)
@@ -50,6 +51,8 @@ static PyMethodDef methods[] = {
     {"open_ack", sky_py_open_ack, METH_O, "open_ack(packet) -> tuple or None"},
     {"send_slices", sky_py_send_slices, METH_VARARGS, "send_slices(fd, host, port, headers, ...) -> int"},
     {"send_each", sky_py_send_each, METH_VARARGS, "send_each(fd, packets, first) -> int"},
+    {"chain_hashes", sky_py_chain_hashes, METH_VARARGS, "chain_hashes(data, block_bytes, seed) -> bytes of uint64"},
+    {"piece_hashes", sky_py_piece_hashes, METH_VARARGS, "piece_hashes(data, block_bytes, seed) -> bytes of uint64"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -60,5 +63,8 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__fast(void)
 {
     sky_crc_init();
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddType(made, &sky_prefix_table_type) < 0)
+        Py_CLEAR(made);
+    return made;
 }

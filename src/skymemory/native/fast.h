@@ -27,6 +27,10 @@ PyObject *sky_py_crc32_combine(PyObject *self, PyObject *args);
 PyObject *sky_py_crc32_chunks(PyObject *self, PyObject *args);
 PyObject *sky_py_crc32_join(PyObject *self, PyObject *args);
 
+/* hashes.c */
+PyObject *sky_py_chain_hashes(PyObject *self, PyObject *args);
+PyObject *sky_py_piece_hashes(PyObject *self, PyObject *args);
+
 /* headers.c */
 PyObject *sky_py_seal_headers(PyObject *self, PyObject *args);
 PyObject *sky_py_bulk_headers(PyObject *self, PyObject *args);

@@ -3,7 +3,8 @@
 CRC-32 is the one of zlib and Ethernet (reflected polynomial 0xEDB88320). Combination follows from
 linearity: the CRC of ``a + b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial,
 plus (XOR) that of ``b``. The loops over packets are in ``twin_segments`` and ``twin_runs``, those over
-datagrams in ``twin_udp`` and ``twin_serve``, and what a client awaits is placed by ``twin_landing``.
+datagrams in ``twin_udp`` and ``twin_serve``, and what a client awaits is placed by ``twin_landing``. Prompts are
+hashed by ``twin_hashes``, and ``twin_prefix`` remembers which servers hold which blocks.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from skymemory.native.twin_hashes import chain_hashes, piece_hashes
 from skymemory.native.twin_landing import place_runs, recv_runs
 from skymemory.native.twin_macs import check_macs, sign_packets, strip_macs
 from skymemory.native.twin_packets import command_packets, open_ack, send_each
+from skymemory.native.twin_prefix import PrefixTable
 from skymemory.native.twin_runs import answer_get, bulk_headers, open_runs
 from skymemory.native.twin_segments import place_segments, seal_headers, verify_segments
 from skymemory.native.twin_serve import serve
@@ -28,8 +31,10 @@ if TYPE_CHECKING:
     Crcs = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 __all__ = [
+    "PrefixTable",
     "answer_get",
     "bulk_headers",
+    "chain_hashes",
     "check_macs",
     "command_packets",
     "crc32",
@@ -38,6 +43,7 @@ __all__ = [
     "crc32_join",
     "open_ack",
     "open_runs",
+    "piece_hashes",
     "place_runs",
     "place_segments",
     "recv_batch",

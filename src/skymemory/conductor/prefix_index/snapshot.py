@@ -1,0 +1,146 @@
+"""What an approximate index believes, as bytes: for a router that restarts, which else would begin with nothing.
+
+Little-endian::
+
+    0 magic "SKYPREFX"   8 version 4   12 servers 4   16 CRC-32 4 (of everything, this field zero)   20 zero 4
+    24 length of the kind 4, kind in UTF-8
+    then per server: length of the name 4, name in UTF-8, capacity 8, blocks 8, per block hash 8 and parent 4
+
+The *kind* says what blocks are made of (their unit and size); hashes of another kind are of no use. A parent is the
+place of a block of the same server, counted from 0, and blocks stand in the order of their last use, the latest first.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skymemory import native
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
+from skymemory.errors import InvalidInput
+
+SNAPSHOT_VERSION = 1
+_MAGIC = b"SKYPREFX"
+_HEAD = struct.Struct("<8sIIII")
+_LENGTH = struct.Struct("<I")
+_SERVER = struct.Struct("<QQ")
+_STORED_ROW = np.dtype([("hash", "<u8"), ("parent", "<u4")])
+_TABLE_ROW = np.dtype([("hash", "=u8"), ("parent", "=u4"), ("zero", "=u4")])
+_MAX_NAME_BYTES = 4096
+NO_PARENT = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one server is believed to hold; ``dump`` as ``native.PrefixTable`` gives it."""
+
+    capacity: int
+    dump: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    kind: str
+    servers: Mapping[str, Held] = field(default_factory=dict)
+
+
+def rows_of(dump: bytes) -> NDArray[np.void]:
+    """The rows of a table's dump: fields ``hash`` and ``parent`` (a row's place, or ``NO_PARENT``)."""
+    return np.frombuffer(dump, dtype=_TABLE_ROW)
+
+
+def take_snapshot(index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> Snapshot:
+    """``slots`` of the fleet's servers, by name."""
+    return Snapshot(kind, {name: Held(index.capacity_of(slot), index.dump(slot)) for name, slot in slots.items()})
+
+
+def restore(index: ApproximatePrefixIndex, snapshot: Snapshot, kind: str, slots: Mapping[str, int]) -> int:
+    """Put into ``index`` what a snapshot says of servers that are in the fleet; how many blocks that were.
+
+    Raises:
+        InvalidInput: a snapshot of blocks of another kind, or of rows that no table dumps. The index is empty then.
+    """
+    if snapshot.kind != kind:
+        raise InvalidInput(f"a snapshot of blocks of {snapshot.kind!r}: this router's are {kind!r}, so it is of no use")
+    restored = 0
+    try:
+        for name, held in snapshot.servers.items():
+            slot = slots.get(name)
+            if slot is not None:
+                index.set_capacity(slot, held.capacity)
+                index.load(slot, held.dump)
+                restored += index.blocks_of(slot)
+    except ValueError as error:
+        for slot in slots.values():
+            index.forget(slot)
+        raise InvalidInput(f"a snapshot that cannot be: {error}") from None
+    return restored
+
+
+def pack_snapshot(snapshot: Snapshot) -> bytes:
+    parts = [_text(snapshot.kind)]
+    for name, held in snapshot.servers.items():
+        rows = rows_of(held.dump)
+        stored = np.empty(len(rows), dtype=_STORED_ROW)
+        stored["hash"], stored["parent"] = rows["hash"], rows["parent"]
+        parts += [_text(name), _SERVER.pack(held.capacity, len(rows)), stored.tobytes()]
+    body = b"".join(parts)
+    return _head(len(snapshot.servers), _crc(len(snapshot.servers), body)) + body
+
+
+def unpack_snapshot(data: bytes) -> Snapshot:
+    """
+    Raises:
+        InvalidInput: not a snapshot, one of another version, or one that is cut off or damaged.
+    """
+    if len(data) < _HEAD.size or data[:8] != _MAGIC:
+        raise InvalidInput(f"not a snapshot of a prefix index: it begins with {data[:8].hex() or 'nothing'}")
+    _, version, servers, crc, zero = _HEAD.unpack_from(data)
+    if version != SNAPSHOT_VERSION:
+        raise InvalidInput(f"a snapshot of version {version}: this release reads version {SNAPSHOT_VERSION}")
+    if zero or _crc(servers, data[_HEAD.size :]) != crc:
+        raise InvalidInput("a snapshot that is cut off or damaged: its checksum differs")
+    try:
+        kind, at = _read_text(data, _HEAD.size)
+        found: dict[str, Held] = {}
+        for _ in range(servers):
+            name, at = _read_text(data, at)
+            capacity, blocks = _SERVER.unpack_from(data, at)
+            at += _SERVER.size
+            stored = np.frombuffer(data, dtype=_STORED_ROW, count=blocks, offset=at)
+            at += stored.nbytes
+            rows = np.zeros(blocks, dtype=_TABLE_ROW)
+            rows["hash"], rows["parent"] = stored["hash"], stored["parent"]
+            found[name] = Held(capacity, rows.tobytes())
+    except (struct.error, ValueError) as error:
+        raise InvalidInput(f"a snapshot that cannot be read: {error}") from None
+    if at != len(data):
+        raise InvalidInput(f"a snapshot with {len(data) - at} bytes too many")
+    return Snapshot(kind, found)
+
+
+def _head(servers: int, crc: int) -> bytes:
+    return _HEAD.pack(_MAGIC, SNAPSHOT_VERSION, servers, crc, 0)
+
+
+def _crc(servers: int, body: bytes) -> int:
+    return native.crc32(body, native.crc32(_head(servers, 0)))
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass")
+    if len(raw) > _MAX_NAME_BYTES:
+        raise InvalidInput(f"a name of {len(raw)} bytes: expected at most {_MAX_NAME_BYTES}")
+    return _LENGTH.pack(len(raw)) + raw
+
+
+def _read_text(data: bytes, at: int) -> tuple[str, int]:
+    (size,) = _LENGTH.unpack_from(data, at)
+    at += _LENGTH.size
+    if size > _MAX_NAME_BYTES or at + size > len(data):
+        raise ValueError(f"a name of {size} bytes")
+    return data[at : at + size].decode("utf-8", "surrogatepass"), at + size

@@ -1,0 +1,70 @@
+"""A prefix index in a file: what a router that restarts finds of what it knew.
+
+The file is replaced as a whole: whoever reads it has the old one or the new one. A precise index is not kept: an engine
+that restarted meanwhile could not be told from one that did not.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
+from skymemory.conductor.prefix_index.snapshot import pack_snapshot, restore, take_snapshot, unpack_snapshot
+from skymemory.errors import InvalidInput
+
+MAX_FILE_BYTES = 4 << 30
+
+
+def save_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
+    """Write what ``slots`` (by name) hold; the file's size in bytes.
+
+    Raises:
+        InvalidInput: a file that cannot be written. What was there is still there then.
+    """
+    data = pack_snapshot(take_snapshot(index, kind, slots))
+    unfinished = None
+    try:
+        descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        unfinished = None
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise InvalidInput(f"the index cannot be kept in {path}: {error.strerror or error}") from None
+    finally:
+        if unfinished is not None:
+            with suppress(OSError):
+                os.unlink(unfinished)
+    return len(data)
+
+
+def load_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
+    """Put what the file has of ``slots`` (by name) into ``index``; how many blocks. None: no file, an index as it was.
+
+    Raises:
+        InvalidInput: a file that cannot be read, is damaged, of another version or of other blocks. The index is empty
+            then, and a router says so and goes on.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidInput(f"{path} is larger than any index: {path.stat().st_size} bytes")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise InvalidInput(f"the index in {path} cannot be read: {error.strerror or error}") from None
+    try:
+        return restore(index, unpack_snapshot(data), kind, slots)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from None

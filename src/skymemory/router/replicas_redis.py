@@ -1,0 +1,203 @@
+"""Replicas that share what they learnt through a Redis or Valkey server.
+
+One stream (``XADD``, ``XREAD``) has what all replicas learnt lately: bounded in entries, and gone ``ttl_s`` after the
+last of them. A replica that starts reads what is there; one that was cut off goes on where it stopped. A server that
+is gone is asked again with pauses up to ``MAX_PAUSE_S``; what we learnt meanwhile is kept (``shared.MAX_TOLD`` deltas)
+and sent when it is back. One that comes back empty is told again what we still keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from skymemory.conductor.prefix_index.deltas import Delta, pack_delta, unpack_deltas
+from skymemory.conductor.prefix_index.shared import SharedPrefixIndex
+from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.keys import KeyRing
+from skymemory.router.replicas import ReplicaStatus, mac_of, secret_of, take_in
+
+INTERVAL_S = 0.1
+MAX_PAUSE_S = 5.0
+ENTRIES = 20_000
+TTL_S = 3600.0
+_ENTRY_BYTES = 64 << 10
+"""Deltas are put together up to so many bytes per entry of the stream."""
+_READ_ENTRIES = 64
+_PURPOSE = b"skymemory router replicas, Redis"
+
+
+class RedisReplicas:
+    """``kind`` says what blocks are made of: replicas of other kinds have another stream.
+
+    ``keys``: entries carry a MAC, and those without are refused; without keys whoever may write to the server is
+    believed. What others learnt is known here ``2 * interval_s`` after they did, and a round trip.
+
+    Raises:
+        InvalidInput: an address that is none.
+        MissingExtra: redis-py is not installed.
+    """
+
+    def __init__(
+        self,
+        index: SharedPrefixIndex,
+        url: str,
+        kind: str,
+        *,
+        keys: KeyRing | None = None,
+        interval_s: float = INTERVAL_S,
+        timeout_s: float = 1.0,
+        entries: int = ENTRIES,
+        ttl_s: float = TTL_S,
+    ) -> None:
+        try:
+            redis: Any = importlib.import_module("redis.asyncio")
+        except ModuleNotFoundError as error:
+            raise MissingExtra("replicas through Redis need redis: pip install 'skymemory[redis]'") from error
+        try:
+            self._redis = redis.Redis.from_url(
+                url, decode_responses=False, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None
+            )
+        except ValueError as error:
+            raise InvalidInput(f"replicas at {url!r}: {error}: expected redis://HOST[:PORT][/DB]") from None
+        self._failures: tuple[type[Exception], ...] = (
+            importlib.import_module("redis").RedisError,
+            OSError,
+            TimeoutError,
+        )
+        self._index, self._keys = index, keys
+        self._stream = f"skymemory:replicas:{kind}".encode()
+        self._me = os.urandom(16)
+        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._entries, self._ttl_s = entries, ttl_s
+        self._told = 0
+        self._last = b"0-0"
+        self._degraded = "not connected yet"
+        self._sent = self._received = self._lost = self._refused = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """What is not yet sent gets one more try."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            if not self._degraded:
+                with suppress(*self._failures):
+                    await asyncio.wait_for(self._send(), self._timeout_s)
+        with suppress(*self._failures):
+            await self._redis.aclose()
+
+    def status(self) -> ReplicaStatus:
+        return ReplicaStatus("redis", self._degraded, self._sent, self._received, self._lost, self._refused)
+
+    async def _run(self) -> None:
+        pause_s = self._interval_s
+        while True:
+            try:
+                if self._degraded:
+                    await self._resume()
+                await self._send()
+                await self._receive()
+                self._degraded, pause_s = "", self._interval_s
+            except self._failures as error:
+                since = time.strftime("%H:%M:%SZ", time.gmtime())
+                if not self._degraded or self._degraded == "not connected yet":
+                    self._degraded = f"Redis does not answer since {since} ({type(error).__name__}: {error})"
+                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _resume(self) -> None:
+        """After a pause: where the stream is another than the one we read, it is read and told from its beginning."""
+        try:
+            known = await self._redis.xinfo_stream(self._stream)
+            newest = known[b"last-generated-id"] if b"last-generated-id" in known else known["last-generated-id"]
+        except self._failures as error:
+            if "no such key" not in str(error):
+                raise
+            newest = b"0-0"
+        if _order(newest) < _order(self._last):
+            self._last = b"0-0"
+            self._told = self._index.kept_from
+
+    async def _send(self) -> None:
+        while self._told < self._index.told:
+            deltas = self._index.since(self._told)
+            if deltas is None:
+                self._lost += self._index.kept_from - self._told
+                self._told = self._index.kept_from
+                continue
+            for payload, count in _entries(deltas):
+                fields = {b"from": self._me, b"deltas": payload}
+                if self._keys is not None:
+                    key = self._keys.active(time.time())
+                    fields[b"key"] = str(key.key_id).encode()
+                    fields[b"mac"] = mac_of(key.derive(_PURPOSE), self._stream, self._me, payload)
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    pipe.xadd(self._stream, fields, maxlen=self._entries, approximate=True)
+                    pipe.expire(self._stream, max(1, round(self._ttl_s)))
+                    await pipe.execute()
+                self._told += count
+                self._sent += count
+
+    async def _receive(self) -> None:
+        while True:
+            reply = await self._redis.xread({self._stream: self._last}, count=_READ_ENTRIES)
+            streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply or ()]
+            entries = [entry for found in streams for entry in _flat(found)]
+            for number, fields in entries:
+                self._last = number
+                if fields.get(b"from") != self._me:
+                    await self._take(fields)
+            if len(entries) < _READ_ENTRIES:
+                return
+
+    async def _take(self, fields: dict[bytes, bytes]) -> None:
+        payload = fields.get(b"deltas", b"")
+        if self._keys is not None:
+            key_id, given = fields.get(b"key", b""), fields.get(b"mac", b"")
+            secret = secret_of(self._keys, int(key_id) if key_id.isdigit() else 0, _PURPOSE)
+            expected = secret and mac_of(secret, self._stream, fields.get(b"from", b""), payload)
+            if not expected or not hmac.compare_digest(expected, given):
+                self._refused += 1
+                return
+        try:
+            self._received += await take_in(self._index, unpack_deltas(payload))
+        except InvalidInput:
+            self._refused += 1
+
+
+def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
+    """Deltas as payloads of about ``_ENTRY_BYTES``, and how many are in each."""
+    payload, count = bytearray(), 0
+    for delta in deltas:
+        payload += pack_delta(delta)
+        count += 1
+        if len(payload) >= _ENTRY_BYTES:
+            yield bytes(payload), count
+            payload.clear()
+            count = 0
+    if count:
+        yield bytes(payload), count
+
+
+def _flat(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries of one stream, however redis-py nests them for its version of the protocol."""
+    while found and isinstance(found[0], list):
+        found = found[0]
+    return [] if found is None else [(number, fields) for number, fields in found]
+
+
+def _order(number: bytes | str) -> tuple[int, int]:
+    text = number.decode() if isinstance(number, bytes) else number
+    milliseconds, _, rest = text.partition("-")
+    return int(milliseconds), int(rest or 0)

@@ -1,0 +1,75 @@
+"""XXH64 over blocks, judged by the xxhash library; what a chained hash stands for."""
+
+from __future__ import annotations
+
+import struct
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.native.conftest import IMPLEMENTATIONS
+
+from skymemory import native
+from skymemory.native import twin_hashes
+
+xxhash = pytest.importorskip("xxhash")
+U64 = st.integers(0, 2**64 - 1)
+
+
+def _as_list(hashes: object) -> list[int]:
+    """The compiled helper gives bytes, and the native floor makes numbers of them."""
+    raw = hashes if isinstance(hashes, bytes) else np.asarray(hashes).tobytes()
+    return list(struct.unpack(f"={len(raw) // 8}Q", raw))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400), st.integers(1, 130), U64)
+def test_both_agree_with_the_library(data: bytes, block_bytes: int, seed: int) -> None:
+    blocks = [data[at : at + block_bytes] for at in range(0, len(data) - block_bytes + 1, block_bytes)]
+    pieces = [xxhash.xxh64_intdigest(block, seed) for block in blocks]
+    chained, previous = [], seed
+    for block in blocks:
+        previous = xxhash.xxh64_intdigest(block + previous.to_bytes(8, "little"))
+        chained.append(previous)
+    assert twin_hashes.xxh64(data, seed) == xxhash.xxh64_intdigest(data, seed)
+    for module in IMPLEMENTATIONS:
+        assert _as_list(module.piece_hashes(data, block_bytes, seed)) == pieces
+        assert _as_list(module.chain_hashes(data, block_bytes, seed)) == chained
+
+
+def test_without_the_library_the_twin_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(range(250)) * 3
+    with_it = twin_hashes.chain_hashes(data, 64, 9).tolist(), twin_hashes.piece_hashes(data, 37, 9).tolist()
+    monkeypatch.setattr(twin_hashes, "_hash", twin_hashes.xxh64)
+    assert (twin_hashes.chain_hashes(data, 64, 9).tolist(), twin_hashes.piece_hashes(data, 37, 9).tolist()) == with_it
+
+
+def test_a_chain_goes_on_from_its_last_hash() -> None:
+    data = bytes(range(256)) * 80  # over the size from which the interpreter's lock is let go
+    whole = native.chain_hashes(data, 64, 5)
+    assert whole.dtype == np.uint64 and len(whole) == 320 == len(set(whole.tolist()))
+    rest = native.chain_hashes(memoryview(data)[64 * 100 :], 64, int(whole[99]))
+    assert rest.tolist() == whole[100:].tolist()
+    other = bytearray(data)
+    other[64 * 100] ^= 1
+    changed = native.chain_hashes(other, 64, 5)
+    assert (changed[:100] == whole[:100]).all() and not (changed[100:] == whole[100:]).any()
+    assert not (native.chain_hashes(data, 64, 6) == whole).any()
+
+
+def test_pieces_do_not_know_of_each_other(impl: ModuleType) -> None:
+    assert len(set(_as_list(impl.piece_hashes(bytes(64) * 9 + b"rest", 64, 1)))) == 1
+    assert _as_list(impl.piece_hashes(b"", 64, 1)) == _as_list(impl.chain_hashes(b"short", 64, 1)) == []
+    assert _as_list(impl.piece_hashes(b"x" * 9, 9, 2**64 + 3)) == _as_list(impl.piece_hashes(b"x" * 9, 9, 3))
+
+
+def test_what_cannot_be_hashed(impl: ModuleType) -> None:
+    for call in (impl.chain_hashes, impl.piece_hashes):
+        with pytest.raises(ValueError, match="blocks of 0 bytes: expected 1 or more"):
+            call(b"abc", 0, 1)
+        with pytest.raises(TypeError):
+            call("text", 4, 1)
+        with pytest.raises(TypeError):
+            call(b"abc", 1, "seed")

@@ -1,0 +1,172 @@
+"""Replicas that share through a real Redis: they agree, go on without it, and find each other again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.router.replica_tools import KIND, an_index, chain, until
+from tests.store.redis_server import RedisServer
+
+from skymemory.conductor.prefix_index.shared import SharedPrefixIndex
+from skymemory.errors import InvalidInput
+from skymemory.keys import KeyRing, first_ring
+from skymemory.router.replicas_redis import RedisReplicas
+from skymemory.store.redis.link import Link, pack
+
+STREAM = f"skymemory:replicas:{KIND}".encode()
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    directory = Path(tempfile.mkdtemp())  # a socket's path must be short
+    server = RedisServer(directory)
+    yield server
+    server.stop()
+    shutil.rmtree(directory)
+
+
+@asynccontextmanager
+async def sharing(index: SharedPrefixIndex, server: RedisServer, **how: object) -> AsyncIterator[RedisReplicas]:
+    replicas = RedisReplicas(index, server.url, KIND, interval_s=0.02, timeout_s=0.5, **how)  # type: ignore[arg-type]
+    await replicas.start()
+    try:
+        yield replicas
+    finally:
+        await replicas.close()
+
+
+def test_what_one_learns_all_match(server: RedisServer) -> None:
+    async def run() -> None:
+        one, other, late = an_index("a", "b"), an_index("b", "a"), an_index("a")
+        one.learn(1, chain(1))
+        async with sharing(one, server) as first, sharing(other, server) as second:
+            await until(lambda: not first.status().degraded and not second.status().degraded)
+            one.learn(0, chain(2))
+            took_s = await until(lambda: other.match(chain(2), [1]) == [20])
+            assert took_s < 1.0
+            assert other.match(chain(1), [0, 1]) == [20, 0], "what it knew before it began to share"
+            one.correct(0, chain(2), 5)
+            await until(lambda: other.match(chain(2), [1]) == [5])
+            other.learn(1, chain(3, 700))
+            await until(lambda: one.match(chain(3, 700), [0]) == [700])
+            async with sharing(late, server):
+                await until(lambda: late.match(chain(2), [0]) == [5] and late.match(chain(3, 700), [0]) == [700])
+            assert (first.status().sent, second.status().sent) == (3, 1)
+            assert (first.status().received, second.status().received) == (1, 3)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_killed_server_is_told_of_and_found_again(server: RedisServer) -> None:
+    async def run() -> None:
+        one, other, late = an_index("a"), an_index("a"), an_index("a")
+        async with sharing(one, server) as first, sharing(other, server) as second:
+            one.learn(0, chain(1))
+            await until(lambda: other.match(chain(1), [0]) == [20])
+            server.stop()
+            await until(lambda: bool(first.status().degraded and second.status().degraded))
+            assert "Redis does not answer since" in first.status().degraded
+            one.learn(0, chain(2))
+            other.learn(0, chain(3))
+            assert one.match(chain(2), [0]) == [20] and other.match(chain(2), [0]) == [0], "each goes on by itself"
+            (Path(server.socket)).unlink(missing_ok=True)
+            await asyncio.to_thread(server.start)
+            await until(lambda: other.match(chain(2), [0]) == [20] and one.match(chain(3), [0]) == [20], 15)
+            await until(lambda: not first.status().degraded and not second.status().degraded)
+            # The server came back empty; who joins now hears what the others still keep.
+            async with sharing(late, server):
+                await until(lambda: [late.match(chain(n), [0]) for n in (1, 2, 3)] == [[20]] * 3)
+
+    asyncio.run(asyncio.wait_for(run(), 40))
+
+
+def test_a_server_that_hangs_holds_up_nobody(server: RedisServer) -> None:
+    async def run() -> None:
+        one = an_index("a")
+        async with sharing(one, server) as replicas:
+            await until(lambda: not replicas.status().degraded)
+            server.process.send_signal(signal.SIGSTOP)
+            longest_s = 0.0
+            try:
+                ends_s = time.monotonic() + 1.5
+                while time.monotonic() < ends_s:
+                    started_s = time.perf_counter()
+                    one.learn(0, chain(2))
+                    await asyncio.sleep(0)
+                    longest_s = max(longest_s, time.perf_counter() - started_s)
+                    await asyncio.sleep(0.005)
+                assert "Timeout" in replicas.status().degraded
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            assert longest_s < 0.25
+            await until(lambda: not replicas.status().degraded)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_too_much_to_keep_is_counted_as_lost(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skymemory.conductor.prefix_index.shared.MAX_TOLD", 4)
+
+    async def run() -> None:
+        one, other = an_index("a"), an_index("a")
+        for number in range(10):
+            one.learn(0, chain(number))
+        async with sharing(one, server) as first, sharing(other, server):
+            await until(lambda: other.match(chain(9), [0]) == [20])
+            assert (first.status().lost, first.status().sent) == (6, 4)
+            assert other.match(chain(5), [0]) == [0] and other.match(chain(6), [0]) == [20]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_the_stream_is_bounded_and_expires(server: RedisServer) -> None:
+    async def run() -> None:
+        one = an_index("a", blocks_per_server=100_000)
+        async with sharing(one, server, entries=10, ttl_s=77) as replicas:
+            for number in range(400):
+                one.learn(0, chain(number, 3000))
+            await until(lambda: replicas.status().sent == 400)
+        link = Link(server.url, 2.0)
+        length, ttl_s = link.ask([pack(b"XLEN", STREAM), pack(b"TTL", STREAM)], 2)
+        link.close()
+        assert isinstance(length, int) and length < 120, "redis trims whole nodes of a hundred entries"
+        assert isinstance(ttl_s, int) and 60 < ttl_s <= 77
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_entries_of_strangers_are_refused(server: RedisServer) -> None:
+    async def run() -> None:
+        ring, stranger = first_ring(bytes(range(32))), first_ring(bytes(32))
+        rotated: KeyRing = ring.with_key(bytes(range(1, 33)), from_s=0.0)
+        one, other, third, none = (an_index("a") for _ in range(4))
+        async with (
+            sharing(one, server, keys=ring),
+            sharing(other, server, keys=rotated) as second,
+            sharing(third, server, keys=stranger),
+            sharing(none, server),
+        ):
+            one.learn(0, chain(1))
+            third.learn(0, chain(3))
+            none.learn(0, chain(4))
+            await until(lambda: other.match(chain(1), [0]) == [20] and second.status().refused == 2)
+            assert [other.match(chain(n), [0]) for n in (3, 4)] == [[0], [0]]
+            link = Link(server.url, 2.0)
+            link.ask([pack(b"XADD", STREAM, b"*", b"from", b"x", b"deltas", b"\x09nonsense")], 1)
+            link.close()
+            await until(lambda: second.status().refused == 3)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(InvalidInput, match="redis://HOST"):
+        RedisReplicas(an_index("a"), "http://there", KIND)
