@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import Forgetful, Ranking
-
-STALE_S = 5.0
+from skymemory.conductor.strategies.loads import loads_of
 
 
 class AtRandom(Forgetful):
@@ -46,11 +45,5 @@ class LeastLoad(Forgetful):
     name = "least-load"
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        loads = [requests_at(server, now_s) for server in servers]
+        loads = loads_of(servers, now_s)
         return Ranking([-load for load in loads], weights=(("requests there", loads),))
-
-
-def requests_at(server: Server, now_s: float) -> float:
-    """Requests at a server: it may have others than ours, and its report may be older than what we sent since."""
-    report = server.fresh_report(now_s, STALE_S)
-    return float(server.in_flight if report is None else max(server.in_flight, report.waiting + report.running))

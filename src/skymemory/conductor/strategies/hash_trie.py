@@ -1,0 +1,87 @@
+"""Hash trie: a tree of blocks, each with the set of servers that served it.
+
+Source: vLLM production-stack's prefix router, second of its two ways (chunks of 128 characters, a random one of the
+servers at the deepest node). When all prompts share their first chunk it sends everything to the server that was
+first, however much waits there. Done otherwise: a server over the bound of its load is passed by, then shorter matches
+count, then load alone; a match must be worth it; the tree is bounded, and evicts leaves before what they hang on; it
+learns when a request succeeded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.request import Request
+from skymemory.conductor.strategies.base import Forgetful, Ranking
+from skymemory.conductor.strategies.chains import depths
+from skymemory.conductor.strategies.gain import GainThreshold
+from skymemory.conductor.strategies.loads import check_factor, loads_of, most_allowed
+from skymemory.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class HashTrieSettings:
+    max_blocks: int = 500_000
+    load_factor: float = 1.25
+    min_match_tokens: int = 0
+    min_match_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_factor(self.load_factor)
+        if self.max_blocks < 1:
+            raise InvalidInput(f"max_blocks is {self.max_blocks}; expected 1 or more")
+
+
+class HashTrie(Forgetful):
+    name = "hash-trie"
+
+    def __init__(self, settings: HashTrieSettings | None = None) -> None:
+        self.settings = settings or HashTrieSettings()
+        self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
+        self._sets: OrderedDict[int, int] = OrderedDict()
+        """Servers that served the prefix which ends in a block, by its chained hash; least lately used first.
+
+        Chained hashes make the tree flat: a node's key says the whole way to it.
+        """
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        loads = loads_of(servers, now_s)
+        prompt = request.prompt
+        deep = depths(self._sets, prompt.blocks)
+        held = [deep.get(server.slot, 0) for server in servers]
+        tokens = [min(prompt.tokens, int(blocks * prompt.block_tokens)) for blocks in held]
+        weights = (("requests there", loads),)
+        worth = [self._gain.worth(matched, prompt.tokens) for matched in tokens]
+        if not any(worth):
+            reason = self._gain.why_not(max(tokens), prompt.tokens)
+            return Ranking([-load for load in loads], tokens, reasons=(reason,), weights=weights)
+        most = most_allowed(loads, self.settings.load_factor)
+        scores = [
+            float(blocks) if good and load + 1.0 <= most else -load
+            for blocks, good, load in zip(held, worth, loads, strict=True)
+        ]
+        longest = max(held)
+        at_node = [load for blocks, load in zip(held, loads, strict=True) if blocks == longest]
+        reason = f"longest match {max(tokens)} of {prompt.tokens} tokens, at {len(at_node)} servers"
+        if min(at_node) + 1.0 > most:
+            reason += f", all over the bound of {most} requests"
+        return Ranking(scores, tokens, reasons=(reason,), weights=weights)
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        sets, bit = self._sets, 1 << server.slot
+        # From the end to the front: the head of a chain is used after its tail, so it is evicted after it.
+        for block in reversed(request.prompt.blocks[: self.settings.max_blocks].tolist()):
+            sets[block] = sets.get(block, 0) | bit
+            sets.move_to_end(block)
+        for _ in range(len(sets) - self.settings.max_blocks):
+            sets.popitem(last=False)
+
+    def forget(self, server: Server) -> None:
+        others = ~(1 << server.slot)
+        self._sets = OrderedDict((block, left) for block, at in self._sets.items() if (left := at & others))

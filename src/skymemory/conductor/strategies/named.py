@@ -1,0 +1,119 @@
+"""Strategies by name, with their options by name: for configuration files, flags and comparisons."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from skymemory.conductor.strategies.base import Scorer
+from skymemory.conductor.strategies.chwbl import BoundedRing, ChwblSettings
+from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
+from skymemory.conductor.strategies.plain import AtRandom, InTurn, LeastLoad
+from skymemory.conductor.strategies.session import SessionAffinity, SessionSettings
+from skymemory.conductor.strategies.simhash import NearestSignature, SimHashSettings
+from skymemory.conductor.strategies.speeds import PrefillCost
+from skymemory.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class NoSettings:
+    """Of a strategy that has none."""
+
+
+Build = Callable[[Any, object | None, PrefillCost | None], Scorer]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    description: str
+    """One line, for help."""
+    settings: type[Any]
+    """A frozen dataclass: the strategy's options, with their defaults."""
+    build: Build
+
+
+STRATEGIES: Mapping[str, Named] = {
+    "hash-trie": Named(
+        "one of the servers that served the longest match, in a tree of blocks (production-stack's)",
+        HashTrieSettings,
+        lambda settings, index, cost: HashTrie(settings),
+    ),
+    "simhash": Named(
+        "where the most similar prompt was served (production-stack's, with nearness kept)",
+        SimHashSettings,
+        lambda settings, index, cost: NearestSignature(settings),
+    ),
+    "chwbl": Named(
+        "consistent hashing of the first 100 characters, with bounded loads (KubeAI's)",
+        ChwblSettings,
+        lambda settings, index, cost: BoundedRing(settings),
+    ),
+    "session": Named(
+        "one server per session, least load without one",
+        SessionSettings,
+        lambda settings, index, cost: SessionAffinity(settings),
+    ),
+    "least-load": Named("the fewest requests", NoSettings, lambda settings, index, cost: LeastLoad()),
+    "round-robin": Named("in turn", NoSettings, lambda settings, index, cost: InTurn()),
+    "random": Named("at random, from a seed", NoSettings, lambda settings, index, cost: AtRandom()),
+}
+NAMES = tuple(STRATEGIES)
+DEFAULT = "least-load"
+
+
+def named(
+    name: str = DEFAULT, *, index: object | None = None, cost: PrefillCost | None = None, **options: object
+) -> Scorer:
+    """The strategy of that name. Words are taken for numbers, as they come from flags.
+
+    ``index``: in place of the strategy's own, for those that have one. ``cost``: what a prefill takes, for
+    ``least-ttft``, where it is known; else it learns it.
+
+    Raises:
+        InvalidInput: no strategy or option of that name (with the nearest that there is), or a value it cannot have.
+    """
+    found = STRATEGIES.get(name)
+    if found is None:
+        raise InvalidInput(f"no routing strategy {name!r}{_nearest(name, NAMES)}; there are {', '.join(NAMES)}")
+    known = options_of(name)
+    given = {}
+    for option, value in options.items():
+        if option not in known:
+            there = f"; there are {', '.join(known)}" if known else "; it has none"
+            raise InvalidInput(f"strategy {name!r} has no option {option!r}{_nearest(option, known)}{there}")
+        given[option] = _converted(name, option, value, known[option])
+    return found.build(found.settings(**given), index, cost)
+
+
+def options_of(name: str) -> dict[str, bool | int | float]:
+    """The options of a strategy, with their defaults."""
+    defaults = STRATEGIES[name].settings()
+    return {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+
+
+def _nearest(word: str, words: Any) -> str:
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _converted(name: str, option: str, value: object, default: object) -> object:
+    """``value`` as what the option's default is: a switch, a whole number or a number."""
+    wanted = type(default)
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if wanted is bool:
+        switch = words.get(value.lower()) if isinstance(value, str) else value
+        if isinstance(switch, bool):
+            return switch
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+            if wanted is float:
+                return number
+            if number == int(number):
+                return int(number)
+        except (ValueError, OverflowError):
+            pass
+    what = {bool: "true or false", int: "a whole number"}.get(wanted, "a number")
+    raise InvalidInput(f"option {option!r} of strategy {name!r} is {value!r}; expected {what}, such as {default}")

@@ -1,0 +1,145 @@
+"""SimHash: prompts that share most of their blocks go to one server, whatever the order of the blocks.
+
+Source: vLLM production-stack's prefix router, first of its two ways. It hashes the 64-bit signature again onto its
+ring, so that two signatures one bit apart land anywhere: the similarity is lost. Here nearness is kept: a prompt goes
+where the nearest signature was served, if it is near enough and the server is not overloaded; else to least load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import cos, pi
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.request import Request
+from skymemory.conductor.strategies.base import Forgetful, Ranking
+from skymemory.conductor.strategies.gain import GainThreshold
+from skymemory.conductor.strategies.loads import check_factor, loads_of, most_allowed
+from skymemory.errors import InvalidInput
+
+BITS = 64
+_SET_BITS = (
+    np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8)).reshape(-1, 16).sum(axis=1, dtype=np.uint8)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SimHashSettings:
+    near_bits: int = 12
+    """Signatures that differ in more bits are strangers. Two unrelated ones differ in 32 ± 4."""
+    remembered: int = 256
+    """Signatures kept per server, the latest."""
+    load_factor: float = 1.25
+    min_match_tokens: int = 0
+    min_match_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_factor(self.load_factor)
+        if not 0 <= self.near_bits < BITS // 2:
+            raise InvalidInput(f"near_bits is {self.near_bits}; expected 0 to {BITS // 2 - 1}")
+        if not 1 <= self.remembered <= 65_536:
+            raise InvalidInput(f"remembered is {self.remembered}; expected 1 to 65536")
+
+
+def signature_of(pieces: NDArray[np.uint64]) -> int:
+    """Of each of 64 bits, whether it is set in more than half of ``pieces`` (Charikar's SimHash, equal weights).
+
+    Pieces are hashes seeded by model, adapter and salt, so prompts that may not share caches have unrelated
+    signatures.
+    """
+    bits = np.unpackbits(pieces.view(np.uint8).reshape(len(pieces), 8), axis=1)
+    counts = np.add.reduce(bits, axis=0, dtype=np.uint32)
+    return int.from_bytes(np.packbits(2 * counts > len(pieces)).tobytes(), "little")
+
+
+def distances(signature: int, others: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Bits in which each of ``others`` differs from ``signature``."""
+    differing: NDArray[np.uint64] = np.bitwise_xor(others, np.uint64(signature))
+    if hasattr(np, "bitwise_count"):
+        counted: NDArray[np.uint8] = np.bitwise_count(differing)
+        return counted
+    words = _SET_BITS[np.ascontiguousarray(differing).view(np.uint16)]  # NumPy 1.26 cannot count bits.
+    summed: NDArray[np.uint8] = words.reshape(*others.shape, 4).sum(axis=-1, dtype=np.uint8)
+    return summed
+
+
+def similarity(bits: float) -> float:
+    """Cosine of the angle between two prompts, as sets of pieces, whose signatures differ in ``bits``."""
+    return max(0.0, cos(pi * bits / BITS))
+
+
+class NearestSignature(Forgetful):
+    name = "simhash"
+
+    def __init__(self, settings: SimHashSettings | None = None) -> None:
+        self.settings = settings or SimHashSettings()
+        self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
+        self._kept = np.zeros((0, self.settings.remembered), dtype=np.uint64)
+        """Per slot the latest signatures, as a ring; it begins filled with the first."""
+        self._count: list[int] = []
+        """Per slot, signatures ever put into its ring."""
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        loads = loads_of(servers, now_s)
+        weights: tuple[tuple[str, Sequence[float]], ...] = (("requests there", loads),)
+        prompt = request.prompt
+        by_load = [-load for load in loads]
+        if not len(prompt.pieces):
+            return Ranking(by_load, reasons=("load only: the prompt fills no block",), weights=weights)
+        bits = self._nearest(signature_of(prompt.pieces), servers)
+        best = min(bits)
+        if best > self.settings.near_bits:
+            return Ranking(
+                by_load, reasons=(f"load only: no prompt within {self.settings.near_bits} bits",), weights=weights
+            )
+        promised = similarity(best) * prompt.tokens
+        if not self._gain.worth(promised, prompt.tokens):
+            return Ranking(by_load, reasons=(self._gain.why_not(promised, prompt.tokens),), weights=weights)
+        most = most_allowed(loads, self.settings.load_factor)
+        scores = [
+            float(BITS - far) if far <= self.settings.near_bits and load + 1.0 <= most else load_score
+            for far, load, load_score in zip(bits, loads, by_load, strict=True)
+        ]
+        reason = f"nearest prompt differs in {best} of {BITS} bits"
+        if loads[bits.index(best)] + 1.0 > most:
+            reason += f"; its server has {loads[bits.index(best)]:.0f} requests, and {most} are allowed"
+        return Ranking(scores, reasons=(reason,), weights=(("bits away", bits), *weights))
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        pieces = request.prompt.pieces
+        if not len(pieces):
+            return
+        self._make_room(server.slot)
+        signature = np.uint64(signature_of(pieces))
+        ring, count = self._kept[server.slot], self._count[server.slot]
+        if not count:
+            ring[:] = signature
+        elif not (ring == signature).any():
+            ring[count % len(ring)] = signature
+        else:
+            return
+        self._count[server.slot] = count + 1
+
+    def forget(self, server: Server) -> None:
+        if server.slot < len(self._count):
+            self._count[server.slot] = 0
+
+    def _nearest(self, signature: int, servers: Sequence[Server]) -> list[int]:
+        """Per server, bits to the nearest signature it served; ``BITS`` where it served none."""
+        counts = self._count
+        slots = [server.slot if server.slot < len(counts) and counts[server.slot] else -1 for server in servers]
+        known = [slot for slot in slots if slot >= 0]
+        if not known:
+            return [BITS] * len(servers)
+        nearest = iter(distances(signature, self._kept[known]).min(axis=1).tolist())
+        return [next(nearest) if slot >= 0 else BITS for slot in slots]
+
+    def _make_room(self, slot: int) -> None:
+        if slot >= len(self._count):
+            more = slot + 1 - len(self._count)
+            self._count += [0] * more
+            self._kept = np.concatenate([self._kept, np.zeros((more, self.settings.remembered), dtype=np.uint64)])

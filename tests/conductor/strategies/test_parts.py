@@ -1,0 +1,208 @@
+"""The parts that strategies share: chains of sets, prompts under way, queues, learned speeds, notes, thresholds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.conductor.strategies.fleets import a_fleet, a_prompt, a_request
+
+from skymemory.conductor.cost_model import LLAMA_70B_8xA800
+from skymemory.conductor.fleet import LoadReport
+from skymemory.conductor.strategies.chains import depths
+from skymemory.conductor.strategies.gain import GainThreshold
+from skymemory.conductor.strategies.loads import loads_of, most_allowed
+from skymemory.conductor.strategies.queues import PrefillQueues
+from skymemory.conductor.strategies.speeds import UNKNOWN, GivenSpeeds, LearnedSpeeds, fit
+from skymemory.conductor.strategies.tickets import Tickets
+from skymemory.conductor.strategies.under_way import UnderWay, shared_blocks
+from skymemory.errors import InvalidInput
+
+
+def test_depths_are_what_walking_block_by_block_finds() -> None:
+    dice = np.random.default_rng(1)
+    for _ in range(200):
+        chain = dice.integers(1, 2**63, size=int(dice.integers(0, 40)), dtype=np.uint64)
+        reach = {slot: int(dice.integers(0, len(chain) + 1)) for slot in dice.choice(70, 9, replace=False).tolist()}
+        sets: dict[int, int] = {}
+        for slot, depth in reach.items():
+            for block in chain[:depth].tolist():
+                sets[block] = sets.get(block, 0) | 1 << slot
+        assert depths(sets, chain) == {slot: depth for slot, depth in reach.items() if depth}
+
+
+def test_prompts_under_way_count_until_they_end_each_for_itself() -> None:
+    long, short, other = (a_prompt(*runs).blocks for runs in (((1, 8), (2, 8)), ((1, 8),), ((1, 4), (3, 2))))
+    assert shared_blocks(long, short) == 8 and shared_blocks(long, other) == 4 and shared_blocks(short, long[:0]) == 0
+    under_way = UnderWay(most_blocks=100)
+    first, second, third = under_way.add(5, long), under_way.add(5, short), under_way.add(70, other)
+    assert under_way.depths(long) == {5: 16, 70: 4}
+    under_way.drop(5, first)
+    assert under_way.depths(long) == {5: 8, 70: 4}, "the shorter one is still under way"
+    under_way.drop(5, first)
+    assert under_way.depths(long) == {5: 8, 70: 4}, "dropped twice is dropped once"
+    under_way.drop(5, second)
+    under_way.drop(70, third)
+    assert under_way.depths(long) == {} and len(under_way) == 0
+
+
+def test_prompts_under_way_are_forgotten_by_slot_and_bounded() -> None:
+    under_way = UnderWay(most_blocks=10)
+    for _ in range(3):
+        under_way.add(1, a_prompt((1, 30)).blocks)
+        under_way.add(2, a_prompt((2, 30)).blocks)
+    assert under_way.depths(a_prompt((1, 30)).blocks) == {1: 10} and len(under_way) == 20
+    under_way.forget(1)
+    assert len(under_way) == 10 and under_way.depths(a_prompt((1, 30)).blocks) == {}
+    under_way.forget(1)
+
+
+def test_prompts_under_way_against_counting() -> None:
+    """Against a count per block and slot, over random additions and ends."""
+    dice = np.random.default_rng(7)
+    prompts = [a_prompt((int(a), 5), (int(b), 5), (number, 3)).blocks for number, (a, b) in enumerate(
+        zip(dice.integers(0, 3, 30), dice.integers(0, 3, 30), strict=True))]  # fmt: skip
+    under_way, open_now = UnderWay(1000), []
+    for _ in range(400):
+        if open_now and dice.random() < 0.5:
+            slot, chain = open_now.pop(int(dice.integers(len(open_now))))
+            under_way.drop(slot, chain)
+        else:
+            slot = int(dice.integers(4))
+            open_now.append((slot, under_way.add(slot, prompts[int(dice.integers(30))])))
+        asked = prompts[int(dice.integers(30))]
+        expected = {
+            slot: depth
+            for slot in range(4)
+            if (depth := max((shared_blocks(asked, chain) for at, chain in open_now if at == slot), default=0))
+        }
+        assert under_way.depths(asked) == expected
+
+
+def test_a_queue_shrinks_with_time_and_with_answers() -> None:
+    fleet = a_fleet(2)
+    servers = list(fleet)
+    queues = PrefillQueues(overdue=0.1)
+    assert queues.waits_s(servers, 0.0) == [0.0, 0.0]
+    first, second = queues.add(0, 2.0, 10.0), queues.add(0, 3.0, 10.5)
+    assert queues.waits_s(servers, 10.5) == [4.5, 0.0]
+    assert queues.waits_s(servers, 11.0)[0] == pytest.approx(4.0)
+    # Two seconds over: it still needs a tenth of its time so far.
+    assert queues.waits_s(servers, 14.0)[0] == pytest.approx(3.0 + 0.4)
+    assert queues.remove(0, first, 14.0) == pytest.approx(4.0)
+    assert queues.waits_s(servers, 15.0)[0] == pytest.approx(2.0)
+    assert queues.remove(0, second, 16.0) == pytest.approx(2.0), "since the one before it ended"
+    assert queues.waits_s(servers, 16.0) == [0.0, 0.0]
+    assert queues.remove(0, second, 17.0) == 0.0
+    third = queues.add(0, 1.0, 100.0)
+    assert queues.waits_s(servers, 100.5)[0] == pytest.approx(0.5)
+    queues.forget(0)
+    assert queues.waits_s(servers, 100.5)[0] == 0.0 and queues.remove(0, third, 101.0) == 0.0
+
+
+def test_answers_out_of_turn_leave_the_first_where_it_is() -> None:
+    fleet = a_fleet(1)
+    queues = PrefillQueues(overdue=0.0)
+    queues.add(0, 4.0, 0.0)
+    second = queues.add(0, 1.0, 0.0)
+    queues.remove(0, second, 2.0)
+    assert queues.waits_s(list(fleet), 3.0) == [1.0]
+
+
+def test_requests_that_others_sent_wait_too_and_ours_are_not_counted_twice() -> None:
+    fleet = a_fleet(2)
+    servers = list(fleet)
+    queues = PrefillQueues(overdue=0.0)
+    first, _ = queues.add(0, 2.0, 10.0), queues.add(0, 2.0, 10.0)
+    servers[0].reported = LoadReport(at_s=10.5, waiting=2)
+    servers[1].reported = LoadReport(at_s=10.5, waiting=3)
+    assert queues.waits_s(servers, 10.5) == [3.5, 6.0]
+    # One of ours was answered since the report: the report still counts it, and we know of it.
+    queues.remove(0, first, 12.0)
+    assert queues.waits_s(servers, 12.0) == [2.0, 6.0]
+    servers[0].reported = LoadReport(at_s=12.0, waiting=4)
+    assert queues.waits_s(servers, 12.0) == [2.0 + 3 * 2.0, 6.0]
+    assert queues.waits_s(servers, 50.0)[1] == 0.0, "a report that old says nothing"
+
+
+def test_a_line_is_fitted_past_what_lies_far_off_it() -> None:
+    dice = np.random.default_rng(3)
+    tokens = dice.uniform(100, 8000, 32)
+    seconds = 0.05 + 2e-4 * tokens + dice.normal(0, 0.005, 32)
+    seconds[[3, 17]] = 30.0
+    fixed_s, per_token_s = fit(list(zip(tokens.tolist(), seconds.tolist(), strict=True)))
+    assert fixed_s == pytest.approx(0.05, abs=0.01) and per_token_s == pytest.approx(2e-4, rel=0.03)
+    assert fit([(100.0, 0.5)] * 5) == (0.0, pytest.approx(0.005))
+    assert fit([(100.0, 0.9), (1000.0, 0.1), (2000.0, 0.05)])[1] > 0
+
+
+def test_speeds_are_learned_for_each_server_and_shared_until_then() -> None:
+    speeds = LearnedSpeeds()
+    assert speeds.line(0) == UNKNOWN
+    for tokens in range(100, 4100, 100):
+        speeds.observe(0, tokens, 0.1 + 1e-3 * tokens)
+    assert speeds.line(0) == pytest.approx((0.1, 1e-3))
+    assert speeds.line(1) == pytest.approx((0.1, 1e-3)), "unknown servers are believed to be like the others"
+    for tokens in range(100, 4100, 100):
+        speeds.observe(1, tokens, 1e-4 * tokens + 0.01)
+    assert speeds.line(1) == pytest.approx((0.01, 1e-4)) and speeds.line(0) == pytest.approx((0.1, 1e-3))
+    assert speeds.prefills_s([0, 1], 1000, [400, 0]) == pytest.approx([0.7, 0.11])
+    speeds.forget(1)
+    assert speeds.line(1) != pytest.approx((0.01, 1e-4))
+    speeds.observe(2, 0, 0.0)  # Fully cached.
+
+
+def test_a_server_that_slows_down_is_noticed() -> None:
+    speeds = LearnedSpeeds()
+    dice = np.random.default_rng(4)
+    for per_token_s in (1e-4, 1e-3):
+        for tokens in dice.uniform(100, 4000, 40).tolist():
+            speeds.observe(0, int(tokens), per_token_s * tokens)
+    assert speeds.line(0)[1] == pytest.approx(1e-3, rel=0.05)
+
+
+def test_a_given_cost_is_asked_once_per_match() -> None:
+    speeds = GivenSpeeds(LLAMA_70B_8xA800)
+    seconds = speeds.prefills_s([4, 5, 6], 10_000, [0, 9_000, 0])
+    assert seconds == [LLAMA_70B_8xA800.prefill_s(10_000, held) for held in (0, 9_000, 0)]
+    assert speeds.prefills_s([4, 5], 0, [0, 0]) == [0.0, 0.0]
+
+
+def test_notes_are_taken_once_in_order_and_forgotten_by_server() -> None:
+    one, other = list(a_fleet(2))
+    notes: Tickets[str] = Tickets()
+    request = a_request((1, 1))
+    for note in ("first", "second"):
+        notes.note(request, one, note)
+    notes.note(request, other, "elsewhere")
+    notes.note(a_request((1, 1)), one, "an equal request")
+    assert notes.take(request, one) == "first"
+    notes.forget(other)
+    assert notes.take(request, other) is None
+    assert notes.take(request, one) == "second" and notes.take(request, one) is None and len(notes) == 1
+    few: Tickets[int] = Tickets(most=3)
+    kept = [a_request((number, 1)) for number in range(5)]
+    for number, request in enumerate(kept):
+        few.note(request, one, number)
+    assert [few.take(request, one) for request in kept] == [None, None, 2, 3, 4]
+
+
+def test_a_threshold_on_length_on_ratio_or_on_both() -> None:
+    assert not GainThreshold().worth(0, 100) and GainThreshold().worth(1, 100_000)
+    assert not GainThreshold(tokens=64).worth(64, 100) and GainThreshold(tokens=64).worth(65, 10_000)
+    assert not GainThreshold(ratio=0.3).worth(30, 100) and GainThreshold(ratio=0.3).worth(31, 100)
+    both = GainThreshold(tokens=64, ratio=0.3)
+    assert not both.worth(50, 100) and not both.worth(100, 1000) and both.worth(400, 1000)
+    assert "50 of 100 tokens, is not over the threshold of 64 tokens and 30% of the prompt" in both.why_not(50, 100)
+    assert "nothing of the prompt's 7" in both.why_not(0, 7) and "empty" in both.why_not(0, 0)
+    for wrong in ({"tokens": -1}, {"ratio": 1.0}, {"ratio": -0.1}):
+        with pytest.raises(InvalidInput):
+            GainThreshold(**wrong)  # type: ignore[arg-type]
+
+
+def test_loads_and_the_bound_over_their_mean() -> None:
+    servers = list(a_fleet(3))
+    servers[0].in_flight, servers[1].in_flight = 4, 1
+    servers[1].reported = LoadReport(at_s=0.0, waiting=2, running=5)
+    assert loads_of(servers, 1.0) == [4.0, 7.0, 0.0] and loads_of(servers, 9.0) == [4.0, 1.0, 0.0]
+    assert most_allowed([0.0] * 8, 1.25) == 1 and most_allowed([1.0, 0.0, 0.0, 0.0], 1.25) == 1
+    assert most_allowed([4.0, 4.0], 1.25) == 6
