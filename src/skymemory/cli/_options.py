@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, MissingExtra
 from skymemory.units import parse_duration, parse_fraction, parse_size
 
 T = TypeVar("T")
@@ -49,3 +50,13 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """``--json``: the same answer for programs."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def check_serving_installed() -> None:
+    """Raises ``MissingExtra`` where an engine with a door cannot run; imports nothing of it."""
+    from skymemory.engine.inputs import check_engine_installed
+
+    check_engine_installed()
+    absent = [name for name in ("aiohttp", "msgspec", "prometheus_client", "zmq") if find_spec(name) is None]
+    if absent:
+        raise MissingExtra(f"{', '.join(absent)} not installed, which serving needs: pip install 'skymemory[router]'")

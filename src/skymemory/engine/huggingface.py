@@ -113,7 +113,7 @@ class KVCManager:
         self._kept: deque[SkyCache] = deque()
         self._handed: weakref.WeakSet[SkyCache] = weakref.WeakSet()
         self._lock = threading.RLock()
-        self._forward_options = _forward_options(model)
+        self._forward_options = forward_options(model)
         self.loading: Loading = loading
         settings = cake or CakeSettings(step_tokens=-(-CakeSettings().step_tokens // block_tokens) * block_tokens)
         self.cake = CakePrefill(model, Cake(self.blocks, settings), self._forward_options)
@@ -286,6 +286,6 @@ class KVCManager:
             raise InvalidInput("this KVCManager is closed: make a new one")
 
 
-def _forward_options(model: PreTrainedModel) -> dict[str, Any]:
+def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     """Ask for the logits of the last token only, where the model can be asked."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -1,0 +1,81 @@
+"""``skymemory serve``: a small engine behind the OpenAI protocol, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from skymemory.cli._options import argument, check_serving_installed, size
+from skymemory.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
+
+_BOUNDS = (("block_tokens", 1, 4096), ("threads", 1, 1024), ("running", 1, 4096), ("waiting", 1, 1 << 20))
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    from skymemory.store.policies import POLICIES
+
+    parser = subparsers.add_parser(
+        "serve",
+        help="a small engine behind the OpenAI protocol",
+        description="Serve a model by OpenAI's protocol (/v1/completions, /v1/chat/completions, /v1/models; streamed "
+        "or whole) with a prefix cache, until Ctrl-C. /metrics and KV events are as vLLM has them. It is made to try "
+        "and test routers with: prompts are computed one at a time. Whoever reaches its address may use it.",
+    )
+    add = parser.add_argument
+    add(
+        "--model", default="small", metavar="NAME|DIR",
+        help="small (the trained model that is shipped), small-random, tinyllama-random, tinyllama-6-random, or a "
+        "folder saved by transformers (default: small)",
+    )  # fmt: skip
+    add("--name", default="", metavar="NAME", help="what requests call the model (default: its name or its folder's)")
+    add(
+        "--listen", type=argument(_address), default=("127.0.0.1", 8000), metavar="HOST:PORT",
+        help="where to listen; port 0 takes a free one (default: 127.0.0.1:8000)",
+    )  # fmt: skip
+    add("--cache", type=size, default=64 << 20, metavar="SIZE", help="memory of the prefix cache (default: 64MiB)")
+    add("--block-tokens", type=int, default=16, metavar="N", help="tokens of a cache block (default: 16)")
+    add("--policy", choices=POLICIES, default="lru", help="what goes first when the cache is full (default: lru)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="numbers (default: float32)")
+    add("--threads", type=int, default=1, metavar="N", help="threads that compute (default: 1)")
+    add("--context", type=int, metavar="N", help="tokens of prompt and answer at most (default: what the model has)")
+    add("--running", type=int, default=8, metavar="N", help="requests in the model's memory at most (default: 8)")
+    add("--waiting", type=int, default=256, metavar="N", help="requests in line before it answers 429 (default: 256)")
+    add("--kv-events", metavar="ENDPOINT", help="publish KV events here, such as tcp://127.0.0.1:5557 (ZeroMQ)")
+    add(
+        "--kv-replay", default="tcp://127.0.0.1:*", metavar="ENDPOINT",
+        help="where missed KV events are asked for (default: tcp://127.0.0.1:*, a free port)",
+    )  # fmt: skip
+    add("--until-stdin-ends", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    from skymemory.engine.inputs import check_model
+
+    for option, least, most in _BOUNDS:
+        value = getattr(args, option)
+        if not least <= value <= most:
+            raise InvalidInput(f"--{option.replace('_', '-')} {value}: expected {least} to {most}")
+    check_model(args.model)
+    check_serving_installed()
+    from skymemory.serving.run_engine import EngineSettings, run_engine
+
+    host, port = args.listen
+    settings = EngineSettings(
+        model=args.model, served_name=args.name, host=host, port=port, cache_bytes=args.cache,
+        block_tokens=args.block_tokens, policy=args.policy, dtype=args.dtype, threads=args.threads,
+        context_tokens=args.context, most_running=args.running, most_waiting=args.waiting,
+        kv_events=args.kv_events, kv_replay=args.kv_replay,
+    )  # fmt: skip
+    run_engine(settings, lambda words: print(words, flush=True), until_stdin_ends=args.until_stdin_ends)
+    return 0
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Host and port of ``127.0.0.1:8000`` or ``[::1]:8000``."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise InvalidInput(f"{text!r}: expected HOST:PORT such as 127.0.0.1:8000, the port 0 to 65535")
+    return host.removeprefix("[").removesuffix("]"), int(port)

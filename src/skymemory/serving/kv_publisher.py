@@ -1,0 +1,88 @@
+"""KV events over ZeroMQ as vLLM sends them: topic, sequence number (8 bytes, big-endian), msgpack; and their replay."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from skymemory.errors import InvalidInput
+from skymemory.serving.kv_events import KVEvent, KVEventBatch
+
+REPLAY_BATCHES = 10_000
+_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_POLL_S = 0.05
+_LINGER_MS = 200
+
+
+class KVPublisher:
+    """A thread with two sockets: PUB for batches as they come, ROUTER for those who missed some.
+
+    ``endpoint``, ``replay_endpoint``: where to listen, such as ``tcp://127.0.0.1:5557``, or ``tcp://127.0.0.1:*`` for
+    a free port; ``at`` and ``replay_at`` say where that is. A replay is asked for with a sequence number and answered
+    with all that is kept from it on (the last 10,000 batches), then the number -1.
+
+    Raises:
+        InvalidInput: an endpoint that cannot be listened at.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str, topic: str) -> None:
+        self._topic = topic.encode()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._publish = self._context.socket(zmq.PUB)
+        self._replay = self._context.socket(zmq.ROUTER)
+        for socket, where in ((self._publish, endpoint), (self._replay, replay_endpoint)):
+            socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            try:
+                socket.bind(where)
+            except zmq.ZMQError as error:
+                self._context.destroy(linger=0)
+                raise InvalidInput(f"KV events cannot be published at {where!r}: {error}") from error
+        self.at = self._publish.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay_at = self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._queue: queue.SimpleQueue[KVEventBatch | None] = queue.SimpleQueue()
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=REPLAY_BATCHES)
+        self._thread = threading.Thread(target=self._run, name="kv events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Events of one step of the engine, in order; returns at once."""
+        if events:
+            self._queue.put(KVEventBatch(time.time(), list(events), 0))
+
+    def close(self) -> None:
+        """Send what is queued and stop. May be repeated."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        encoder, number = msgspec.msgpack.Encoder(), 0
+        while True:
+            while self._replay.poll(0):
+                self._answer(self._replay.recv_multipart())
+            try:
+                batch = self._queue.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            if batch is None:
+                break
+            at, payload = number.to_bytes(8, "big"), encoder.encode(batch)
+            number += 1
+            self._kept.append((at, payload))
+            self._publish.send_multipart((self._topic, at, payload))
+        self._context.destroy(linger=_LINGER_MS)
+
+    def _answer(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != 8:
+            return
+        client, _, first = frames
+        for at, payload in self._kept:
+            if at >= first:
+                self._replay.send_multipart((client, b"", at, payload))
+        self._replay.send_multipart((client, b"", _END_OF_REPLAY, b""))

@@ -1,0 +1,171 @@
+"""The engine's prefix cache: one memory of blocks under a byte budget, and a ``KVCManager`` over it for every salt."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skymemory.cache.value import PAYLOAD_AT
+from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.identity import weights_digest
+from skymemory.engine.kv_cache import SkyCache
+from skymemory.kv.block import BlockHash
+from skymemory.serving.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, event_hash
+from skymemory.store.base import Presence
+from skymemory.store.memory import MemoryStore
+
+KEEP_SALTS = 8
+"""Managers of so many salts are kept ready; blocks of all salts stay in the store."""
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class OpenPrompt:
+    """A prompt being served, and the cache that it fills. Its manager stays as long as somebody holds this."""
+
+    manager: KVCManager
+    salt: str
+    cache: SkyCache
+    cached_tokens: int
+
+
+class PrefixCaches:
+    """For the engine's thread alone. ``on_events`` is told of what comes and goes, after each call that changed it.
+
+    Blocks are evicted by the store's policy when ``budget_bytes`` are full, ends of prompts first. A budget smaller
+    than a block caches nothing.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        budget_bytes: int,
+        block_tokens: int,
+        policy: str,
+        on_events: Callable[[Sequence[KVEvent]], object] = lambda events: None,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._block_tokens = block_tokens
+        self._weights = weights_digest(model)
+        self._store = MemoryStore(max(1, budget_bytes), policy=policy)
+        self._store.on_evict = self._evicted
+        self.on_events = on_events
+        self._events: list[KVEvent] = []
+        self._held: dict[BlockHash, None] = {}
+        self._managers: OrderedDict[str, KVCManager] = OrderedDict()
+        self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
+        layout = self._manager("").layout
+        self.block_tokens = block_tokens
+        self.capacity_blocks = budget_bytes // (PAYLOAD_AT + layout.block_bytes)
+        self.evicted_blocks = 0
+
+    @property
+    def held_blocks(self) -> int:
+        return len(self._held)
+
+    def open(self, salt: str, ids: Tokens) -> OpenPrompt:
+        """A cache for ``ids`` with what is held of their beginning; at least the last token is left to compute."""
+        manager = self._manager(salt)
+        cache = manager.get_cache_ids(ids)
+        prompt = OpenPrompt(manager, salt, cache, cache.result.cached_tokens)
+        self._open.add(prompt)
+        return prompt
+
+    def keep(self, prompt: OpenPrompt) -> None:
+        """Hold the full blocks of what the prompt's cache has by now."""
+        ids = prompt.cache.tokens()
+        if ids is None or not self.capacity_blocks or len(ids) < self._block_tokens:
+            return
+        hashes = prompt.manager.blocks.hashes(ids)
+        missing = prompt.manager.blocks.missing(hashes)
+        prompt.manager.add_blocks_ids(ids, prompt.cache)
+        present = self._store.lookup(hashes)
+        came = [index for index in missing if present[index] is Presence.HIT]
+        self._held.update(dict.fromkeys(hashes[index] for index in came))
+        self._tell_stored(prompt.salt, ids, hashes, came)
+        self._tell()
+
+    def clear(self) -> int:
+        """Forget every block; how many there were."""
+        count = len(self._held)
+        self._store.delete(list(self._held))
+        self._held.clear()
+        self._events.append(AllBlocksCleared())
+        self._tell()
+        return count
+
+    def close(self) -> None:
+        for manager in self._managers.values():
+            manager.close()
+        self._managers.clear()
+        self._store.close()
+
+    def _manager(self, salt: str) -> KVCManager:
+        manager = self._managers.get(salt)
+        if manager is None:
+            manager = KVCManager(
+                self._model, self._tokenizer, self._store,
+                block_tokens=self._block_tokens, weights=self._weights, tenant_salt=salt.encode(),
+            )  # fmt: skip
+            self._let_go(KEEP_SALTS - 1)
+            self._managers[salt] = manager
+        self._managers.move_to_end(salt)
+        return manager
+
+    def _let_go(self, keep: int) -> None:
+        """Close the managers used longest ago until ``keep`` are left, but none that serves a prompt."""
+        busy = {prompt.salt for prompt in self._open}
+        idle = [salt for salt in self._managers if salt not in busy]
+        for salt in idle[: max(0, len(self._managers) - keep)]:
+            self._managers.pop(salt).close()
+
+    def _evicted(self, key: bytes, value: bytes) -> None:
+        self.evicted_blocks += 1
+        if key in self._held:
+            del self._held[key]
+            self._events.append(BlockRemoved([event_hash(key)], MEDIUM))
+
+    def _tell_stored(self, salt: str, ids: Tokens, hashes: Sequence[BlockHash], came: Sequence[int]) -> None:
+        """One event for each run of neighbours among the blocks that came."""
+        size = self._block_tokens
+        for first, last in _runs(came):
+            extra: list[tuple[str, ...] | None] | None = None
+            if salt and first == 0:
+                extra = [(salt,), *[None] * (last - first)]
+            self._events.append(
+                BlockStored(
+                    block_hashes=[event_hash(key) for key in hashes[first : last + 1]],
+                    parent_block_hash=event_hash(hashes[first - 1]) if first else None,
+                    token_ids=ids[first * size : (last + 1) * size].tolist(),
+                    block_size=size,
+                    lora_id=None,
+                    medium=MEDIUM,
+                    lora_name=None,
+                    extra_keys=extra,
+                )
+            )
+
+    def _tell(self) -> None:
+        events, self._events = self._events, []
+        if events:
+            self.on_events(events)
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last of each run of consecutive numbers; ``numbers`` ascend."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs

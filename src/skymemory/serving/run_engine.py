@@ -1,0 +1,175 @@
+"""One engine as a process: the model, its cache, its thread and its door, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from aiohttp import web
+
+from skymemory.engine.named import ReadyModel, ready_model
+from skymemory.errors import InvalidInput
+from skymemory.serving.engine_thread import PREFILL_TOKENS, EngineThread
+from skymemory.serving.kv_publisher import KVPublisher
+from skymemory.serving.openai_engine import OpenAIEngine
+from skymemory.serving.prefix_caches import PrefixCaches
+from skymemory.serving.request_bodies import RequestReader
+from skymemory.serving.tally import Tally
+from skymemory.units import format_size
+
+_GOODBYE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    model: str = "small"
+    """A name of ``engine.inputs.MODEL_NAMES``, or a folder."""
+    served_name: str = ""
+    """What requests call it; by default the model's name, or its folder's."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any that is free."""
+    cache_bytes: int = 64 << 20
+    """Of keys and values in the prefix cache; 0 caches nothing."""
+    block_tokens: int = 16
+    policy: str = "lru"
+    dtype: str = "float32"
+    threads: int = 1
+    context_tokens: int | None = None
+    """At most what the model has, which is the default."""
+    most_running: int = 8
+    most_waiting: int = 256
+    kv_events: str | None = None
+    """Where KV events are published (ZeroMQ endpoint), and where missed ones are asked for."""
+    kv_replay: str = "tcp://127.0.0.1:*"
+
+
+class Engine:
+    """All parts of one engine in this process, without its socket."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        torch.set_num_threads(settings.threads)
+        ready = ready_model(settings.model, dtype=settings.dtype)
+        self.name = settings.served_name or Path(settings.model).resolve().name
+        context_tokens = _context(ready, settings.context_tokens)
+        _warm(ready, context_tokens)
+        self.publisher: KVPublisher | None = None
+        self.caches = PrefixCaches(
+            ready.model, ready.tokenizer, settings.cache_bytes, settings.block_tokens, settings.policy
+        )
+        if settings.kv_events is not None:
+            topic = f"kv@{settings.host}@{self.name}"
+            self.publisher = KVPublisher(settings.kv_events, settings.kv_replay, topic)
+            self.caches.on_events = self.publisher.publish
+        tally = Tally(self.name)
+        self.thread = EngineThread(
+            ready.model, ready.tokenizer, self.caches, tally,
+            most_running=settings.most_running, most_waiting=settings.most_waiting,
+        )  # fmt: skip
+        tally.watch(
+            waiting=lambda: self.thread.waiting, running=lambda: self.thread.running, usage=self._usage,
+            block_tokens=settings.block_tokens, blocks=self.caches.capacity_blocks,
+        )  # fmt: skip
+        vocabulary = ready.model.get_input_embeddings().weight.shape[0]
+        reader = RequestReader(self.name, ready.tokenizer, vocabulary, context_tokens)
+        self.application = OpenAIEngine(reader, self.thread, tally).application
+
+    def close(self) -> None:
+        """Stop computing; what waits is told so. May be repeated."""
+        self.thread.close()
+        self.caches.close()
+        if self.publisher is not None:
+            self.publisher.close()
+
+    def _usage(self) -> float:
+        room = self.caches.capacity_blocks * self.caches.block_tokens
+        return min(1.0, self.thread.held_tokens / room) if room else 0.0
+
+
+def run_engine(settings: EngineSettings, say: Callable[[str], None], *, until_stdin_ends: bool = False) -> None:
+    """Serve until SIGINT or SIGTERM, or until standard input ends; the first line said has the address."""
+    with _bound(settings.host, settings.port) as listener:  # before the model is loaded: a refusal should be quick
+        engine = Engine(settings)
+        try:
+            asyncio.run(_serve(engine, listener, settings, say, until_stdin_ends))
+        finally:
+            engine.close()
+
+
+async def _serve(
+    engine: Engine,
+    listener: socket.socket,
+    settings: EngineSettings,
+    say: Callable[[str], None],
+    until_stdin_ends: bool,
+) -> None:
+    runner = web.AppRunner(
+        engine.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_GOODBYE_S
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+        host, port = runner.addresses[0][:2]
+        say(f"{engine.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        blocks = engine.caches.capacity_blocks
+        say(f"prefix cache of {format_size(settings.cache_bytes)}: {blocks:,} blocks of {settings.block_tokens} tokens")
+        if engine.publisher is not None:
+            say(f"KV events at {engine.publisher.at}, missed ones at {engine.publisher.replay_at}")
+        await _told_to_stop(until_stdin_ends)
+        await asyncio.to_thread(engine.thread.close)
+    finally:
+        await runner.cleanup()
+
+
+async def _told_to_stop(until_stdin_ends: bool) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if until_stdin_ends:
+        loop.add_reader(sys.stdin.fileno(), lambda: stop.set() if not os.read(sys.stdin.fileno(), 4096) else None)
+    try:
+        await stop.wait()
+    finally:
+        if until_stdin_ends:
+            loop.remove_reader(sys.stdin.fileno())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):
+                loop.remove_signal_handler(number)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket with this address, not yet listening."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise InvalidInput(f"--listen {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+def _context(ready: ReadyModel, asked: int | None) -> int:
+    most = int(getattr(ready.model.config, "max_position_embeddings", 0) or asked or 4096)
+    if asked is not None and not 2 <= asked <= most:
+        raise InvalidInput(f"--context {asked}: expected 2 to {most} tokens, which this model has")
+    return asked or most
+
+
+def _warm(ready: ReadyModel, context_tokens: int) -> None:
+    """What is slow only the first time, before anybody waits for it."""
+    ids = torch.zeros((1, min(PREFILL_TOKENS, context_tokens)), dtype=torch.long, device=ready.model.device)
+    with torch.inference_mode():
+        ready.model(input_ids=ids)

@@ -1,0 +1,66 @@
+"""What an engine counts, under the names and in the format that vLLM's /metrics has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+
+
+class Tally:
+    """Counters of one engine. They may be read while the engine's thread counts."""
+
+    def __init__(self, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model, "engine": "0"}
+        names = list(self._labels)
+
+        def counter(name: str, words: str, *more: str) -> Counter:
+            return Counter(f"vllm:{name}", words, [*names, *more], registry=self._registry)
+
+        self._queries = counter("prefix_cache_queries", "Tokens of prompts that were looked up.").labels(**self._labels)
+        self._hits = counter("prefix_cache_hits", "Of those, the ones the cache supplied.").labels(**self._labels)
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.").labels(**self._labels)
+        self._generation = counter("generation_tokens", "Tokens generated.").labels(**self._labels)
+        self._ended = counter("request_success", "Requests ended, by how.", "finished_reason")
+        self._ttft = Histogram(
+            "vllm:time_to_first_token_seconds", "From the request to its first token.", names, buckets=_TTFT_S,
+            registry=self._registry,
+        ).labels(**self._labels)  # fmt: skip
+
+    def watch(
+        self, *, waiting: Callable[[], int], running: Callable[[], int], usage: Callable[[], float],
+        block_tokens: int, blocks: int,
+    ) -> None:  # fmt: skip
+        """What is read off the engine when somebody asks."""
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "num_requests_waiting": ("Requests that wait for their prefill.", waiting),
+            "num_requests_running": ("Requests in prefill or being answered.", running),
+            "kv_cache_usage_perc": ("Tokens of running requests as a part of what the cache holds, 0 to 1.", usage),
+        }
+        for name, (words, read) in gauges.items():
+            gauge = Gauge(f"vllm:{name}", words, list(self._labels), registry=self._registry)
+            gauge.labels(**self._labels).set_function(read)
+        info = {"block_size": str(block_tokens), "num_gpu_blocks": str(blocks), "enable_prefix_caching": "True"}
+        info["engine"] = "0"
+        Gauge("vllm:cache_config_info", "The cache's shape.", list(info), registry=self._registry).labels(**info).set(1)
+
+    def looked_up(self, tokens: int, cached: int) -> None:
+        self._queries.inc(tokens)
+        self._hits.inc(cached)
+        self._prompt.inc(tokens)
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def generated(self) -> None:
+        self._generation.inc()
+
+    def ended(self, how: str) -> None:
+        self._ended.labels(**self._labels, finished_reason=how).inc()
+
+    def text(self) -> bytes:
+        """All of it as Prometheus reads it."""
+        return generate_latest(self._registry)

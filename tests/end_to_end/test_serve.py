@@ -1,0 +1,92 @@
+"""``skymemory serve`` as a user runs it: it answers, says what is wrong, and ends at once when told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("transformers", reason="an engine needs skymemory[hf]")
+pytest.importorskip("aiohttp", reason="serving needs skymemory[router]")
+
+from skymemory.cli.main import main
+from skymemory.errors import InvalidInput
+from skymemory.serving.run_engine import EngineSettings, run_engine
+
+pytestmark = pytest.mark.engine
+SERVE = [sys.executable, "-m", "skymemory", "serve"]
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def serving(*words: str, stdin: int = subprocess.DEVNULL) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen(
+        [*SERVE, "--listen", "127.0.0.1:0", "--cache", "4MiB", *words], stdin=stdin, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found is not None, line or process.communicate(timeout=PATIENCE_S)
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate(timeout=PATIENCE_S)
+
+
+def test_it_answers_and_ctrl_c_ends_it() -> None:
+    with serving("--name", "mine") as (process, url):
+        body = json.dumps({"model": "mine", "prompt": "git is", "max_tokens": 4}).encode()
+        with urllib.request.urlopen(f"{url}/v1/completions", body, timeout=PATIENCE_S) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0 and "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_it_ends_with_whoever_started_it_and_wished_so() -> None:
+    with serving("--until-stdin-ends", stdin=subprocess.PIPE) as (process, _):
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for settings in (EngineSettings(port=port), EngineSettings(host="192.0.2.1", port=port)):
+            with pytest.raises(InvalidInput, match=str(port)):
+                run_engine(replace(settings, model="nowhere"), print)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--listen", "8000"], "HOST:PORT"),
+        (["--listen", "127.0.0.1:70000"], "0 to 65535"),
+        (["--model", "nowhere"], "no model 'nowhere'"),
+        (["--cache", "much"], "size"),
+        (["--block-tokens", "0"], "1 to 4096"),
+        (["--running", "0"], "--running 0"),
+        (["--policy", "best"], "lru"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_loaded(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words]) == 2
+    assert told in capsys.readouterr().err
