@@ -1,0 +1,168 @@
+"""From the body of an OpenAI request to what a router knows of it.
+
+Blocks are either 64 bytes of UTF-8 (16 tokens, estimated at 4 bytes each), which needs nothing but the body, or the
+engine's own blocks of tokens, where its tokenizer is known. Hashes are chained and seeded by model, adapter and salt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from skymemory import native
+from skymemory.conductor.request import HEAD_BYTES, Prompt, Request
+from skymemory.conductor.seeds import seed
+from skymemory.router.bad_request import BadRequest
+from skymemory.router.bodies import (
+    TOKEN_BYTES,
+    Body,
+    anything,
+    chat_bytes,
+    prompts_of,
+    read_body,
+    read_messages,
+    read_prompts,
+    token_bytes,
+)
+
+if TYPE_CHECKING:
+    from skymemory.router.tokenizing import PromptTokenizer
+
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+PROMPT_PATHS = frozenset((COMPLETIONS, CHAT_COMPLETIONS))
+BYTES_PER_TOKEN = 4
+BLOCK_BYTES = 64
+MAX_BLOCKS = 8192
+"""Blocks of a prompt that are hashed at most: 128k tokens in blocks of 16. What is behind them does not steer."""
+MAX_BODY_BYTES = 16 << 20
+MAX_NAME_LETTERS = 256
+"""Of a model, an adapter and a session: they are kept, and told in headers."""
+SESSION_HEADER = "x-session-id"
+SESSION_COOKIE = "session"
+
+
+class PromptReader:
+    """Reads requests. ``adapters`` may change meanwhile: names of LoRA adapters, and the models they are for."""
+
+    def __init__(
+        self,
+        *,
+        block_bytes: int = BLOCK_BYTES,
+        tokenizer: PromptTokenizer | None = None,
+        block_tokens: int = 16,
+        max_blocks: int = MAX_BLOCKS,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        adapters: Mapping[str, str] | None = None,
+        session_header: str = SESSION_HEADER,
+        session_cookie: str = SESSION_COOKIE,
+    ) -> None:
+        """
+        Args:
+            tokenizer: blocks are ``block_tokens`` of its tokens; without one they are ``block_bytes`` of text.
+        """
+        self.adapters: Mapping[str, str] = {} if adapters is None else adapters
+        self._tokenizer = tokenizer
+        self._block_bytes = block_bytes if tokenizer is None else block_tokens * TOKEN_BYTES
+        self._block_tokens = block_bytes / BYTES_PER_TOKEN if tokenizer is None else float(block_tokens)
+        self._max_blocks = max_blocks
+        self._max_body_bytes = max_body_bytes
+        self._session_header = session_header.lower()
+        self._cookie_begin = f"{session_cookie}="
+
+    def read(self, path: str, headers: Mapping[str, str], body: bytes, client: str = "") -> Request:
+        """
+        Args:
+            path: of the request, with or without a query.
+            headers: by lower-case names, or whatever the case where the mapping does not mind.
+            client: its address, which stands for its session where nothing better does.
+
+        Raises:
+            BadRequest: it is not a request for a completion (404), too large (413), or cannot be read (400).
+        """
+        path = path.partition("?")[0]
+        if path not in PROMPT_PATHS:
+            raise BadRequest(404, f"{path} takes no prompt; prompts go to {COMPLETIONS} or {CHAT_COMPLETIONS}")
+        if len(body) > self._max_body_bytes:
+            raise BadRequest(413, f"the body has {len(body)} bytes; at most {self._max_body_bytes} are taken")
+        read = read_body(body)
+        data, tokens = self._completion(read) if path == COMPLETIONS else self._chat(read)
+        model, adapter = self._model_and_adapter(read)
+        salt = read.cache_salt or ""
+        limit = read.max_completion_tokens if read.max_completion_tokens is not None else read.max_tokens
+        return Request(
+            self._prompt(data, tokens, seed(model, adapter, salt)),
+            model=model,
+            adapter=adapter,
+            salt=salt,
+            session=self._session(headers, read, client)[:MAX_NAME_LETTERS],
+            output_tokens=None if limit is None or not math.isfinite(limit) else int(limit),
+        )
+
+    def _prompt(self, data: bytes, tokens: int, start: int) -> Prompt:
+        hashed = (
+            data[: self._max_blocks * self._block_bytes] if len(data) > self._max_blocks * self._block_bytes else data
+        )
+        return Prompt(
+            native.chain_hashes(hashed, self._block_bytes, start),
+            native.piece_hashes(hashed, self._block_bytes, start),
+            self._block_tokens,
+            max(1, tokens),
+            data[:HEAD_BYTES],
+        )
+
+    def _completion(self, body: Body) -> tuple[bytes, int]:
+        """Bytes of the first prompt (others do not share its place in a cache), tokens of all of them."""
+        if self._tokenizer is None:
+            prompts = prompts_of(body)
+            return prompts[0], sum(_tokens(prompt) for prompt in prompts)
+        read = [self._tokenizer.of_text(each) if isinstance(each, str) else each for each in read_prompts(body)]
+        return token_bytes(read[0]), sum(map(len, read))
+
+    def _chat(self, body: Body) -> tuple[bytes, int]:
+        if self._tokenizer is None:
+            data = chat_bytes(body)
+            return data, _tokens(data)
+        ids = self._chat_tokens(body, self._tokenizer)
+        return token_bytes(ids), len(ids)
+
+    def _chat_tokens(self, body: Body, tokenizer: PromptTokenizer) -> Sequence[int]:
+        """As the engine's template has it. Where it has none, or refuses, tokens of the flat text: the engine will say
+        what is wrong, and until then equal chats are equal.
+        """
+        read_messages(body)
+        messages: list[dict[str, Any]] = anything(body.messages, "messages")
+        tools = anything(body.tools, "tools") if bytes(body.tools) else None
+        more = anything(body.chat_template_kwargs, "chat_template_kwargs") if bytes(body.chat_template_kwargs) else None
+        ids = tokenizer.of_chat(messages, tools or None, more if isinstance(more, dict) else None)
+        return tokenizer.of_text(chat_bytes(body).decode("utf-8", "replace")) if ids is None else ids
+
+    def _model_and_adapter(self, body: Body) -> tuple[str, str]:
+        model = body.model or ""
+        for param, name in (("model", model), ("lora_adapter", body.lora_adapter or "")):
+            if len(name) > MAX_NAME_LETTERS:
+                raise BadRequest(400, f"`{param}` has {len(name)} letters; at most {MAX_NAME_LETTERS} are taken", param)
+        if body.lora_adapter:
+            return model, body.lora_adapter
+        base = self.adapters.get(model)
+        return (model, "") if base is None else (base or model, model)
+
+    def _session(self, headers: Mapping[str, str], body: Body, client: str) -> str:
+        """Its header, else its cookie, else the user that it names, else the address it comes from."""
+        if session := headers.get(self._session_header):
+            return session
+        if cookies := headers.get("cookie"):
+            for cookie in cookies.split(";"):
+                if cookie.lstrip().startswith(self._cookie_begin):
+                    return cookie.lstrip()[len(self._cookie_begin) :].strip()
+        if body.user:
+            return str(body.user)
+        return client or headers.get("x-forwarded-for", "").partition(",")[0].strip()
+
+
+def _tokens(data: bytes) -> int:
+    return -(-len(data) // BYTES_PER_TOKEN)
+
+
+__all__ = ["CHAT_COMPLETIONS", "COMPLETIONS", "PROMPT_PATHS", "BadRequest", "PromptReader"]

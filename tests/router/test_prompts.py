@@ -1,0 +1,176 @@
+"""Bodies of OpenAI requests become what a router goes by, and what is none is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skymemory import native
+from skymemory.conductor.request import Request
+from skymemory.conductor.seeds import seed
+from skymemory.router.bad_request import BadRequest
+from skymemory.router.prompts import CHAT_COMPLETIONS, COMPLETIONS, PromptReader
+
+READER = PromptReader(adapters={"poet": "small", "orphan": ""})
+
+
+def read(path: str = COMPLETIONS, headers: dict[str, str] | None = None, **body: Any) -> Request:
+    return READER.read(path, headers or {}, json.dumps(body).encode(), client="10.0.0.9")
+
+
+def chat(*turns: tuple[str, Any], **more: Any) -> Request:
+    return read(CHAT_COMPLETIONS, messages=[{"role": role, "content": content} for role, content in turns], **more)
+
+
+def begins_with(longer: Request, shorter: Request) -> bool:
+    blocks = shorter.prompt.blocks
+    return len(longer.prompt.blocks) > len(blocks) > 0 and bool(
+        np.array_equal(longer.prompt.blocks[: len(blocks)], blocks)
+    )
+
+
+def test_a_text_becomes_chained_blocks_of_its_bytes() -> None:
+    text = "Grüße aus dem All. " * 20
+    data = text.encode()
+    request = read(model="small", prompt=text, max_tokens=7, cache_salt="s")
+    assert np.array_equal(request.prompt.blocks, native.chain_hashes(data, 64, seed("small", "", "s")))
+    assert np.array_equal(request.prompt.pieces, native.piece_hashes(data, 64, seed("small", "", "s")))
+    assert len(request.prompt.blocks) == len(data) // 64
+    assert (request.prompt.tokens, request.prompt.block_tokens) == (-(-len(data) // 4), 16)
+    assert request.prompt.head == data[:1024]
+    assert (request.model, request.salt, request.output_tokens) == ("small", "s", 7)
+
+
+def test_model_adapter_and_salt_keep_prompts_apart() -> None:
+    text = "x" * 640
+    one = read(model="small", prompt=text)
+    others = [
+        read(model="large", prompt=text),
+        read(model="small", prompt=text, cache_salt="tenant"),
+        read(model="small", prompt=text, lora_adapter="poet"),
+    ]
+    assert all(not set(one.prompt.blocks) & set(other.prompt.blocks) for other in others)
+    assert np.array_equal(one.prompt.blocks, read(model="small", prompt=text, temperature=0.3).prompt.blocks)
+
+
+def test_a_model_that_is_an_adapter_is_one() -> None:
+    by_model = read(model="poet", prompt="x" * 64)
+    assert (by_model.model, by_model.adapter) == ("small", "poet")
+    assert np.array_equal(
+        by_model.prompt.blocks, read(model="small", lora_adapter="poet", prompt="x" * 64).prompt.blocks
+    )
+    assert (read(model="orphan", prompt="x").model, read(model="orphan", prompt="x").adapter) == ("orphan", "orphan")
+    assert read(model="unheard-of", prompt="x").adapter == ""
+
+
+def test_of_several_prompts_the_first_steers_and_all_weigh() -> None:
+    request = read(prompt=["a" * 640, "b" * 320])
+    assert np.array_equal(request.prompt.blocks, read(prompt="a" * 640).prompt.blocks)
+    assert request.prompt.tokens == 160 + 80
+
+
+def test_tokens_are_hashed_as_their_numbers() -> None:
+    ids = list(range(100, 150))
+    data = np.array(ids, dtype="<u4").tobytes()
+    request = read(prompt=ids)
+    assert request.prompt.tokens == 50 and request.prompt.block_tokens == 16
+    assert np.array_equal(request.prompt.blocks, native.chain_hashes(data, 64, seed("", "", "")))
+    assert np.array_equal(read(prompt=[ids, ids]).prompt.blocks, request.prompt.blocks)
+    assert read(prompt=[ids, ids]).prompt.tokens == 100
+
+
+def test_the_next_turn_of_a_chat_begins_with_the_turns_so_far() -> None:
+    first = [("system", "You are terse. " * 10), ("user", "Where is the anchor? " * 10)]
+    second = [*first, ("assistant", "Overhead."), ("user", "And now?")]
+    assert begins_with(chat(*second), chat(*first))
+    assert not begins_with(chat(*second), chat(first[0], ("assistant", first[1][1])))
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert begins_with(chat(*second, tools=tools), chat(*first, tools=tools))
+    assert not set(chat(*first, tools=tools).prompt.blocks) & set(chat(*first).prompt.blocks)
+
+
+def test_contents_in_parts_and_calls_of_tools() -> None:
+    text = "Where is the anchor? " * 20
+    parts = [{"type": "text", "text": text[:200]}, {"type": "text", "text": text[200:]}]
+    assert np.array_equal(chat(("user", parts)).prompt.blocks, chat(("user", text)).prompt.blocks)
+    called = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": None, "tool_calls": called}]
+    assert begins_with(
+        read(CHAT_COMPLETIONS, messages=[*turns, {"role": "tool", "content": "x" * 99}]), chat(("user", text))
+    )
+
+
+def test_images_count_by_what_they_show() -> None:
+    def showing(url: str) -> Request:
+        return chat(
+            ("user", [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}])
+        )
+
+    small, large = showing("data:image/png;base64,AAAA"), showing("data:image/png;base64," + "B" * 1_000_000)
+    assert not set(small.prompt.blocks[1:]) & set(large.prompt.blocks[1:])
+    assert small.prompt.tokens == large.prompt.tokens > 512
+    assert np.array_equal(small.prompt.blocks, showing("data:image/png;base64,AAAA").prompt.blocks)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "session"),
+    [
+        ({"x-session-id": "h", "cookie": "session=c"}, {"user": "u"}, "h"),
+        ({"cookie": "a=b; session=c; d=e"}, {"user": "u"}, "c"),
+        ({"cookie": "my-session=c"}, {"user": "u"}, "u"),
+        ({}, {"user": 7}, "7"),
+        ({}, {}, "10.0.0.9"),
+    ],
+)
+def test_what_tells_clients_apart(headers: dict[str, str], body: dict[str, Any], session: str) -> None:
+    assert read(headers=headers, prompt="x", **body).session == session
+
+
+def test_a_megabyte_is_hashed_up_to_a_bound() -> None:
+    request = read(prompt="abcdefgh" * 131_072)
+    assert len(request.prompt.blocks) == len(request.prompt.pieces) == 8192
+    assert request.prompt.tokens == 262_144
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        (COMPLETIONS, b"{", 400, "not JSON"),
+        (COMPLETIONS, b"", 400, "not JSON"),
+        (COMPLETIONS, b"\xff\xfe", 400, "not JSON"),
+        (COMPLETIONS, b"[]", 400, "Expected `object`"),
+        (COMPLETIONS, b'{"prompt": "\xff"}', 400, "not JSON"),
+        (COMPLETIONS, b'{"model": "m"}', 400, "no `prompt`"),
+        (COMPLETIONS, b'{"prompt": []}', 400, "empty list"),
+        (COMPLETIONS, b'{"prompt": [1, -2]}', 400, "`int` >= 0"),
+        (COMPLETIONS, b'{"prompt": {"a": 1}}', 400, "Expected `array`"),
+        (COMPLETIONS, b'{"prompt": "x", "model": 3}', 400, "`$.model`"),
+        (COMPLETIONS, b'{"prompt": "x", "model": "' + b"m" * 1000 + b'"}', 400, "256"),
+        (COMPLETIONS, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested"),
+        (CHAT_COMPLETIONS, b'{"model": "m"}', 400, "no `messages`"),
+        (CHAT_COMPLETIONS, b'{"messages": [{"role": "user", "content": 3}]}', 400, "content"),
+        (CHAT_COMPLETIONS, b'{"messages": [3]}', 400, "Expected `object`"),
+        ("/v1/responses", b"{}", 404, "takes no prompt"),
+    ],
+)
+def test_what_cannot_be_read_says_why(path: str, body: bytes, status: int, says: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        READER.read(path, {}, body)
+    error = json.loads(caught.value.body())["error"]
+    assert caught.value.status == status and says in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_what_is_too_large_is_refused_before_it_is_read() -> None:
+    with pytest.raises(BadRequest, match="at most 100") as caught:
+        PromptReader(max_body_bytes=100).read(COMPLETIONS, {}, b"{" * 101)
+    assert caught.value.status == 413
+
+
+def test_odd_numbers_pass() -> None:
+    request = READER.read(COMPLETIONS + "?x=1", {}, b'{"prompt": "tail", "max_tokens": 1e300, "user": ""}')
+    assert request.output_tokens == int(1e300) and request.prompt.tokens == 1
+    assert read(prompt="x", max_tokens=5, max_completion_tokens=9).output_tokens == 9
