@@ -12,9 +12,9 @@ from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import NAMES, named
 
-LEARNING = ("hash-trie", "simhash")
+LEARNING = ("least-ttft", "approximate", "radix", "hash-trie", "simhash")
 """Those that believe a server to hold what it was sent."""
-PREFIX = (*LEARNING, "chwbl")
+PREFIX = (*LEARNING, "precise", "chwbl")
 
 
 @pytest.fixture(params=NAMES)

@@ -7,10 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
+from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.strategies.approximate import Approximate, ApproximateSettings
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.chwbl import BoundedRing, ChwblSettings
 from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
+from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
 from skymemory.conductor.strategies.plain import AtRandom, InTurn, LeastLoad
+from skymemory.conductor.strategies.precise import Precise, PreciseSettings
+from skymemory.conductor.strategies.radix import Radix, RadixSettings
 from skymemory.conductor.strategies.session import SessionAffinity, SessionSettings
 from skymemory.conductor.strategies.simhash import NearestSignature, SimHashSettings
 from skymemory.conductor.strategies.speeds import PrefillCost
@@ -22,7 +29,7 @@ class NoSettings:
     """Of a strategy that has none."""
 
 
-Build = Callable[[Any, object | None, PrefillCost | None], Scorer]
+Build = Callable[[Any, PrefixIndex | None, PrefillCost | None], Scorer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,49 @@ class Named:
     build: Build
 
 
+def _approximate(settings: ApproximateSettings, index: PrefixIndex | None, cost: PrefillCost | None) -> Scorer:
+    table = index or ApproximatePrefixIndex(settings.blocks_per_server, settings.max_match_blocks or None)
+    return Approximate(table, settings)
+
+
+def _radix(settings: RadixSettings, index: PrefixIndex | None, cost: PrefillCost | None) -> Scorer:
+    return Radix(index or ApproximatePrefixIndex(settings.blocks_per_server), settings)
+
+
+def _precise(settings: PreciseSettings, index: PrefixIndex | None, cost: PrefillCost | None) -> Scorer:
+    if index is not None and not isinstance(index, PreciseIndex):
+        raise InvalidInput("strategy 'precise' takes an index that events feed (PreciseIndex)")
+    return Precise(index or PreciseIndex(settings.block_tokens), settings)
+
+
+def _least_ttft(settings: LeastTtftSettings, index: PrefixIndex | None, cost: PrefillCost | None) -> Scorer:
+    if index is None:
+        blocks = settings.blocks_per_server
+        index = PreciseIndex(settings.block_tokens) if settings.events else ApproximatePrefixIndex(blocks)
+    return LeastTtft(index, settings, cost)
+
+
 STRATEGIES: Mapping[str, Named] = {
+    "least-ttft": Named(
+        "the least estimated time to first token: waiting there, plus computing what is not cached there",
+        LeastTtftSettings,
+        _least_ttft,
+    ),
+    "approximate": Named(
+        "queue, KV use and matched prefix, weighted 2:2:3, by what was sent (the endpoint picker's)",
+        ApproximateSettings,
+        _approximate,
+    ),
+    "precise": Named(
+        "queue, KV use and matched prefix, weighted 2:2:3, by what engines tell of their caches (llm-d's)",
+        PreciseSettings,
+        _precise,
+    ),
+    "radix": Named(
+        "load first when it differs much, else the longest match over 0.3, else least load (SGLang's)",
+        RadixSettings,
+        _radix,
+    ),
     "hash-trie": Named(
         "one of the servers that served the longest match, in a tree of blocks (production-stack's)",
         HashTrieSettings,
@@ -60,11 +109,11 @@ STRATEGIES: Mapping[str, Named] = {
     "random": Named("at random, from a seed", NoSettings, lambda settings, index, cost: AtRandom()),
 }
 NAMES = tuple(STRATEGIES)
-DEFAULT = "least-load"
+DEFAULT = "least-ttft"
 
 
 def named(
-    name: str = DEFAULT, *, index: object | None = None, cost: PrefillCost | None = None, **options: object
+    name: str = DEFAULT, *, index: PrefixIndex | None = None, cost: PrefillCost | None = None, **options: object
 ) -> Scorer:
     """The strategy of that name. Words are taken for numbers, as they come from flags.
 

@@ -1,0 +1,82 @@
+"""What strategies share that ask a prefix index: matched tokens, learning, capacities that servers report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.request import Prompt, Request
+from skymemory.conductor.strategies.tickets import Tickets
+
+BELIEVABLE = 0.5
+"""Part of the blocks believed to be held that a server must confirm; with less, what it lacked is not believed
+elsewhere either. Blocks of characters and an engine's own block size make small differences meaningless."""
+
+
+class Indexed:
+    """A strategy with a prefix index, which learns a prompt when its first byte came.
+
+    (An index that engines' events feed takes no notice of that.)
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+        self._believed: Tickets[int] = Tickets()
+        """Blocks that the index gave when the request was sent."""
+        self._answering: Tickets[int] = Tickets(most=4096)
+        """The same for requests that are being answered: some servers say with the end what they had cached."""
+
+    def matched_tokens(self, prompt: Prompt, blocks: Sequence[int]) -> list[int]:
+        """Tokens of the first ``blocks`` blocks of a prompt, for each of them."""
+        per_block, tokens = prompt.block_tokens, prompt.tokens
+        return [min(tokens, int(count * per_block)) if count else 0 for count in blocks]
+
+    def matched_blocks(self, prompt: Prompt, servers: Sequence[Server]) -> list[int]:
+        """Leading blocks of the prompt that each server is believed to hold."""
+        if not len(prompt.blocks):
+            return [0] * len(servers)
+        return self.index.match(prompt.blocks, [server.slot for server in servers])
+
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        self._believed.note(request, server, self.matched_blocks(request.prompt, (server,))[0])
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        believed = self._believed.take(request, server)
+        prompt = request.prompt
+        if not len(prompt.blocks):
+            return
+        if believed and cached_tokens is None:
+            self._answering.note(request, server, believed)
+        elif believed and cached_tokens is not None:
+            self._correct(prompt, server, believed, cached_tokens)
+        self._fit_capacity(prompt, server)
+        self.index.learn(server.slot, prompt.blocks)
+
+    def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
+        believed = self._answering.take(request, server)
+        if believed and self._correct(request.prompt, server, believed, cached_tokens):
+            self.index.learn(server.slot, request.prompt.blocks)  # It holds the prompt by now, whatever it had before.
+
+    def failed(self, request: Request, server: Server, now_s: float) -> None:
+        self._believed.take(request, server)
+
+    def forget(self, server: Server) -> None:
+        self._believed.forget(server)
+        self._answering.forget(server)
+        self.index.forget(server.slot)
+
+    def _correct(self, prompt: Prompt, server: Server, believed: int, cached_tokens: int) -> bool:
+        """What it lacked of ``believed`` blocks it lacks in other prompts too; whether anything was taken back."""
+        held = int(cached_tokens / prompt.block_tokens)
+        return held + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, held) > 0
+
+    def _fit_capacity(self, prompt: Prompt, server: Server) -> None:
+        """An index that bounds what it believes of a server takes the size that the server tells of its cache.
+
+        The endpoint picker's original ignores it: it then believes in blocks that were evicted long ago.
+        """
+        report = server.reported
+        set_capacity = getattr(self.index, "set_capacity", None)
+        if set_capacity is not None and report is not None and report.cache_blocks and report.block_tokens:
+            set_capacity(server.slot, max(1, int(report.cache_blocks * report.block_tokens / prompt.block_tokens)))

@@ -1,0 +1,207 @@
+"""Least estimated time to first token: what waits at a server, plus what of the prompt it must compute.
+
+Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1): a cache weighs as many seconds as it saves and a
+queue as many as it costs, so no weights have to be found between them. A hot prefix is computed again elsewhere as soon
+as waiting for its server takes longer: replication by itself. Beyond that:
+
+- prompts under way at a server count as cached there for whoever queues behind them (``under_way``);
+- no server gets more than its share of requests (``guard``);
+- speeds are given by a cost model or learned from first bytes (``speeds``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.request import Request
+from skymemory.conductor.strategies.base import Ranking
+from skymemory.conductor.strategies.gain import GainThreshold
+from skymemory.conductor.strategies.guard import GuardSettings, ShareGuard
+from skymemory.conductor.strategies.hashing import mix
+from skymemory.conductor.strategies.indexed import Indexed
+from skymemory.conductor.strategies.queues import Prefill, PrefillQueues
+from skymemory.conductor.strategies.speeds import GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
+from skymemory.conductor.strategies.tickets import Tickets
+from skymemory.conductor.strategies.under_way import UnderWay
+from skymemory.errors import InvalidInput
+
+_SET_BACK_S = 1e9
+"""Taken off the score of a server that had its share: it comes after all others, and they keep their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeastTtftSettings:
+    work_weight: float = 0.0
+    """Seconds of delay to requests that come later, counted per second of computing."""
+    overdue: float = 0.1
+    """Part of a prefill's time so far that it is believed to need still, once it takes longer than estimated."""
+    under_way_blocks: int = 4096
+    """Of a prompt under way, blocks that count; 0: only what is done counts."""
+    min_match_tokens: int = 0
+    min_match_ratio: float = 0.0
+    guard_limit: float = 2.2
+    guard_window_s: float = 60.0
+    guard_requests: int = 80
+    guard_mean: float = 5.0
+    blocks_per_server: int = 31_250
+    """What is believed of a server that does not report the size of its cache."""
+    events: bool = False
+    """Engines tell by events what they hold; without, what was sent to them is believed to be there."""
+    block_tokens: int = 16
+    """Of the engines' blocks, with ``events``."""
+    error: float = 0.0
+    """Standard deviation of an error put on every estimate, as a part of it: for comparisons, where estimates would
+    else be the simulated truth."""
+    error_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.work_weight < 0 or self.overdue < 0 or self.under_way_blocks < 0:
+            raise InvalidInput("work_weight, overdue and under_way_blocks are 0 or more")
+        if not 0 <= self.error <= 1:
+            raise InvalidInput(f"error is {self.error}; expected a part of the estimate, 0 to 1")
+        self.guard()
+
+    def guard(self) -> GuardSettings:
+        return GuardSettings(self.guard_limit, self.guard_window_s, self.guard_requests, self.guard_mean)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What was believed when a request was sent."""
+
+    prefill: Prefill
+    chain: NDArray[np.uint64] | None
+    computed_tokens: int
+
+
+class LeastTtft(Indexed):
+    """``cost``: seconds of a prefill, the same for all servers; None: learned for each from what they take."""
+
+    name = "least-ttft"
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        settings: LeastTtftSettings | None = None,
+        cost: PrefillCost | None = None,
+    ) -> None:
+        super().__init__(index)
+        self.settings = settings = settings or LeastTtftSettings()
+        self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
+        self._gain = GainThreshold(settings.min_match_tokens, settings.min_match_ratio)
+        self._guard = ShareGuard(settings.guard())
+        self._queues = PrefillQueues(settings.overdue)
+        self._under_way = UnderWay(settings.under_way_blocks)
+        self._sent: Tickets[_Sent] = Tickets()
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        settings, tokens = self.settings, request.prompt.tokens
+        slots = [server.slot for server in servers]
+        matched = self._matched(request, servers, slots)
+        reasons: list[str] = []
+        best_match = max(matched)
+        if best_match and not self._gain.worth(best_match, tokens):
+            reasons.append(self._gain.why_not(best_match, tokens))
+            prefills = self.speeds.prefills_s(slots, tokens, [0] * len(slots))
+        else:
+            prefills = self.speeds.prefills_s(slots, tokens, matched)
+        waits = self._queues.waits_s(servers, now_s)
+        if settings.error:
+            off = self._errors(request, slots, now_s)
+            waits = [seconds * by for seconds, by in zip(waits, off, strict=True)]
+            prefills = [seconds * by for seconds, by in zip(prefills, off, strict=True)]
+        ttfts = [wait + prefill for wait, prefill in zip(waits, prefills, strict=True)]
+        work = settings.work_weight
+        if work:
+            scores = [-ttft - work * prefill for ttft, prefill in zip(ttfts, prefills, strict=True)]
+        else:
+            scores = [-ttft for ttft in ttfts]
+        held_back = self._hold_back(scores, slots, now_s)
+        if held_back:
+            names = ", ".join(servers[at].name for at in held_back)
+            reasons.append(f"passed by, with {settings.guard_limit:g} × the mean of recent requests: {names}")
+        weights = (("tokens held", matched), ("seconds of waiting", waits), ("seconds of computing", prefills))
+        return Ranking(scores, matched, ttfts, tuple(reasons), weights)
+
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        slot, prompt = server.slot, request.prompt
+        matched = self._matched(request, (server,), (slot,))
+        super().routed(request, server, now_s)
+        if not self._gain.worth(matched[0], prompt.tokens):
+            matched = [0]
+        work_s = self.speeds.prefills_s((slot,), prompt.tokens, matched)[0]
+        chain = None
+        if self.settings.under_way_blocks and len(prompt.blocks):
+            chain = self._under_way.add(slot, prompt.blocks)
+        sent = _Sent(self._queues.add(slot, work_s, now_s), chain, prompt.tokens - matched[0])
+        self._sent.note(request, server, sent)
+        self._guard.sent(slot, now_s)
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        sent = self._sent.take(request, server)
+        if sent is not None:
+            seconds = self._done(server.slot, sent, now_s)
+            computed = sent.computed_tokens if cached_tokens is None else request.prompt.tokens - cached_tokens
+            self.speeds.observe(server.slot, computed, seconds)
+        super().succeeded(request, server, now_s, cached_tokens)
+
+    def failed(self, request: Request, server: Server, now_s: float) -> None:
+        sent = self._sent.take(request, server)
+        if sent is not None:
+            self._done(server.slot, sent, now_s)
+        super().failed(request, server, now_s)
+
+    def forget(self, server: Server) -> None:
+        slot = server.slot
+        super().forget(server)
+        for part in (self._queues, self._under_way, self._guard, self.speeds):
+            part.forget(slot)
+        self._sent.forget(server)
+
+    def _matched(self, request: Request, servers: Sequence[Server], slots: Sequence[int]) -> list[int]:
+        """Tokens of the prompt that each server holds or will hold when all it was sent is done."""
+        blocks = self.matched_blocks(request.prompt, servers)
+        under_way = self._under_way.depths(request.prompt.blocks)
+        if under_way:
+            blocks = [max(held, under_way.get(slot, 0)) for held, slot in zip(blocks, slots, strict=True)]
+        return self.matched_tokens(request.prompt, blocks)
+
+    def _done(self, slot: int, sent: _Sent, now_s: float) -> float:
+        if sent.chain is not None:
+            self._under_way.drop(slot, sent.chain)
+        return self._queues.remove(slot, sent.prefill, now_s)
+
+    def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> list[int]:
+        """Set servers back that had their share, from the best down, until one is left that has not."""
+        held_back: list[int] = []
+        while len(held_back) < len(slots):
+            best = max(scores)
+            over = [
+                at
+                for at, score in enumerate(scores)
+                if score == best and self._guard.over(slots[at], len(slots), now_s)
+            ]
+            if not over or best < -_SET_BACK_S / 2:
+                break
+            for at in over:
+                scores[at] -= _SET_BACK_S
+            held_back += over
+        return held_back
+
+    def _errors(self, request: Request, slots: Sequence[int], now_s: float) -> list[float]:
+        """A factor per server, drawn from the seed, the request and the server: the same whenever asked again."""
+        blocks = request.prompt.blocks
+        last = blocks.item(-1) if len(blocks) else 0
+        key = mix(np.array([last ^ (self.settings.error_seed * 0x9E3779B97F4A7C15 & (1 << 64) - 1)], dtype=np.uint64))
+        at = np.array([now_s], dtype=np.float64).view(np.uint64)
+        drawn = mix(mix(key ^ at) + np.arange(1, 2 * max(slots) + 3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        share = (drawn.astype(np.float64) + 1.0) / (2.0**64 + 2.0)
+        normal = np.sqrt(-2.0 * np.log(share[::2])) * np.cos(2.0 * np.pi * share[1::2])
+        factors = np.maximum(0.1, 1.0 + self.settings.error * normal)
+        return [float(factors[slot]) for slot in slots]

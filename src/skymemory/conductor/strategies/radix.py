@@ -1,0 +1,64 @@
+"""Radix: load first when servers differ much, else the longest match, else least load.
+
+Source: SGLang's router, policy ``cache_aware``: a tree of request history with one bounded, least-recently-used share
+per server. Load decides when max − min > 64 requests and max > 1.5 × min; otherwise the longest match when it is more
+than 0.3 of the prompt, else least load. The tree is on blocks, not on characters. Done otherwise: of servers that match
+equally the least loaded is taken; a miss goes to least load, not to the smallest tree; it learns on success.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.request import Request
+from skymemory.conductor.strategies.base import Ranking
+from skymemory.conductor.strategies.gain import GainThreshold
+from skymemory.conductor.strategies.indexed import Indexed
+from skymemory.conductor.strategies.loads import loads_of
+from skymemory.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class RadixSettings:
+    balance_absolute: float = 64.0
+    """Requests between the most and the least loaded server from which on load decides, if both bounds are passed."""
+    balance_relative: float = 1.5
+    min_match_tokens: int = 0
+    min_match_ratio: float = 0.3
+    blocks_per_server: int = 31_250
+    """Of the tree, what one server's share is bounded by, where it does not report the size of its cache."""
+
+    def __post_init__(self) -> None:
+        if self.balance_absolute < 0 or self.balance_relative < 1:
+            raise InvalidInput(
+                f"balance_absolute {self.balance_absolute} and balance_relative {self.balance_relative};"
+                " expected at least 0 and 1"
+            )
+
+
+class Radix(Indexed):
+    name = "radix"
+
+    def __init__(self, index: PrefixIndex, settings: RadixSettings | None = None) -> None:
+        super().__init__(index)
+        self.settings = settings or RadixSettings()
+        self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        loads = loads_of(servers, now_s)
+        matched = self.matched_tokens(request.prompt, self.matched_blocks(request.prompt, servers))
+        weights = (("requests there", loads),)
+        most, least = max(loads), min(loads)
+        settings, tokens = self.settings, request.prompt.tokens
+        if most - least > settings.balance_absolute and most > settings.balance_relative * least:
+            reason = f"load first: servers have {least:.0f} to {most:.0f} requests"
+        elif not self._gain.worth(best := max(matched), tokens):
+            reason = self._gain.why_not(best, tokens)
+        else:
+            scores = [held + 1.0 / (1.0 + load) for held, load in zip(matched, loads, strict=True)]
+            reason = f"longest match {best} of {tokens} tokens"
+            return Ranking(scores, matched, reasons=(reason,), weights=weights)
+        return Ranking([-load for load in loads], matched, reasons=(reason,), weights=weights)

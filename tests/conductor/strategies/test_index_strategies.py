@@ -1,0 +1,198 @@
+"""Hash trie, radix, the weighted sums: what each does where its original has a known fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from tests.conductor.strategies.fleets import a_fleet, a_request, serve
+
+from skymemory.conductor.fleet import LoadReport
+from skymemory.conductor.picker import Picker
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
+from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
+from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.strategies.approximate import Approximate, ApproximateSettings
+from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
+from skymemory.conductor.strategies.precise import Precise
+from skymemory.conductor.strategies.radix import Radix, RadixSettings
+
+
+def test_prompts_with_one_first_chunk_do_not_collapse_on_one_server() -> None:
+    """Production-stack's trie: whoever was first has the first chunk, and nobody else ever gets it."""
+    first_chunk_at: set[int] = set()
+    original = Counter(first_chunk_at.add(0) or next(iter(first_chunk_at)) for _ in range(200))
+    assert original == {0: 200}
+    idle = Picker(a_fleet(4), HashTrie(), seed=1)
+    one_by_one = Counter(serve(idle, a_request((1, 2), (10 + number, 38))).server for number in range(200))
+    assert max(one_by_one.values()) < 75, "a match of 5 % is not worth it"
+    busy = Picker(a_fleet(4), HashTrie(HashTrieSettings(min_match_ratio=0.0)), seed=1)
+    for number in range(200):
+        busy.routed(busy.pick(a_request((1, 2), (10 + number, 38)), 0.0), 0.0)
+    assert max(server.in_flight for server in busy.fleet) <= 1.25 * 50 + 1
+
+
+def test_a_shorter_match_counts_when_the_longest_one_is_overloaded() -> None:
+    fleet = a_fleet(4)
+    picker = Picker(fleet, HashTrie(), seed=1)
+    serve(picker, a_request((1, 10), (2, 10)), among={"s0"})
+    serve(picker, a_request((1, 10)), among={"s1"})
+    fleet.servers["s0"].in_flight = 9
+    decision = picker.pick(a_request((1, 10), (2, 10)), 0.0)
+    assert (decision.server, decision.matched_tokens) == ("s1", 160)
+    assert "longest match 320 of 320 tokens, at 1 servers, all over the bound" in decision.reasons[0]
+
+
+def test_the_servers_of_one_node_are_drawn_evenly() -> None:
+    fleet = a_fleet(4)
+    picker = Picker(fleet, HashTrie(), seed=1)
+    for name in ("s1", "s2"):
+        serve(picker, a_request((1, 10)), among={name})
+    drawn = Counter(picker.pick(a_request((1, 10), (2, 1)), 0.0).server for _ in range(200))
+    assert set(drawn) == {"s1", "s2"} and min(drawn.values()) > 70
+
+
+def test_the_trie_is_bounded_and_evicts_ends_before_heads() -> None:
+    scorer = HashTrie(HashTrieSettings(max_blocks=30))
+    picker = Picker(a_fleet(2), scorer, seed=1)
+    serve(picker, a_request((1, 20)), among={"s0"})
+    serve(picker, a_request((2, 20)), among={"s1"})
+    assert len(scorer) == 30
+    assert picker.pick(a_request((1, 20)), 0.0, {"s0"}).matched_tokens == 160
+    assert picker.pick(a_request((2, 20)), 0.0, {"s1"}).matched_tokens == 320
+    serve(picker, a_request((3, 99)))
+    assert len(scorer) == 30
+
+
+def test_radix_is_load_first_when_servers_differ_much() -> None:
+    fleet = a_fleet(3)
+    picker = Picker(fleet, Radix(NaivePrefixIndex(1000)), seed=1)
+    serve(picker, a_request((1, 10)), among={"s0"})
+    asked = a_request((1, 10), (2, 5))
+    for in_flight, other, server in ((64, 0, "s0"), (65, 0, "s1"), (200, 134, "s0"), (205, 136, "s1")):
+        fleet.servers["s0"].in_flight, fleet.servers["s1"].in_flight, fleet.servers["s2"].in_flight = (
+            in_flight,
+            other,
+            150,
+        )
+        if server == "s0":
+            fleet.servers["s2"].in_flight = in_flight
+        assert picker.pick(asked, 0.0).server == server, (in_flight, other)
+    assert "load first: servers have 136 to 205 requests" in picker.pick(asked, 0.0).reasons[0]
+
+
+def test_radix_wants_more_than_three_tenths_and_the_less_loaded_of_equals() -> None:
+    fleet = a_fleet(3)
+    picker = Picker(fleet, Radix(NaivePrefixIndex(1000), RadixSettings()), seed=1)
+    for name in ("s0", "s1"):
+        serve(picker, a_request((1, 3)), among={name})
+    fleet.servers["s0"].in_flight = 1
+    assert picker.pick(a_request((1, 3), (2, 6)), 0.0).server == "s1"
+    at_three_tenths = picker.pick(a_request((1, 3), (2, 7)), 0.0)
+    assert at_three_tenths.server in ("s1", "s2") and "48 of 160 tokens" in at_three_tenths.reasons[0]
+
+
+def test_the_weighted_sum_is_two_two_three_and_the_prefix_is_never_normalised() -> None:
+    fleet = a_fleet(3)
+    picker = Picker(fleet, Approximate(NaivePrefixIndex(1000)), seed=1)
+    serve(picker, a_request((1, 10)), among={"s0"})
+    for name, waiting, kv_usage in (("s0", 4, 0.5), ("s1", 2, 0.25), ("s2", 0, 0.0)):
+        fleet.servers[name].reported = LoadReport(at_s=0.0, waiting=waiting, kv_usage=kv_usage)
+    ranking = picker.scorer.rank(a_request((1, 10)), list(fleet), 0.0)
+    assert list(ranking.scores) == pytest.approx([0 + 1 + 3, 1 + 1.5, 2 + 2])
+    assert ranking.matched_tokens == [160, 0, 0]
+    little = picker.scorer.rank(a_request((1, 1), (2, 29)), list(fleet), 0.0)
+    assert list(little.scores) == pytest.approx([0 + 1 + 0.1, 1 + 1.5, 2 + 2]), "one block of thirty pulls a thirtieth"
+
+
+def test_a_server_that_reports_nothing_is_an_average_one() -> None:
+    fleet = a_fleet(3)
+    fleet.servers["s0"].reported = LoadReport(at_s=0.0, kv_usage=0.2)
+    fleet.servers["s1"].reported = LoadReport(at_s=0.0, kv_usage=0.6)
+    ranking = Approximate(NaivePrefixIndex(10)).rank(a_request((1, 1)), list(fleet), 0.0)
+    assert list(ranking.scores) == pytest.approx([2 + 1.6, 2 + 0.8, 2 + 1.2])
+
+
+def test_between_two_reports_what_was_sent_since_counts() -> None:
+    """A burst between two scrapes goes to whoever reported the shortest queue, where only reports count."""
+    fleet = a_fleet(4)
+    picker = Picker(fleet, Approximate(NaivePrefixIndex(1000)), seed=1)
+    for server in fleet:
+        server.reported = LoadReport(at_s=0.0, waiting=0 if server.name == "s0" else 1)
+    for number in range(20):
+        picker.routed(picker.pick(a_request((number, 5)), 0.1), 0.1)
+    assert max(server.in_flight for server in fleet) <= 6
+
+
+def test_the_endpoint_pickers_faults() -> None:
+    index = ApproximatePrefixIndex(40, 256)
+    fleet = a_fleet(2)
+    picker = Picker(fleet, Approximate(index), seed=1)
+    long = a_request((1, 30))
+    serve(picker, long, among={"s0"})
+    serve(picker, a_request((2, 30)), among={"s0"})
+    # Over its capacity of 40 blocks: of the older prompt the head is left, not the tail.
+    assert picker.pick(long, 0.0, {"s0"}).matched_tokens == 160
+    # What follows a block that is not held counts for nothing.
+    tail = a_request((1, 30))
+    gap = np.concatenate([np.array([7], dtype=np.uint64), tail.prompt.blocks[1:]])
+    assert index.match(gap, [0]) == [0]
+    # The size that the server tells of its cache is taken.
+    fleet.servers["s0"].reported = LoadReport(at_s=0.0, cache_blocks=5, block_tokens=32)
+    serve(picker, a_request((3, 30)), among={"s0"})
+    assert index.blocks_of(0) == 10
+    # No more than 256 blocks of a prompt count.
+    roomy = Picker(
+        a_fleet(1), Approximate(ApproximatePrefixIndex(1000, ApproximateSettings().max_match_blocks)), seed=1
+    )
+    serve(roomy, a_request((4, 300)))
+    assert roomy.pick(a_request((4, 300)), 0.0).matched_tokens == 256 * 16
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_server_that_had_less_than_believed_is_believed_less(at_the_end: bool) -> None:
+    """Its cache evicted what the table still has: prompts that share it must not be drawn there any more."""
+    fleet = a_fleet(2)
+    picker = Picker(fleet, Approximate(NaivePrefixIndex(1000)), seed=1)
+    serve(picker, a_request((1, 10), (2, 10)), among={"s0"})
+    serve(picker, a_request((3, 10)), among={"s0"})
+    third = picker.pick(a_request((1, 10), (4, 10)), 1.0, {"s0"})
+    assert third.matched_tokens == 160
+    picker.routed(third, 1.0)
+    picker.succeeded(third, 2.0, None if at_the_end else 0)
+    picker.ended(third, 3.0, 0 if at_the_end else None)
+    assert picker.pick(a_request((1, 10), (2, 10)), 4.0, {"s0"}).matched_tokens == 160, "computed anew by the third"
+    assert picker.pick(a_request((1, 10), (4, 10)), 4.0, {"s0"}).matched_tokens == 320
+    assert picker.pick(a_request((3, 10)), 4.0, {"s0"}).matched_tokens == 160, "nothing was said of that"
+
+
+def test_small_differences_from_what_was_believed_are_no_news() -> None:
+    picker = Picker(a_fleet(1), Approximate(NaivePrefixIndex(1000)), seed=1)
+    serve(picker, a_request((1, 10), (2, 10)))
+    second = picker.pick(a_request((1, 10), (2, 10)), 1.0)
+    picker.routed(second, 1.0)
+    picker.succeeded(second, 2.0, 240)  # Engines never take the last block from the cache, and count in larger ones.
+    assert picker.pick(a_request((1, 10), (2, 10)), 3.0).matched_tokens == 320
+
+
+def test_precise_learns_from_events_alone() -> None:
+    fleet = a_fleet(2)
+    picker = Picker(fleet, Precise(PreciseIndex(16)), seed=1)
+    serve(picker, a_request((1, 10)))
+    decision = picker.pick(a_request((1, 10)), 1.0)
+    assert decision.matched_tokens == 0 and "nothing of the prompt's 160 tokens" in decision.reasons[0]
+
+
+def test_precise_weighs_by_medium() -> None:
+    class Two(PreciseIndex):
+        def match(self, blocks: object, slots: object) -> list[int]:
+            return [10, 10]
+
+        def weighted(self, blocks: object, slots: object) -> list[float]:
+            return [8.0, 10.0]
+
+    fleet = a_fleet(2)
+    ranking = Precise(Two(16)).rank(a_request((1, 20)), list(fleet), 0.0)
+    assert list(ranking.scores) == pytest.approx([4 + 3 * 0.4, 4 + 3 * 0.5])
+    assert ranking.matched_tokens == [160, 160]
