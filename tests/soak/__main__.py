@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.soak.virtual import Setting, VirtualSoak
+from tests.soak.terms import Setting
+from tests.soak.virtual import VirtualSoak
 
 
 def main() -> int:

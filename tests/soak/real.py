@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.soak.terms import Outcome, bytes_of
 from tests.soak.trouble import Trouble
-from tests.soak.virtual import Outcome, bytes_of
 
 from skymemory.constellation.presets import preset_named
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES

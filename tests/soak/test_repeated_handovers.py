@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from tests.soak.virtual import Setting, VirtualSoak
+from tests.soak.terms import Setting
+from tests.soak.virtual import VirtualSoak
 
 from skymemory.protocol.chunk_service import ChunkService
 from skymemory.protocol.wire import ChunkRef, Op

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.soak.virtual import Setting, VirtualSoak
+from tests.soak.terms import Setting
+from tests.soak.virtual import VirtualSoak
 
 
 @pytest.mark.parametrize("seed", [1, 3])
