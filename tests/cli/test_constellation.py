@@ -5,6 +5,8 @@ complaints.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ from skymemory.cli.main import main
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.trajectory import Waypoint
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS
+from skymemory.testbed.control import Rotation
 from skymemory.testbed.ground import Ground
-from skymemory.testbed.plan import Faults, make_plan
+from skymemory.testbed.plan import ConstellationPlan, Faults, make_plan
 from skymemory.testbed.plan_file import load_plan
+from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import HostState
 from skymemory.testbed.wiring import tolerated_skew_s
 
@@ -202,3 +206,24 @@ def test_status_names_clocks_that_are_too_far_apart(capsys: pytest.CaptureFixtur
     print_status(StatusReport(plan, hosts, answers, "here"), as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert (report["clocks_beyond_bound"], report["clock_off_us"]) == (19, 2_500_000)
+
+
+def test_two_rotates_at_once_both_count(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+    """Each tells the total, worked out from the one before: together they used to lose a move."""
+    moved = [0]
+
+    def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int) -> Rotation:
+        before = moved[0]
+        time.sleep(0.05)
+        moved[0] = before + slot_moves
+        return Rotation((before, 0), (moved[0], 0), 95, 95, 0, True, 0.05)
+
+    monkeypatch.setattr("skymemory.testbed.control.rotate", rotate)
+    RunDirectory(run_dir).create()
+    RunDirectory(run_dir).write_plan(make_plan())
+    threads = [threading.Thread(target=_main, args=("constellation rotate --slots 1",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert moved == [4] and load_plan(RunDirectory(run_dir).plan_path).pushed_slot_moves == 4

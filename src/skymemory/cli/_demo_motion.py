@@ -7,14 +7,11 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from skymemory.cli._demo_motion_reader import Reader
 from skymemory.cli._demo_motion_report import MotionReport, copies, counted
@@ -28,6 +25,7 @@ from skymemory.store.shared_index import SharedIndex
 from skymemory.testbed.child import Child, end_children
 from skymemory.testbed.connect import store_of
 from skymemory.testbed.control import confirm_all_answer
+from skymemory.testbed.passing_folder import passing_folder
 from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.signals import SignalGate
@@ -113,23 +111,22 @@ class _Flight:
 @contextmanager
 def _constellation(speed: float, gate: SignalGate) -> Iterator[tuple[Started, RunDirectory]]:
     """The testbed on its lines to us: its processes end when we do, however that is. Nothing is left of it."""
-    folder = Path(tempfile.mkdtemp(prefix="skymemory-demo-motion-"))
-    directory = RunDirectory(folder)
-    started: Started | None = None
-    try:
-        started = start_on_free_ports(
-            directory,
-            lambda base_port: make_plan(
-                hosts=local_hosts(DEFAULT_PRESET, 5, base_port), epoch_s=time.time(), time_scale=speed
-            ),
-            preset_named(DEFAULT_PRESET).torus.size,
-            foreground=True, confirm=confirm_all_answer, gate=gate,
-        )  # fmt: skip
-        yield started, directory
-    finally:
-        if started is not None:
-            end_children(started.children)
-        shutil.rmtree(folder, ignore_errors=True)
+    with passing_folder("motion-") as folder:
+        directory = RunDirectory(folder)
+        started: Started | None = None
+        try:
+            started = start_on_free_ports(
+                directory,
+                lambda base_port: make_plan(
+                    hosts=local_hosts(DEFAULT_PRESET, 5, base_port), epoch_s=time.time(), time_scale=speed
+                ),
+                preset_named(DEFAULT_PRESET).torus.size,
+                foreground=True, confirm=confirm_all_answer, gate=gate,
+            )  # fmt: skip
+            yield started, directory
+        finally:
+            if started is not None:
+                end_children(started.children)
 
 
 def _host_of(plan: ConstellationPlan, plane: int) -> HostShare:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 from skymemory.cli._demo_table import Narrator, print_table_3
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
@@ -20,6 +17,7 @@ from skymemory.errors import InvalidInput
 from skymemory.testbed.child import end_children
 from skymemory.testbed.connect import expected_round_trip_s
 from skymemory.testbed.control import confirm_all_answer
+from skymemory.testbed.passing_folder import passing_folder
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import Started, start_on_free_ports
@@ -33,29 +31,28 @@ def _constellation(narrator: Narrator) -> Iterator[tuple[ConstellationPlan, RunD
     """The testbed with real delays, in a run directory of its own, its processes on lines to us: gone at the end
     whatever happens.
     """
-    folder = Path(tempfile.mkdtemp(prefix="skymemory-demo-"))
-    directory = RunDirectory(folder)
-    started: Started | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is below runs before we end
-    try:
-        started = start_on_free_ports(
-            directory,
-            lambda base_port: make_plan(hosts=local_hosts(DEFAULT_PRESET, 5, base_port), delay_scale=1.0),
-            preset_named(DEFAULT_PRESET).torus.size,
-            foreground=True,
-            confirm=confirm_all_answer,
-        )
-        plan = started.plan
-        narrator.say(
-            f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} "
-            f"processes, {plan.servers} servers by {plan.strategy}, "
-            f"round trip {format_duration(expected_round_trip_s(plan, 'los'))}"
-        )
-        yield plan, directory
-    finally:
-        if started is not None:
-            end_children(started.children)
-        shutil.rmtree(folder, ignore_errors=True)
+    with passing_folder() as folder:
+        directory = RunDirectory(folder)
+        started: Started | None = None
+        try:
+            started = start_on_free_ports(
+                directory,
+                lambda base_port: make_plan(hosts=local_hosts(DEFAULT_PRESET, 5, base_port), delay_scale=1.0),
+                preset_named(DEFAULT_PRESET).torus.size,
+                foreground=True,
+                confirm=confirm_all_answer,
+            )
+            plan = started.plan
+            narrator.say(
+                f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} "
+                f"processes, {plan.servers} servers by {plan.strategy}, "
+                f"round trip {format_duration(expected_round_trip_s(plan, 'los'))}"
+            )
+            yield plan, directory
+        finally:
+            if started is not None:
+                end_children(started.children)
 
 
 def _check_input(args: argparse.Namespace, document: str) -> None:

@@ -227,15 +227,17 @@ def _down(args: argparse.Namespace) -> int:
 def _rotate(args: argparse.Namespace) -> int:
     from skymemory.cli._status import print_rotation
     from skymemory.testbed.control import rotate
-    from skymemory.testbed.plan_file import load_plan, save_plan
+    from skymemory.testbed.plan_file import load_plan, one_at_a_time, save_plan
 
     directory = _directory(args)
-    plan = load_plan(args.plan) if args.plan else directory.running_plan()
-    report = rotate(plan, args.slots, args.planes)
     path = args.plan or directory.plan_path
-    if path.exists() and load_plan(path) == plan:  # neither stopped nor started anew while we rotated
-        slot_moves, plane_moves = report.moves_after
-        save_plan(replace(plan, pushed_slot_moves=slot_moves, pushed_plane_moves=plane_moves), path)
+    load_plan(path) if args.plan else directory.running_plan()  # there is one, or that is said
+    with one_at_a_time(path):
+        plan = load_plan(path) if args.plan else directory.running_plan()  # another may have moved it meanwhile
+        report = rotate(plan, args.slots, args.planes)
+        if path.exists() and load_plan(path) == plan:  # neither stopped nor started anew while we rotated
+            slot_moves, plane_moves = report.moves_after
+            save_plan(replace(plan, pushed_slot_moves=slot_moves, pushed_plane_moves=plane_moves), path)
     print_rotation(report, as_json=args.json)
     return 0 if report.complete else 1
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fcntl
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.trajectory import Waypoint
-from skymemory.errors import InvalidInput
+from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.testbed.ground import Ground
 from skymemory.testbed.memory_policy import MemoryPolicy
 from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare
@@ -21,6 +23,7 @@ from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare
 Part = TypeVar("Part", ConstellationPlan, HostShare, Faults, MemoryPolicy, Ground)
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**20
+_POLL_S = 0.02
 
 
 def to_json(plan: ConstellationPlan) -> str:
@@ -143,6 +146,28 @@ def load_plan(path: Path) -> ConstellationPlan:
         raise InvalidInput(f"cannot read the plan {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path}: not a text file, so not a plan") from error
+
+
+@contextmanager
+def one_at_a_time(path: Path, patience_s: float = 60.0) -> Iterator[None]:
+    """Hold the folder of the plan at ``path``, for whoever moves what it describes by what it is now.
+
+    Among the processes of one computer, and without leaving a file. Raises ConstellationError after ``patience_s``.
+    """
+    deadline_s = time.monotonic() + patience_s
+    handle = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline_s:
+                    raise ConstellationError(f"another skymemory is moving the constellation of {path}") from error
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(handle)
 
 
 def save_plan(plan: ConstellationPlan, path: Path) -> None:
