@@ -6,6 +6,7 @@ A name says what is counted and in which unit (``hit_tokens_total``, ``packets_m
 from __future__ import annotations
 
 from collections import defaultdict
+from threading import Lock
 
 
 class Counters:
@@ -22,8 +23,20 @@ class Counters:
 
     def total(self, name: str) -> int:
         """Sum over all labels of ``name``."""
-        return sum(value for (key, _), value in self._values.items() if key == name)
+        return sum(value for (key, _), value in list(self._values.items()) if key == name)
 
     def as_dict(self) -> dict[str, int]:
         """``{"name": n}`` or ``{"name{label}": n}``, sorted by name."""
         return {f"{name}{{{label}}}" if label else name: value for (name, label), value in sorted(self._values.items())}
+
+
+class SharedCounters(Counters):
+    """Counters that several threads add to: none of what they add is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = Lock()
+
+    def add(self, name: str, amount: int = 1, label: str = "") -> None:
+        with self._lock:
+            super().add(name, amount, label)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 
 import pytest
 from tests.cache.faulty_tier import sealed
@@ -19,6 +20,7 @@ from skymemory.cache.tiered_load import OUTBOUND
 from skymemory.cache.tiers import TieredStore
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.store.base import Presence
+from skymemory.store.disk.store import DiskStore
 from skymemory.store.memory import MemoryStore
 from skymemory.store.shared_index import SharedIndex
 
@@ -105,6 +107,26 @@ def test_what_the_upper_tier_evicts_goes_to_the_next(demote: bool) -> None:
     assert tiers.flush(5.0)
     assert sources(tiers, 5, 3, 1) == (["near", "middle", "f"] if demote else ["near", "", ""])
     tiers.close()
+
+
+def test_what_a_disk_evicts_goes_to_the_next(tmp_path: Path) -> None:
+    near, far = MemoryStore(1000, name="near"), MemoryStore(1 << 20, name="far")
+    tiers = over(near, DiskStore(tmp_path / "disk", 2000), far, promote="never")
+    for number in range(1, 7):
+        near.put_many(items(number))
+        assert tiers.flush(5.0)
+    assert sources(tiers, 6, 5, 4) == ["near", "disk", "disk"]
+    assert sources(tiers, 3, 2, 1) == ["far"] * 3
+    assert tiers.get_many([key(1)]) == [items(1)[0][1]]
+    tiers.close()
+
+
+def test_who_tells_somebody_else_is_refused_and_nobody_is_taken_over() -> None:
+    near, middle, far = MemoryStore(2000, name="near"), MemoryStore(2000, name="middle"), MemoryStore(name="far")
+    middle.on_evict = heard = lambda evicted, data: None
+    with pytest.raises(InvalidInput, match="the middle store tells somebody else"):
+        over(near, middle, far)
+    assert near.on_evict is None and middle.on_evict is heard
 
 
 def test_a_leased_block_stays_in_whichever_tier_has_it() -> None:

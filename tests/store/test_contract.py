@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.contract.evicting_contract import SIZE, EvictingContract
 from tests.contract.store_contract import StoreContract, Tier
 
 from skymemory.store.memory import MemoryStore
@@ -15,4 +16,12 @@ class TestMemory(StoreContract):
     def tier(self) -> Iterator[Tier]:
         store = MemoryStore(256_000)
         yield Tier(store, budget_bytes=256_000)
+        store.close()
+
+
+class TestMemoryTellsOfEvictions(EvictingContract):
+    @pytest.fixture
+    def tier(self) -> Iterator[MemoryStore]:
+        store = MemoryStore(4 * SIZE)
+        yield store
         store.close()

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.contract.evicting_contract import SIZE, EvictingContract
 from tests.contract.store_contract import StoreContract, Tier, key, value
 
+from skymemory.store.base import Presence
 from skymemory.store.disk.store import DiskStore
 from skymemory.store.memory import MemoryStore
 
@@ -27,6 +29,29 @@ class TestSyncedDisk(StoreContract):
         store = DiskStore(tmp_path / "disk", 256_000, sync="each")
         yield Tier(store, budget_bytes=256_000)
         store.close()
+
+
+class TestDiskTellsOfEvictions(EvictingContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[DiskStore]:
+        store = DiskStore(tmp_path / "disk", 4 * SIZE)
+        yield store
+        store.close()
+
+
+@pytest.mark.parametrize("size_bytes", [1, 1000])
+def test_a_file_that_was_spoiled_or_is_gone_is_evicted_and_not_told(tmp_path: Path, size_bytes: int) -> None:
+    """Nobody could take it."""
+    store = DiskStore(tmp_path / "disk", 2000 + size_bytes)
+    told: list[bytes] = []
+    store.on_evict = lambda evicted, data: told.append(evicted)
+    store.put_many([(key(0), value(0, size_bytes)), (key(1), value(1, 1000)), (key(2), value(2, 1000))])
+    spoiled, gone = (tmp_path / "disk" / "values" / key(number).hex() for number in (2, 1))
+    spoiled.write_bytes(spoiled.read_bytes()[:-1] + b"?")
+    gone.unlink()
+    assert store.put_many([(key(9), value(9, 2000 + size_bytes))]) == [True]
+    assert told == [key(0)] and store.lookup([key(n) for n in range(3)]) == [Presence.MISS] * 3
+    store.close()
 
 
 @pytest.mark.parametrize("seed", range(5))

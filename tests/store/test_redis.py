@@ -7,8 +7,10 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,46 @@ def test_nobody_there_is_a_miss_at_once() -> None:
         assert store.get_many([key(1)]) == [None] and store.put_many([(key(1), b"x")]) == [False]
         assert time.monotonic() - started_s < 1.0
         store.close()
+
+
+@pytest.mark.parametrize("banner", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$-7\r\n", b"*2\r\n"])
+def test_who_does_not_speak_redis_is_a_miss(banner: bytes) -> None:
+    pytest.importorskip("redis")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    connection.recv(1024)
+                    connection.sendall(banner)
+                    connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        store = RedisStore(f"redis://127.0.0.1:{server.getsockname()[1]}/0", timeout_s=1.0)
+        assert store.get_many([key(1)]) == [None] and store.put_many([(key(1), b"x")]) == [False]
+        assert store.lookup([key(1)]) == [Presence.MISS]
+        store.close()
+
+
+def test_whoever_is_interrupted_leaves_no_reply_to_the_next(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RedisStore(server.url)
+    store.put_many([(key(n), value(n)) for n in range(2)])
+    reply, asked = store._link._reply, []
+
+    def interrupted(connection: object) -> object:
+        asked.append(1)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return reply(connection)
+
+    monkeypatch.setattr(store._link, "_reply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.get_many([key(0)])
+    assert store.get_many([key(1)]) == [value(1)]
+    store.close()
 
 
 def test_what_can_not_be_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

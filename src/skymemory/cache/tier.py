@@ -48,18 +48,6 @@ class TierSettings:
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 
-class SharedCounters(Counters):
-    """Counters that several threads add to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = Lock()
-
-    def add(self, name: str, amount: int = 1, label: str = "") -> None:
-        with self._lock:
-            super().add(name, amount, label)
-
-
 class Tier:
     """``store`` at place ``number`` (0 is the nearest) of the hierarchy that ``guard`` and ``counters`` belong to."""
 

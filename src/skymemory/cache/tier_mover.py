@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.outbound import Moving, Outbound
-from skymemory.cache.tier import SharedCounters, Tier
+from skymemory.cache.tier import Tier
 from skymemory.cache.tier_writes import write
+from skymemory.metrics import SharedCounters
 from skymemory.store.base import Presence
 
 _BATCH_BYTES = 16 << 20

@@ -15,13 +15,14 @@ from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.in_flight_budget import InFlightBudget
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.outbound import Moving, Outbound
-from skymemory.cache.tier import SharedCounters, Tier, TierSettings
+from skymemory.cache.tier import Tier, TierSettings
 from skymemory.cache.tier_estimates import estimate_load_s
 from skymemory.cache.tier_mover import TierMover
 from skymemory.cache.tier_writes import write
 from skymemory.cache.tiered_load import OUTBOUND, TieredLoad
 from skymemory.cache.tiered_write import TieredWrite
 from skymemory.errors import InvalidInput
+from skymemory.metrics import SharedCounters
 from skymemory.store.admission import Sketch
 from skymemory.store.base import (
     LEASE_S,
@@ -35,8 +36,8 @@ from skymemory.store.base import (
     bring_near,
     check_items,
     check_keys,
-    forget_abandoned,
 )
+from skymemory.store.tickets import OpenTickets
 
 
 class TieredStore(TwoPhase):
@@ -65,14 +66,15 @@ class TieredStore(TwoPhase):
         ]
         self._sketch = Sketch()
         self._lock = Lock()
-        self._loads: set[LoadTicket] = set()
-        self._stores: set[StoreTicket] = set()
+        self._loads: OpenTickets[LoadTicket] = OpenTickets()
+        self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._closed = False
-        for tier in self.tiers[:-1] if self.settings.demote else ():
-            if isinstance(tier.store, Evicting):
-                if tier.store.on_evict is not None:
-                    raise InvalidInput(f"the {tier.name} store tells somebody else of evictions: give each its own")
-                tier.store.on_evict = self._demoting(tier)
+        telling = [(tier, tier.store) for tier in self.tiers[:-1] if isinstance(tier.store, Evicting)]
+        for tier, store in telling if self.settings.demote else ():
+            if store.on_evict is not None:
+                raise InvalidInput(f"the {tier.name} store tells somebody else of evictions: give each its own")
+        for tier, store in telling if self.settings.demote else ():
+            store.on_evict = self._demoting(tier)
         self._mover = TierMover(self.tiers, self._outbound, self._guard, self._counters)
 
     @property
@@ -91,7 +93,7 @@ class TieredStore(TwoPhase):
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)
         found = self._held(keys)
-        pending = {key for ticket in self._open_stores() for key, _ in ticket.items}
+        pending = {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
         return [Presence.HIT if key in found else Presence.PENDING if key in pending else Presence.MISS for key in keys]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
@@ -124,17 +126,12 @@ class TieredStore(TwoPhase):
         versions = self._guard.versions(keys)
         load = TieredLoad(keys, self.tiers, self._outbound, versions)
         ticket = LoadTicket(keys, self._clock() + LEASE_S, state=load)
-        with self._lock:
-            forget_abandoned(self._loads, self._clock())
-            self._loads.add(ticket)
+        self._loads.add(ticket, self._clock())
         return ticket
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
-        with self._lock:
-            if ticket not in self._loads:
-                raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
-            self._loads.discard(ticket)
+        self._loads.take(ticket)
         load = ticket.state
         if not isinstance(load, TieredLoad):
             raise InvalidInput("this load ticket is not open: its state is gone")
@@ -164,8 +161,7 @@ class TieredStore(TwoPhase):
         self._counters.add("promoted_total", promoted)
 
     def release(self, ticket: LoadTicket) -> None:
-        with self._lock:
-            self._loads.discard(ticket)
+        self._loads.discard(ticket)
         load, ticket.state = ticket.state, None
         if isinstance(load, TieredLoad):
             load.release()
@@ -177,18 +173,15 @@ class TieredStore(TwoPhase):
         self._check(())
         state = TieredWrite(items, self.tiers, self._outbound, self.settings.write_back)
         ticket = StoreTicket(items, self._clock() + LEASE_S, state=state)
-        with self._lock:
-            forget_abandoned(self._stores, self._clock())
-            self._stores.add(ticket)
+        self._stores.add(ticket, self._clock())
         return ticket
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         self._check(())
-        with self._lock:
-            if ticket not in self._stores or not isinstance(ticket.state, TieredWrite):
-                raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
-            self._stores.discard(ticket)
+        self._stores.take(ticket)
         state, ticket.state = ticket.state, None
+        if not isinstance(state, TieredWrite):
+            raise InvalidInput("this store ticket is not open: its state is gone")
         started_s = self._clock()
         if ticket.expires_s < started_s:
             return [False] * len(ticket.items)
@@ -275,11 +268,6 @@ class TieredStore(TwoPhase):
             if isinstance(tier.store, Evicting):
                 tier.store.on_evict = None
             tier.close()
-
-    def _open_stores(self) -> list[StoreTicket]:
-        now_s = self._clock()
-        with self._lock:
-            return [ticket for ticket in self._stores if ticket.expires_s > now_s]
 
     def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         if self._closed:

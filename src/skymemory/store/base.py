@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from skymemory.errors import InvalidInput
 
@@ -201,15 +201,6 @@ class TwoPhase:
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         return self.complete_store(self.prepare_store(items))
-
-
-_Ticket = TypeVar("_Ticket", LoadTicket, StoreTicket)
-
-
-def forget_abandoned(tickets: set[_Ticket], now_s: float) -> None:
-    """Drop tickets that nobody has completed long after their lease: their values must not be kept for ever."""
-    for ticket in [ticket for ticket in list(tickets) if ticket.expires_s + ABANDONED_S < now_s]:
-        tickets.discard(ticket)
 
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:

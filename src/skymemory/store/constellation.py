@@ -28,7 +28,6 @@ from skymemory.store.base import (
     TwoPhase,
     check_items,
     check_keys,
-    forget_abandoned,
 )
 from skymemory.store.catalog import Catalog
 from skymemory.store.clocks import ask_the_clocks
@@ -39,6 +38,7 @@ from skymemory.store.probing import Prober
 from skymemory.store.rooms import Rooms
 from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
+from skymemory.store.tickets import OpenTickets
 from skymemory.store.upkeep import Upkeep
 
 _TYPICAL_BYTES = 3e6
@@ -64,8 +64,8 @@ class ConstellationStore(TwoPhase):
         prober = Prober(driver, sky, strategy, self.settings.servers, self.settings.can_hold)
         self._catalog = Catalog(index, prober, self.settings.chunk_bytes)
         self._name = name
-        self._loads: set[LoadTicket] = set()
-        self._stores: set[StoreTicket] = set()
+        self._loads: OpenTickets[LoadTicket] = OpenTickets()
+        self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._rooms = Rooms()
         self._counters = Counters()
         self._upkeep = Upkeep(driver, sky, self._catalog, self._counters, self.settings.replicas)
@@ -84,8 +84,7 @@ class ConstellationStore(TwoPhase):
         keys = self._check(keys)
         self._upkeep.hear()
         infos = self._catalog.find(keys)
-        now_s = self._driver.now_s()
-        pending = {key for ticket in list(self._stores) if ticket.expires_s > now_s for key, _ in ticket.items}
+        pending = {key for ticket in self._stores.holding(self._driver.now_s()) for key, _ in ticket.items}
         return [
             Presence.PENDING if key in pending else Presence.HIT if key in infos else Presence.MISS
             for key in keys
@@ -100,15 +99,12 @@ class ConstellationStore(TwoPhase):
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = LoadTicket(self._check(keys), self._driver.now_s() + LEASE_S)
-        forget_abandoned(self._loads, self._driver.now_s())
-        self._loads.add(ticket)
+        self._loads.add(ticket, self._driver.now_s())
         return ticket
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
-        if ticket not in self._loads:
-            raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
-        self._loads.discard(ticket)
+        self._loads.take(ticket)
         started_s = self._driver.now_s()
         infos = self._catalog.take(ticket.keys)
         unique = list(infos.values())
@@ -179,23 +175,18 @@ class ConstellationStore(TwoPhase):
         for _, value in items:
             self.settings.check_size(memoryview(value).nbytes)
         ticket = StoreTicket(items, self._driver.now_s() + LEASE_S)
-        forget_abandoned(self._stores, self._driver.now_s())
-        self._stores.add(ticket)
+        self._stores.add(ticket, self._driver.now_s())
         return ticket
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         self._check(())
-        if ticket not in self._stores:
-            raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
         started_s = self._driver.now_s()
-        before = self._catalog.settled([key for key, _ in ticket.items])
-        try:
+        with self._stores.ending(ticket):
+            before = self._catalog.settled([key for key, _ in ticket.items])
             with self._driver.lock:
                 last_first = reversed(dict(ticket.items).items())
                 begun = {key: self._begin_put(key, value) for key, value in last_first}
                 finished = self._driver.run(begun.values())
-        finally:
-            self._stores.discard(ticket)
         stored = {key: finished[number] for key, number in begun.items() if finished[number].ok}
         failed = [outcome.info for outcome in finished.values() if not outcome.ok and outcome.info is not None]
         for outcome in finished.values():

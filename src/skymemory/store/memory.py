@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 from skymemory.store.base import (
     LEASE_S,
@@ -21,13 +21,10 @@ from skymemory.store.base import (
     Presence,
     StoreTicket,
     TwoPhase,
-    check_items,
     check_keys,
-    forget_abandoned,
 )
 from skymemory.store.policies import DEFAULT_POLICY
-from skymemory.store.shelf import Shelf, size_of
-from skymemory.units import format_size
+from skymemory.store.shelf import Shelf
 
 
 class MemoryStore(TwoPhase):
@@ -61,8 +58,6 @@ class MemoryStore(TwoPhase):
         self._shelf = Shelf(budget_bytes, int(budget_bytes * pin_fraction), policy)
         self._values: dict[bytes, bytes] = {}
         """What the shelf accounts for."""
-        self._loads: set[LoadTicket] = set()
-        self._stores: set[StoreTicket] = set()
         self._counters = Counters()
         self._closed = False
         self.on_evict: Callable[[bytes, bytes], object] | None = None
@@ -87,19 +82,13 @@ class MemoryStore(TwoPhase):
             return next((i for i, key in enumerate(keys) if key not in self._values), len(keys))
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        ticket = LoadTicket(check_keys(keys), self._clock() + self._lease_s)
         with self._open():
-            forget_abandoned(self._loads, self._clock())
-            self._loads.add(ticket)
-            self._shelf.lease(ticket)
-        return ticket
+            return self._shelf.open_load(keys, self._clock(), self._lease_s)
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         with self._open():
             started_s = self._clock()
-            if ticket not in self._loads:
-                raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
-            self._loads.discard(ticket)
+            self._shelf.take_load(ticket)
             self._shelf.end_lease(ticket)
             values = [self._values.get(key) for key in ticket.keys]
             self._shelf.use(list(dict.fromkeys(ticket.keys)))
@@ -117,24 +106,11 @@ class MemoryStore(TwoPhase):
 
     def release(self, ticket: LoadTicket) -> None:
         with self._lock:
-            self._loads.discard(ticket)
-            self._shelf.end_lease(ticket)
+            self._shelf.close_load(ticket)
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
-        items = check_items(items)
-        for _, value in items:
-            if (size_bytes := size_of(value)) > self._shelf.budget_bytes:
-                raise ValueTooLarge(
-                    f"a value of {format_size(size_bytes)} does not fit the {self._name} store's budget of "
-                    f"{format_size(self._shelf.budget_bytes)}: raise the budget or store smaller values"
-                )
         with self._open():
-            now_s = self._clock()
-            ticket = StoreTicket(items, now_s + self._lease_s)
-            forget_abandoned(self._stores, now_s)
-            self._stores.add(ticket)
-            given, victims = self._shelf.set_aside(ticket, now_s)
-            ticket.state = given
+            ticket, given, victims = self._shelf.open_store(items, self._clock(), self._lease_s, self._name)
             for key in victims:
                 value = self._values.pop(key)
                 if self.on_evict is not None:
@@ -146,12 +122,7 @@ class MemoryStore(TwoPhase):
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         with self._open():
             started_s = self._clock()
-            if ticket not in self._stores:
-                raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
-            self._stores.discard(ticket)
-            given = ticket.state if isinstance(ticket.state, list) else []
-            if not self._shelf.has_room(ticket, started_s):
-                given = [False] * len(ticket.items)
+            given = self._shelf.take_store(ticket, started_s)
             for (key, value), yes in zip(ticket.items, given, strict=True):
                 if yes:
                     self._values[key] = bytes(value)
@@ -160,7 +131,7 @@ class MemoryStore(TwoPhase):
             self._shelf.touch([key for key, _ in ticket.items])
             self._counters.add("stored", given.count(True))
             ticket.seconds = self._clock() - started_s
-            return list(given)
+            return given
 
     def touch(self, keys: Sequence[bytes]) -> None:
         keys = check_keys(keys)
@@ -186,7 +157,7 @@ class MemoryStore(TwoPhase):
                 "entries": len(self._values),
                 "used_bytes": self._shelf.used_bytes,
                 "budget_bytes": self._shelf.budget_bytes,
-                "open_leases": len(self._loads) + len(self._stores),
+                "open_leases": self._shelf.open_tickets,
             }
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
@@ -200,8 +171,6 @@ class MemoryStore(TwoPhase):
             self._closed = True
             self._values.clear()
             self._shelf = Shelf(self._shelf.budget_bytes, 0)
-            self._loads.clear()
-            self._stores.clear()
 
     def _open(self) -> threading.RLock:
         """The lock, for a ``with`` statement; InvalidInput once closed."""

@@ -11,9 +11,12 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skymemory.store.base import Buffer, LoadTicket, StoreTicket
+from skymemory.errors import ValueTooLarge
+from skymemory.store.base import Buffer, LoadTicket, StoreTicket, check_items, check_keys
 from skymemory.store.chains import Chains
 from skymemory.store.policies import DEFAULT_POLICY, policy_named
+from skymemory.store.tickets import OpenTickets
+from skymemory.units import format_size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +39,8 @@ class Shelf:
         self.entries: dict[bytes, Entry] = {}
         self.chains = Chains(self._may_go)
         self._policy = policy_named(policy, self.chains.depth)
+        self._loads: OpenTickets[LoadTicket] = OpenTickets()
+        self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._leases: dict[LoadTicket, list[bytes]] = {}
         """What each open load holds."""
         self._rooms: dict[StoreTicket, list[tuple[bytes, int]]] = {}
@@ -93,6 +98,56 @@ class Shelf:
             self._policy.noted(key)
         return touched
 
+    # --- tickets ---
+
+    def open_load(self, keys: Sequence[bytes], now_s: float, lease_s: float) -> LoadTicket:
+        """A lease on those of ``keys`` that are here. Raises InvalidInput for what is no key."""
+        ticket = LoadTicket(check_keys(keys), now_s + lease_s)
+        self._loads.add(ticket, now_s)
+        self.lease(ticket)
+        return ticket
+
+    def take_load(self, ticket: LoadTicket) -> None:
+        """It is being completed; InvalidInput unless it is open. Its lease goes on until ``end_lease``."""
+        self._loads.take(ticket)
+
+    def close_load(self, ticket: LoadTicket) -> None:
+        """It is given up, or done with."""
+        self._loads.discard(ticket)
+        self.end_lease(ticket)
+
+    def open_store(
+        self, items: Sequence[tuple[bytes, Buffer]], now_s: float, lease_s: float, store_name: str
+    ) -> tuple[StoreTicket, list[bool], list[bytes]]:
+        """Room for ``items``: per item whether there is, and who had to go for it.
+
+        Raises InvalidInput for what is no item, and ValueTooLarge for one that the budget could never hold.
+        """
+        items = check_items(items)
+        for _, value in items:
+            if (size_bytes := size_of(value)) > self.budget_bytes:
+                raise ValueTooLarge(
+                    f"a value of {format_size(size_bytes)} does not fit the {store_name} store's budget of "
+                    f"{format_size(self.budget_bytes)}: raise the budget or store smaller values"
+                )
+        ticket = StoreTicket(items, now_s + lease_s)
+        self._stores.add(ticket, now_s)
+        given, gone = self.set_aside(ticket, now_s)
+        ticket.state = given
+        return ticket, given, gone
+
+    def take_store(self, ticket: StoreTicket, now_s: float) -> list[bool]:
+        """It is being completed, which raises InvalidInput unless it is open: per item whether it has room still."""
+        self._stores.take(ticket)
+        if isinstance(ticket.state, list) and self.has_room(ticket, now_s):
+            return list(ticket.state)
+        return [False] * len(ticket.items)
+
+    @property
+    def open_tickets(self) -> int:
+        """Loads and stores that have begun and not ended."""
+        return len(self._loads) + len(self._stores)
+
     # --- what must stay ---
 
     def lease(self, ticket: LoadTicket) -> None:
@@ -105,11 +160,6 @@ class Shelf:
     def end_lease(self, ticket: LoadTicket) -> None:
         for key in self._leases.pop(ticket, ()):
             self.chains.free(key)
-
-    @property
-    def open_leases(self) -> int:
-        """Loads and stores that hold something, or would if it were here."""
-        return len(self._leases) + len(self._rooms)
 
     def pin(self, key: bytes, until_s: float, now_s: float) -> bool:
         """False where it is absent or would be over the pin budget; ``until_s`` not after ``now_s`` unpins."""

@@ -135,10 +135,12 @@ def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str
                 raise InvalidInput(f"{tier.address!r} is a hierarchy itself: name its tiers instead")
             tiers.append((open_store(tier.address), tier.settings))
         return TieredStore(tiers, plan.settings)
-    except SkyMemoryError as error:
+    except BaseException as error:
         for store, _ in tiers:
             store.close()
-        raise type(error)(f"tier {_number(plan, tiers)}{error}") from error
+        if isinstance(error, SkyMemoryError):
+            raise type(error)(f"tier {_number(plan, tiers)}{error}") from error
+        raise
 
 
 def _number(plan: HierarchyPlan, opened: list[tuple[Store, TierSettings]]) -> str:

@@ -10,8 +10,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from itertools import count
+from threading import RLock
 from typing import NamedTuple, cast
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
@@ -62,6 +62,7 @@ class SimulatedConstellation:
         """
         self.sky = sky
         self.clock = clock or MoveClock()
+        self.lock = RLock()
         self.now_s = 0.0
         self.datagrams_sent = 0
         self.bytes_sent = 0
@@ -274,8 +275,7 @@ class SimulatedClient:
     def __init__(self, constellation: SimulatedConstellation, machine: ClientMachine) -> None:
         self._constellation = constellation
         self.machine = machine
-        self.lock = nullcontext()
-        """Virtual time has one thread."""
+        self.lock = constellation.lock  # all its clients share its virtual time: one thread at a time lets it pass
         self._unclaimed: dict[int, Finished] = {}
 
     def now_s(self) -> float:

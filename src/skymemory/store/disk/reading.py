@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from skymemory.store.disk.value_file import read_value
+from skymemory.store.disk.value_file import read_value, stored_bytes
 
 _FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO)
 """Of no other error does the file seem to be the cause: there may be too many open ones, or too little memory."""
@@ -36,3 +37,15 @@ def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]
     if not whole:
         return Reading(None, clock() - started_s, "corrupt", lost=True)
     return Reading(out.toreadonly(), clock() - started_s)
+
+
+def whole_value(path: str, key: bytes) -> bytes | None:
+    """A value of any size, or None where the file does not hold it."""
+    try:
+        size_bytes = stored_bytes(Path(path), key)
+        if size_bytes is None:
+            return None
+        value = bytearray(size_bytes)
+        return bytes(value) if read_value(path, key, memoryview(value)) else None
+    except OSError:
+        return None

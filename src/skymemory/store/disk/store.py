@@ -15,8 +15,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from skymemory.errors import InvalidInput, ValueTooLarge
-from skymemory.metrics import Counters
+from skymemory.errors import InvalidInput
+from skymemory.metrics import SharedCounters
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
@@ -26,17 +26,14 @@ from skymemory.store.base import (
     Presence,
     StoreTicket,
     TwoPhase,
-    check_items,
     check_keys,
-    forget_abandoned,
 )
 from skymemory.store.disk.directory import StoreDirectory
 from skymemory.store.disk.parts import Parts, name_of
-from skymemory.store.disk.reading import ABSENT, Reading, read_file
+from skymemory.store.disk.reading import ABSENT, Reading, read_file, whole_value
 from skymemory.store.policies import DEFAULT_POLICY
 from skymemory.store.rooms import Rooms
-from skymemory.store.shelf import Entry, Shelf, size_of
-from skymemory.units import format_size
+from skymemory.store.shelf import Entry, Shelf
 
 Sync = Literal["never", "each"]
 """When bytes must be on the disk itself: whenever the kernel likes, or before a store is acknowledged."""
@@ -77,15 +74,19 @@ class DiskStore(TwoPhase):
         self._clock = clock
         self._lock = threading.RLock()
         self._rooms = Rooms()
-        self._counters = Counters()
+        self._counters = SharedCounters()
         self._bytes_per_s = 1e9
         self._used_ns = 0
-        self._open_loads: set[LoadTicket] = set()
-        self._open_stores: set[StoreTicket] = set()
         self._closed = False
+        self.on_evict: Callable[[bytes, bytes], object] | None = None
+        """What goes is read for it, before it goes: whoever asks this of a disk reads about as much as it writes."""
         self._shelf = Shelf(budget_bytes, int(budget_bytes * pin_fraction), policy)
         self._directory = StoreDirectory(path)
-        self._find_again()
+        try:
+            self._find_again()
+        except BaseException:
+            self._directory.close()
+            raise
 
     def _find_again(self) -> None:
         """The index out of the directory; what is over the budget goes, least recently used first."""
@@ -119,18 +120,12 @@ class DiskStore(TwoPhase):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        ticket = LoadTicket(check_keys(keys), self._clock() + self._lease_s)
         with self._open():
-            forget_abandoned(self._open_loads, self._clock())
-            self._open_loads.add(ticket)
-            self._shelf.lease(ticket)
-        return ticket
+            return self._shelf.open_load(keys, self._clock(), self._lease_s)
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         with self._open():
-            if ticket not in self._open_loads:
-                raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
-            self._open_loads.discard(ticket)
+            self._shelf.take_load(ticket)
             started_s = self._clock()
             found = {key: self._shelf.entries[key] for key in ticket.keys if key in self._shelf.entries}
             total_bytes = sum(entry.size_bytes for entry in found.values())
@@ -175,8 +170,7 @@ class DiskStore(TwoPhase):
 
     def release(self, ticket: LoadTicket) -> None:
         with self._lock:
-            self._open_loads.discard(ticket)
-            self._shelf.end_lease(ticket)
+            self._shelf.close_load(ticket)
             room, ticket.state = ticket.state, None
         if isinstance(room, np.ndarray) and ticket.report is not None:
             self._rooms.give_back(room)
@@ -184,32 +178,17 @@ class DiskStore(TwoPhase):
     # --- storing ---
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
-        items = check_items(items)
-        for _, value in items:
-            if (size_bytes := size_of(value)) > self._shelf.budget_bytes:
-                raise ValueTooLarge(
-                    f"a value of {format_size(size_bytes)} does not fit the {self._name} store's budget of "
-                    f"{format_size(self._shelf.budget_bytes)}: raise the budget or store smaller values"
-                )
         with self._open():
-            now_s = self._clock()
-            ticket = StoreTicket(items, now_s + self._lease_s)
-            forget_abandoned(self._open_stores, now_s)
-            self._open_stores.add(ticket)
-            ticket.state, victims = self._shelf.set_aside(ticket, now_s)
-            self._counters.add("refused", ticket.state.count(False))
+            ticket, given, victims = self._shelf.open_store(items, self._clock(), self._lease_s, self._name)
+            self._counters.add("refused", given.count(False))
             self._evict(victims)
             return ticket
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         with self._open():
-            if ticket not in self._open_stores:
-                raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
-            self._open_stores.discard(ticket)
             started_s = self._clock()
-            given = ticket.state if isinstance(ticket.state, list) else [False] * len(ticket.items)
-            alive = self._shelf.has_room(ticket, started_s)
-            items = [item for item, yes in zip(ticket.items, given, strict=True) if yes and alive]
+            given = self._shelf.take_store(ticket, started_s)
+            items = [item for item, yes in zip(ticket.items, given, strict=True) if yes]
         done: set[bytes] = set()
         parts = Parts(self._directory, self._synced, lambda error: self._counters.add("failed", label=error))
         try:
@@ -259,7 +238,10 @@ class DiskStore(TwoPhase):
         return there
 
     def _evict(self, victims: Sequence[bytes]) -> None:
+        """Their files go. With the lock held, so that nobody puts or deletes one of them before it was told of."""
         for key in victims:
+            if self.on_evict is not None and (value := whole_value(self._directory.path_text_of(key), key)) is not None:
+                self.on_evict(key, value)
             self._directory.remove(self._directory.path_of(key))
         self._counters.add("evicted", len(victims))
 
@@ -278,7 +260,7 @@ class DiskStore(TwoPhase):
                 "entries": len(self._shelf.entries),
                 "used_bytes": self._shelf.used_bytes,
                 "budget_bytes": self._shelf.budget_bytes,
-                "open_leases": self._shelf.open_leases,
+                "open_leases": self._shelf.open_tickets,
             }
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:

@@ -100,11 +100,13 @@ class Link:
                 connection.send_packed_command(_joined(some))
                 for _ in some:
                     replies.append(self._reply(connection))
-        except (self._redis.ConnectionError, self._redis.TimeoutError, OSError) as error:
+        except BaseException as error:
+            if connection is not None:
+                connection.disconnect()  # what is still on its way must not be taken for the next one's reply
+            if not isinstance(error, self._redis.RedisError | OSError):
+                raise
             if isinstance(error, self._redis.TimeoutError | TimeoutError):
                 self._rest_until_s = self._clock() + _REST_S
-            if connection is not None:
-                connection.disconnect()
             replies += [Unreachable(str(error))] * (len(commands) - len(replies))
         finally:
             if connection is not None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from skymemory.errors import InvalidInput, ValueTooLarge
-from skymemory.metrics import Counters
+from skymemory.metrics import SharedCounters
 from skymemory.native import crc32
 from skymemory.store.base import (
     LEASE_S,
@@ -24,9 +24,9 @@ from skymemory.store.base import (
     TwoPhase,
     check_items,
     check_keys,
-    forget_abandoned,
 )
 from skymemory.store.redis.link import Link, Unreachable, pack
+from skymemory.store.tickets import OpenTickets
 from skymemory.units import format_size
 
 NAMESPACE = b"skymemory:"
@@ -62,9 +62,9 @@ class RedisStore(TwoPhase):
         self._name = name
         self._link = Link(url, timeout_s, clock)
         self._clock = clock
-        self._loads: set[LoadTicket] = set()
-        self._stores: set[StoreTicket] = set()
-        self._counters = Counters()
+        self._loads: OpenTickets[LoadTicket] = OpenTickets()
+        self._stores: OpenTickets[StoreTicket] = OpenTickets()
+        self._counters = SharedCounters()
         self._bytes_per_s = 1e9
         self._closed = False
 
@@ -74,8 +74,7 @@ class RedisStore(TwoPhase):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self._sizes(self._check(keys))
-        now_s = self._clock()
-        pending = {key for ticket in list(self._stores) if ticket.expires_s > now_s for key, _ in ticket.items}
+        pending = {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
         return [
             Presence.HIT if size is not None else Presence.PENDING if key in pending else Presence.MISS
             for key, size in zip(keys, sizes, strict=True)
@@ -94,15 +93,12 @@ class RedisStore(TwoPhase):
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = LoadTicket(self._check(keys), self._clock() + LEASE_S)
-        forget_abandoned(self._loads, self._clock())
-        self._loads.add(ticket)
+        self._loads.add(ticket, self._clock())
         return ticket
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
-        if ticket not in self._loads:
-            raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
-        self._loads.discard(ticket)
+        self._loads.take(ticket)
         started_s = self._clock()
         unique = list(dict.fromkeys(ticket.keys))
         replies = self._link.ask([pack(b"GET", NAMESPACE + key) for key in unique], _VALUES_AT_ONCE)
@@ -147,23 +143,18 @@ class RedisStore(TwoPhase):
                     f"{format_size(_LARGEST_BYTES)}: store smaller values"
                 )
         ticket = StoreTicket(items, self._clock() + LEASE_S)
-        forget_abandoned(self._stores, self._clock())
-        self._stores.add(ticket)
+        self._stores.add(ticket, self._clock())
         return ticket
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         self._check(())
-        if ticket not in self._stores:
-            raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
         started_s = self._clock()
-        commands = []
-        for key, value in ticket.items:
-            data = memoryview(value).cast("B")
-            commands.append(pack(b"SET", NAMESPACE + key, (data, _trailer(key, data))))
-        try:
+        with self._stores.ending(ticket):
+            commands = []
+            for key, value in ticket.items:
+                data = memoryview(value).cast("B")
+                commands.append(pack(b"SET", NAMESPACE + key, (data, _trailer(key, data))))
             replies = self._link.ask(commands, _VALUES_AT_ONCE)
-        finally:
-            self._stores.discard(ticket)
         stored = [reply in (b"OK", "OK") for reply in replies]
         self._counters.add("stored", sum(stored))
         for reply, done in zip(replies, stored, strict=True):

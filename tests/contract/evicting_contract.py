@@ -1,0 +1,82 @@
+"""What every tier that tells of its evictions must do: subclass ``EvictingContract`` and give a ``tier`` fixture."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from tests.contract.store_contract import key, value
+
+from skymemory.store.base import Evicting, Presence, Store
+
+SIZE = 1000
+
+
+class EvictingContract:
+    """``tier`` has a budget of four values of ``SIZE`` bytes."""
+
+    @pytest.fixture
+    def tier(self) -> Store:
+        raise TypeError("a contract suite needs a tier fixture")
+
+    @pytest.fixture
+    def told(self, tier: Store) -> list[tuple[bytes, bytes]]:
+        assert isinstance(tier, Evicting) and tier.on_evict is None
+        heard: list[tuple[bytes, bytes]] = []
+        tier.on_evict = lambda evicted, data: heard.append((evicted, data))
+        return heard
+
+    def put(self, tier: Store, *numbers: int) -> None:
+        assert tier.put_many([(key(n), value(n, SIZE)) for n in numbers]) == [True] * len(numbers)
+
+    def test_what_goes_for_room_is_told_whole_in_the_order_it_goes(
+        self, tier: Store, told: list[tuple[bytes, bytes]]
+    ) -> None:
+        self.put(tier, 0, 1, 2, 3)
+        assert told == []
+        self.put(tier, 10)
+        self.put(tier, 20)
+        assert told == [(key(3), value(3, SIZE)), (key(2), value(2, SIZE))], "the end of the chain goes first"
+        assert tier.stats()["evicted_total"] == 2
+
+    def test_what_is_deleted_replaced_or_closed_away_is_not_told(
+        self, tier: Store, told: list[tuple[bytes, bytes]]
+    ) -> None:
+        self.put(tier, 0, 1)
+        self.put(tier, 0)
+        tier.delete([key(1)])
+        tier.close()
+        assert told == []
+
+    def test_what_could_not_make_room_is_not_told(self, tier: Store, told: list[tuple[bytes, bytes]]) -> None:
+        self.put(tier, 0, 1, 2, 3)
+        lease = tier.prepare_load([key(n) for n in range(4)])
+        assert tier.put_many([(key(9), value(9, SIZE))]) == [False]
+        tier.release(lease)
+        assert told == [] and tier.lookup([key(n) for n in range(4)]) == [Presence.HIT] * 4
+
+    def test_it_is_told_before_anybody_can_put_or_delete_the_same_key(
+        self, tier: Store, told: list[tuple[bytes, bytes]]
+    ) -> None:
+        """Else a listener would hold what was replaced or deleted since for what is evicted."""
+        assert isinstance(tier, Evicting)
+        self.put(tier, 0, 1, 2, 3)
+        order: list[str] = []
+        telling = threading.Event()
+
+        def hears(evicted: bytes, data: bytes) -> None:
+            telling.set()
+            deleting.join(0.2)  # it has to wait for the tier's lock
+            order.append("told")
+
+        def delete() -> None:
+            telling.wait(5)
+            tier.delete([key(3)])
+            order.append("deleted")
+
+        tier.on_evict = hears
+        deleting = threading.Thread(target=delete)
+        deleting.start()
+        self.put(tier, 10)
+        deleting.join(5)
+        assert order == ["told", "deleted"]
