@@ -183,6 +183,21 @@ def test_never_wrong_and_always_accounted(fault: str, rate: float, seed: int, le
     )
 
 
+def test_a_sink_that_fails_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skymemory.cache.manager.LOAD_BATCH_BYTES", 2 * (PAYLOAD_AT + LAYOUT.block_bytes))
+    store = MemoryStore()
+    cache = BlockCache(context(), LAYOUT, store)
+    save(cache, TOKENS)
+
+    class Full(Engine):
+        def place(self, index: int, block: memoryview) -> None:
+            raise MemoryError("no room on the device")
+
+    with pytest.raises(MemoryError):
+        cache.load(TOKENS, lambda found: Full(TOKENS))
+    assert store.stats()["open_leases"] == 0
+
+
 def test_a_store_that_counts_wrong_is_bounded() -> None:
     class Boaster(MemoryStore):
         claim = 99

@@ -170,52 +170,22 @@ def test_a_sealed_value_says_that_it_wants_its_keys(sky: Sky) -> None:
     assert sky("kv", "get", "note", "-o", "-", "--seal", "mine").stdout == "note"
 
 
-_MODEL = """
-import time, torch
-torch.set_num_threads(1)
-from skymemory import KVCManager, open_store
-from skymemory.engine.inputs import shipped_document
-from skymemory.engine.models import build_small
-from skymemory.engine.tokenizer import train_tokenizer
-tokenizer = train_tokenizer(1024)
-model = build_small(vocab_size=len(tokenizer))
-prompt = shipped_document()[:3000]
-options = {"max_new_tokens": 20, "do_sample": False}
-inputs = tokenizer(prompt, return_tensors="pt")
-def tokens(out): return out[0, inputs.input_ids.shape[1]:].tolist()
-plain = tokens(model.generate(**inputs, **options))
-"""
-_ADD = """
-with KVCManager(model, tokenizer, store=open_store("constellation")) as kvc:
-    out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt), **options)
-    result = kvc.add_blocks(prompt)
-    assert result.stored_blocks == result.blocks > 3 and result.prefilled_tokens == 0, result
-    assert tokens(out) == plain
-"""
-_GET = """
-for place in ("constellation", "constellation://?index=no", "constellation"):
-    store = open_store(place)
-    with KVCManager(model, tokenizer, store=store) as kvc:
-        began = time.perf_counter(); cache = kvc.get_cache(prompt); seconds = time.perf_counter() - began
-        out = model.generate(**inputs, past_key_values=cache, **options)
-        print(cache.result.cached_tokens, seconds, tokens(out) == plain, flush=True)
-    if "no" in place:
-        input()  # until a host is dead
-"""
-
-
 @pytest.mark.engine
 def test_a_prompt_of_one_process_is_served_to_another_and_survives_a_dead_host(sky: Sky) -> None:
     pytest.importorskip("transformers", reason="needs skymemory[hf]")
     sky.up("--delay", "real")
-    added = sky.python(_MODEL + _ADD)
-    assert added.returncode == 0, added.stderr
+    from tests.end_to_end import shared_prompt  # torch takes seconds: the sky is up by then
+
+    shared_prompt.save_tokenizer(sky.folder)
     getter = subprocess.Popen(
-        [sys.executable, "-c", _MODEL + _GET], env=sky.environment, cwd=sky.folder, text=True,
+        [sys.executable, "-m", "tests.end_to_end.shared_prompt", str(sky.folder)], env=sky.environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        assert getter.stdout is not None
+        plain = shared_prompt.add(sky.folder, f"constellation://{sky.run_dir}")  # while the other one loads torch
+        assert getter.stdout is not None and getter.stdin is not None
+        getter.stdin.write(json.dumps(plain) + "\n")
+        getter.stdin.flush()
         for _ in range(2):
             cached, _, equal = (getter.stdout.readline() or "0 0 process-ended").split()
             assert int(cached) >= 3 * 128 and equal == "True"
@@ -224,6 +194,7 @@ def test_a_prompt_of_one_process_is_served_to_another_and_survives_a_dead_host(s
         out, errors = getter.communicate("\n", timeout=60)
     finally:
         getter.kill()
+        getter.wait()
     assert getter.returncode == 0, errors
     cached, seconds, equal = out.split()
     assert cached == "0" and float(seconds) < 1.0 and equal == "True"

@@ -151,6 +151,13 @@ def test_blocks_behind_a_hole_are_used_and_the_hole_is_stored(
         assert kvc.get_cache_ids(ids).result.loaded_blocks == 20
 
 
+@pytest.mark.parametrize("loading", ["cake", "compute", "load"])
+def test_of_a_full_hit_the_last_token_is_left(model: Any, ids: Any, store: MemoryStore, loading: str) -> None:
+    with cake(model, store, loading) as kvc:
+        cache = kvc.get_cache_ids(ids[:, : 20 * BLOCK])
+        assert cache.get_seq_length() == 20 * BLOCK - 1 and kvc.last.left_tokens == 1
+
+
 def test_a_chunk_is_what_a_step_takes_of_ours(model: Any, ids: Any, store: MemoryStore) -> None:
     counts: list[int] = []
     with cake(model, store, settings=CakeSettings(step_tokens=10 * BLOCK)) as kvc:
@@ -251,5 +258,7 @@ def test_bad_settings_are_refused(model: Any) -> None:
             cake(model, settings=CakeSettings(step_tokens=2 * BLOCK, chunk_tokens=chunk_tokens))
     with pytest.raises(InvalidInput, match="share"):
         OtherPrompts(model, [], 1.5)
+    with pytest.raises(InvalidInput, match="no tokens"):
+        OtherPrompts(model, [[1, 2], []], 0.5)
     with KVCManager(model, None, block_tokens=96, weights="w", loading="cake") as kvc:
         assert kvc.cake.cake.settings.step_tokens == 576

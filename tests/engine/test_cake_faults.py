@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.engine.generation import BLOCK, cake, tokens_of  # noqa: E402
 from tests.store.conftest import udp_store  # noqa: E402
 from tests.store.redis_server import RedisServer  # noqa: E402
 
+from skymemory.cache.cake import CakeSettings  # noqa: E402
 from skymemory.cache.tier import TierSettings  # noqa: E402
 from skymemory.cache.tiers import TieredStore  # noqa: E402
 from skymemory.cache.value import is_sound_block  # noqa: E402
@@ -46,6 +48,20 @@ class Breaking(Wrapped):
             self.loads += 1
             if self.loads == 3:
                 self.breaks()
+        return super().complete_load(ticket)
+
+
+class Hanging(Wrapped):
+    """Its third load does not come back before ``until`` is set."""
+
+    def __init__(self, store: Store, until: threading.Event) -> None:
+        super().__init__(store)
+        self.until, self.loads = until, 0
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        self.loads += 1
+        if self.loads == 3:
+            self.until.wait(30)
         return super().complete_load(ticket)
 
 
@@ -94,6 +110,28 @@ def test_a_tier_that_dies_in_mid_load(model: Any, ids: Any, plain: list[int]) ->
         last = kvc.last
         assert 0 < last.cached_tokens < 20 * BLOCK and last.failed_blocks["unreachable"] > 0
         assert last.loader.failed_loads >= 1
+
+
+@pytest.mark.parametrize("loading", ["cake", "load"])
+def test_a_tier_that_hangs_for_ever_in_mid_load(model: Any, ids: Any, plain: list[int], loading: str) -> None:
+    hangs = threading.Event()
+    memory = MemoryStore()
+    settings = CakeSettings(step_tokens=2 * BLOCK, deadline_s=0.5)
+    hanging = Hanging(RateLimited(memory, 1 << 20), hangs)
+    with cake(model, hanging, loading, settings=settings) as kvc:
+        kvc.add_blocks_ids(ids)
+        began_s = time.monotonic()
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
+        last = kvc.last
+        assert time.monotonic() - began_s < 10 and last.cached_tokens + last.computed_tokens == ids.shape[1]
+        if loading == "load":
+            assert last.failed_blocks == {"deadline": 2} and last.loaded_blocks == 18
+        hangs.set()
+        until_s = time.monotonic() + 5
+        while memory.stats()["open_leases"] and time.monotonic() < until_s:
+            time.sleep(0.005)
+        assert memory.stats()["open_leases"] == 0
+        assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
 
 
 def test_of_two_tiers_the_far_one_dies_in_mid_load(model: Any, ids: Any, plain: list[int]) -> None:

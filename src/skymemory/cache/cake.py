@@ -19,7 +19,7 @@ from skymemory.cache.manager import TIER_FAILURES, BlockCache
 from skymemory.cache.pace import Pace
 from skymemory.cache.prompt_chunks import PromptChunk, cut_prompt
 from skymemory.cache.results import LoadResult
-from skymemory.cache.tier_workers import TierWorkers
+from skymemory.cache.tier_workers import Call, TierWorkers
 from skymemory.cache.value import PAYLOAD_AT
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import BlockHash, Tokens
@@ -45,6 +45,12 @@ class CakeSettings:
     """Asked for and not here, at most; one chunk always may be."""
     fetch_threads: int = 2
     """Two: the next chunk is on its way while one is verified and put in its place."""
+    deadline_s: float = 10.0
+    """What the tier has not answered by then is computed; for a chunk's bytes it has the time they take besides, at
+    ``least_bytes_per_s``. A thread whose call did not end in time is not used until it comes back; while none is left,
+    everything is computed."""
+    least_bytes_per_s: float = 1e6
+    """Of a link that is slow rather than broken."""
 
     def check(self, block_tokens: int) -> None:
         if self.step_tokens < block_tokens or self.step_tokens % block_tokens:
@@ -57,6 +63,12 @@ class CakeSettings:
             )
         if self.in_flight_bytes < 1 or self.fetch_threads < 1:
             raise InvalidInput("in_flight_bytes and fetch_threads must be at least 1")
+        if not self.deadline_s > 0 or not self.least_bytes_per_s > 0:
+            raise InvalidInput("deadline_s and least_bytes_per_s must be above 0")
+
+    def patience_s(self, size_bytes: int) -> float:
+        """How long a load of so many bytes may take."""
+        return self.deadline_s + size_bytes / self.least_bytes_per_s
 
 
 class Cake:
@@ -70,6 +82,7 @@ class Cake:
         self._stored_block_bytes = float(PAYLOAD_AT + blocks.layout.block_bytes)
         self._late: deque[tuple[int, float]] = deque(maxlen=1)
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
+        self._lookups = TierWorkers("cake look-up", 1)
 
     def open(
         self,
@@ -129,20 +142,28 @@ class Cake:
                 others_fill=budget_tokens < self.settings.step_tokens,
             )
             session = LoadingSession(
-                loader, chunks, source, self._workers, on_settled=on_settled, on_late=self._came_late
-            )
+                loader, chunks, source, self._workers, on_settled=on_settled, on_late=self._came_late,
+                patience_s=self.settings.patience_s,
+            )  # fmt: skip
         return CakeLoad(
             self, session, chunks, source, len(tokens), limit_tokens, len(hashes), sum(there), phase, account
         )
 
     def _there(self, hashes: list[BlockHash]) -> list[bool]:
-        """Of each block, whether the store says it has it."""
-        try:
-            told = self.blocks.store.lookup(hashes) if hashes else []
-        except TIER_FAILURES:
+        """Of each block, whether the store says it has it; nothing where it does not say it in time."""
+        if not hashes:
+            return []
+        call: Call[object] = Call(lambda: [one is Presence.HIT for one in self.blocks.store.lookup(hashes)])
+        asked = not self._lookups.held_up and self._lookups.submit(call)
+        if not asked or (not call.wait(self.settings.deadline_s) and call.give_up()):
             self.blocks.tier_failed()
             return []
-        return [presence is Presence.HIT for presence in told] if len(told) == len(hashes) else []
+        if call.error is not None:
+            if not isinstance(call.error, TIER_FAILURES):
+                raise call.error
+            self.blocks.tier_failed()
+        told = call.result
+        return told if isinstance(told, list) and len(told) == len(hashes) else []
 
     def _came_late(self, size_bytes: int, seconds: float) -> None:
         self._late.append((size_bytes, seconds))
@@ -153,8 +174,9 @@ class Cake:
             self._stored_block_bytes = size_bytes / blocks
 
     def close(self) -> None:
-        """The threads end with the fetches they are at."""
+        """The threads end with the calls they are at."""
         self._workers.close()
+        self._lookups.close()
 
 
 @dataclass(slots=True)
@@ -202,7 +224,7 @@ class CakeLoad:
             blocks=self.blocks,
             found_blocks=self.found_blocks,
             loaded_blocks=loaded_blocks,
-            failed_blocks=dict(self.source.failed),
+            failed_blocks=self.source.failures(),
             size_bytes=size_bytes,
             retransmitted=retransmitted,
             seconds=self.phase.seconds,

@@ -36,12 +36,12 @@ class BlockChunks:
         self._blocks = blocks
         self._hashes = hashes
         self._chunks = chunks
-        self._sink = sink
+        self._sink: BlockSink | None = sink
         self._lock = Lock()
+        self._late: set[int] = set()
         self.origins: dict[int, ChunkOrigin] = {}
         """Of the chunks put in their place, by index."""
-        self.failed: Counter[str] = Counter()
-        """Blocks that did not come or were wrong, by reason."""
+        self._failed: Counter[str] = Counter()
 
     def fetch(self, index: int) -> FetchedBlocks | None:
         """A chunk's blocks, leased and loaded; None where one of them did not come."""
@@ -52,18 +52,20 @@ class BlockChunks:
             ticket = store.prepare_load(hashes)
             values = store.complete_load(ticket)
             report = ticket.report
-        except TIER_FAILURES:
-            self._blocks.tier_failed()
-            self._fail("unreachable", len(hashes))
+        except BaseException as error:
             if ticket is not None:
                 self._blocks.release(ticket)
+            if not isinstance(error, TIER_FAILURES):
+                raise
+            self._blocks.tier_failed()
+            self._fail(index, "unreachable", len(hashes))
             return None
         told = report.keys if report is not None and len(report.keys) == len(hashes) else ()
         there = [value for value in values if value is not None]
         if len(there) < len(hashes) or len(values) != len(hashes):
             for at in range(len(hashes)):
                 if at >= len(values) or values[at] is None:
-                    self._fail((told[at].reason if told else "") or "unreachable")
+                    self._fail(index, (told[at].reason if told else "") or "unreachable")
             self._blocks.forget_sealed(hashes, told)
             self._blocks.release(ticket)
             return None
@@ -75,16 +77,36 @@ class BlockChunks:
         first = chunk.first_token // tokens
         return first, self._hashes[first : first + chunk.tokens // tokens]
 
-    def _fail(self, reason: str, blocks: int = 1) -> None:
+    def give_up(self, index: int) -> None:
+        """The chunk did not come in time; what still becomes of it is not told of any more."""
+        _, hashes = self._blocks_of(index)
+        self._blocks.tier_failed()
+        self._fail(index, "deadline", len(hashes))
         with self._lock:
-            self.failed[reason] += blocks
+            self._late.add(index)
+
+    def close(self) -> None:
+        """Nothing is put in its place any more: a fetch that hangs must not keep the engine's memory."""
+        self._sink = None
+
+    def failures(self) -> dict[str, int]:
+        """Blocks that did not come or were wrong, by reason."""
+        with self._lock:
+            return dict(self._failed)
+
+    def _fail(self, index: int, reason: str, blocks: int = 1) -> None:
+        with self._lock:
+            if index not in self._late:
+                self._failed[reason] += blocks
 
     def place(self, fetched: FetchedBlocks) -> bool:
         """Put a fetched chunk in its place; False from the first block on that is not what it should be."""
+        if (sink := self._sink) is None:
+            return False
         for offset, (block_hash, value) in enumerate(zip(fetched.hashes, fetched.values, strict=True)):
-            if failure := self._blocks.place(self._sink, fetched.first + offset, block_hash, value):
-                self._fail(failure)
-                self._blocks.forget_wrong(block_hash, failure)
+            if failure := self._blocks.place(sink, fetched.first + offset, block_hash, value):
+                self._fail(fetched.index, failure)
+                fetched.wrong = block_hash, failure
                 return False
         store, told = self._blocks.store, fetched.told
         tiers = tuple(one.tier or store.name for one in told) if told else (store.name,) * len(fetched.hashes)
@@ -94,7 +116,10 @@ class BlockChunks:
         return True
 
     def let_go(self, fetched: FetchedBlocks) -> None:
+        """Give it back; a block that was wrong is removed now, for while it was put in its place others waited."""
         self._blocks.release(fetched.ticket)
+        if fetched.wrong is not None:
+            self._blocks.forget_wrong(*fetched.wrong)
 
 
 @dataclass(slots=True)
@@ -110,6 +135,8 @@ class FetchedBlocks:
     ticket: LoadTicket
     told: Sequence[KeyReport]
     retransmitted: int
+    wrong: tuple[BlockHash, str] | None = None
+    """The block that was not what it should be, and why."""
 
     def place(self) -> bool:
         return self.source.place(self)

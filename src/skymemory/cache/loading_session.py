@@ -2,45 +2,44 @@
 
 The scheduler (``cache.loader``) knows no threads; here every word to it is said under one lock. A chunk's place in the
 engine's memory is written by one side at a time: while a chunk is computed its load waits for the end of the step, and
-while it is put in place the step waits, and is dropped where the chunk is there then.
+while it is put in place the step waits, and is dropped where the chunk is there then. A fetch that does not end in time
+is given up: its chunk is computed, its thread counts as held up until it comes back, and what it brings is dropped.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+from skymemory.cache.chunk_source import ChunkSource, FetchedChunk
 from skymemory.cache.loader import BidirectionalLoader
 from skymemory.cache.loader_actions import ComputeStep, LoaderResult
 from skymemory.cache.prompt_chunks import PromptChunk
 from skymemory.cache.tier_workers import Call, TierWorkers
 
 
-class FetchedChunk(Protocol):
-    """A chunk's bytes, here but not yet in their place."""
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """The one fetch under way. Two at once would each have half of the link, and the first, which is wanted sooner,
+    would come as late as the second.
+    """
 
-    def place(self) -> bool:
-        """Verify, decode and put them in place. False: they are not what was asked for."""
-
-    def release(self) -> None:
-        """They are not needed any more."""
-
-
-class ChunkSource(Protocol):
-    """Where chunks come from. Called from several threads at once."""
-
-    def fetch(self, index: int) -> FetchedChunk | None:
-        """Wait for a chunk; None where it does not come whole. Raises nothing that a broken tier raises."""
+    index: int
+    due_s: float
+    call: Call[object]
 
 
 class LoadingSession:
     """Drives ``loader`` over ``chunks``. Times are those of ``clock``, in seconds.
 
     ``on_settled`` is called with the index and the origin of each chunk that is there, in whichever thread it came;
-    ``on_late`` with the bytes and seconds of a fetch that came when nobody wanted it any more.
+    ``on_late`` with the bytes and seconds of a fetch that came when nobody wanted it any more. ``patience_s`` says how
+    long a fetch of so many bytes may take.
     """
 
     def __init__(
@@ -53,6 +52,7 @@ class LoadingSession:
         clock: Callable[[], float] = time.monotonic,
         on_settled: Callable[[int, str], object] | None = None,
         on_late: Callable[[int, float], object] | None = None,
+        patience_s: Callable[[int], float] = lambda size_bytes: math.inf,
     ) -> None:
         self._loader = loader
         self._source: ChunkSource | None = source
@@ -60,14 +60,17 @@ class LoadingSession:
         self._clock = clock
         self._on_settled = on_settled
         self._on_late = on_late
+        self._patience_s = patience_s
         self._sizes = [chunk.size_bytes for chunk in chunks]
         self._changed = threading.Condition()
         self._ready: ComputeStep | None = None  # asked for by the loader, not yet taken by the engine
         self._stepping = range(0)  # chunks that the engine computes
         self._wanted: set[int] = set()
         self._asked: deque[int] = deque()
-        self._link = threading.Lock()  # one fetch at a time, in order; meanwhile others are put in their place
+        self._fetch: _Fetch | None = None
+        self._abandoned = False  # no thread has taken up a fetch for as long as one may take
         self._placing: set[int] = set()
+        self._telling = 0
         self._wake_s: float | None = None
         self._error: BaseException | None = None
         self.scheduling_s = 0.0
@@ -79,8 +82,9 @@ class LoadingSession:
 
     @property
     def done(self) -> bool:
+        """All is there and told of; False after a fault, which ``next_step`` raises."""
         with self._changed:
-            return self._loader.done
+            return self._loader.done and not self._telling and self._error is None
 
     def is_resident(self, index: int) -> bool:
         """Whether a chunk is in its place, wherever it came from."""
@@ -116,9 +120,10 @@ class LoadingSession:
                         return step
                     self._loader.step_dropped()
                     continue
-                if self._loader.done:
+                if self._loader.done and not self._telling:
                     return None
-                waits_s = [at_s - self._clock() for at_s in (self._wake_s, ends_s) if at_s is not None]
+                due_s = self._fetch.due_s if self._fetch is not None and self._fetch.due_s < math.inf else None
+                waits_s = [at_s - self._clock() for at_s in (self._wake_s, due_s, ends_s) if at_s is not None]
                 if ends_s is not None and ends_s <= self._clock():
                     return None
                 self._changed.wait(max(0.0, min(waits_s)) if waits_s else None)
@@ -151,57 +156,71 @@ class LoadingSession:
             self._loader.abort(self._clock())
             self._turn()
             self._wanted.clear()
-            self._source = None  # a worker that is held up must not keep the engine's memory
+            if self._fetch is not None:
+                self._fetch.call.give_up()
+                self._fetch = None
+            source, self._source = self._source, None
             self._changed.notify_all()
-            while self._placing:
+            while self._placing or self._telling:
                 self._changed.wait()
+        if source is not None:
+            source.close()
 
     # The workers' side
 
-    def _fetch_next(self) -> None:
-        """Fetch what was asked for first. Two fetches at once would each have half of the link, and the first, which
-        is wanted sooner, would come as late as the second.
-        """
-        fetched, error = None, None
-        with self._link:
-            with self._changed:
-                while self._asked and self._asked[0] not in self._wanted:
-                    self._asked.popleft()
-                if not self._asked or self._source is None:
-                    return
-                index, source = self._asked.popleft(), self._source
-            began_s = self._clock()
-            try:
+    def _work(self, fetch: _Fetch, source: ChunkSource) -> None:
+        """Bring the chunk of ``fetch``; then the next one may be fetched while this one is put in its place."""
+        index, began_s = fetch.index, self._clock()
+        fetched: FetchedChunk | None = None
+        with self._faults_kept():
+            if index in self._wanted:
                 fetched = source.fetch(index)
-                if fetched is not None and index not in self._wanted and self._on_late is not None:
-                    self._on_late(self._sizes[index], self._clock() - began_s)
-            except BaseException as raised:  # a programming error: raised in the engine's thread
-                error = raised
+        with self._changed:
+            is_late = index not in self._wanted
+            if self._fetch is fetch:
+                self._fetch = None
+                if not self._fetch_next():
+                    self._turn()
         placed = False
-        try:
-            if error is not None:
-                raise error
-            if fetched is not None:
-                try:
-                    placed = self._claim(index) and fetched.place()
-                finally:
-                    fetched.release()
-        except BaseException as raised:
-            with self._changed:
-                self._error = raised
+        with self._faults_kept():
+            if is_late and fetched is not None and self._on_late is not None:
+                self._on_late(self._sizes[index], self._clock() - began_s)
+            placed = fetched is not None and self._claim(index) and fetched.place()
         with self._changed:
             self._placing.discard(index)
-            if index in self._wanted:
-                self._wanted.discard(index)
-                began_s = time.perf_counter()
-                (self._loader.chunk_loaded if placed else self._loader.load_failed)(index, self._clock())
-                self.scheduling_s += time.perf_counter() - began_s
-                self._turn()
-            else:
-                placed = False
+            placed = self._settle(index, placed)
+            self._telling += 1
             self._changed.notify_all()
-        if placed:
-            self._tell(index, "loaded")
+        with self._faults_kept():
+            if placed:
+                self._tell(index, "loaded")
+        with self._changed:
+            self._telling -= 1
+            self._changed.notify_all()
+        with self._faults_kept():
+            if fetched is not None:
+                fetched.release()
+
+    @contextmanager
+    def _faults_kept(self) -> Iterator[None]:
+        """A programming error is raised in the engine's thread, not in a worker's, where nobody would hear of it."""
+        try:
+            yield
+        except BaseException as raised:
+            with self._changed:
+                self._error = self._error or raised
+                self._changed.notify_all()
+
+    def _settle(self, index: int, placed: bool) -> bool:
+        """Tell the scheduler, if it still waits for the chunk; whether it is there by this."""
+        if index not in self._wanted:
+            return False
+        self._wanted.discard(index)
+        began_s = time.perf_counter()
+        (self._loader.chunk_loaded if placed else self._loader.load_failed)(index, self._clock())
+        self.scheduling_s += time.perf_counter() - began_s
+        self._turn()
+        return placed
 
     def _claim(self, index: int) -> bool:
         """Whether the chunk may be put in its place now; waits for a step that computes it."""
@@ -215,24 +234,57 @@ class LoadingSession:
 
     def _turn(self) -> None:
         """Ask the loader what to do, and see to it. With the lock held."""
-        began_s = time.perf_counter()
-        actions = self._loader.poll(self._clock())
-        self.scheduling_s += time.perf_counter() - began_s
-        self.turns += 1
-        if actions.compute is not None:
-            self._ready = actions.compute
-            self._changed.notify_all()
-        self._wake_s = actions.wake_s
-        self._wanted.difference_update(actions.cancel)
-        if actions.cancel:
-            self._changed.notify_all()
-        for index in actions.fetch:
-            self._wanted.add(index)
-            self._asked.append(index)
-            if not self._workers.submit(Call(self._fetch_next)):
-                self._wanted.discard(index)
-                self._asked.remove(index)
-                self._loader.load_failed(index, self._clock())
+        if self._fetch is not None and self._clock() >= self._fetch.due_s:
+            self._give_up(self._fetch)
+        while True:
+            began_s = time.perf_counter()
+            actions = self._loader.poll(self._clock())
+            self.scheduling_s += time.perf_counter() - began_s
+            self.turns += 1
+            if actions.compute is not None:
+                self._ready = actions.compute
+                self._changed.notify_all()
+            self._wake_s = actions.wake_s
+            self._wanted.difference_update(actions.cancel)
+            if actions.cancel:
+                self._changed.notify_all()
+            self._wanted.update(actions.fetch)
+            self._asked.extend(actions.fetch)
+            if self._fetch_next():
+                return
+
+    def _give_up(self, fetch: _Fetch) -> None:
+        """It is late beyond patience. Its chunk is computed, and others may be fetched, if by another thread."""
+        fetch.call.give_up()
+        self._fetch = None
+        self._abandoned = self._abandoned or not fetch.call.begun
+        if fetch.index in self._wanted:
+            self._wanted.discard(fetch.index)
+            self._loader.load_failed(fetch.index, self._clock())
+            if self._source is not None:
+                self._source.give_up(fetch.index)
+
+    def _fetch_next(self) -> bool:
+        """Have the chunk fetched that was asked for first, unless one is under way.
+
+        False: there is nobody to do it, and all that was asked for has failed.
+        """
+        while self._asked and self._asked[0] not in self._wanted:
+            self._asked.popleft()
+        if self._fetch is not None or not self._asked or (source := self._source) is None:
+            return True
+        index = self._asked.popleft()
+        call: Call[object] = Call(lambda: self._work(fetch, source))
+        fetch = _Fetch(index, self._clock() + self._patience_s(self._sizes[index]), call)
+        if not self._abandoned and not self._workers.held_up and self._workers.submit(call):
+            self._fetch = fetch
+            return True
+        for failed in (index, *self._asked):
+            if failed in self._wanted:
+                self._wanted.discard(failed)
+                self._loader.load_failed(failed, self._clock())
+        self._asked.clear()
+        return False
 
     def _tell(self, index: int, origin: str) -> None:
         if self._on_settled is not None and self.origin(index) == origin:

@@ -103,11 +103,14 @@ class BlockCache:
         tally = LoadTally()
         if found:
             sink = open_sink(found)
-            for batch in self._lease(hashes[:found]):
-                if not tally.failed:
-                    self._load_batch(batch, sink, tally, phase)
-                if batch.ticket is not None:
-                    self.release(batch.ticket)
+            batches = self._lease(hashes[:found])
+            try:
+                while batches and not tally.failed:
+                    self._load_batch(batches[0], sink, tally, phase)
+                    self._let_go(batches.pop(0))
+            finally:
+                for batch in batches:
+                    self._let_go(batch)
             if tally.failed and (behind := found - len(tally.tiers) - 1):
                 tally.failed["behind a failed block"] += behind
         result = LoadResult(
@@ -265,6 +268,10 @@ class BlockCache:
         for block_hash, report in zip(hashes, reports, strict=False):
             if report.reason == NOT_AUTHENTIC:
                 self._forget(block_hash)
+
+    def _let_go(self, batch: LeasedBatch) -> None:
+        if batch.ticket is not None:
+            self.release(batch.ticket)
 
     def release(self, ticket: LoadTicket) -> None:
         """Give a lease or its values back."""

@@ -45,7 +45,9 @@ class LoadResult:
     @property
     def left_tokens(self) -> int:
         """Tokens that the model has still to compute."""
-        return self.computed_tokens - (self.loader.computed_tokens if self.loader is not None else 0)
+        if self.loader is None:
+            return self.computed_tokens
+        return max(self.computed_tokens - self.loader.computed_tokens, 1)  # the last one, for what it leads to
 
     @property
     def total_s(self) -> float:

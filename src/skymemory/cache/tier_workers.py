@@ -21,11 +21,13 @@ class Call(Generic[Result]):
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._on_late: Callable[[Result | None], object] | None = None
+        self.begun = False
         self.result: Result | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
         """Do the work; work given up before it began is not done at all."""
+        self.begun = True
         result = error = None
         if self._on_late is None:
             try:
@@ -43,7 +45,11 @@ class Call(Generic[Result]):
         """Whether it has ended."""
         return self._ended.wait(max(0.0, timeout_s))
 
-    def give_up(self, on_late: Callable[[Result | None], object]) -> bool:
+    @property
+    def given_up(self) -> bool:
+        return self._on_late is not None
+
+    def give_up(self, on_late: Callable[[Result | None], object] = lambda result: None) -> bool:
         """Nobody waits any more: ``on_late(result or None)`` is called at its end. False: it has ended."""
         with self._lock:
             if self._ended.is_set():
@@ -61,6 +67,7 @@ class TierWorkers:
         self._calls: queue.Queue[Call[object] | None] = queue.Queue(waiting)
         self._started = 0
         self._idle = 0
+        self._running: set[Call[object]] = set()
         self._lock = threading.Lock()
 
     def submit(self, call: Call[object]) -> bool:
@@ -75,6 +82,12 @@ class TierWorkers:
             return False
         return True
 
+    @property
+    def held_up(self) -> bool:
+        """Whether every thread is at a call that was given up: nobody knows when the next one would begin."""
+        with self._lock:
+            return sum(call.given_up for call in self._running) >= self._threads
+
     def _work(self) -> None:
         while True:
             with self._lock:
@@ -82,10 +95,14 @@ class TierWorkers:
             call = self._calls.get()
             with self._lock:
                 self._idle -= 1
+                if call is not None:
+                    self._running.add(call)
             if call is None:
                 self._calls.put(None)  # for the next thread
                 return
             call.run()
+            with self._lock:
+                self._running.discard(call)
 
     def close(self) -> None:
         """Threads end when the calls already there have ended; nobody waits for them."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from skymemory.engine.huggingface import forward_options
 from skymemory.engine.witness import TokenIds, flat_ids
 from skymemory.errors import InvalidInput
 
@@ -29,7 +30,10 @@ class OtherPrompts:
         again: bool = False,
     ) -> None:
         self._model = model
+        self._options = forward_options(model)
         self._waiting = deque((at, torch.from_numpy(flat_ids(ids))[None]) for at, ids in enumerate(prompts))
+        if any(not ids.shape[1] for _, ids in self._waiting):
+            raise InvalidInput("a prompt of no tokens cannot be computed")
         if not 0 <= share <= 1 or piece_tokens < 1:
             raise InvalidInput(f"a share must be 0 to 1 and a piece at least a token, got {share} and {piece_tokens}")
         self.share = share
@@ -53,9 +57,8 @@ class OtherPrompts:
             piece = ids[:, start : start + min(tokens - ran, self._piece_tokens)]
             with torch.inference_mode():
                 self._model(
-                    input_ids=piece.to(self._model.device), past_key_values=self._cache, use_cache=True,
-                    logits_to_keep=1,
-                )  # fmt: skip
+                    input_ids=piece.to(self._model.device), past_key_values=self._cache, use_cache=True, **self._options
+                )
             ran += piece.shape[1]
             if start + piece.shape[1] == ids.shape[1]:
                 self._waiting.popleft()
