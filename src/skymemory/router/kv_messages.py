@@ -1,0 +1,195 @@
+"""The bytes of engines' KV events, decoded into ``conductor.prefix_index.events``.
+
+vLLM and SGLang publish three frames: topic, sequence number (8 bytes, big-endian), and a batch in msgpack (msgspec's
+encoding of the structs in ``vllm/distributed/kv_events.py``). Versions differ in how many fields an event has, at its
+end, and lately in whether structs are arrays or maps: both are read, what is missing has its default, what is new is
+passed over. Kinds of events that are not known are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from skymemory.conductor.prefix_index.events import GPU, AllCleared, Batch, BlocksRemoved, BlocksStored, Event
+from skymemory.errors import SkyMemoryError
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+"""A prompt of a million tokens takes five; sockets drop what is larger."""
+MAX_EVENTS = 1 << 16
+"""Of one batch, which is one step of an engine."""
+SEQUENCE_BYTES = 8
+_TOKENS = 1 << 32
+_Hash = int | bytes
+
+
+class MalformedEvents(SkyMemoryError, ValueError):
+    """A message that is no batch of events: what the engine holds is unknown from there on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    batch: Batch
+    unknown: int
+    """Events of a kind that is not known here."""
+    unusable: int
+    """Stored blocks that cannot be hashed: their tokens are not told, or not all of them."""
+
+
+class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
+    block_hashes: list[_Hash]
+    parent_block_hash: _Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+
+
+class _RemovedRow(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: list[_Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedRow(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _StoredMap(msgspec.Struct, tag="BlockStored", gc=False):
+    block_hashes: list[_Hash]
+    parent_block_hash: _Hash | None = None
+    token_ids: list[int] = []
+    block_size: int = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+
+
+class _RemovedMap(msgspec.Struct, tag="BlockRemoved", gc=False):
+    block_hashes: list[_Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedMap(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+_Events = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENTS)]
+
+
+class _BatchRow(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: _Events
+
+
+class _BatchMap(msgspec.Struct, gc=False):
+    ts: float
+    events: _Events
+
+
+class _KindRow(msgspec.Struct, array_like=True, gc=False):
+    type: str
+
+
+class _KindMap(msgspec.Struct, gc=False):
+    type: str
+
+
+_Wire = _StoredRow | _RemovedRow | _ClearedRow | _StoredMap | _RemovedMap | _ClearedMap
+_batch_row = msgspec.msgpack.Decoder(_BatchRow)
+_batch_map = msgspec.msgpack.Decoder(_BatchMap)
+_event_row = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow)
+_event_map = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
+_kind_row = msgspec.msgpack.Decoder(_KindRow)
+_kind_map = msgspec.msgpack.Decoder(_KindMap)
+_KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+
+
+def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
+    """Topic, sequence number and payload of a message's frames.
+
+    Raises:
+        MalformedEvents: other frames than three, or a number that has not eight bytes.
+    """
+    if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
+        raise MalformedEvents(f"expected topic, 8 bytes and a batch, got frames of {[len(f) for f in frames[:8]]} B")
+    return frames[0], int.from_bytes(frames[1], "big"), frames[2]
+
+
+def decode(sequence: int, payload: bytes) -> Decoded:
+    """The batch in ``payload``.
+
+    Raises:
+        MalformedEvents: more than ``MAX_MESSAGE_BYTES``, no msgpack, or no batch.
+    """
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MalformedEvents(f"a batch of {len(payload)} B; at most {MAX_MESSAGE_BYTES} are read")
+    try:
+        raws = (_batch_map if _is_map(payload) else _batch_row).decode(payload).events
+        events: list[Event] = []
+        unknown = unusable = 0
+        for raw in raws:
+            wire = _event(bytes(raw))
+            if wire is None:
+                unknown += 1
+            elif isinstance(wire, (_StoredRow, _StoredMap)):
+                stored = _stored(wire)
+                if stored is None:
+                    unusable += 1
+                else:
+                    events.append(stored)
+            elif isinstance(wire, (_RemovedRow, _RemovedMap)):
+                events.append(BlocksRemoved(wire.block_hashes, wire.medium or GPU, wire.group_idx or 0))
+            else:
+                events.append(AllCleared())
+    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError) as error:
+        raise MalformedEvents(f"not a batch of KV events: {error}") from error
+    return Decoded(Batch(sequence, events), unknown, unusable)
+
+
+def _is_map(data: bytes) -> bool:
+    first = data[0] if data else 0
+    return first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
+
+
+def _event(raw: bytes) -> _Wire | None:
+    """One event; None where its kind is not known."""
+    mapped = _is_map(raw)
+    try:
+        wire: _Wire = (_event_map if mapped else _event_row).decode(raw)
+        return wire
+    except msgspec.ValidationError:
+        # What stands behind its kind is passed over, not unpacked.
+        if (_kind_map if mapped else _kind_row).decode(raw).type in _KNOWN:
+            raise
+        return None
+
+
+def _stored(wire: _StoredRow | _StoredMap) -> BlocksStored | None:
+    tokens = wire.token_ids
+    if wire.block_size < 1 or len(tokens) != len(wire.block_hashes) * wire.block_size:
+        return None
+    if tokens and not 0 <= min(tokens) <= max(tokens) < _TOKENS:
+        return None
+    if wire.extra_keys is not None and len(wire.extra_keys) != len(wire.block_hashes):
+        return None
+    adapter = wire.lora_name or ("" if wire.lora_id is None else f"#{wire.lora_id}")
+    return BlocksStored(
+        hashes=wire.block_hashes,
+        parent=wire.parent_block_hash,
+        tokens=tokens,
+        block_tokens=wire.block_size,
+        medium=wire.medium or GPU,
+        adapter=adapter,
+        extra_keys=wire.extra_keys,
+        group=wire.group_idx or 0,
+    )
