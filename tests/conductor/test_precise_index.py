@@ -57,6 +57,16 @@ def test_what_the_engine_says_is_what_is_held(index: PreciseIndex) -> None:
     assert index.match(chain(), [0]) == [0] == [index.blocks_of(0)]
 
 
+def test_of_two_copies_one_is_left_when_the_other_goes(index: PreciseIndex) -> None:
+    # A prompt that is held whole: its last block is computed anew, and the engine has it twice.
+    tell(index, 0, stored(0, 4), stored(3, 4), stored(3, 4), removed(3), removed(3))
+    assert index.match(chain(), [0]) == [4]
+    tell(index, 5, removed(3))
+    assert index.match(chain(), [0]) == [3]
+    tell(index, 6, stored(3, 4), stored(3, 4), AllCleared(), stored(0, 4), removed(3))
+    assert index.match(chain(), [0]) == [3], "what was cleared left no copy"
+
+
 def test_a_gap_is_never_passed_over(index: PreciseIndex) -> None:
     tell(index, 0, stored(0, 2))
     assert not index.apply(0, Batch(2, [removed(1)]))

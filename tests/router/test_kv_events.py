@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,9 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from skymemory import native
 from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored
+from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.seeds import seed as prefix_seed
 from skymemory.errors import InvalidInput
 from skymemory.router.kv_events import KvEvents
 from skymemory.router.kv_feed import Feed, FeedState
@@ -204,6 +209,32 @@ def test_swapped_messages_are_put_in_order_without_a_loss() -> None:
             assert held.held[SLOT] == truth or feed.order.gap or publisher.number > feed.counts.batches
 
     run(scene, patience_s=2.0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_precise_index_matches_what_the_engine_holds(seed: int) -> None:
+    async def play() -> None:
+        index = PreciseIndex(BLOCK_TOKENS)
+        events = KvEvents(index, Pace(probe_s=0.1, patience_s=0.01))
+        try:
+            with a_publisher(seed=seed, lose=0.1, double=0.1, swap=0.1) as publisher:
+                feed = await heard(events, publisher, replay=True)
+                publisher.order(publish=199)
+                truth = publisher.order(publish=1)
+                await until(lambda: feed.counts.batches == 200)
+                held = {name[8:] for name in truth}
+                assert index.blocks_of(SLOT) == len(held) == 60
+                dice = random.Random(seed)
+                for _ in range(300):
+                    prompt = bytes(dice.randrange(3) for _ in range(6))
+                    expected = next((at for at in range(6) if prompt[: at + 1] not in held), 6)
+                    tokens = np.repeat(np.frombuffer(prompt, np.uint8), BLOCK_TOKENS).astype("<u4").tobytes()
+                    chain = native.chain_hashes(tokens, 4 * BLOCK_TOKENS, prefix_seed("small", "", ""))
+                    assert index.match(chain, [SLOT]) == [expected]
+        finally:
+            await events.close()
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("replay", [True, False])

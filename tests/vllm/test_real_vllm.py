@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 import aiohttp
 import numpy as np
 import pytest
-from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.seeds import seed
 from tests.vllm.server import BLOCK_TOKENS, BLOCKS, PYTHON, Vllm, an_adapter
 
 from skymemory import native
+from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.seeds import seed
 from skymemory.router.engine_metrics import EngineMetrics
 from skymemory.router.kv_events import KvEvents
 from skymemory.router.kv_feed import Feed, FeedState

@@ -44,6 +44,9 @@ class EngineBlocks:
     """Per medium our hash of each block, by the engine's."""
     given_up: int = 0
     """Blocks that waited aside for a parent and were dropped."""
+    _more_copies: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Of blocks that the engine has more than once, how many beside the first. vLLM computes the last block of a prompt
+    that it holds whole anew, and keeps both; it tells of each that is stored, and of each that is evicted."""
     _aside: dict[tuple[str, int], _Orphan] = field(default_factory=dict)
     _children: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
@@ -94,6 +97,8 @@ class EngineBlocks:
                 assert parent is not None
                 self._set_aside(event.medium, name, _Orphan(parent, piece, keys))
             else:
+                if name in self.media.get(event.medium, ()):
+                    self._more_copies[event.medium, name] = self._more_copies.get((event.medium, name), 0) + 1
                 before = chained(before, piece, keys)
                 yield from self._settle(event.medium, name, before)
             parent = name
@@ -117,9 +122,18 @@ class EngineBlocks:
         for engine_hash in event.hashes:
             name = folded(engine_hash)
             self._give_up(event.medium, name)
+            if self._another_copy(event.medium, name):
+                continue
             ours = held.pop(name, None)
             if ours is not None:
                 yield event.medium, ours
+
+    def _another_copy(self, medium: str, name: int) -> bool:
+        """One copy of a block went; whether there is another."""
+        more = self._more_copies.pop((medium, name), 0)
+        if more > 1:
+            self._more_copies[medium, name] = more - 1
+        return more > 0
 
     def _ours(self, name: int) -> int | None:
         for held in self.media.values():
