@@ -1,0 +1,115 @@
+"""What all exchanges of an endpoint picker share: who picks, who reads prompts, what is allowed, what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from skymemory.conductor.picker import NoServer, Picker
+from skymemory.conductor.request import Decision, Prompt, Request
+from skymemory.conductor.strategies.loads import requests_at
+from skymemory.metrics import Counters
+from skymemory.router.bad_request import BadRequest
+from skymemory.router.ejection import Ejection
+
+PROMPT_PATHS = ("/v1/completions", "/v1/chat/completions")
+"""The ends of paths that have prompts: what a gateway strips from their beginning it strips after us."""
+_NOTHING = Prompt(np.empty(0, np.uint64), np.empty(0, np.uint64), block_tokens=16.0, tokens=0)
+NO_PROMPT = Request(_NOTHING)
+"""What is sent to a server by load alone: a list of models, an embedding, whatever has no prompt that we know of."""
+
+
+class ReadsPrompts(Protocol):
+    """``router.prompts.PromptReader``, or a test's."""
+
+    def read(self, path: str, headers: Mapping[str, str], body: bytes) -> Request:
+        """
+        Raises:
+            BadRequest: no engine could take it.
+        """
+        ...
+
+
+class Refusal(Exception):
+    """The client is answered at once, and no server sees its request."""
+
+    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class DeskSettings:
+    fallbacks: int = 0
+    """Endpoints named after the first. More than none needs a data plane that reads lists (Envoy: override_host)."""
+    most_body_bytes: int = 16 << 20
+    most_streams: int = 10_000
+    """Requests under way in this picker; the next is turned away."""
+    most_requests: int | None = None
+    """Requests at one server, by its own report or our account; where all have as many the next is turned away."""
+    retry_after_s: int = 1
+    tell_decisions: bool = False
+    """Whether a client that asks (``x-skymemory-decision``) is told; it names servers' addresses."""
+
+
+@dataclass(slots=True)
+class Desk:
+    picker: Picker
+    reader: ReadsPrompts
+    settings: DeskSettings = field(default_factory=DeskSettings)
+    counters: Counters = field(default_factory=Counters)
+    ejection: Ejection = field(init=False)
+    streams: int = 0
+    """Exchanges under way."""
+
+    def __post_init__(self) -> None:
+        self.ejection = Ejection(self.picker.fleet)
+
+    def read(self, headers: Mapping[str, str], body: bytes) -> Request:
+        """
+        Raises:
+            Refusal: it goes to a path with prompts, and no engine could read it.
+        """
+        path = headers.get(":path", "").partition("?")[0]
+        known = next((known for known in PROMPT_PATHS if path.endswith(known)), None)
+        if known is None or headers.get(":method") != "POST":
+            return NO_PROMPT
+        try:
+            return self.reader.read(known, headers, body)
+        except BadRequest as error:
+            raise Refusal(error.status, error.message) from error
+
+    def choose(self, request: Request, among: Collection[str] | None, now_s: float) -> Decision:
+        """
+        Raises:
+            Refusal: no server may have it (503), or all have enough (429).
+        """
+        self.ejection.review(now_s)
+        among = self._with_room(among, now_s)
+        try:
+            return self.picker.pick(request, now_s, among)
+        except NoServer as error:
+            raise Refusal(503, str(error), self.settings.retry_after_s) from error
+
+    def endpoints(self, decision: Decision, among: Collection[str] | None) -> str:
+        """``ip:port`` of the server chosen, then of as many fallbacks as are wanted, best first."""
+        others = [name for name in decision.fallbacks if among is None or name in among]
+        return ",".join((decision.server, *others[: self.settings.fallbacks]))
+
+    def _with_room(self, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
+        most = self.settings.most_requests
+        if most is None:
+            return among
+        able = [
+            server for server in self.picker.fleet if server.takes_requests and (among is None or server.name in among)
+        ]
+        roomy = [server.name for server in able if requests_at(server, now_s) < most]
+        if able and not roomy:
+            message = f"all {len(able)} servers have {most} requests or more; try again"
+            raise Refusal(429, message, self.settings.retry_after_s)
+        return roomy if len(roomy) < len(able) else among

@@ -1,0 +1,212 @@
+"""An Envoy that asks an endpoint picker, as a bootstrap configuration: a plain dictionary, to be written as JSON.
+
+Gateways on Kubernetes make theirs by themselves. This one is for everybody else, for the tests and for the benchmark.
+Checked against Envoy 1.40.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from skymemory.router.ext_proc_messages import (
+    CODE_DETAILS,
+    DESTINATION,
+    METADATA_NAMESPACE,
+    READINESS,
+    SERVED,
+    SUBSET_NAMESPACE,
+    UPSTREAM_ADDRESS,
+)
+
+_TYPE = "type.googleapis.com/envoy"
+BUFFER_BYTES = 16 << 20
+"""What Envoy keeps of a request, to send it again to a fallback; a longer one is not sent again."""
+MANY = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """One listening address, the picker it asks, and how its requests come to endpoints."""
+
+    name: str
+    picker: str | None
+    """``ip:port``; None for none at all, which is what the benchmark compares with."""
+    listen: str = "127.0.0.1:0"
+    endpoints: tuple[str, ...] = ()
+    """All there may be. They are needed for fallback lists, for going on without a picker, and for no picker.
+    Without them requests go to whatever address the picker names (a cluster of type ORIGINAL_DST).
+    """
+    told_by: Literal["metadata", "header"] = "metadata"
+    """Where the endpoint is read from. A header may come from a client; metadata cannot."""
+    retries: int = 0
+    fail_open: bool = False
+    """Without a picker go on with any of ``endpoints``, in turn, instead of answering an error."""
+    picker_tls: bool = False
+    picker_ca: str | None = None
+    """A file with the authority that signed the picker's certificate; without it any certificate will do."""
+    look_s: float = 1.0
+    """How often Envoy looks whether its picker is well. Two looks in vain, and it is not asked any more: with
+    full-duplex bodies Envoy has no other clock, and only of a picker that it knows to be gone can it do without.
+    """
+    filters_before: tuple[dict[str, Any], ...] = field(default=())
+
+
+def bootstrap(entrances: Sequence[Entrance]) -> dict[str, Any]:
+    """Envoy's whole configuration; its admin listens on a free port of 127.0.0.1 (``--admin-address-path``)."""
+    clusters = [_servers(entrance) for entrance in entrances]
+    clusters += [_picker(entrance) for entrance in entrances if entrance.picker is not None]
+    return {
+        "admin": {"address": _address("127.0.0.1:0")},
+        "static_resources": {"listeners": [_listener(entrance) for entrance in entrances], "clusters": clusters},
+    }
+
+
+def _listener(entrance: Entrance) -> dict[str, Any]:
+    route: dict[str, Any] = {"cluster": f"{entrance.name}-servers", "timeout": "0s"}
+    if entrance.retries:
+        route["retry_policy"] = {
+            "retry_on": "connect-failure,refused-stream,reset-before-request",
+            "num_retries": entrance.retries,
+            "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.05s"},
+        }
+    router = {
+        "name": "envoy.filters.http.router",
+        "typed_config": {"@type": f"{_TYPE}.extensions.filters.http.router.v3.Router"},
+    }
+    manager = {
+        "@type": f"{_TYPE}.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": entrance.name,
+        "generate_request_id": False,
+        "stream_idle_timeout": "3600s",
+        "route_config": {
+            "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}]
+        },
+        "http_filters": [*entrance.filters_before, *_asking(entrance), router],
+    }
+    return {
+        "name": entrance.name,
+        "address": _address(entrance.listen),
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES,
+        "filter_chains": [
+            {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+        ],
+    }
+
+
+def _asking(entrance: Entrance) -> list[dict[str, Any]]:
+    if entrance.picker is None:
+        return []
+    config = {
+        "@type": f"{_TYPE}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": f"{entrance.name}-picker"}},
+        "failure_mode_allow": entrance.fail_open,
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "request_body_mode": "FULL_DUPLEX_STREAMED",
+            "request_trailer_mode": "SEND",
+            "response_header_mode": "SEND",
+            "response_body_mode": "FULL_DUPLEX_STREAMED",
+            "response_trailer_mode": "SEND",
+        },
+        "response_attributes": [UPSTREAM_ADDRESS, CODE_DETAILS],
+        "metadata_options": {
+            "forwarding_namespaces": {"untyped": [METADATA_NAMESPACE, SUBSET_NAMESPACE]},
+            "receiving_namespaces": {"untyped": [METADATA_NAMESPACE]},
+        },
+    }
+    return [{"name": "envoy.filters.http.ext_proc", "typed_config": config}]
+
+
+def _servers(entrance: Entrance) -> dict[str, Any]:
+    cluster: dict[str, Any] = {
+        "name": f"{entrance.name}-servers",
+        "connect_timeout": "1s",
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES,
+        "circuit_breakers": _no_limits(),
+    }
+    if not entrance.endpoints:
+        told: dict[str, Any] = (
+            {"metadata_key": _metadata_key(DESTINATION)}
+            if entrance.told_by == "metadata"
+            else {"use_http_header": True, "http_header_name": DESTINATION}
+        )
+        return {**cluster, "type": "ORIGINAL_DST", "lb_policy": "CLUSTER_PROVIDED", "original_dst_lb_config": told}
+    cluster |= {"type": "STATIC", "load_assignment": _assignment(cluster["name"], entrance.endpoints)}
+    in_turn = {
+        "name": "envoy.load_balancing_policies.round_robin",
+        "typed_config": {"@type": f"{_TYPE}.extensions.load_balancing_policies.round_robin.v3.RoundRobin"},
+    }
+    policy: dict[str, Any] = {"policies": [{"typed_extension_config": in_turn}]}
+    if entrance.picker is not None:
+        source = {"metadata": _metadata_key(DESTINATION)} if entrance.told_by == "metadata" else {"header": DESTINATION}
+        chosen = {
+            "@type": f"{_TYPE}.extensions.load_balancing_policies.override_host.v3.OverrideHost",
+            "override_host_sources": [source],
+            "selected_host_key": _metadata_key(SERVED),
+            "fallback_policy": policy,
+        }
+        named = {"name": "envoy.load_balancing_policies.override_host", "typed_config": chosen}
+        policy = {"policies": [{"typed_extension_config": named}]}
+    return {**cluster, "load_balancing_policy": policy}
+
+
+def _picker(entrance: Entrance) -> dict[str, Any]:
+    name = f"{entrance.name}-picker"
+    look_s = f"{entrance.look_s:g}s"
+    # A picker that hangs keeps its connections: pings notice, and end the streams that wait for it.
+    pings = {"connection_keepalive": {"interval": look_s, "timeout": look_s}}
+    options = {
+        "@type": f"{_TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": {"http2_protocol_options": pings},
+    }
+    look = {
+        "timeout": look_s,
+        "interval": look_s,
+        "no_traffic_interval": look_s,
+        "unhealthy_threshold": 2,
+        "healthy_threshold": 1,
+        "grpc_health_check": {"service_name": READINESS},
+    }
+    cluster: dict[str, Any] = {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        "load_assignment": _assignment(name, (str(entrance.picker),)),
+        "health_checks": [look],
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        "circuit_breakers": _no_limits(),
+        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options},
+    }
+    if entrance.picker_tls:
+        trust = (
+            {}
+            if entrance.picker_ca is None
+            else {"validation_context": {"trusted_ca": {"filename": entrance.picker_ca}}}
+        )
+        context = {
+            "@type": f"{_TYPE}.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+            "common_tls_context": {"alpn_protocols": ["h2"], **trust},
+        }
+        cluster["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": context}
+    return cluster
+
+
+def _no_limits() -> dict[str, Any]:
+    """Envoy's own limits (1,024 requests) would turn long streams away; the picker has limits of its own."""
+    return {"thresholds": [{"max_connections": MANY, "max_pending_requests": MANY, "max_requests": MANY}]}
+
+
+def _metadata_key(key: str) -> dict[str, Any]:
+    return {"key": METADATA_NAMESPACE, "path": [{"key": key}]}
+
+
+def _assignment(cluster: str, endpoints: Sequence[str]) -> dict[str, Any]:
+    hosts = [{"endpoint": {"address": _address(endpoint)}} for endpoint in endpoints]
+    return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": hosts}]}
+
+
+def _address(text: str) -> dict[str, Any]:
+    host, _, port = text.rpartition(":")
+    return {"socket_address": {"address": host.strip("[]"), "port_value": int(port)}}

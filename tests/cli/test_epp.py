@@ -1,0 +1,71 @@
+"""`skymemory epp`: what it refuses before it listens anywhere, each in one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skymemory.cli.main import main
+from skymemory.router.envoy_config import Entrance, bootstrap
+
+ONE = ["--endpoint", "127.0.0.1:8001"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "in one way"),
+        ([*ONE, "--discover", "engines:8000"], "in one way"),
+        (["--endpoint", "localhost:8001"], "expected IP:PORT"),
+        (["--endpoint", "127.0.0.1"], "expected IP:PORT"),
+        (["--endpoints", "/nowhere/at/all"], "No such file"),
+        (["--discover", "engines"], "expected NAME:PORT"),
+        ([*ONE, "--listen", "9002"], "expected IP:PORT"),
+        ([*ONE, "--health-listen", "127.0.0.1:99999"], "expected IP:PORT"),
+        ([*ONE, "--strategy", "rondom"], "rondom"),
+        ([*ONE, "--fallbacks", "-1"], "--fallbacks"),
+        ([*ONE, "--max-requests", "0"], "--max-requests"),
+        ([*ONE, "--refresh", "0s"], "--refresh"),
+        ([*ONE, "--tls-cert", "x"], "go together"),
+        ([*ONE, "--tls-cert", "x", "--tls-key", "y"], "cannot be read"),
+        ([*ONE, "--tls-client-ca", "x"], "needs --tls-cert"),
+        ([*ONE, "--self-signed", "--tls-cert", "x", "--tls-key", "y"], "choose"),
+        ([*ONE, "--tokenizer", "/nowhere/at/all"], "no tokenizer"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["epp", *words]) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_a_certificate_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cert.pem"
+    file.write_text("-----BEGIN NOTHING-----\n")
+    assert main(["epp", *ONE, "--tls-cert", str(file), "--tls-key", str(file)]) == 2
+    assert "expected PEM with a certificate" in capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    for name in list(sys.modules):
+        if name.startswith(("skymemory.router.ext_proc", "skymemory.router.epp", "skymemory.router.certificates")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "envoy.service.ext_proc.v3.external_processor_pb2", None)
+    assert main(["epp", *ONE]) == 1
+    assert "pip install 'skymemory[envoy,router]'" in capsys.readouterr().err
+
+
+def test_envoys_configuration_is_json_with_one_cluster_for_servers_and_one_for_the_picker() -> None:
+    config = bootstrap([Entrance("a", "127.0.0.1:1", endpoints=("127.0.0.1:2", "[::1]:3"), retries=2, picker_tls=True)])
+    servers, picker = json.loads(json.dumps(config))["static_resources"]["clusters"]
+    assert [servers["name"], picker["name"]] == ["a-servers", "a-picker"]
+    hosts = [
+        each["endpoint"]["address"]["socket_address"]
+        for each in servers["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    ]
+    assert hosts == [{"address": "127.0.0.1", "port_value": 2}, {"address": "::1", "port_value": 3}]
+    assert "transport_socket" in picker and "transport_socket" not in servers

@@ -1,0 +1,187 @@
+"""A real Envoy, and what is missing: the first endpoint, all of them, room, or the picker itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.end_to_end.envoy import (
+    Servers,
+    a_completion,
+    ask,
+    envoy_binary,
+    running_envoy,
+    running_picker,
+)
+
+from skymemory.router.envoy_config import Entrance, bootstrap
+
+try:
+    envoy_binary()
+except FileNotFoundError as why:
+    pytest.skip(f"no real Envoy: {why}", allow_module_level=True)
+
+PLAIN = ("--strategy", "round-robin", "--metrics-path", "")
+
+
+def a_dead_address() -> str:
+    """One at which nobody listens, and nobody is likely to soon."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with Servers(2) as servers:
+        yield servers
+
+
+def test_a_dead_endpoint_costs_its_requests_nothing_and_is_left_alone(servers: Servers, tmp_path: Path) -> None:
+    dead = a_dead_address()
+    everybody = (dead, *servers.endpoints)
+    named = [word for endpoint in everybody for word in ("--endpoint", endpoint)]
+    counted = ("--metrics-listen", "127.0.0.1:0", "--fallbacks", "2")
+    with running_picker(*named, *PLAIN, *counted) as picker:
+        entrance = Entrance("fallback", f"127.0.0.1:{picker.port}", endpoints=everybody, retries=2)
+        with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
+            answers = [ask(envoy.ports["fallback"], "/v1/completions", a_completion()) for _ in range(15)]
+        metrics = picker.port_after("tells what it counts")
+        page = ask(metrics, "/metrics").body.decode()
+    assert [answer.status for answer in answers] == [200] * 15
+    assert {answer.server for answer in answers} == set(servers.endpoints)
+    # Three requests tried it, and found another; then it was ejected.
+    assert f'skymemory_epp_picks_total{{server="{dead}"}} 3.0' in page
+    assert f'skymemory_epp_ejections_total{{server="{dead}"}} 1.0' in page
+    assert f'skymemory_epp_server_healthy{{server="{dead}"}} 0.0' in page
+    took = sum(
+        float(line.split()[-1]) for line in page.splitlines() if line.startswith("skymemory_epp_fallbacks_total{")
+    )
+    assert took == 3.0
+
+
+def test_no_endpoint_is_503_and_no_room_is_429_and_endpoints_may_come_later(servers: Servers, tmp_path: Path) -> None:
+    file = tmp_path / "endpoints"
+    file.write_text("# none yet\n")
+    options = ("--refresh", "100ms", "--max-requests", "1")
+    with running_picker("--endpoints", str(file), *PLAIN, *options) as picker:  # noqa: SIM117
+        with running_envoy(bootstrap([Entrance("door", f"127.0.0.1:{picker.port}")]), tmp_path / "run") as envoy:
+            port = envoy.ports["door"]
+            none = ask(port, "/v1/completions", a_completion())
+            assert none.status == 503 and none.headers["retry-after"] == "1" and b"no server is known" in none.body
+            file.write_text(f"{servers.endpoints[0]}\n")
+            picker.wait_for("1 endpoints: 1 came")
+            body = a_completion(stream=True)
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                client.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+                )
+                assert client.recv(12) == b"HTTP/1.1 200"
+                full = ask(port, "/v1/models")
+                assert full.status == 429 and full.headers["retry-after"] == "1" and b"try again" in full.body
+            assert _becomes(port, 200)
+
+
+def test_without_a_picker_open_goes_on_and_closed_does_not(servers: Servers, tmp_path: Path) -> None:
+    dead = a_dead_address()
+    config = bootstrap(
+        [
+            Entrance("open", dead, endpoints=servers.endpoints, fail_open=True),
+            Entrance("closed", dead, endpoints=servers.endpoints),
+        ]
+    )
+    with running_envoy(config, tmp_path / "run") as envoy:
+        mine = {"x-gateway-destination-endpoint": "169.254.169.254:80"}
+        answers = [ask(envoy.ports["open"], "/v1/completions", a_completion(), mine) for _ in range(4)]
+        assert [answer.status for answer in answers] == [200] * 4
+        assert {answer.server for answer in answers} == set(servers.endpoints)
+        assert ask(envoy.ports["closed"], "/v1/completions", a_completion()).status >= 500
+
+
+@pytest.mark.slow
+def test_a_picker_that_is_killed_and_comes_back_is_asked_again(servers: Servers, tmp_path: Path) -> None:
+    named = [word for endpoint in servers.endpoints for word in ("--endpoint", endpoint)]
+    with running_picker(*named, *PLAIN) as picker:
+        at = f"127.0.0.1:{picker.port}"
+        config = bootstrap(
+            [
+                Entrance("closed", at, look_s=0.2),
+                Entrance("open", at, endpoints=servers.endpoints, fail_open=True, look_s=0.2),
+            ]
+        )
+        with running_envoy(config, tmp_path / "run") as envoy:
+            assert ask(envoy.ports["closed"], "/v1/models").status == 200
+            os.killpg(picker.process.pid, signal.SIGKILL)
+            picker.process.wait(10)
+            assert ask(envoy.ports["closed"], "/v1/completions", a_completion()).status >= 500
+            # Until Envoy has noticed, requests with a body are lost: it keeps no copy of what it sent the picker.
+            end = time.monotonic() + 10
+            while envoy.stat("cluster.open-picker.membership_healthy") and time.monotonic() < end:
+                time.sleep(0.05)
+            for body in (a_completion(), a_completion("x" * 1_000_000)):
+                assert ask(envoy.ports["open"], "/v1/completions", body).status == 200
+            with running_picker(*named, *PLAIN, "--listen", at):
+                assert _becomes(envoy.ports["closed"], 200)
+
+
+def _becomes(port: int, status: int, patience_s: float = 10.0) -> bool:
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        if ask(port, "/v1/models").status == status:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.slow
+def test_a_picker_that_hangs_is_given_up_in_time(servers: Servers, tmp_path: Path) -> None:
+    with running_picker("--endpoint", servers.endpoints[0], *PLAIN) as picker:
+        entrance = Entrance("door", f"127.0.0.1:{picker.port}", look_s=0.2)
+        with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
+            assert ask(envoy.ports["door"], "/v1/models").status == 200
+            os.killpg(picker.process.pid, signal.SIGSTOP)
+            try:
+                began = time.monotonic()
+                assert ask(envoy.ports["door"], "/v1/models").status >= 500
+                assert time.monotonic() - began < 5
+            finally:
+                os.killpg(picker.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_picker_that_is_told_to_stop_lets_its_streams_end(servers: Servers, tmp_path: Path) -> None:
+    with running_picker("--endpoint", servers.endpoints[0], *PLAIN) as picker:
+        with running_envoy(bootstrap([Entrance("door", f"127.0.0.1:{picker.port}")]), tmp_path / "run") as envoy:
+            port = envoy.ports["door"]
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                body = a_completion(stream=True)
+                client.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
+                    % (len(body), body)
+                )
+                got = client.recv(4096)
+                picker.process.send_signal(signal.SIGINT)
+                while piece := client.recv(4096):
+                    got += piece
+        assert b"[DONE]" in got
+        assert picker.process.wait(10) == 0
+        assert "Traceback" not in "\n".join(picker.lines)
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_said_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        there = f"127.0.0.1:{taken.getsockname()[1]}"
+        with (
+            pytest.raises(AssertionError, match=r"skymemory: cannot listen on .*is the port taken") as told,
+            running_picker("--endpoint", "127.0.0.1:1", "--listen", there),
+        ):
+            pass
+    assert "Traceback" not in str(told.value)

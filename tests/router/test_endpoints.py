@@ -1,0 +1,87 @@
+"""Which endpoints there are: how they are written, read again, and what the fleet makes of changes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.picker import Picker
+from skymemory.conductor.strategies.plain import InTurn
+from skymemory.errors import InvalidInput
+from skymemory.router.ejection import Ejection
+from skymemory.router.endpoints import FileSource, FixedSource, NameSource, parse_endpoint, update
+
+
+@pytest.mark.parametrize(
+    ("text", "read"), [("127.0.0.1:8001", None), (" [fd00::7]:80 ", "[fd00::7]:80"), ("[FD00:0::7]:80", "[fd00::7]:80")]
+)
+def test_endpoints_are_read_as_data_planes_write_them(text: str, read: str | None) -> None:
+    assert parse_endpoint(text) == (read or text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8001", "localhost:80", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:65536", "::1:80", "[1.2.3.4]:80", "1.2.3.4:x"]
+)
+def test_what_is_no_endpoint_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="expected"):
+        parse_endpoint(text)
+
+
+def test_a_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        path, said = tmp_path / "endpoints", list[str]()
+        path.write_text("10.0.0.1:80  # the first\n\n# none\n10.0.0.2:80\n10.0.0.1:80\n")
+        source = FileSource(path, said.append)
+        assert await source.endpoints() == ("10.0.0.1:80", "10.0.0.2:80")
+        path.write_text("10.0.0.3:80\n")
+        assert await source.endpoints() == ("10.0.0.3:80",)
+        path.write_text("10.0.0.3:80\nnonsense\n")
+        assert await source.endpoints() is None and "line 2" in said[0]
+        path.unlink()
+        assert await source.endpoints() is None and len(said) == 2
+        path.write_text("")
+        assert await source.endpoints() == ()
+
+    asyncio.run(run())
+
+
+def test_a_name_gives_every_address_and_one_that_is_gone_changes_nothing() -> None:
+    async def run() -> None:
+        said = list[str]()
+        found = await NameSource("localhost:8000", said.append).endpoints()
+        assert found and set(found) <= {"127.0.0.1:8000", "[::1]:8000"} and not said
+        assert await NameSource("no-such-name.invalid:8000", said.append).endpoints() is None and said
+
+    asyncio.run(run())
+    with pytest.raises(InvalidInput, match="NAME:PORT"):
+        NameSource("localhost", print)
+
+
+def test_the_fleet_follows_and_keeps_what_it_knows_of_those_that_stay() -> None:
+    picker = Picker(Fleet(), InTurn())
+    endpoints = asyncio.run(FixedSource(["1.1.1.1:1", "1.1.1.2:1", "1.1.1.1:1"]).endpoints())
+    assert endpoints is not None and update(picker, endpoints) == (["1.1.1.1:1", "1.1.1.2:1"], [])
+    picker.fleet.servers["1.1.1.2:1"].in_flight = 4
+    assert update(picker, ("1.1.1.2:1", "1.1.1.3:1")) == (["1.1.1.3:1"], ["1.1.1.1:1"])
+    assert {server.name: server.in_flight for server in picker.fleet} == {"1.1.1.2:1": 4, "1.1.1.3:1": 0}
+
+
+def test_ejection_needs_failures_in_a_row_and_never_takes_the_last() -> None:
+    fleet = Fleet()
+    for name in "ab":
+        fleet.add(name)
+    ejection = Ejection(fleet, failures=2, rest_s=5.0)
+    assert not ejection.refused("a", 0.0)
+    ejection.took("a")
+    assert not ejection.refused("a", 0.0) and ejection.refused("a", 0.0) and not fleet.servers["a"].healthy
+    assert not ejection.refused("b", 0.0) and not ejection.refused("b", 0.0) and fleet.servers["b"].healthy
+    ejection.review(4.9)
+    assert not fleet.servers["a"].healthy
+    ejection.review(5.0)
+    assert fleet.servers["a"].healthy and ejection.refused("a", 6.0)
+    ejection.forget("a")
+    ejection.review(20.0)
+    assert not ejection.refused("nobody", 0.0)

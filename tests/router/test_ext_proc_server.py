@@ -1,0 +1,144 @@
+"""The gRPC shell, over a real socket: health by name, TLS, a stop that lets go, streams that break off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.router.exchanges import GET, a_completion, a_desk, header_destination, request_body, request_headers
+
+from skymemory.errors import SkyMemoryError
+from skymemory.router.certificates import self_signed
+from skymemory.router.desk import Desk
+from skymemory.router.ext_proc_messages import SERVICE
+from skymemory.router.ext_proc_server import Certificate, PickerServer
+
+NAMES = {1: "SERVING", 2: "NOT_SERVING"}
+
+
+LOOP = asyncio.new_event_loop()
+"""One for all tests here: gRPC keeps one poller for a process, and it complains of loops that were closed."""
+
+
+def with_server(test: Callable[[PickerServer], Awaitable[None]], **options: Any) -> Desk:
+    desk = a_desk()
+
+    async def run() -> None:
+        server = PickerServer(desk, "127.0.0.1:0", **options)
+        await server.start()
+        try:
+            await asyncio.wait_for(test(server), 20)
+        finally:
+            await server.stop(0)
+
+    LOOP.run_until_complete(run())
+    return desk
+
+
+def a_call(channel: Any) -> Any:
+    method = channel.stream_stream(
+        f"/{SERVICE}/Process",
+        request_serializer=ProcessingRequest.SerializeToString,
+        response_deserializer=ProcessingResponse.FromString,
+    )
+    return method()
+
+
+async def health_of(channel: Any, name: str) -> str:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
+    return NAMES[answer.status]
+
+
+def test_health_tells_life_and_readiness_apart_and_knows_the_service() -> None:
+    async def test(server: PickerServer) -> None:
+        async with (
+            grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+            grpc.aio.insecure_channel(f"127.0.0.1:{server.health_port}") as apart,
+        ):
+            for ask in (channel, apart):
+                assert await health_of(ask, "liveness") == "SERVING"
+                assert {await health_of(ask, name) for name in ("", "readiness", SERVICE)} == {"NOT_SERVING"}
+            await server.ready()
+            for ask in (channel, apart):
+                assert {await health_of(ask, name) for name in ("", "liveness", "readiness", SERVICE)} == {"SERVING"}
+            with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                await health_of(channel, "nobody")
+            assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+
+    with_server(test, health_listen="127.0.0.1:0")
+
+
+def test_a_stream_is_an_exchange_and_one_that_breaks_off_is_closed() -> None:
+    async def test(server: PickerServer) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            call = a_call(channel)
+            await call.write(request_headers())
+            await call.write(request_body(a_completion()))
+            assert header_destination(await call.read())
+            assert (await call.read()).request_body.response.body_mutation.streamed_response.end_of_stream
+            call.cancel()
+            whole = a_call(channel)
+            await whole.write(request_headers(GET, end=True))
+            assert header_destination(await whole.read())
+            await whole.done_writing()
+            assert await whole.read() is grpc.aio.EOF
+            assert await whole.code() == grpc.StatusCode.OK
+
+    desk = with_server(test)
+    assert desk.streams == 0 and all(server.in_flight == 0 for server in desk.picker.fleet)
+    assert desk.counters.get("requests_abandoned_total") == 2
+
+
+def test_tls_with_its_own_certificate_and_clients_with_theirs() -> None:
+    certificate, client = self_signed(), self_signed()
+
+    async def one(server: PickerServer, **credentials: bytes) -> str | None:
+        secure = grpc.ssl_channel_credentials(root_certificates=certificate.chain, **credentials)
+        async with grpc.aio.secure_channel(f"127.0.0.1:{server.port}", secure) as channel:
+            call = a_call(channel)
+            await call.write(request_headers(GET, end=True))
+            return header_destination(await call.read())
+
+    async def test(server: PickerServer) -> None:
+        assert await one(server)
+
+    async def test_mutual(server: PickerServer) -> None:
+        assert await one(server, private_key=client.key, certificate_chain=client.chain)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await one(server)
+
+    with_server(test, certificate=certificate)
+    with_server(test_mutual, certificate=Certificate(certificate.chain, certificate.key, client.chain))
+
+
+def test_a_stop_turns_new_streams_away_and_waits_for_old_ones() -> None:
+    async def test(server: PickerServer) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            call = a_call(channel)
+            await call.write(request_headers())
+            await asyncio.sleep(0.05)
+            stopping = asyncio.create_task(server.stop(5))
+            await asyncio.sleep(0.1)
+            assert not stopping.done()
+            await call.write(request_body(a_completion()))
+            assert header_destination(await call.read())
+            await call.done_writing()
+            await asyncio.wait_for(stopping, 2)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_of(channel, "readiness")
+
+    with_server(test)
+
+
+def test_a_taken_port_is_said() -> None:
+    async def test(server: PickerServer) -> None:
+        second = PickerServer(a_desk(), f"127.0.0.1:{server.port}")
+        with pytest.raises(SkyMemoryError, match="is the port taken"):
+            await second.start()
+
+    with_server(test)
