@@ -1,0 +1,107 @@
+"""``skymemory route``: an OpenAI-compatible proxy that sends each request where its prompt's cache is."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skymemory.cli._options import duration, size
+
+if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "route",
+        help="an OpenAI-compatible proxy that routes by prefix",
+        description="Serve OpenAI's API in front of several engines (vLLM, SGLang, ...) and send each request to the "
+        "one that is believed to hold most of its prompt, unless that one has too much to do. Runs until Ctrl-C.",
+        epilog="Everything that --settings can say: docs/reference/router.md",
+    )
+    parser.add_argument(
+        "--backend", action="append", default=[], metavar="URL", help="an engine, as http://host:port; once for each"
+    )
+    parser.add_argument(
+        "--settings", type=Path, metavar="FILE", help="settings in TOML; followed while running, as is SIGHUP"
+    )
+    parser.add_argument("--listen", metavar="HOST:PORT", help="where to listen (default: 127.0.0.1:8080; port 0: any)")
+    parser.add_argument("--strategy", metavar="NAME", help="how a server is chosen (default: the best we know)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the strategy; once for each"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json or a folder with one: blocks of tokens, not characters"
+    )
+    parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens of a block, as the engines have it")
+    parser.add_argument("--max-body", type=size, metavar="SIZE", help="larger bodies are refused (default: 16MiB)")
+    parser.add_argument("--max-in-flight", type=int, metavar="N", help="requests at once (default: 4096)")
+    parser.add_argument("--drain", type=duration, metavar="TIME", help="for requests to end on SIGTERM (default: 30s)")
+    parser.add_argument("--log-requests", action="store_true", default=None, help="one line per request, on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    import asyncio
+    import logging
+    import sys
+
+    from skymemory.errors import InvalidInput, MissingExtra
+
+    try:
+        from skymemory.router.proxy_server import serve
+        from skymemory.router.settings_file import read_settings
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
+    flags = _flags(args)
+    if not read_settings(args.settings, flags).backends:
+        raise InvalidInput("route: no server; name each with --backend URL, or in the file of --settings")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    loop_factory = None
+    try:
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    except ImportError:
+        pass
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(
+            serve(lambda: read_settings(args.settings, flags), args.settings, lambda line: print(line, flush=True))
+        )
+
+
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say, as a settings file would."""
+    said: dict[str, Any] = {
+        "listen": args.listen,
+        "strategy": args.strategy,
+        "drain": args.drain,
+        "log_requests": args.log_requests,
+        "backends": [{"url": url} for url in args.backend] or None,
+        "options": dict(_option(each) for each in args.option) or None,
+        "prompts": {"tokenizer": args.tokenizer, "block_tokens": args.block_tokens},
+        "limits": {"max_body": args.max_body, "max_in_flight": args.max_in_flight},
+    }
+    return _said(said)
+
+
+def _said(table: dict[str, Any]) -> dict[str, Any]:
+    tables = {key: _said(value) if isinstance(value, dict) else value for key, value in table.items()}
+    return {key: value for key, value in tables.items() if value is not None and value != {}}
+
+
+def _option(text: str) -> tuple[str, object]:
+    """``name=value``; a value that reads as a number, true or false is one."""
+    from skymemory.errors import InvalidInput
+
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")
+    if value in ("true", "false"):
+        return name, value == "true"
+    for read in (int, float):
+        try:
+            return name, read(value)
+        except ValueError:
+            continue
+    return name, value

@@ -1,0 +1,47 @@
+"""Reads a request's body whole, within a size and a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import hdrs, web
+
+from skymemory.router.bad_request import BadRequest
+
+
+async def read_request_body(incoming: web.BaseRequest, most_bytes: int, timeout_s: float) -> bytes:
+    """
+    Raises:
+        BadRequest: it is longer (413, before it is read where its length is told), it does not come in time (408), or
+            it is packed in a way that cannot be unpacked (400).
+    """
+    if (incoming.content_length or 0) > most_bytes:
+        raise _too_large(most_bytes)
+    if incoming.headers.get(hdrs.EXPECT, "").lower() == "100-continue" and not incoming.content.is_eof():
+        transport = incoming.transport
+        if transport is not None:
+            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    content = incoming.content
+    if content.is_eof():  # it came with its headers, as most do
+        body = await content.read()
+        if len(body) > most_bytes:
+            raise _too_large(most_bytes)
+        return body
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while piece := await content.readany():
+                size += len(piece)
+                if size > most_bytes:
+                    raise _too_large(most_bytes)
+                pieces.append(piece)
+    except TimeoutError as error:
+        raise BadRequest(408, f"the body did not come in {timeout_s:g} s") from error
+    except web.RequestPayloadError as error:
+        raise BadRequest(400, f"the body cannot be read: {error}") from error
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _too_large(most_bytes: int) -> BadRequest:
+    return BadRequest(413, f"the body is too large; at most {most_bytes} bytes are taken")

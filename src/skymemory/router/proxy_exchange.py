@@ -1,0 +1,266 @@
+"""One request from its prompt to the last byte of its answer: choose, send, try again elsewhere, pass on.
+
+Nothing reaches the client before the first byte of a body has come from a server, so until then another can be tried.
+From then on bytes are passed as they come, and a stream that ends too early is never made to look complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from skymemory.conductor.picker import NoServer, Picker
+from skymemory.conductor.request import Decision, Request
+from skymemory.router.bad_request import BadRequest, error_event
+from skymemory.router.proxy_backends import Backends
+from skymemory.router.proxy_headers import DECISION_HEADER, headers_for_client
+from skymemory.router.proxy_metrics import ProxyMetrics
+from skymemory.router.proxy_usage import Usage, UsageReader
+from skymemory.router.relayed import Relayed, is_framed
+from skymemory.router.settings import Settings
+
+
+class Unanswered(Exception):
+    """An attempt that failed before its first byte. ``again``: another server may be tried."""
+
+    def __init__(self, why: str, again: bool = True, status: int = 502) -> None:
+        super().__init__(why)
+        self.again = again
+        self.status = status
+
+
+class Attempt:
+    """One request at one server, in the picker's account: whatever happens, it is closed once."""
+
+    __slots__ = ("_open", "_picker", "cached_tokens", "decision", "first_byte")
+
+    def __init__(self, picker: Picker, decision: Decision) -> None:
+        self.decision = decision
+        self.first_byte = False
+        self.cached_tokens: int | None = None
+        self._picker = picker
+        self._open = True
+        picker.routed(decision, time.monotonic())
+
+    def succeeded(self) -> None:
+        self.first_byte = True
+        self._picker.succeeded(self.decision, time.monotonic())
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        if self.first_byte:
+            self._picker.ended(self.decision, time.monotonic(), self.cached_tokens)
+        else:
+            self._picker.failed(self.decision, time.monotonic())
+
+
+@dataclass(slots=True, eq=False)
+class Told:
+    """What is known of a request when it has ended, for metrics and the log."""
+
+    began_s: float
+    outcome: str = ""
+    status: int = 0
+    decision: Decision | None = None
+    ttft_s: float | None = None
+    usage: Usage | None = None
+    retries: int = 0
+    why: str = ""
+    bytes_out: int = 0
+
+
+class Exchanges:
+    """Carries requests to servers and answers back."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, backends: Backends, metrics: ProxyMetrics, settings: Settings
+    ) -> None:
+        self.settings = settings
+        self._session = session
+        self._backends = backends
+        self._metrics = metrics
+
+    async def carry(
+        self,
+        incoming: web.BaseRequest,
+        headers: CIMultiDict[str],
+        body: bytes,
+        request: Request,
+        picker: Picker,
+        told: Told,
+    ) -> web.StreamResponse:
+        """
+        Raises:
+            NoServer: nobody can take it.
+            BadRequest: all who could have too much waiting (429), or all who were tried failed (502, 504).
+        """
+        tried: set[str] = set()
+        while True:
+            attempt = Attempt(picker, self._pick(request, picker, tried, told))
+            try:
+                answer, first = await self._first_byte(incoming, attempt, headers, body, last=self._is_last(told))
+                try:
+                    return await self._pass_on(incoming, attempt, answer, first, told)
+                finally:
+                    answer.close()  # a connection whose answer came whole went back to the pool by itself
+            except Unanswered as failure:
+                server = attempt.decision.server
+                told.why = f"{server}: {failure}"
+                if not failure.again or self._is_last(told):
+                    raise BadRequest(failure.status, f"no answer from server {told.why}") from failure
+                told.retries += 1
+                self._metrics.retries.labels(server).inc()
+                tried.add(server)
+            finally:
+                attempt.close()
+
+    def _is_last(self, told: Told) -> bool:
+        return told.retries >= self.settings.retries.most
+
+    def _pick(self, request: Request, picker: Picker, tried: set[str], told: Told) -> Decision:
+        now_s = time.monotonic()
+        most = self.settings.limits.max_waiting
+        try:
+            decision = picker.pick(request, now_s, self._backends.able(request, tried, most))
+        except NoServer as error:
+            if tried:
+                raise BadRequest(502, f"no answer from server {told.why}, and no other takes requests") from error
+            if most and self._backends.full(request, most):
+                raise BadRequest(429, f"every server has {most} requests waiting; try again soon") from error
+            raise
+        told.decision = decision
+        self._metrics.decided(decision)
+        return decision
+
+    async def _first_byte(
+        self, incoming: web.BaseRequest, attempt: Attempt, headers: CIMultiDict[str], body: bytes, last: bool
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """The server's answer and the first piece of its body (empty if the body is)."""
+        name = attempt.decision.server
+        answer: aiohttp.ClientResponse | None = None
+        try:
+            async with asyncio.timeout(self.settings.timeouts.first_byte_s):
+                answer = await self._session.request(
+                    incoming.method,
+                    self._backends.known[name].url(incoming.raw_path),
+                    data=body if body else None,
+                    headers=headers,
+                    allow_redirects=False,
+                )
+                if answer.status in self.settings.retries.statuses and not last:
+                    raise Unanswered(f"it answered {answer.status}")
+                first = await answer.content.readany()
+        except aiohttp.ClientConnectorError as error:
+            self._backends.failed(name, str(error), gone=True)
+            raise Unanswered(str(error)) from error
+        except aiohttp.ConnectionTimeoutError as error:
+            self._backends.failed(name, "it takes no connection in time")
+            raise Unanswered(f"no connection in {self.settings.timeouts.connect_s:g} s") from error
+        except TimeoutError as error:
+            # It may well be computing: to ask another would only double the load.
+            _close(answer)
+            first_byte_s = self.settings.timeouts.first_byte_s
+            raise Unanswered(f"no first byte in {first_byte_s:g} s", again=False, status=504) from error
+        except (aiohttp.ClientError, OSError) as error:
+            _close(answer)
+            self._backends.failed(name, f"it hung up: {error}")
+            raise Unanswered(f"it hung up before the first byte ({type(error).__name__})") from error
+        except BaseException:
+            _close(answer)
+            raise
+        self._backends.answered(name)
+        return answer, first
+
+    async def _pass_on(
+        self, incoming: web.BaseRequest, attempt: Attempt, answer: aiohttp.ClientResponse, piece: bytes, told: Told
+    ) -> web.StreamResponse:
+        # An error says nothing of what is cached: the attempt closes as one that failed.
+        if answer.status < 400:
+            attempt.succeeded()
+            told.ttft_s = time.monotonic() - told.began_s
+        told.status = answer.status
+        framed = is_framed(answer.headers, answer.status)
+        relayed = Relayed(answer.status, answer.reason or "", headers_for_client(answer.headers), framed)
+        if DECISION_HEADER in incoming.headers:
+            relayed.headers[DECISION_HEADER] = json.dumps(attempt.decision.as_json())
+        reader = UsageReader(answer.headers.get("Content-Type", ""), answer.headers.get("Content-Encoding", ""))
+        told.outcome = "client-gone"  # unless something else comes
+        try:
+            await self._pass_pieces(incoming, relayed, answer.content, piece, reader, told)
+        finally:
+            if attempt.first_byte and (usage := reader.usage()) is not None:
+                told.usage, attempt.cached_tokens = usage, usage.cached_tokens
+        if told.outcome == "broken":
+            self._backends.failed(attempt.decision.server, told.why)
+        return relayed
+
+    async def _pass_pieces(
+        self,
+        incoming: web.BaseRequest,
+        relayed: Relayed,
+        content: aiohttp.StreamReader,
+        piece: bytes,
+        reader: UsageReader,
+        told: Told,
+    ) -> None:
+        timeouts = self.settings.timeouts
+        writing = True
+        try:
+            async with asyncio.timeout(timeouts.client_s) as timer:
+                await relayed.prepare(incoming)
+                while piece:
+                    await relayed.write(piece)
+                    told.bytes_out += len(piece)
+                    reader.add(piece)
+                    writing = False
+                    _put_off(timer, timeouts.idle_s)
+                    try:
+                        piece = await content.readany()
+                    except (aiohttp.ClientError, OSError) as error:
+                        told.outcome, told.why = "broken", f"it hung up in the middle of its answer: {error}"
+                        await self._cut(relayed, reader, "the server went away in the middle of its answer")
+                        return
+                    writing = True
+                    _put_off(timer, timeouts.client_s)
+                await relayed.write_eof()
+        except TimeoutError:
+            if writing:
+                told.outcome, told.why = "client-gone", f"it took nothing for {timeouts.client_s:g} s"
+                relayed.abort()
+                return
+            told.outcome, told.why = "timeout", f"nothing came for {timeouts.idle_s:g} s"
+            await self._cut(relayed, reader, f"the server sent nothing for {timeouts.idle_s:g} s")
+            return
+        except ConnectionError:
+            told.outcome, told.why = "client-gone", "it hung up"
+            return
+        told.outcome = "answered" if told.status < 400 else "client-error" if told.status < 500 else "server-error"
+
+    async def _cut(self, relayed: Relayed, reader: UsageReader, why: str) -> None:
+        """End an answer that is not complete so that nobody takes it for one: where events stream, with an event that
+        says so (if the last one came whole), and then without the mark of a proper end.
+        """
+        if reader.streams and reader.between_events:
+            await relayed.write(error_event(502, why))
+        relayed.cut()
+
+
+def _put_off(timer: asyncio.Timeout, seconds: float) -> None:
+    """Move a deadline, if it has come nearer than three quarters of what it should be: not for every piece."""
+    now_s = asyncio.get_running_loop().time()
+    when = timer.when()
+    if when is None or not 0.75 * seconds <= when - now_s <= seconds:
+        timer.reschedule(now_s + seconds)
+
+
+def _close(answer: aiohttp.ClientResponse | None) -> None:
+    if answer is not None:
+        answer.close()

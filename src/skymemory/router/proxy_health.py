@@ -1,0 +1,111 @@
+"""Asks the servers how they are: health for ejection and return, models for who serves what, load (by `watch`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from skymemory.conductor.fleet import Fleet
+from skymemory.router.proxy_backends import Backends, Known
+from skymemory.router.watch import MetricsWatch
+
+log = logging.getLogger("skymemory.router")
+
+MOST_MODELS_BYTES = 4 << 20
+
+
+class _Listed(msgspec.Struct):
+    data: list[dict[str, Any]] = []
+
+
+_models = msgspec.json.Decoder(_Listed)
+
+
+class HealthWatch:
+    """A task a server, and one for its metrics: a slow page delays no check, and a dead server no other's."""
+
+    def __init__(self, session: aiohttp.ClientSession, backends: Backends, fleet: Fleet) -> None:
+        self._session = session
+        self._backends = backends
+        self._metrics = MetricsWatch(fleet, session, every_s=backends.health.metrics_every_s)
+        self._tasks: dict[Known, asyncio.Task[None]] = {}
+
+    def follow(self) -> None:
+        """Watch the servers there are now, and nobody else."""
+        wanted = set(self._backends.known.values())
+        for known in self._tasks.keys() - wanted:
+            self._tasks.pop(known).cancel()
+            if known.backend.name not in self._backends.known:
+                self._metrics.unfollow(known.backend.name)
+        for known in wanted - self._tasks.keys():
+            name = known.backend.name
+            self._tasks[known] = asyncio.create_task(self._check_for_ever(known), name=f"health of {name}")
+            if path := self._backends.health.metrics_path:
+                self._metrics.follow(name, known.backend.url + path)
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._metrics.close()
+
+    async def _check_for_ever(self, known: Known) -> None:
+        models_due_s = 0.0
+        while True:
+            health = self._backends.health
+            began_s = time.monotonic()
+            try:
+                if await self._is_well(known) and began_s >= models_due_s:
+                    # A server without the page, or with one that cannot be read, is asked again as late as any.
+                    models_due_s = began_s + health.models_every_s
+                    with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
+                        self._backends.lists(known.backend.name, await self.models_of(known))
+                self._backends.reported(known.backend.name)
+                if self._backends.let_go():
+                    self.follow()
+            except Exception:
+                log.exception("checking server %s", known.backend.name)
+            await asyncio.sleep(max(0.0, health.every_s - (time.monotonic() - began_s)))
+
+    async def _is_well(self, known: Known) -> bool:
+        health, name = self._backends.health, known.backend.name
+        try:
+            async with asyncio.timeout(health.timeout_s):
+                async with self._session.get(known.url(health.path), allow_redirects=False) as answer:
+                    if 200 <= answer.status < 300:
+                        self._backends.checked(name)
+                        return True
+                    self._backends.failed(name, f"{health.path} answered {answer.status}")
+        except TimeoutError:
+            self._backends.failed(name, f"{health.path} gave no answer in {health.timeout_s:g} s")
+        except aiohttp.ClientConnectorError as error:
+            self._backends.failed(name, str(error), gone=True)
+        except (aiohttp.ClientError, OSError) as error:
+            self._backends.failed(name, f"{health.path}: {error}")
+        return False
+
+    async def models_of(self, known: Known) -> dict[str, Mapping[str, Any]]:
+        """What a server lists at /v1/models, by id.
+
+        Raises:
+            aiohttp.ClientError, OSError, TimeoutError, ValueError: it does not answer, or not with such a list.
+        """
+        async with asyncio.timeout(self._backends.health.timeout_s):
+            async with self._session.get(known.url("/v1/models"), allow_redirects=False) as answer:
+                if answer.status != 200:
+                    raise ValueError(f"/v1/models answered {answer.status}")
+                body = bytearray()
+                async for piece in answer.content.iter_any():
+                    body += piece
+                    if len(body) > MOST_MODELS_BYTES:
+                        raise ValueError("/v1/models is too long")
+        return {entry["id"]: entry for entry in _models.decode(body).data if isinstance(entry.get("id"), str)}

@@ -1,0 +1,216 @@
+"""A proxy as a process: it listens, follows its settings file, and stops without dropping what it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.picker import Picker
+from skymemory.conductor.strategies.named import DEFAULT, named
+from skymemory.errors import InvalidInput
+from skymemory.router.prompts import PromptReader
+from skymemory.router.proxy import Proxy
+from skymemory.router.proxy_backends import Backends
+from skymemory.router.proxy_health import HealthWatch
+from skymemory.router.proxy_metrics import ProxyMetrics
+from skymemory.router.setting_values import host_and_port
+from skymemory.router.settings import Settings
+
+log = logging.getLogger("skymemory.router")
+
+POOL_S = 4.0
+"""How long an unused connection to a server is kept: less than the 5 s after which uvicorn closes it."""
+LOOK_S = 1.0
+"""Between two looks at the settings file."""
+LINGER_S = 2.0
+"""How long the rest of a body that was refused is read, so that its sender gets to see the refusal."""
+MAX_HEADER_BYTES = 32_768
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+class ProxyServer:
+    """A listening proxy. Made and closed within one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        scorer = named(settings.strategy or DEFAULT, **settings.options)
+        self.picker = Picker(Fleet(), scorer, settings.seed)
+        self.metrics = ProxyMetrics(self.picker.fleet)
+        self.backends = Backends(self.picker, self.metrics, settings.health)
+        self.reader = prompt_reader(settings, self.backends)
+        self.port = 0
+
+    async def start(self) -> None:
+        """
+        Raises:
+            OSError: it cannot listen there.
+        """
+        settings = self.settings
+        self._session = upstream_session(settings)
+        self._probes = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_S), cookie_jar=aiohttp.DummyCookieJar()
+        )
+        watch = self._watch = HealthWatch(self._probes, self.backends, self.picker.fleet)
+        self.proxy = Proxy(settings, self.picker, self.reader, self._session, watch, self.backends, self.metrics)
+        quiet = logging.getLogger("skymemory.router.http")
+        quiet.disabled = True  # bytes that are not HTTP are answered with 400, not with a traceback in the log
+        self._http = web.Server(
+            self.proxy.handle,
+            handler_cancellation=True,
+            keepalive_timeout=settings.timeouts.keep_alive_s,
+            lingering_time=LINGER_S,
+            max_field_size=MAX_HEADER_BYTES,
+            max_line_size=MAX_HEADER_BYTES,
+            access_log=None,
+            logger=quiet,
+        )
+        host, port = host_and_port(settings.listen)
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(self._http, host, port, backlog=1024)
+        except OSError:
+            await self._session.close()
+            await self._probes.close()
+            raise
+        self.port = self._listener.sockets[0].getsockname()[1]
+        if not host.startswith(_LOOPBACK):
+            log.warning("listening beyond this computer, without TLS or authentication of its own")
+        self.backends.set(settings.backends)
+        watch.follow()
+
+    def reset(self, settings: Settings) -> None:
+        """Take up changed settings, as far as that goes without a restart."""
+        fixed = [
+            name
+            for name in ("listen", "strategy", "options", "prompts", "seed", "state")
+            if getattr(settings, name) != getattr(self.settings, name)
+        ]
+        if fixed:
+            log.warning("changed settings that wait for a restart: %s", ", ".join(fixed))
+        self.proxy.reset(settings)
+        log.info("settings taken up: %d servers", len(settings.backends))
+
+    async def drain(self, bound_s: float) -> bool:
+        """Accept nobody, finish what was begun, for ``bound_s`` at most. Whether all of it could end."""
+        self.proxy.draining = True
+        self._listener.close()
+        deadline_s = asyncio.get_running_loop().time() + bound_s
+        while True:
+            for connection in self._http.connections:
+                if connection not in self.proxy.busy:
+                    connection.close()
+            if not self.proxy.busy:
+                return True
+            if asyncio.get_running_loop().time() >= deadline_s:
+                log.warning("%d requests are cut off: they did not end in %g s", len(self.proxy.busy), bound_s)
+                return False
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        self.proxy.stopping = True
+        self._listener.close()
+        await self._watch.stop()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await self._http.shutdown(0.1)
+        await self._session.close()
+        await self._probes.close()
+
+
+def prompt_reader(settings: Settings, backends: Backends) -> PromptReader:
+    prompts = settings.prompts
+    tokenizer = None
+    if prompts.tokenizer is not None:
+        from skymemory.router.tokenizing import PromptTokenizer
+
+        tokenizer = PromptTokenizer(prompts.tokenizer)
+    return PromptReader(
+        block_bytes=prompts.block_bytes,
+        tokenizer=tokenizer,
+        block_tokens=prompts.block_tokens,
+        max_blocks=prompts.max_blocks,
+        max_body_bytes=settings.limits.max_body_bytes,
+        adapters=backends.adapters,
+        session_header=prompts.session_header,
+        session_cookie=prompts.session_cookie,
+    )
+
+
+def upstream_session(settings: Settings) -> aiohttp.ClientSession:
+    """Keeps connections and adds nothing: no cookies between users, no headers of its own, nothing unpacked."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+        auto_decompress=False,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.timeouts.connect_s),
+    )
+
+
+async def serve(read: Callable[[], Settings], file: Path | None, say: Callable[[str], None]) -> int:
+    """Run until SIGTERM or SIGINT, then drain; a second one stops at once. SIGHUP, or a change of ``file``, reads anew.
+
+    Returns the exit code: 0, or 1 where requests had to be cut off.
+    """
+    settings = read()
+    server = ProxyServer(settings)
+    loop = asyncio.get_running_loop()
+    told_to_stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (at_once if told_to_stop.is_set() else told_to_stop).set()
+
+    def reload() -> None:
+        try:
+            server.reset(read())
+            server.metrics.reloads.labels("taken").inc()
+        except InvalidInput as error:
+            server.metrics.reloads.labels("refused").inc()
+            log.error("the settings stay as they were: %s", error)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    await server.start()
+    host, _ = host_and_port(settings.listen)
+    say(f"listening on http://{f'[{host}]' if ':' in host else host}:{server.port}: {len(settings.backends)} servers, "
+        f"{server.picker.scorer.name}")  # fmt: skip
+    following = asyncio.create_task(_follow(file, reload)) if file is not None else None
+    try:
+        await told_to_stop.wait()
+        draining = asyncio.create_task(server.drain(server.proxy.settings.drain_s))
+        hurrying = asyncio.create_task(at_once.wait())
+        await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        draining.cancel()
+        ended = draining.done() and not draining.cancelled() and draining.result()
+    finally:
+        if following is not None:
+            following.cancel()
+        await server.close()
+    return 0 if ended else 1
+
+
+async def _follow(file: Path, changed: Callable[[], None]) -> None:
+    """Call ``changed`` whenever ``file`` is another than it was."""
+    seen = _look(file)
+    while True:
+        await asyncio.sleep(LOOK_S)
+        now = _look(file)
+        if now is not None and now != seen:
+            seen = now
+            changed()
+
+
+def _look(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None  # while it is being replaced
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,118 @@
+"""Ejection and return, who serves what, and who is leaving; no sockets."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skymemory.conductor.fleet import Fleet, LoadReport, Server
+from skymemory.conductor.picker import Picker
+from skymemory.conductor.request import Prompt, Request
+from skymemory.conductor.strategies.plain import LeastLoad
+from skymemory.router.proxy_backends import Backends
+from skymemory.router.proxy_metrics import ProxyMetrics
+from skymemory.router.settings import Backend, Health
+
+NONE = np.empty(0, dtype=np.uint64)
+
+
+class Remembering(LeastLoad):
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
+    def forget(self, server: Server) -> None:
+        self.forgotten.append(server.name)
+
+
+def some(*names: str, failures: int = 3) -> tuple[Backends, Picker, Remembering]:
+    scorer = Remembering()
+    picker = Picker(Fleet(), scorer)
+    backends = Backends(picker, ProxyMetrics(picker.fleet), Health(failures=failures, successes=2))
+    backends.set([Backend(f"http://{name}:1", name) for name in names])
+    return backends, picker, scorer
+
+
+def asked(model: str = "", adapter: str = "") -> Request:
+    return Request(Prompt(NONE, NONE, 16, 10), model=model, adapter=adapter)
+
+
+def test_three_failures_in_a_row_eject_and_two_checks_bring_back() -> None:
+    backends, picker, scorer = some("a")
+    server = picker.fleet.servers["a"]
+    for _ in range(5):
+        backends.failed("a", "x")
+        backends.failed("a", "x")
+        backends.answered("a")
+    assert server.healthy
+    for _ in range(3):
+        backends.failed("a", "x")
+    assert not server.healthy
+    backends.answered("a")  # a stream that went on
+    backends.checked("a")
+    assert not server.healthy
+    backends.failed("a", "x")
+    backends.checked("a")
+    assert not server.healthy
+    backends.checked("a")
+    assert server.healthy and scorer.forgotten == []
+
+
+def test_who_was_gone_has_lost_what_it_had() -> None:
+    backends, picker, scorer = some("a", failures=1)
+    backends.failed("a", "connection refused", gone=True)
+    backends.failed("a", "timed out")
+    backends.checked("a")
+    backends.checked("a")
+    assert picker.fleet.servers["a"].healthy and scorer.forgotten == ["a"]
+
+
+def test_models_and_adapters_narrow_who_is_asked() -> None:
+    backends, picker, _ = some("a", "b", "c")
+    assert backends.able(asked("small"), (), 0) is None
+    backends.lists("a", {"small": {"id": "small"}, "poet": {"id": "poet", "parent": "small"}})
+    backends.lists("b", {"small": {"id": "small"}})
+    assert backends.able(asked("small"), (), 0) == {"a", "b", "c"}  # nobody knows what c serves
+    backends.lists("c", {"large": {"id": "large"}})
+    assert backends.able(asked("small"), (), 0) == {"a", "b"}
+    assert backends.able(asked("small"), {"a"}, 0) == {"b"}
+    assert backends.able(asked("small", "poet"), (), 0) == {"a"}
+    assert backends.able(asked("never heard"), (), 0) is None
+    assert backends.adapters == {"poet": "small"}
+    picker.fleet.servers["a"].healthy = False
+    assert backends.able(asked("small", "poet"), (), 0) == {"a", "b"}
+
+
+def test_adapters_are_learnt_from_reports() -> None:
+    backends, picker, _ = some("a")
+    backends.lists("a", {"small": {"id": "small"}})
+    picker.fleet.servers["a"].reported = LoadReport(at_s=0.0, adapters=frozenset({"bard"}))
+    backends.reported("a")
+    assert backends.adapters == {"bard": "small"}
+
+
+def test_servers_with_enough_waiting_are_passed_by() -> None:
+    backends, picker, _ = some("a", "b")
+    picker.fleet.servers["a"].prefilling = 2
+    assert backends.able(asked(), (), 2) == {"b"} and not backends.full(asked(), 2)
+    picker.fleet.servers["b"].prefilling = 3
+    assert backends.able(asked(), (), 2) == set() and backends.full(asked(), 2)
+
+
+def test_who_leaves_finishes_what_it_has() -> None:
+    backends, picker, scorer = some("a", "b")
+    decision = picker.pick(asked(), 0.0, {"a"})
+    picker.routed(decision, 0.0)
+    backends.set([Backend("http://b:1", "b")])
+    assert picker.fleet.servers["a"].draining and list(picker.fleet.servers) == ["a", "b"]
+    picker.failed(decision, 1.0)
+    backends.let_go()
+    assert list(picker.fleet.servers) == ["b"] and scorer.forgotten == ["a"]
+
+
+def test_who_returns_before_it_left_stays_and_a_new_address_is_a_new_server() -> None:
+    backends, picker, scorer = some("a")
+    picker.routed(picker.pick(asked(), 0.0), 0.0)
+    backends.set([])
+    backends.set([Backend("http://a:1", "a")])
+    assert not picker.fleet.servers["a"].draining and scorer.forgotten == []
+    backends.set([Backend("http://a:2", "a", drain=True)])
+    assert scorer.forgotten == ["a"] and picker.fleet.servers["a"].draining

@@ -1,0 +1,70 @@
+"""The tables of docs/reference/router.md, from the code: ``python -m tools.router_reference`` writes them anew."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import Field
+from pathlib import Path
+from typing import Any
+
+from skymemory.conductor.fleet import Fleet
+from skymemory.router.proxy_metrics import OUTCOMES, ProxyMetrics
+from skymemory.router.settings import Backend, Settings
+from skymemory.router.settings_file import SECTIONS, known_keys
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "router.md"
+_TABLES = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def page() -> str:
+    """The page as it should be."""
+    tables = {"settings": _settings(), "metrics": _metrics(), "outcomes": ", ".join(f"`{each}`" for each in OUTCOMES)}
+    text = PAGE.read_text("utf-8")
+    return _TABLES.sub(lambda found: f"<!-- {found[1]} -->\n\n{tables[found[1]]}\n\n<!-- end -->", text)
+
+
+def _settings() -> str:
+    parts = [("", Settings), ("[[backends]]", Backend), *((f"[{name}]", kind) for name, kind in SECTIONS.items())]
+    rows = ["| key | default | what |", "| --- | --- | --- |"]
+    for section, kind in parts:
+        if section:
+            rows.append(f"| **`{section}`** | | |")
+        rows += [
+            f"| `{key}` | {_default(key, field)} | {field.metadata['says']} |"
+            for key, field in known_keys(kind).items()
+        ]
+    rows.append("| **`[options]`** | | options of the strategy, by their names |")
+    return "\n".join(rows)
+
+
+def _default(key: str, field: Field[Any]) -> str:
+    value = field.default
+    if value is None or value in ("", ()):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`{list(value)}`"
+    if field.name.endswith("_s"):
+        return f"`{value:g}s`"
+    if field.name.endswith("_bytes") and key != field.name:
+        return f"`{value >> 20}MiB`"
+    return f"`{value}`"
+
+
+def _metrics() -> str:
+    rows = ["| name | labels | what |", "| --- | --- | --- |"]
+    fleet = Fleet()
+    fleet.add("s")
+    metrics = ProxyMetrics(fleet)
+    for family in metrics.registry.collect():
+        labels = getattr(metrics.registry._names_to_collectors.get(family.name), "_labelnames", None)
+        if labels is None:
+            labels = ("server",) if family.name.startswith("skymemory_router_server_") else ()
+        name = family.name + ("_total" if family.type == "counter" else "")
+        rows.append(f"| `{name}` | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
