@@ -29,7 +29,7 @@ from skymemory.router.scrape import fetch_metrics
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.vllm,
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-vllm does it"),
 ]
 SLOT = 0
@@ -119,7 +119,7 @@ def test_metrics_are_read_rightly(vllm: Vllm) -> None:
     idle = metrics(vllm)
     assert (idle.dialect, idle.missing) == ("vllm", ())
     report = idle.report
-    assert (report.cache_blocks, report.block_tokens, report.max_adapters) == (BLOCKS, BLOCK_TOKENS, 2)
+    assert (report.cache_blocks, report.block_tokens) == (BLOCKS, BLOCK_TOKENS)
     assert (report.waiting, report.running, report.kv_usage) == (0, 0, 0.0)
     with ThreadPoolExecutor(3) as pool:
         # One runs at a time (--max-num-seqs 1), so two of three wait.
@@ -127,6 +127,8 @@ def test_metrics_are_read_rightly(vllm: Vllm) -> None:
         seen = []
         while not all(each.done() for each in sent):
             seen.append(metrics(vllm).report)
+    # Of adapters it says nothing before its first step.
+    assert metrics(vllm).report.max_adapters == 2
     assert max(report.waiting for report in seen) == 2 and max(report.running for report in seen) == 1
     assert 700 / BLOCK_TOKENS / BLOCKS <= max(report.kv_usage for report in seen) <= 900 / BLOCK_TOKENS / BLOCKS
 
