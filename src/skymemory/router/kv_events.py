@@ -63,4 +63,5 @@ class KvEvents:
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
+        await asyncio.sleep(0)  # followers close their sockets in callbacks of their tasks
         self._context.destroy(linger=0)

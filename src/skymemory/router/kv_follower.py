@@ -27,6 +27,8 @@ from skymemory.router.kv_replay import TIMEOUT_S, NoReplay, replay
 SLICE_S = 0.001
 REPLAYS = 64
 """Replays in a row for one gap, as long as each brings it further."""
+SILENCES = 3
+"""Replays in vain before an engine that is too busy to answer is given up."""
 _CHANGES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _log = logging.getLogger("skymemory.router")
 
@@ -229,15 +231,17 @@ class Follower:
         if now_s - self._gap_since_s < self._pace.patience_s and not order.crowded:
             return
         self._gap_since_s = None
+        silences = 0
         for _ in range(REPLAYS if self._replay_endpoint else 0):
             before = order.next
             try:
                 await self._replayed(before or 0)
             except NoReplay as error:
                 feed.complain("replay", f"no replay: {error}")
+                silences += 1
             if not order.gap:
                 return
-            if order.next == before:
+            if order.next == before and not 0 < silences < SILENCES:
                 break
         feed.lost()
 
@@ -254,6 +258,8 @@ class Follower:
             feed.complain("replay", f"no replay: {error}")
 
     def close(self) -> None:
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)

@@ -19,6 +19,7 @@ from skymemory.errors import InvalidInput
 from skymemory.router.prompts import PromptReader
 from skymemory.router.proxy import Proxy
 from skymemory.router.proxy_backends import Backends
+from skymemory.router.proxy_events import EventsWatch, check_events, strategy_options
 from skymemory.router.proxy_health import HealthWatch
 from skymemory.router.proxy_metrics import ProxyMetrics
 from skymemory.router.setting_values import host_and_port
@@ -41,11 +42,14 @@ class ProxyServer:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        scorer = named(settings.strategy or DEFAULT, **settings.options)
+        scorer = named(settings.strategy or DEFAULT, **strategy_options(settings))
+        check_events(settings, scorer)
         self.picker = Picker(Fleet(), scorer, settings.seed)
         self.metrics = ProxyMetrics(self.picker.fleet)
         self.backends = Backends(self.picker, self.metrics, settings.health)
         self.reader = prompt_reader(settings, self.backends)
+        self.events = EventsWatch(scorer, self.backends)
+        self.metrics.registry.register(self.events)
         self.port = 0
 
     async def start(self) -> None:
@@ -84,6 +88,7 @@ class ProxyServer:
             log.warning("listening beyond this computer, without TLS or authentication of its own")
         self.backends.set(settings.backends)
         watch.follow()
+        self.events.start()
 
     def reset(self, settings: Settings) -> None:
         """Take up changed settings, as far as that goes without a restart."""
@@ -117,6 +122,7 @@ class ProxyServer:
         self.proxy.stopping = True
         self._listener.close()
         await self._watch.stop()
+        await self.events.stop()
         with contextlib.suppress(asyncio.TimeoutError):
             await self._http.shutdown(0.1)
         await self._session.close()

@@ -38,6 +38,9 @@ class Backend:
     name: str = _setting("name", text, "", "what it is called in metrics and decisions; its host:port if not said")
     models: tuple[str, ...] = _setting("models", texts, (), "models it serves; asked of it (/v1/models) if not said")
     adapters: tuple[str, ...] = _setting("adapters", texts, (), "LoRA adapters it can serve, in addition")
+    events: str = _setting("events", text, "", "where it publishes KV events, as tcp://host:5557; empty: it does not")
+    replay: str = _setting("replay", text, "", "where it hands out events again, as tcp://host:5558; empty: nowhere")
+    topic: str = _setting("topic", text, "", "what the topics of its events begin with; empty: all of them")
     drain: bool = _setting("drain", yes_or_no, False, "it finishes what it has and gets nothing new")
 
     def __post_init__(self) -> None:

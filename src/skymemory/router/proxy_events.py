@@ -1,0 +1,155 @@
+"""KV events of the servers behind a proxy, for strategies whose index they feed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.strategies.base import Scorer
+from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES
+from skymemory.errors import InvalidInput
+from skymemory.router.kv_events import KvEvents
+from skymemory.router.kv_feed import Feed, FeedState
+from skymemory.router.proxy_backends import Backends, Known
+from skymemory.router.settings import Settings
+
+LOOK_S = 0.5
+"""Between two looks at which servers there are, and which models they serve."""
+log = logging.getLogger("skymemory.router")
+Followed = tuple[int, str, str, str, str]
+"""Slot, model, endpoint, replay endpoint, topic."""
+
+
+def event_index(scorer: Scorer) -> PreciseIndex | None:
+    """The index of a strategy that events feed."""
+    index = getattr(scorer, "index", None)
+    return index if isinstance(index, PreciseIndex) else None
+
+
+def strategy_options(settings: Settings) -> Mapping[str, Any]:
+    """The strategy's options, with the size that prompts are cut by where it wants to know that of the engines' blocks.
+
+    Raises:
+        InvalidInput: the two are said and differ. Nothing would ever match.
+    """
+    named = STRATEGIES.get(settings.strategy or DEFAULT)
+    if named is None or all(field.name != "block_tokens" for field in dataclasses.fields(named.settings)):
+        return settings.options
+    cut = settings.prompts.block_tokens
+    said = settings.options.get("block_tokens", cut)
+    if said != cut:
+        raise InvalidInput(
+            f"options: block_tokens is {said}, and prompts are cut into blocks of {cut} (prompts: block_tokens); "
+            "both must be the engines' block size"
+        )
+    return {**settings.options, "block_tokens": cut}
+
+
+def check_events(settings: Settings, scorer: Scorer) -> None:
+    """
+    Raises:
+        InvalidInput: the strategy goes by events, and prompts are not read in the engines' tokens.
+    """
+    if event_index(scorer) is not None and settings.prompts.tokenizer is None:
+        raise InvalidInput(
+            f"strategy {scorer.name!r} goes by events, in which engines tell their blocks' tokens: prompts have to be "
+            "read with the engines' tokenizer (--tokenizer PATH)"
+        )
+
+
+class EventsWatch:
+    """Follows the events of every backend that says where they are, and lets go of who left."""
+
+    def __init__(self, scorer: Scorer, backends: Backends) -> None:
+        self._index = event_index(scorer)
+        self._strategy = scorer.name
+        self._backends = backends
+        self._followed: dict[str, Followed] = {}
+        self._told: set[tuple[str, str]] = set()
+        self._events: KvEvents | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def feeds(self) -> Mapping[str, Feed]:
+        return {} if self._events is None else self._events.feeds
+
+    def start(self) -> None:
+        if self._index is not None:
+            self._events = KvEvents(self._index)
+        self._task = asyncio.create_task(self._look_on(), name="KV events")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._events is not None:
+            await self._events.close()
+
+    async def _look_on(self) -> None:
+        while True:
+            self.follow()
+            await asyncio.sleep(LOOK_S)
+
+    def follow(self) -> None:
+        """Hear those that are there now, and nobody else."""
+        events = self._events
+        for name in [name for name in self._followed if name not in self._backends.known]:
+            del self._followed[name]
+            if events is not None:
+                events.unfollow(name)
+        for name, known in self._backends.known.items():
+            if events is None:
+                if known.backend.events:
+                    self._tell(name, f"its events are not read: strategy {self._strategy!r} does not go by them")
+                continue
+            wanted = self._wanted(known)
+            if wanted is None or self._followed.get(name) == wanted:
+                continue
+            self._followed[name] = wanted
+            slot, model, endpoint, replay, topic = wanted
+            try:
+                events.follow(name, slot, endpoint, model=model, replay_endpoint=replay, topic=topic)
+            except InvalidInput as error:
+                log.error("%s", error)
+
+    def _wanted(self, known: Known) -> Followed | None:
+        backend, name = known.backend, known.backend.name
+        if not backend.events:
+            why = f"strategy {self._strategy!r} goes by events, and where it publishes them (`events`) is not said"
+            self._tell(name, f"{why}: no prompt will be known to be cached there")
+            return None
+        models = backend.models or tuple(each for each, entry in known.models.items() if not entry.get("parent"))
+        if not models:
+            return None  # until it has told which it serves
+        if len(models) > 1:
+            self._tell(name, f"it serves one model by several names: prompts are matched for {models[0]!r} only")
+        return known.server.slot, models[0], backend.events, backend.replay, backend.topic
+
+    def _tell(self, server: str, what: str) -> None:
+        if (server, what) not in self._told:
+            self._told.add((server, what))
+            log.warning("server %s: %s", server, what)
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """For Prometheus."""
+        labels, prefix = ["server"], "skymemory_router_server_events_"
+        whole = GaugeMetricFamily(f"{prefix}whole", "1: every message of its events was heard", labels=labels)
+        blocks = GaugeMetricFamily(f"{prefix}blocks", "Blocks that it holds, by its events", labels=labels)
+        batches = CounterMetricFamily(f"{prefix}batches", "Batches of events that were applied", labels=labels)
+        gaps = CounterMetricFamily(f"{prefix}gaps", "Times that batches were missing", labels=labels)
+        losses = CounterMetricFamily(f"{prefix}losses", "Times that all was forgotten for a loss", labels=labels)
+        for name, feed in self.feeds.items():
+            whole.add_metric([name], feed.state is FeedState.WHOLE)
+            blocks.add_metric([name], self._index.blocks_of(feed.slot) if self._index is not None else 0)
+            batches.add_metric([name], feed.counts.batches)
+            gaps.add_metric([name], feed.counts.gaps)
+            losses.add_metric([name], feed.counts.losses)
+        yield from (whole, blocks, batches, gaps, losses)
