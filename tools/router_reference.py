@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.picker import Picker
+from skymemory.conductor.strategies.plain import AtRandom
+from skymemory.router.proxy_backends import Backends
+from skymemory.router.proxy_events import EventsWatch
 from skymemory.router.proxy_metrics import OUTCOMES, ProxyMetrics
-from skymemory.router.settings import Backend, Settings
+from skymemory.router.settings import Backend, Health, Settings
 from skymemory.router.settings_file import SECTIONS, known_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "router.md"
@@ -57,6 +61,8 @@ def _metrics() -> str:
     fleet = Fleet()
     fleet.add("s")
     metrics = ProxyMetrics(fleet)
+    picker = Picker(fleet, AtRandom())
+    metrics.registry.register(EventsWatch(picker.scorer, Backends(picker, metrics, Health())))
     for family in metrics.registry.collect():
         labels = getattr(metrics.registry._names_to_collectors.get(family.name), "_labelnames", None)
         if labels is None:

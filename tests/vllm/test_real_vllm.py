@@ -200,8 +200,8 @@ def test_salts_and_adapters_share_nothing(vllm: Vllm) -> None:
 
 def test_what_is_evicted_is_believed_no_more(vllm: Vllm) -> None:
     async def scene(ears: Listening) -> None:
-        # More than its 96 blocks, and served twice in a row: of a prompt of whole blocks that it holds, vLLM computes the
-        # last block again, and has that twice from then on.
+        # More than its 96 blocks, and served twice in a row: of a prompt of whole blocks that it holds, vLLM computes
+        # the last block again, and has that twice from then on.
         prompts = [a_prompt(100 + n, 20 * BLOCK_TOKENS) for n in range(8)]
         for prompt in prompts:
             assert await ears.serve(prompt) == 0
