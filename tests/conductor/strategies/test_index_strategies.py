@@ -186,11 +186,8 @@ def test_precise_learns_from_events_alone() -> None:
 
 def test_precise_weighs_by_medium() -> None:
     class Two(PreciseIndex):
-        def match(self, blocks: object, slots: object) -> list[int]:
-            return [10, 10]
-
-        def weighted(self, blocks: object, slots: object) -> list[float]:
-            return [8.0, 10.0]
+        def match_weighted(self, blocks: object, slots: object) -> tuple[list[int], list[float]]:
+            return [10, 10], [8.0, 10.0]
 
     fleet = a_fleet(2)
     ranking = Precise(Two(16)).rank(a_request((1, 20)), list(fleet), 0.0)

@@ -9,8 +9,9 @@ block may be held whose prefix is not, and counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, repeat
 from types import MappingProxyType
 
 from skymemory.conductor.prefix_index.base import Blocks
@@ -22,6 +23,7 @@ from skymemory.metrics import Counters
 WEIGHTS: Mapping[str, float] = MappingProxyType({"GPU": 1.0, "CPU": 0.8})
 FARTHER = 0.5
 """What a block counts that is neither in the GPU's memory nor in the host's: a disk, another machine."""
+RUN_BLOCKS = 128
 MAX_WAITING = 1024
 """Batches kept behind a gap; more are lost, and replayed with the rest."""
 
@@ -151,40 +153,50 @@ class PreciseIndex:
         return self._engine(slot).blocks.aside
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        depths = dict.fromkeys(slots, 0)
-        left = self._believed(slots)
-        hashes: list[int] = blocks.tolist()
-        holders = list(self._holders.values())
-        for at, block in enumerate(hashes):
-            held = 0
-            for held_there in holders:
-                held |= held_there.get(block, 0)
-            if left & held != left:
-                _settle(depths, left & ~held, at)
-                left &= held
-                if not left:
-                    break
-        _settle(depths, left, len(hashes))
-        return [depths[slot] for slot in slots]
+        return self.match_weighted(blocks, slots)[0]
 
     def weighted(self, blocks: Blocks, slots: Sequence[int]) -> list[float]:
         """As ``match``, but each block counts the weight of the best medium that holds it."""
-        sums = dict.fromkeys(slots, 0.0)
-        left = self._believed(slots)
-        holders = [(self._weight(medium), held) for medium, held in self._holders.items()]
-        for block in blocks.tolist():
+        return self.match_weighted(blocks, slots)[1]
+
+    def match_weighted(self, blocks: Blocks, slots: Sequence[int]) -> tuple[list[int], list[float]]:
+        """What ``match`` and ``weighted`` say, for one walk along the chain."""
+        depths, sums = dict.fromkeys(slots, 0), dict.fromkeys(slots, 0.0)
+        left, at = self._believed(slots), 0
+        weights = [self._weight(medium) for medium in self._holders]
+        for holders, count in self._runs(blocks):
             still = 0
-            for weight, held_there in holders:
-                here = held_there.get(block, 0) & left & ~still
+            for weight, held_there in zip(weights, holders, strict=True):
+                here = held_there & left & ~still
                 still |= here
                 while here:
                     low = here & -here
-                    sums[low.bit_length() - 1] += weight
+                    sums[low.bit_length() - 1] += weight * count
                     here ^= low
-            left = still
-            if not left:
-                break
-        return [sums[slot] for slot in slots]
+            if still != left:
+                _settle(depths, left & ~still, at)
+                left = still
+                if not left:
+                    break
+            at += count
+        _settle(depths, left, at)
+        return [depths[slot] for slot in slots], [sums[slot] for slot in slots]
+
+    def _runs(self, blocks: Blocks) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Holders per medium, and how many blocks in a row have the same: a prompt has few such runs.
+
+        In pieces, since most prompts are known to a part only.
+        """
+        media = list(self._holders.values())
+        for begin in range(0, len(blocks), RUN_BLOCKS):
+            hashes: list[int] = blocks[begin : begin + RUN_BLOCKS].tolist()
+            rows = (
+                zip(*(map(held.get, hashes, repeat(0)) for held in media), strict=True)
+                if media
+                else repeat((), len(hashes))
+            )
+            for holders, run in groupby(rows):
+                yield holders, sum(1 for _ in run)
 
     def learn(self, slot: int, blocks: Blocks) -> None:
         """Nothing: the engine will tell."""

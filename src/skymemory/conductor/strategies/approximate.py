@@ -56,8 +56,7 @@ class Approximate(Indexed):
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         tokens, settings = request.prompt.tokens, self.settings
-        matched = self.matched_tokens(request.prompt, self.matched_blocks(request.prompt, servers))
-        shares = self.prefix_shares(request.prompt, servers, matched)
+        matched, shares = self.held(request.prompt, servers)
         reasons: tuple[str, ...] = ()
         if not any(self._gain.worth(share * tokens, tokens) for share in shares):
             reasons = (self._gain.why_not(max(shares) * tokens, tokens),)
@@ -74,9 +73,10 @@ class Approximate(Indexed):
         weights = (("requests waiting", queues), ("KV cache free", room), ("share of the prompt held", shares))
         return Ranking(scores, matched, reasons=reasons, weights=weights)
 
-    def prefix_shares(self, prompt: Prompt, servers: Sequence[Server], matched: Sequence[int]) -> list[float]:
-        """Matched part of the prompt, 0 to 1, per server."""
-        return [held / prompt.tokens for held in matched] if prompt.tokens else [0.0] * len(matched)
+    def held(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
+        """Tokens of the prompt that each server holds, and what they count: a part of the prompt, 0 to 1."""
+        matched = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
+        return matched, [tokens / prompt.tokens if tokens else 0.0 for tokens in matched]
 
     @staticmethod
     def _loads(servers: Sequence[Server], now_s: float) -> tuple[list[float], list[float]]:

@@ -35,8 +35,8 @@ class Precise(Approximate):
         super().__init__(index, settings or PreciseSettings())
         self._events = index
 
-    def prefix_shares(self, prompt: Prompt, servers: Sequence[Server], matched: Sequence[int]) -> list[float]:
-        if not prompt.tokens or not any(matched):
-            return [0.0] * len(servers)
-        weighted = self._events.weighted(prompt.blocks, [server.slot for server in servers])
-        return [min(1.0, blocks * prompt.block_tokens / prompt.tokens) for blocks in weighted]
+    def held(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
+        slots = [server.slot for server in servers]
+        blocks, weighted = self._events.match_weighted(prompt.blocks, slots)
+        per_block = prompt.block_tokens / prompt.tokens if prompt.tokens else 0.0
+        return self.matched_tokens(prompt, blocks), [min(1.0, count * per_block) for count in weighted]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from skymemory.conductor.fleet import Server
+from skymemory.conductor.fleet import LoadReport, Server
 from skymemory.conductor.strategies.loads import STALE_S
 
 
@@ -22,10 +22,14 @@ class Prefill:
 class _Queue:
     waiting: dict[Prefill, None] = field(default_factory=dict)
     """In the order of sending; the first is the one being computed."""
-    work_s: float = 0.0
-    """Of all of them."""
+    rest_s: float = 0.0
+    """Work of all but the first."""
+    first_s: float = 0.0
+    """Work of the first."""
     since_s: float = 0.0
     """When the first began."""
+    others: tuple[float, int] = (-1.0, 0)
+    """When a report was made, and how many requests that we did not send waited by it."""
     ended: deque[tuple[float, float]] = field(default_factory=deque)
     """Of those that ended lately, when they were sent and when they ended."""
 
@@ -51,23 +55,24 @@ class PrefillQueues:
             queue = queues.get(server.slot)
             wait = 0.0
             if queue is not None and queue.waiting:
-                first_s = next(iter(queue.waiting)).work_s
                 elapsed = now_s - queue.since_s
-                left = first_s - elapsed
-                wait = queue.work_s - first_s + (left if left > elapsed * overdue else elapsed * overdue)
+                left, least = queue.first_s - elapsed, elapsed * overdue
+                wait = queue.rest_s + (left if left > least else least)
             report = server.reported
             if report is not None and report.waiting and now_s - report.at_s <= STALE_S:
-                wait += self._of_others(queue, report.waiting, report.at_s)
+                others = report.waiting if queue is None else _of_others(queue, report)
+                wait += others * self._usual_s
             waits.append(wait)
         return waits
 
     def add(self, slot: int, work_s: float, now_s: float) -> Prefill:
         queue = self._queues.setdefault(slot, _Queue())
-        if not queue.waiting:
-            queue.since_s, queue.work_s = now_s, 0.0
         prefill = Prefill(work_s, now_s)
+        if queue.waiting:
+            queue.rest_s += work_s
+        else:
+            queue.first_s, queue.rest_s, queue.since_s = work_s, 0.0, now_s
         queue.waiting[prefill] = None
-        queue.work_s += work_s
         self._usual_s += (work_s - self._usual_s) * (0.1 if self._usual_s else 1.0)
         return prefill
 
@@ -79,9 +84,11 @@ class PrefillQueues:
         first = next(iter(queue.waiting)) is prefill
         last_s = queue.ended[-1][1] if queue.ended else prefill.routed_s
         del queue.waiting[prefill]
-        queue.work_s = queue.work_s - prefill.work_s if queue.waiting else 0.0
-        if first:
-            queue.since_s = now_s
+        if not first:
+            queue.rest_s -= prefill.work_s
+        elif queue.waiting:
+            queue.first_s, queue.since_s = next(iter(queue.waiting)).work_s, now_s
+            queue.rest_s -= queue.first_s
         queue.ended.append((prefill.routed_s, now_s))
         while queue.ended[0][1] < now_s - STALE_S and len(queue.ended) > 1:
             queue.ended.popleft()
@@ -90,10 +97,12 @@ class PrefillQueues:
     def forget(self, slot: int) -> None:
         self._queues.pop(slot, None)
 
-    def _of_others(self, queue: _Queue | None, waiting: int, at_s: float) -> float:
-        """Work of requests that wait there, by the server's report, and that we did not send."""
-        ours = 0
-        if queue is not None:
-            ours = sum(prefill.routed_s <= at_s for prefill in queue.waiting)
-            ours += sum(routed_s <= at_s < ended_s for routed_s, ended_s in queue.ended)
-        return max(0, waiting - ours) * self._usual_s
+
+def _of_others(queue: _Queue, report: LoadReport) -> int:
+    """Requests that wait there, by the server's report, and that we did not send: counted once per report."""
+    at_s = report.at_s
+    if queue.others[0] != at_s:
+        ours = sum(prefill.routed_s <= at_s for prefill in queue.waiting)
+        ours += sum(routed_s <= at_s < ended_s for routed_s, ended_s in queue.ended)
+        queue.others = (at_s, max(0, report.waiting - ours))
+    return queue.others[1]
