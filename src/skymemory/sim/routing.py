@@ -23,14 +23,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from skymemory import native
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
 from skymemory.conductor.fleet import Fleet, LoadReport, Server
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import HEAD_BYTES, Decision, Prompt, Request
+from skymemory.conductor.seeds import seed
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.errors import InvalidInput
 from skymemory.sim.prefix_cache import PrefixCache
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
+
+_SEED = seed(model="", adapter="", salt="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,21 +236,21 @@ class _Simulation:
 
 
 def as_routed(request: TraceRequest) -> Request:
-    """What a router would read of it: whole blocks by name, and a beginning made of the blocks' numbers.
+    """What a router would read of it: whole blocks hashed as token numbers are, and a beginning.
 
-    A trace has no words. Eight bytes per block stand for them in the head, so that strategies which hash the first
-    characters can tell prompts apart, by more than the block with which all of them begin if they look far enough.
+    A trace has no words. The tokens of a block are taken to be its number, over and over. In the head eight bytes stand
+    for each block, so that strategies which hash the first characters can tell prompts apart by more than the block
+    with which all of them begin, if they look far enough: of the words themselves the first 1,024 bytes are all alike.
     """
-    chain = request.blocks()
-    blocks = hashes_of(chain)
+    tokens = tokens_of(request.blocks())
+    block_bytes = BLOCK_TOKENS * tokens.itemsize
+    blocks = native.chain_hashes(tokens, block_bytes, _SEED)
+    pieces = native.piece_hashes(tokens, block_bytes, _SEED)
     head = np.array(request.ids[: HEAD_BYTES // 8], dtype="<u8").tobytes()
-    prompt = Prompt(blocks, hashes_of(chain, 0x5851F42D4C957F2D), BLOCK_TOKENS, request.input_tokens, head)
+    prompt = Prompt(blocks, pieces, BLOCK_TOKENS, request.input_tokens, head)
     return Request(prompt, session=str(request.session), output_tokens=request.output_tokens)
 
 
-def hashes_of(ids: Sequence[int], seed: int = 0x9E3779B97F4A7C15) -> NDArray[np.uint64]:
-    """Numbers of blocks as 64-bit hashes (splitmix64): one to one, and without the numbers' order."""
-    mixed = np.array(ids, dtype=np.uint64) + np.uint64(seed)
-    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ mixed >> np.uint64(31)
+def tokens_of(ids: Sequence[int]) -> NDArray[np.uint32]:
+    """Token numbers of blocks of these ids."""
+    return np.repeat(np.array(ids, dtype="<u4"), BLOCK_TOKENS)
