@@ -20,7 +20,7 @@ from skymemory.errors import InvalidInput
 class DelayPrice:
     """``window_s``: what was sent so long ago counts for 1/e. ``most_busy``: a business above it is taken for it."""
 
-    def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.8) -> None:
+    def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
         if weight < 0 or not window_s > 0 or not 0 <= most_busy < 1:
             raise InvalidInput(
                 f"a price of delay of weight {weight:g} over {window_s:g} s, at most {most_busy:g} busy;"

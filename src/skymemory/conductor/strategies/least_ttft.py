@@ -4,6 +4,7 @@ Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1): a cache weig
 queue as many as it costs, so no weights have to be found between them. A hot prefix is computed again elsewhere as soon
 as waiting for its server takes longer: replication by itself. Beyond that:
 
+- a second of computing costs those who come behind it too, the more of them the longer the queue (``delay_price``);
 - prompts under way at a server count as cached there for whoever queues behind them (``under_way``);
 - no server gets more than its share of requests (``guard``);
 - speeds are given by a cost model or learned from first bytes (``speeds``).
@@ -21,6 +22,7 @@ from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import Ranking
+from skymemory.conductor.strategies.delay_price import DelayPrice
 from skymemory.conductor.strategies.gain import GainThreshold
 from skymemory.conductor.strategies.guard import GuardSettings, ShareGuard
 from skymemory.conductor.strategies.hashing import mix
@@ -37,8 +39,8 @@ _SET_BACK_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class LeastTtftSettings:
-    work_weight: float = 0.0
-    """Seconds of delay to requests that come later, counted per second of computing."""
+    delay_weight: float = 0.3
+    """How much the delay of requests that come later counts (``delay_price``); 0: only this request's own time."""
     overdue: float = 0.1
     """Part of a prefill's time so far that it is believed to need still, once it takes longer than estimated."""
     under_way_blocks: int = 4096
@@ -61,8 +63,8 @@ class LeastTtftSettings:
     error_seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.work_weight < 0 or self.overdue < 0 or self.under_way_blocks < 0:
-            raise InvalidInput("work_weight, overdue and under_way_blocks are 0 or more")
+        if self.delay_weight < 0 or self.overdue < 0 or self.under_way_blocks < 0:
+            raise InvalidInput("delay_weight, overdue and under_way_blocks are 0 or more")
         if not 0 <= self.error <= 1:
             raise InvalidInput(f"error is {self.error}; expected a part of the estimate, 0 to 1")
         self.guard()
@@ -96,6 +98,7 @@ class LeastTtft(Indexed):
         self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
         self._gain = GainThreshold(settings.min_match_tokens, settings.min_match_ratio)
         self._guard = ShareGuard(settings.guard())
+        self._price = DelayPrice(settings.delay_weight)
         self._queues = PrefillQueues(settings.overdue)
         self._under_way = UnderWay(settings.under_way_blocks)
         self._sent: Tickets[_Sent] = Tickets()
@@ -117,11 +120,11 @@ class LeastTtft(Indexed):
             waits = [seconds * by for seconds, by in zip(waits, off, strict=True)]
             prefills = [seconds * by for seconds, by in zip(prefills, off, strict=True)]
         ttfts = [wait + prefill for wait, prefill in zip(waits, prefills, strict=True)]
-        work = settings.work_weight
-        if work:
-            scores = [-ttft - work * prefill for ttft, prefill in zip(ttfts, prefills, strict=True)]
-        else:
-            scores = [-ttft for ttft in ttfts]
+        delay = self._price.rate(len(servers), now_s)
+        scores = [
+            -wait - prefill * (1.0 + delay * (wait + prefill / 2.0))
+            for wait, prefill in zip(waits, prefills, strict=True)
+        ]
         held_back = self._hold_back(scores, slots, now_s)
         if held_back:
             names = ", ".join(servers[at].name for at in held_back)
@@ -141,6 +144,7 @@ class LeastTtft(Indexed):
             chain = self._under_way.add(slot, prompt.blocks)
         sent = _Sent(self._queues.add(slot, work_s, now_s), chain, prompt.tokens - matched[0])
         self._sent.note(request, server, sent)
+        self._price.sent(work_s, now_s)
         self._guard.sent(slot, now_s)
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
