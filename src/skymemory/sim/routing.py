@@ -244,8 +244,8 @@ def as_routed(request: TraceRequest) -> Request:
     """
     tokens = tokens_of(request.blocks())
     block_bytes = BLOCK_TOKENS * tokens.itemsize
-    blocks = native.chain_hashes(tokens, block_bytes, _SEED)
-    pieces = native.piece_hashes(tokens, block_bytes, _SEED)
+    blocks = native.chain_hashes(tokens.tobytes(), block_bytes, _SEED)
+    pieces = native.piece_hashes(tokens.tobytes(), block_bytes, _SEED)
     head = np.array(request.ids[: HEAD_BYTES // 8], dtype="<u8").tobytes()
     prompt = Prompt(blocks, pieces, BLOCK_TOKENS, request.input_tokens, head)
     return Request(prompt, session=str(request.session), output_tokens=request.output_tokens)

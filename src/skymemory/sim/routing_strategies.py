@@ -8,6 +8,7 @@ sent and what was answered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.events import Batch, BlocksRemoved, BlocksStored
@@ -22,21 +23,21 @@ class EngineEvents:
     """Changes of simulated caches, told to a ``PreciseIndex`` as engines tell theirs."""
 
     def __init__(self, index: PreciseIndex) -> None:
-        self._index = index
+        self.index = index
         self._batches: dict[int, int] = {}
 
     def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
         number = self._batches.get(server.slot, 0)
         self._batches[server.slot] = number + 1
         if not number:
-            self._index.follow(server.slot, "")
+            self.index.follow(server.slot, "")
         events: list[BlocksRemoved | BlocksStored] = []
         if gone:
             events.append(BlocksRemoved(gone))
         if new := chain[had:]:
             parent = chain[had - 1] if had else None
-            events.append(BlocksStored(new, parent, tokens_of(new), BLOCK_TOKENS))
-        self._index.apply(server.slot, Batch(number, events))
+            events.append(BlocksStored(new, parent, cast("Sequence[int]", tokens_of(new)), BLOCK_TOKENS))
+        self.index.apply(server.slot, Batch(number, events))
 
 
 def strategy_for(name: str, setup: RoutingSetup, error: float) -> tuple[Scorer, CacheEvents | None]:

@@ -1,0 +1,81 @@
+"""The router's strategies in the simulator: each by name, what each is told, and what the default owes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.strategies.named import DEFAULT, NAMES, named
+from skymemory.sim.prefix_cache import PrefixCache
+from skymemory.sim.routing import RoutingSetup, as_routed, simulate
+from skymemory.sim.routing_metrics import WINDOW_REQUESTS, measured, worst_share
+from skymemory.sim.routing_strategies import EngineEvents, strategy_for
+from skymemory.sim.trace import TraceRequest
+from skymemory.sim.workload import CONVERSATIONS, TENANTS, generate
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_strategy_runs_and_runs_the_same_again(name: str) -> None:
+    requests, setup = generate(CONVERSATIONS, 60.0, seed=1), RoutingSetup(cache_blocks=300, seed=3)
+    first, again = (simulate(requests, *strategy_for(name, setup, 0.1)[:1], setup) for _ in range(2))
+    assert first == again and len(first) == len(requests)
+
+
+def test_who_hears_events_knows_what_is_resident() -> None:
+    """One server, and requests one after the other: in the end the index holds what the cache does."""
+    requests = [replace(one, at_s=100.0 * at) for at, one in enumerate(generate(CONVERSATIONS, 40.0, seed=2))]
+    setup = RoutingSetup(servers=1, cache_blocks=400)
+    scorer, events = strategy_for("precise", setup, 0.0)
+    assert isinstance(events, EngineEvents)
+    simulate(requests, scorer, setup, events)
+    index, cache = events.index, PrefixCache(400)
+    assert isinstance(index, PreciseIndex)
+    for request in requests:
+        cache.use(request.blocks())
+    assert index.blocks_of(0) == len(cache) == 400
+    for request in requests:
+        assert index.match(as_routed(request).prompt.blocks, [0]) == [cache.leading(request.blocks())]
+
+
+def test_the_default_keeps_its_bound_where_following_prefixes_breaks_it() -> None:
+    """All requests share one long prefix, and one server could do them all: without its guard it gets most of them."""
+    stem = tuple(range(1, 41))
+    requests = [TraceRequest(0.3 * at, 41 * 512, 20, (*stem, 1000 + at)) for at in range(500)]
+    setup, shares = RoutingSetup(cache_blocks=2_000, seed=1), []
+    for options in ({}, {"guard_limit": 100.0}):
+        outcomes = simulate(requests, named(DEFAULT, cost=setup.cost, **options), setup)
+        shares.append(worst_share([(one.at_s, one.server) for one in outcomes], setup.servers))
+    assert 1.0 < shares[0] <= 2.2 < 4.0 < shares[1]
+
+
+@pytest.mark.parametrize("workload", [CONVERSATIONS, TENANTS])
+def test_the_default_is_quickest_on_workloads_it_was_not_tuned_on(workload) -> None:  # type: ignore[no-untyped-def]
+    requests = generate(workload, 300.0, seed=77)
+    prompts = [as_routed(request) for request in requests]
+    setup = RoutingSetup(cache_blocks=2_000, seed=5)
+    means = {}
+    for name in (DEFAULT, "approximate", "radix", "session", "least-load"):
+        scorer, events = strategy_for(name, setup, 0.1)
+        found = measured(simulate(requests, scorer, setup, events, prompts), setup.servers, 100.0)
+        means[name] = found.mean_s
+        if name == DEFAULT:
+            assert found.requests > WINDOW_REQUESTS and found.worst_share <= 2.2
+    assert min(means, key=means.__getitem__) == DEFAULT, means
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/routing.py"), "--quick", "--jobs", "1"]
+    command += ["--strategies", f"{DEFAULT},random", "--json", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = {row["strategy"]: row for row in json.loads((tmp_path / "out").read_text("utf-8"))["rows"]}
+    assert rows[DEFAULT]["mean_s"] < rows["random"]["mean_s"] and rows[DEFAULT]["worst_share"] <= 2.2
+    assert f"{DEFAULT} *" in done.stdout
