@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import duration, size
 from skymemory.errors import InvalidInput, SkyMemoryError
@@ -48,6 +48,9 @@ def add_parser(subparsers: Subparsers) -> None:
     picking = parser.add_argument_group("picking")
     picking.add_argument("--strategy", metavar="NAME", help="how servers are chosen (default: the router's)")
     picking.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the strategy; may be repeated"
+    )
+    picking.add_argument(
         "--fallbacks",
         type=int,
         default=0,
@@ -57,6 +60,11 @@ def add_parser(subparsers: Subparsers) -> None:
     picking.add_argument("--tokenizer", type=Path, metavar="PATH", help="of the model: blocks are its tokens then")
     picking.add_argument("--block-tokens", type=int, default=16, metavar="N", help="with a tokenizer (default: 16)")
     picking.add_argument("--seed", type=int, default=0, help="of what breaks ties (default: 0)")
+    picking.add_argument(
+        "--kv-events", type=int, metavar="PORT", help="of endpoints: ZMQ events of their caches, for `precise`"
+    )
+    picking.add_argument("--kv-replay", type=int, metavar="PORT", help="where lost events are asked for again")
+    picking.add_argument("--model", metavar="NAME", help="that the endpoints serve, as requests name it (with events)")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--max-requests", type=int, metavar="N", help="at one server; where all have as many: 429 (default: any number)"
@@ -104,10 +112,14 @@ def run(args: argparse.Namespace) -> int:
         refresh_s=args.refresh,
         metrics_path=args.metrics_path or None,
         grace_s=args.grace,
+        events_port=args.kv_events,
+        replay_port=args.kv_replay,
+        model=args.model or "",
     )
-    desk, source = _desk(args), _source(args)
     if args.refresh <= 0:
         raise InvalidInput("--refresh: expected a time above 0")
+    desk, source = _desk(args), _source(args)
+    _check_events(args, desk)
     asyncio.run(_run(EndpointPicker(desk, source, plan, _say), plan, args))
     return 0
 
@@ -137,8 +149,9 @@ async def _run(picker: EndpointPicker, plan: PickerPlan, args: argparse.Namespac
 def _desk(args: argparse.Namespace) -> Desk:
     from skymemory.conductor.fleet import Fleet
     from skymemory.conductor.picker import Picker
-    from skymemory.conductor.strategies.named import DEFAULT, named
+    from skymemory.conductor.strategies.named import DEFAULT, NAMES, named, options_of
     from skymemory.router.desk import Desk, DeskSettings
+    from skymemory.router.fleet_adapters import FleetAdapters
     from skymemory.router.prompts import PromptReader
 
     tokenizer = None
@@ -150,7 +163,19 @@ def _desk(args: argparse.Namespace) -> Desk:
         value = getattr(args, option)
         if value is not None and value < (0 if option == "fallbacks" else 1):
             raise InvalidInput(f"--{option.replace('_', '-')}: expected a positive number, got {value}")
-    reader = PromptReader(tokenizer=tokenizer, block_tokens=args.block_tokens, max_body_bytes=args.max_body)
+    fleet, strategy = Fleet(), args.strategy or DEFAULT
+    options: dict[str, Any] = dict(_option(text) for text in args.option)
+    if strategy in NAMES and "block_tokens" in options_of(strategy):
+        # Events tell blocks of the engines' size; prompts are cut by the same.
+        said = str(options.setdefault("block_tokens", args.block_tokens))
+        if said != str(args.block_tokens):
+            raise InvalidInput("--option block_tokens and --block-tokens differ; both must be the engines' block size")
+    reader = PromptReader(
+        tokenizer=tokenizer,
+        block_tokens=args.block_tokens,
+        max_body_bytes=args.max_body,
+        adapters=FleetAdapters(fleet),
+    )
     settings = DeskSettings(
         fallbacks=args.fallbacks,
         most_body_bytes=args.max_body,
@@ -158,7 +183,28 @@ def _desk(args: argparse.Namespace) -> Desk:
         most_requests=args.max_requests,
         tell_decisions=args.tell_decisions,
     )
-    return Desk(Picker(Fleet(), named(args.strategy or DEFAULT), seed=args.seed), reader, settings)
+    return Desk(Picker(fleet, named(strategy, **options), seed=args.seed), reader, settings)
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals or name in ("index", "cost"):  # arguments of `named` that are no options
+        raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")
+    return name, value
+
+
+def _check_events(args: argparse.Namespace, desk: Desk) -> None:
+    """A strategy that goes by events needs them, and the engines' own blocks; the others have no use for them."""
+    from skymemory.router.proxy_events import event_index
+
+    wanted, name = event_index(desk.picker.scorer) is not None, desk.picker.scorer.name
+    if wanted and not (args.kv_events and args.model and args.tokenizer):
+        raise InvalidInput(
+            f"strategy {name!r} goes by the events of engines' caches: it needs --kv-events PORT, --model NAME and "
+            "--tokenizer PATH"
+        )
+    if not wanted and (args.kv_events or args.kv_replay):
+        raise InvalidInput(f"strategy {name!r} has no use for --kv-events")
 
 
 def _source(args: argparse.Namespace) -> Source:
@@ -203,9 +249,11 @@ def _address(text: str, option: str) -> str:
 def _write_envoy_config(args: argparse.Namespace, at: str) -> None:
     from skymemory.router.envoy_config import Entrance, bootstrap
 
+    host, _, port = at.rpartition(":")
+    everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     entrance = Entrance(
         "inference",
-        at,
+        f"{everywhere.get(host, host)}:{port}",
         listen=_address(args.envoy_listen, "--envoy-listen"),
         endpoints=tuple(args.endpoint or ()),
         retries=args.fallbacks,

@@ -12,7 +12,9 @@ import aiohttp
 from skymemory.router.desk import Desk
 from skymemory.router.endpoints import Source, update
 from skymemory.router.ext_proc_server import Certificate, PickerServer
+from skymemory.router.kv_events import KvEvents
 from skymemory.router.picker_metrics import MetricsPage
+from skymemory.router.proxy_events import event_index
 from skymemory.router.watch import MetricsWatch
 
 
@@ -30,6 +32,11 @@ class PickerPlan:
     """Where endpoints tell of their load; None: they are not asked."""
     grace_s: float = 30.0
     """How long requests under way may take once it is told to stop."""
+    events_port: int | None = None
+    """Where each endpoint publishes what its cache holds, for a strategy whose index such events feed."""
+    replay_port: int | None = None
+    model: str = ""
+    """That the endpoints serve; blocks of events are seeded with it."""
 
 
 class EndpointPicker:
@@ -40,6 +47,7 @@ class EndpointPicker:
         self._source = source
         self._plan = plan
         self._say = say
+        self._events: KvEvents | None = None
         self.server = PickerServer(desk, plan.listen, plan.certificate, plan.health_listen)
         self.metrics = None if plan.metrics_listen is None else MetricsPage(desk, plan.metrics_listen)
 
@@ -50,6 +58,8 @@ class EndpointPicker:
         """
         async with aiohttp.ClientSession() as session:
             watch = MetricsWatch(self._desk.picker.fleet, session)
+            index = event_index(self._desk.picker.scorer)
+            self._events = KvEvents(index) if index is not None and self._plan.events_port else None
             looking: asyncio.Task[None] | None = None
             try:
                 await self.server.start()
@@ -73,6 +83,8 @@ class EndpointPicker:
                 if self.metrics is not None:
                     await self.metrics.stop()
                 await watch.close()
+                if self._events is not None:
+                    await self._events.close()
 
     async def _keep_looking(self, watch: MetricsWatch) -> None:
         known = False
@@ -82,13 +94,27 @@ class EndpointPicker:
                 came, left = update(self._desk.picker, endpoints)
                 for name in left:
                     self._desk.ejection.forget(name)
-                    watch.unfollow(name)
+                    self._leave(name, watch)
                 for name in came:
-                    if self._plan.metrics_path is not None:
-                        watch.follow(name, f"http://{name}{self._plan.metrics_path}")
+                    self._meet(name, watch)
                 if came or left or not known:
                     self._say(f"{len(endpoints)} endpoints: {len(came)} came, {len(left)} left")
                 if not known:
                     known = True
                     await self.server.ready()
             await asyncio.sleep(self._plan.refresh_s)
+
+    def _meet(self, name: str, watch: MetricsWatch) -> None:
+        plan = self._plan
+        if plan.metrics_path is not None:
+            watch.follow(name, f"http://{name}{plan.metrics_path}")
+        if self._events is not None:
+            host, slot = name.rpartition(":")[0], self._desk.picker.fleet.servers[name].slot
+            replay = f"tcp://{host}:{plan.replay_port}" if plan.replay_port else ""
+            endpoint = f"tcp://{host}:{plan.events_port}"
+            self._events.follow(name, slot, endpoint, model=plan.model, replay_endpoint=replay)
+
+    def _leave(self, name: str, watch: MetricsWatch) -> None:
+        watch.unfollow(name)
+        if self._events is not None:
+            self._events.unfollow(name)
