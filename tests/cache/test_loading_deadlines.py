@@ -177,7 +177,7 @@ def stored() -> tuple[Hanging, Cake]:
     store = Hanging()
     blocks = BlockCache(CONTEXT, LAYOUT, store)
     blocks.save(blocks.hashes(TOKENS), range(8), Sink())
-    return store, Cake(blocks, CakeSettings(step_tokens=4, deadline_s=0.1))
+    return store, Cake(blocks, CakeSettings(step_tokens=4, fetch_threads=2, deadline_s=0.1))
 
 
 def loaded(cake: Cake, sink: Sink) -> tuple[CakeLoad, list[int]]:

@@ -90,3 +90,21 @@ def test_a_failed_load_took_its_time() -> None:
     pace.load_took(1000, 1.0)
     pace.load_took(0, 1.0)
     assert pace.bytes_per_s == pytest.approx(500, rel=0.1)
+
+
+def test_a_side_that_is_not_tried_is_believed_a_little_faster_with_each_prompt() -> None:
+    """One bad measurement is not for ever: who is believed to be slow is not used, and would never be measured."""
+    pace = Pace()
+    pace.fade(16)
+    pace.step_took(100, 5.0)
+    pace.load_took(1000, 2.0)
+    pace.fade(16)
+    assert pace.step_s(100) == 5.0 and pace.bytes_per_s == 500 and pace.loads_are_recent
+    pace.step_took(100, 5.0)
+    for _ in range(36):
+        pace.fade(16)
+    assert pace.step_s(100) == pytest.approx(5.0 * 0.98**35) and pace.step_s(100) < 2.5
+    assert pace.bytes_per_s == pytest.approx(500 / 0.98**36) and not pace.loads_are_recent
+    pace.step_took(100, 5.0)
+    pace.load_took(1000, 2.0)
+    assert pace.step_s(100) == pytest.approx(5.0) and pace.bytes_per_s == pytest.approx(500)

@@ -43,8 +43,8 @@ class CakeSettings:
     more exactly, and each costs a request to the tier."""
     in_flight_bytes: int = 64 << 20
     """Asked for and not here, at most; one chunk always may be."""
-    fetch_threads: int = 2
-    """Two: the next chunk is on its way while one is verified and put in its place."""
+    fetch_threads: int = 3
+    """Three: a chunk is verified and put in its place, the next is on its way, and one more waits for its turn."""
     deadline_s: float = 10.0
     """What the tier has not answered by then is computed; for a chunk's bytes it has the time they take besides, at
     ``least_bytes_per_s``. A thread whose call did not end in time is not used until it comes back; while none is left,
@@ -130,9 +130,10 @@ class Cake:
             if on_chunks is not None:
                 on_chunks(len(chunks))
             self.pace.fade(_KEPT_SAMPLES)
-            if self._late and self.pace.bytes_per_s is None:
+            if self._late and not self.pace.loads_are_recent:
                 # Every load was overtaken by computing: what came too late is all that tells the rate.
                 self.pace.load_took(*self._late.pop(), from_idle=True)
+            self._late.clear()
             loader = BidirectionalLoader(
                 max_in_flight_bytes=self.settings.in_flight_bytes,
                 budget_tokens=budget_tokens,

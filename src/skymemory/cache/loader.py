@@ -164,6 +164,11 @@ class BidirectionalLoader:
         origin = self._origin[index]
         return origin.value if origin else ""
 
+    def link_takes_s(self, index: int) -> float | None:
+        """Seconds that the link is expected to be busy with a chunk; None before a rate is known."""
+        rate = self._pace.bytes_per_s
+        return None if rate is None else self._chunks[index].size_bytes / rate
+
     @property
     def done(self) -> bool:
         """Every chunk is there (or the request gone), and no step is under way."""

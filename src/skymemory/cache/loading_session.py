@@ -14,32 +14,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from skymemory.cache.chunk_source import ChunkSource, FetchedChunk
+from skymemory.cache.fetch import Fetch, starts_after
 from skymemory.cache.loader import BidirectionalLoader
 from skymemory.cache.loader_actions import ComputeStep, LoaderResult
 from skymemory.cache.prompt_chunks import PromptChunk
-from skymemory.cache.tier_workers import Call, TierWorkers
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    """The one fetch under way. Two at once would each have half of the link, and the first, which is wanted sooner,
-    would come as late as the second.
-    """
-
-    index: int
-    due_s: float
-    call: Call[object]
+from skymemory.cache.tier_workers import TierWorkers
 
 
 class LoadingSession:
     """Drives ``loader`` over ``chunks``. Times are those of ``clock``, in seconds.
 
-    ``on_settled`` is called with the index and the origin of each chunk that is there, in whichever thread it came;
-    ``on_late`` with the bytes and seconds of a fetch that came when nobody wanted it any more. ``patience_s`` says how
-    long a fetch of so many bytes may take.
+    ``on_settled`` is called with index and origin of each chunk that is there, in whichever thread it came; ``on_late``
+    with bytes and seconds of a fetch that nobody wanted any more; ``patience_s`` says how long one of so many may take.
     """
 
     def __init__(
@@ -67,7 +55,7 @@ class LoadingSession:
         self._stepping = range(0)  # chunks that the engine computes
         self._wanted: set[int] = set()
         self._asked: deque[int] = deque()
-        self._fetch: _Fetch | None = None
+        self._fetches: list[Fetch] = []
         self._abandoned = False  # no thread has taken up a fetch for as long as one may take
         self._placing: set[int] = set()
         self._telling = 0
@@ -122,7 +110,7 @@ class LoadingSession:
                     continue
                 if self._loader.done and not self._telling:
                     return None
-                due_s = self._fetch.due_s if self._fetch is not None and self._fetch.due_s < math.inf else None
+                due_s = min((fetch.due_s for fetch in self._fetches if fetch.due_s < math.inf), default=None)
                 waits_s = [at_s - self._clock() for at_s in (self._wake_s, due_s, ends_s) if at_s is not None]
                 if ends_s is not None and ends_s <= self._clock():
                     return None
@@ -156,9 +144,9 @@ class LoadingSession:
             self._loader.abort(self._clock())
             self._turn()
             self._wanted.clear()
-            if self._fetch is not None:
-                self._fetch.call.give_up()
-                self._fetch = None
+            for fetch in self._fetches:
+                fetch.call.give_up()
+            self._fetches.clear()
             source, self._source = self._source, None
             self._changed.notify_all()
             while self._placing or self._telling:
@@ -168,24 +156,29 @@ class LoadingSession:
 
     # The workers' side
 
-    def _work(self, fetch: _Fetch, source: ChunkSource) -> None:
+    def _work(self, fetch: Fetch, source: ChunkSource) -> None:
         """Bring the chunk of ``fetch``; then the next one may be fetched while this one is put in its place."""
-        index, began_s = fetch.index, self._clock()
+        index = fetch.index
         fetched: FetchedChunk | None = None
+        self._await_turn(fetch)
+        began_s = self._clock()
         with self._faults_kept():
             if index in self._wanted:
                 fetched = source.fetch(index)
+        took_s = self._clock() - began_s
         with self._changed:
-            is_late = index not in self._wanted
-            if self._fetch is fetch:
-                self._fetch = None
+            if fetch in self._fetches:
+                self._fetches.remove(fetch)
+                self._changed.notify_all()
                 if not self._fetch_next():
                     self._turn()
         placed = False
         with self._faults_kept():
-            if is_late and fetched is not None and self._on_late is not None:
-                self._on_late(self._sizes[index], self._clock() - began_s)
-            placed = fetched is not None and self._claim(index) and fetched.place()
+            if fetched is not None:
+                is_claimed = self._claim(index)
+                if not is_claimed and self._on_late is not None:
+                    self._on_late(self._sizes[index], took_s)
+                placed = is_claimed and fetched.place()
         with self._changed:
             self._placing.discard(index)
             placed = self._settle(index, placed)
@@ -200,6 +193,14 @@ class LoadingSession:
         with self._faults_kept():
             if fetched is not None:
                 fetched.release()
+
+    def _await_turn(self, fetch: Fetch) -> None:
+        """Wait until the fetch before this one has ended, or nearly."""
+        with self._changed:
+            while fetch in self._fetches and self._fetches[0] is not fetch and self._clock() < fetch.starts_s:
+                left_s = fetch.starts_s - self._clock()
+                self._changed.wait(left_s if left_s < math.inf else None)
+            fetch.due_s = self._clock() + self._patience_s(self._sizes[fetch.index])
 
     @contextmanager
     def _faults_kept(self) -> Iterator[None]:
@@ -234,8 +235,8 @@ class LoadingSession:
 
     def _turn(self) -> None:
         """Ask the loader what to do, and see to it. With the lock held."""
-        if self._fetch is not None and self._clock() >= self._fetch.due_s:
-            self._give_up(self._fetch)
+        for fetch in [fetch for fetch in self._fetches if self._clock() >= fetch.due_s]:
+            self._give_up(fetch)
         while True:
             began_s = time.perf_counter()
             actions = self._loader.poll(self._clock())
@@ -253,10 +254,15 @@ class LoadingSession:
             if self._fetch_next():
                 return
 
-    def _give_up(self, fetch: _Fetch) -> None:
+    def _give_up(self, fetch: Fetch) -> None:
         """It is late beyond patience. Its chunk is computed, and others may be fetched, if by another thread."""
         fetch.call.give_up()
-        self._fetch = None
+        self._fetches.remove(fetch)
+        if self._fetches and not self._fetches[0].call.begun and self._workers.held_up:
+            behind = self._fetches.pop()  # nobody will take it up: it fails with all that was asked for
+            behind.call.give_up()
+            self._asked.appendleft(behind.index)
+        self._changed.notify_all()
         self._abandoned = self._abandoned or not fetch.call.begun
         if fetch.index in self._wanted:
             self._wanted.discard(fetch.index)
@@ -265,26 +271,29 @@ class LoadingSession:
                 self._source.give_up(fetch.index)
 
     def _fetch_next(self) -> bool:
-        """Have the chunk fetched that was asked for first, unless one is under way.
-
-        False: there is nobody to do it, and all that was asked for has failed.
-        """
-        while self._asked and self._asked[0] not in self._wanted:
-            self._asked.popleft()
-        if self._fetch is not None or not self._asked or (source := self._source) is None:
-            return True
-        index = self._asked.popleft()
-        call: Call[object] = Call(lambda: self._work(fetch, source))
-        fetch = _Fetch(index, self._clock() + self._patience_s(self._sizes[index]), call)
-        if not self._abandoned and not self._workers.held_up and self._workers.submit(call):
-            self._fetch = fetch
-            return True
-        for failed in (index, *self._asked):
-            if failed in self._wanted:
-                self._wanted.discard(failed)
-                self._loader.load_failed(failed, self._clock())
+        """Have fetched what was asked for first. False: there is nobody to do it, and all that was asked for failed."""
+        while True:
+            while self._asked and self._asked[0] not in self._wanted:
+                self._asked.popleft()
+            if len(self._fetches) > 1 or not self._asked or (source := self._source) is None:
+                return True
+            fetch = self._fetch_of(index := self._asked.popleft(), source)
+            if self._abandoned or self._workers.held_up or not self._workers.submit(fetch.call):
+                break
+            self._fetches.append(fetch)
+        for failed in self._wanted.intersection((index, *self._asked)):
+            self._wanted.discard(failed)
+            self._loader.load_failed(failed, self._clock())
         self._asked.clear()
         return False
+
+    def _fetch_of(self, index: int, source: ChunkSource) -> Fetch:
+        starts_s = self._clock()
+        due_s = starts_s + self._patience_s(self._sizes[index])
+        for ahead in self._fetches:
+            starts_s = starts_after(ahead, self._loader.link_takes_s(ahead.index), self._clock())
+            due_s += max(0.0, ahead.due_s - self._clock())
+        return Fetch(index, starts_s, due_s, lambda fetch: self._work(fetch, source))
 
     def _tell(self, index: int, origin: str) -> None:
         if self._on_settled is not None and self.origin(index) == origin:

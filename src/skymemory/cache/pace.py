@@ -15,6 +15,10 @@ _SUPPOSED_LEAST = {
     False: 0.0,
 }  # of a full step that any step costs, as others fill the batch or not
 
+_HOPE = 0.98
+"""A side that was not tried is believed to be faster by this factor with each prompt. Else one bad measurement would be
+for ever: who is believed to be slow is not used, and who is not used is not measured."""
+
 
 class Pace:
     """Measured speeds; hand the same one to request after request, and the next begins with what is known."""
@@ -28,12 +32,16 @@ class Pace:
         self._loaded_bytes = 0.0
         self._loading_s = 0.0
         self._first_loads = self._first_bytes = self._first_s = 0.0
+        self._unstepped = self._unloaded = 0  # prompts since a full step, or a load, was measured
 
     def fade(self, samples: float) -> None:
         """From now on all that was measured counts as much as ``samples`` steps and as many loads, if it was more.
 
-        Called between prompts, so that a link or a machine that has changed is believed within a few chunks.
+        Called between prompts, so that a link or a machine that has changed is believed within a few chunks, and that
+        what was not tried for long is tried again.
         """
+        self._unstepped += 1
+        self._unloaded += 1
         self._fade_steps(samples)
         self._fade_loads(samples)
 
@@ -62,7 +70,7 @@ class Pace:
 
     def step_took(self, position: float, seconds: float, filled: float = 1.0) -> None:
         """A step whose middle token stands at ``position`` and that filled this part of its budget took ``seconds``."""
-        line = self.line()
+        line = self._measured_line()
         if filled < _FULL and line is not None:
             full_s = line[0] + line[1] * position
             if full_s > 0:
@@ -72,6 +80,7 @@ class Pace:
                 self._least[self._others_fill] = weight * keep + 1 - filled, total * keep + (1 - filled) * least
             return
         full_s = seconds / self.part(filled)
+        self._unstepped = 0
         self._fade_steps(_KEPT_STEPS - 1)
         self._steps += 1
         self._sum_x += position
@@ -85,6 +94,7 @@ class Pace:
         ``from_idle``: it had nothing to do when they were asked for, so its latency is in the time.
         """
         self._fade_loads(_KEPT_LOADS - 1)
+        self._unloaded = 0
         if from_idle:
             self._first_loads += 1
             self._first_bytes += size_bytes
@@ -98,6 +108,11 @@ class Pace:
         """Seconds of a full step at token 0 and how they grow per token of position: least squares, as attention grows
         linearly. None before the first step.
         """
+        line = self._measured_line()
+        hope = _hope(self._unstepped)
+        return None if line is None else (line[0] * hope, line[1] * hope)
+
+    def _measured_line(self) -> tuple[float, float] | None:
         if not self._steps:
             return None
         mean_x, mean_y = self._sum_x / self._steps, self._sum_y / self._steps
@@ -134,7 +149,12 @@ class Pace:
             size_bytes, seconds = self._first_bytes, self._first_s + seconds
         if not size_bytes:
             return None
-        return size_bytes / seconds if seconds > 0 else float("inf")
+        return size_bytes / seconds / _hope(self._unloaded) if seconds > 0 else float("inf")
+
+    @property
+    def loads_are_recent(self) -> bool:
+        """Whether a load was measured since the prompt before the last ``fade``."""
+        return self._unloaded <= 1 and bool(self._loads or self._first_loads)
 
     @property
     def latency_s(self) -> float:
@@ -143,3 +163,8 @@ class Pace:
         if not self._first_loads or not self._loaded_bytes or rate is None:
             return 0.0
         return max(self._first_s - self._first_bytes / rate, 0.0) / self._first_loads
+
+
+def _hope(prompts: int) -> float:
+    """What a time is believed to have become that was measured so many prompts ago; the last prompt's is as it was."""
+    return _HOPE ** max(0, prompts - 1)
