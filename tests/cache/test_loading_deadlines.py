@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -211,6 +212,7 @@ def test_a_tier_that_hangs_is_a_deadline_missed_and_its_lease_is_given_back(meth
         time.sleep(0.005)
     assert store.stats()["open_leases"] == 0
     store.method = ""
+    cake.settings = replace(cake.settings, deadline_s=20.0)
     after = Sink()
     assert loaded(cake, after)[0].finish().loaded_blocks == 8 and sorted(after.placed) == list(range(8))
     cake.close()
