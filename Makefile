@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion test test-slow test-vllm fuzz soak small-model check bench docs clean
+.PHONY: help setup demo demo-motion demo-route test test-slow test-vllm fuzz soak small-model check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +32,7 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made $(SOURCES)
 	@echo "set-up: the package with torch and transformers (about half a minute)"
-	@$(PIP) -e '.[hf,fast]'
+	@$(PIP) -e '.[hf,fast,router]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -47,6 +47,9 @@ demo: $(VENV)/.installed ## the paper's table 3 on this machine, in at most 3 mi
 
 demo-motion: $(VENV)/.installed ## an orbit run fast: the box moves, a plane dies and returns, reads go on (40 s)
 	@$(BIN)/skymemory demo motion $(ARGS)
+
+demo-route: $(VENV)/.installed ## four engines behind the router, strategy by strategy, in at most 90 s (ARGS=--quick: 45 s)
+	@$(BIN)/skymemory demo route $(ARGS)
 
 test: $(VENV)/.installed-dev ## the tests, in at most 10 minutes
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ pytest.importorskip("aiohttp", reason="serving needs skymemory[router]")
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput
 from skymemory.serving.run_engine import EngineSettings, run_engine
+from skymemory.serving.several_engines import run_engines
 
 pytestmark = pytest.mark.engine
 SERVE = [sys.executable, "-m", "skymemory", "serve"]
@@ -29,11 +31,15 @@ PATIENCE_S = 60.0
 
 
 @contextmanager
-def serving(*words: str, stdin: int = subprocess.DEVNULL) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
-        [*SERVE, "--listen", "127.0.0.1:0", "--cache", "4MiB", *words], stdin=stdin, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [*SERVE, "--listen", "127.0.0.1:0", "--cache", "4MiB", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -56,11 +62,19 @@ def test_it_answers_and_ctrl_c_ends_it() -> None:
 
 
 @pytest.mark.slow
-def test_it_ends_with_whoever_started_it_and_wished_so() -> None:
-    with serving("--until-stdin-ends", stdin=subprocess.PIPE) as (process, _):
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(PATIENCE_S) == 0
+def test_several_engines_stop_together_when_one_of_them_dies() -> None:
+    with serving("--engines", "3") as (process, _):
+        children = [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        assert len(children) == 3
+        os.kill(children[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1 and str(children[1]) in errors
+        assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_several_engines_cannot_publish_at_one_address() -> None:
+    with pytest.raises(InvalidInput, match="5557"):
+        run_engines(EngineSettings(kv_events="tcp://127.0.0.1:5557"), 2, print)
 
 
 def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded() -> None:

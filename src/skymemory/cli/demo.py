@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skymemory.cli._options import argument, size
+from skymemory.cli._options import argument, check_serving_installed, size
 from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
 
 DEMO_CODECS = ("raw", "quanto8", "hqq8")
+ROUTE_STRATEGIES = ("random", "round-robin", "least-load", "approximate", "least-ttft")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -36,11 +37,12 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--seed", type=int, default=0, help="seed of the random weights")
     add("--json", action="store_true", help="print the results as one JSON object")
     others = parser.add_subparsers(
-        dest="what", metavar="motion|cells|cake", help="another demo: see demo motion --help"
+        dest="what", metavar="motion|cells|cake|route", help="another demo: see demo motion --help"
     )
     _add_motion(others)
     _add_cells(others)
     _add_cake(others)
+    _add_route(others)
 
 
 def _add_motion(others: Subparsers) -> None:
@@ -98,7 +100,51 @@ def _add_cake(others: Subparsers) -> None:
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
+def _add_route(others: Subparsers) -> None:
+    route = others.add_parser(
+        "route",
+        help="four real engines behind the router: the same requests once for each strategy",
+        description="Starts four engines of the shipped small model, each with a prefix cache that has room for a "
+        "third of what the prompts are made of, puts the router before them, and sends the same prompts at the same "
+        "times once for each strategy. Shows hits, load and times to first token, all measured. The exit code "
+        "is 1 if a request was not answered.",
+    )
+    add = route.add_argument
+    add("--quick", action="store_true", help="fewer requests: under 45 s")
+    add(
+        "--strategies", type=argument(_strategies), default=ROUTE_STRATEGIES, metavar="A,B,…",
+        help=f"which of the router's strategies (default: {','.join(ROUTE_STRATEGIES)})",
+    )  # fmt: skip
+    add(
+        "--workload", choices=("conversations", "tenants"), default="conversations",
+        help="whose statistics the prompts have: of Mooncake's conversation trace (the default), or of many tenants, "
+        "each with a long system prompt",
+    )  # fmt: skip
+    add("--requests", type=int, metavar="N", help="requests for each strategy (default: 120, with --quick 50)")
+    add("--seed", type=int, default=0, help="seed of prompts, arrivals, the strategies' order and their ties")
+    add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
+
+
+def _strategies(text: str) -> tuple[str, ...]:
+    from skymemory.conductor.strategies.named import NAMES
+
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in NAMES:
+            raise InvalidInput(f"{name!r} is not a strategy; they are {', '.join(NAMES)}")
+    if not names:
+        raise InvalidInput(f"no strategy in {text!r}: name one or several, such as random,least-ttft")
+    return names
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.what == "route":
+        if args.requests is not None and not 10 <= args.requests <= 5000:
+            raise InvalidInput(f"--requests {args.requests}: expected 10 to 5000")
+        check_serving_installed()
+        from skymemory.cli._demo_route import run_route
+
+        return run_route(args)
     if args.what == "cake":
         if not 0 < args.share <= 1:
             raise InvalidInput(f"--share {args.share}: expected more than 0, at most 1")

@@ -11,7 +11,8 @@ from skymemory.errors import InvalidInput
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
 
-_BOUNDS = (("block_tokens", 1, 4096), ("threads", 1, 1024), ("running", 1, 4096), ("waiting", 1, 1 << 20))
+
+_MOST = {"block_tokens": 4096, "threads": 1024, "running": 4096, "waiting": 1 << 20, "engines": 64}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -43,24 +44,24 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--context", type=int, metavar="N", help="tokens of prompt and answer at most (default: what the model has)")
     add("--running", type=int, default=8, metavar="N", help="requests in the model's memory at most (default: 8)")
     add("--waiting", type=int, default=256, metavar="N", help="requests in line before it answers 429 (default: 256)")
+    add("--engines", type=int, default=1, metavar="N", help="so many processes, each at the next port (default: 1)")
     add("--kv-events", metavar="ENDPOINT", help="publish KV events here, such as tcp://127.0.0.1:5557 (ZeroMQ)")
     add(
         "--kv-replay", default="tcp://127.0.0.1:*", metavar="ENDPOINT",
         help="where missed KV events are asked for (default: tcp://127.0.0.1:*, a free port)",
     )  # fmt: skip
-    add("--until-stdin-ends", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     from skymemory.engine.inputs import check_model
 
-    for option, least, most in _BOUNDS:
-        value = getattr(args, option)
-        if not least <= value <= most:
-            raise InvalidInput(f"--{option.replace('_', '-')} {value}: expected {least} to {most}")
+    for option, most in _MOST.items():
+        if not 1 <= getattr(args, option) <= most:
+            raise InvalidInput(f"--{option.replace('_', '-')} {getattr(args, option)}: expected 1 to {most}")
     check_model(args.model)
     check_serving_installed()
     from skymemory.serving.run_engine import EngineSettings, run_engine
+    from skymemory.serving.several_engines import run_engines
 
     host, port = args.listen
     settings = EngineSettings(
@@ -69,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
         context_tokens=args.context, most_running=args.running, most_waiting=args.waiting,
         kv_events=args.kv_events, kv_replay=args.kv_replay,
     )  # fmt: skip
-    run_engine(settings, lambda words: print(words, flush=True), until_stdin_ends=args.until_stdin_ends)
+    if args.engines == 1:
+        run_engine(settings, _say)
+    else:
+        run_engines(settings, args.engines, _say)
     return 0
 
 
@@ -79,3 +83,7 @@ def _address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise InvalidInput(f"{text!r}: expected HOST:PORT such as 127.0.0.1:8000, the port 0 to 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _say(words: str) -> None:
+    print(words, flush=True)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,23 +91,22 @@ class Engine:
         return min(1.0, self.thread.held_tokens / room) if room else 0.0
 
 
-def run_engine(settings: EngineSettings, say: Callable[[str], None], *, until_stdin_ends: bool = False) -> None:
-    """Serve until SIGINT or SIGTERM, or until standard input ends; the first line said has the address."""
-    with _bound(settings.host, settings.port) as listener:  # before the model is loaded: a refusal should be quick
+def run_engine(settings: EngineSettings, say: Callable[[str], None], listener: socket.socket | None = None) -> None:
+    """Serve until SIGINT or SIGTERM, at ``listener`` if there is one; the first line said has the address.
+
+    Raises:
+        InvalidInput: an address that cannot be had, or settings that cannot be.
+    """
+    # Bound before the model is loaded: a refusal should be quick.
+    with listener or bound(settings.host, settings.port) as door:
         engine = Engine(settings)
         try:
-            asyncio.run(_serve(engine, listener, settings, say, until_stdin_ends))
+            asyncio.run(_serve(engine, door, settings, say))
         finally:
             engine.close()
 
 
-async def _serve(
-    engine: Engine,
-    listener: socket.socket,
-    settings: EngineSettings,
-    say: Callable[[str], None],
-    until_stdin_ends: bool,
-) -> None:
+async def _serve(engine: Engine, listener: socket.socket, settings: EngineSettings, say: Callable[[str], None]) -> None:
     runner = web.AppRunner(
         engine.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_GOODBYE_S
     )
@@ -123,29 +119,24 @@ async def _serve(
         say(f"prefix cache of {format_size(settings.cache_bytes)}: {blocks:,} blocks of {settings.block_tokens} tokens")
         if engine.publisher is not None:
             say(f"KV events at {engine.publisher.at}, missed ones at {engine.publisher.replay_at}")
-        await _told_to_stop(until_stdin_ends)
+        await _told_to_stop()
         await asyncio.to_thread(engine.thread.close)
     finally:
         await runner.cleanup()
 
 
-async def _told_to_stop(until_stdin_ends: bool) -> None:
+async def _told_to_stop() -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    if until_stdin_ends:
-        loop.add_reader(sys.stdin.fileno(), lambda: stop.set() if not os.read(sys.stdin.fileno(), 4096) else None)
     try:
         await stop.wait()
     finally:
-        if until_stdin_ends:
-            loop.remove_reader(sys.stdin.fileno())
         for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):
-                loop.remove_signal_handler(number)
+            loop.remove_signal_handler(number)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """A socket with this address, not yet listening."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,0 +1,183 @@
+"""``skymemory demo route``: four real engines behind the router, the same requests once for each strategy."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from skymemory.cli._demo_motion_screen import Screen
+from skymemory.cli._demo_route_load import BLOCK_TOKENS, Load, ask, clear_caches, make_load, metrics, replay
+from skymemory.cli._demo_route_processes import service
+from skymemory.cli._demo_route_table import WIDTH, Row, figures, final, frame
+
+ENGINES = 4
+REQUESTS, QUICK_REQUESTS = 120, 50
+CACHE_SHARE = 1 / 3
+"""Of all distinct blocks of the prompts, what each engine's cache holds: no engine has room for everything."""
+BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
+"""Of the small model in float32, with the value's header: tokens, keys and values, layers, heads, numbers, bytes."""
+OFFERED = 0.85
+"""Tokens that arrive per second, as a part of what the engines together compute where nothing is cached."""
+PROBE_TOKENS = 600
+WATCH_S = 0.4
+
+
+class Stage:
+    """What a run of one strategy needs of what stands around it."""
+
+    def __init__(self, client: aiohttp.ClientSession, urls: Sequence[str], load: Load, screen: Screen) -> None:
+        self.client = client
+        self.urls = urls
+        self.load = load
+        self.screen = screen
+        self.span_s = 0.0
+        self.rows: list[Row] = []
+        self.to_come: list[str] = []
+
+    async def measure(self, seed: int) -> float:
+        """Tokens per second that the engines compute together, none of them cached."""
+        dice = random.Random(seed)
+
+        async def one(url: str) -> int:
+            text = " ".join(str(dice.randrange(10**6)) for _ in range(PROBE_TOKENS // 4))
+            heard = await ask(self.client, url, text, 1)
+            return heard.prompt_tokens
+
+        began_s = time.perf_counter()
+        tokens = sum(await asyncio.gather(*(one(url) for url in self.urls for _ in range(2))))
+        return tokens / (time.perf_counter() - began_s)
+
+    async def run(self, strategy: str, words: Sequence[str]) -> Row:
+        """All requests through a router of this strategy, over engines that have nothing cached."""
+        await clear_caches(self.client, self.urls)
+        before = await self._counts()
+        row = Row(strategy, len(self.load.asked), served=[0] * len(self.urls), loads=[0] * len(self.urls))
+        self.rows.append(row)
+        async with service("the router", 1, *words) as (router,):
+            watching = asyncio.create_task(self._watch(row, before))
+            try:
+                began_s = time.perf_counter()
+                await replay(self.client, router, self.load, self.span_s, row.heard.append)
+                row.seconds = time.perf_counter() - began_s
+            finally:
+                watching.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watching
+        row.served = [now - then for now, then in zip(await self._counts(), before, strict=True)]
+        return row
+
+    async def _counts(self) -> list[int]:
+        """Prompts that each engine has begun."""
+        told = [await metrics(self.client, url) for url in self.urls]
+        return [int(one.get("vllm:time_to_first_token_seconds_count", 0)) for one in told]
+
+    async def _watch(self, row: Row, before: Sequence[int]) -> None:
+        while True:
+            for at, url in enumerate(self.urls):
+                told = await metrics(self.client, url)
+                row.served[at] = int(told.get("vllm:time_to_first_token_seconds_count", 0)) - before[at]
+                row.loads[at] = int(told["vllm:num_requests_waiting"] + told["vllm:num_requests_running"])
+            self.screen.show(frame(self.rows, self.to_come), figures(row))
+            await asyncio.sleep(WATCH_S)
+
+
+def router_words(strategy: str, urls: Sequence[str], settings: Path) -> list[str]:
+    """``skymemory route`` as a person would type it."""
+    backends = [word for url in urls for word in ("--backend", url)]
+    return ["route", *backends, "--listen", "127.0.0.1:0", "--strategy", strategy, "--settings", str(settings)]
+
+
+def run_route(args: argparse.Namespace) -> int:
+    """All of it; exit code 0 if every request of every strategy was answered, once and whole."""
+    began_s = time.monotonic()
+    screen = Screen(sys.stderr if args.json else sys.stdout, WIDTH, began_s)
+    try:
+        stage = asyncio.run(_until_interrupted(_demonstrate(args, screen)))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        screen.close()
+    sound = all(not row.failed and len(row.heard) == row.requests == sum(row.served) for row in stage.rows)
+    if args.json:
+        print(json.dumps(_report(args, stage, sound), indent=1))
+    else:
+        print("\n" + "\n".join(final(stage.rows)))
+        words = "every request was answered" if sound else "NOT as it should be: requests failed"
+        print(f"\n{words}; the engines are down again; {time.monotonic() - began_s:.0f} s")
+    for row in stage.rows:
+        for error in {one.error for one in row.heard if one.error}:
+            print(f"{row.strategy}: {error}", file=sys.stderr)
+    return 0 if sound else 1
+
+
+async def _demonstrate(args: argparse.Namespace, screen: Screen) -> Stage:
+    load = make_load(args.workload, args.requests or (QUICK_REQUESTS if args.quick else REQUESTS), args.seed)
+    cache_blocks = max(1, int(load.distinct_blocks * CACHE_SHARE))
+    screen.say(
+        f"{len(load.asked)} prompts, {load.tokens / len(load.asked):,.0f} tokens each on average; one cache with room "
+        f"for everything would supply {load.best_hits:.0%} of them"
+    )
+    async with AsyncExitStack() as stack:
+        settings = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-demo-route-"))) / "route.toml"
+        settings.write_text(f'seed = {args.seed}\ndrain = "1s"\n')
+        words = ("serve", "--model", "small", "--engines", str(ENGINES), "--listen", "127.0.0.1:0", "--threads", "1")
+        cache = ("--cache", str(cache_blocks * BLOCK_BYTES))
+        urls = await stack.enter_async_context(service("the engines", ENGINES, *words, *cache))
+        connector = aiohttp.TCPConnector(limit=0)
+        client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        stage = Stage(client, urls, load, screen)
+        await stage.measure(args.seed)  # what is slow only the first time
+        speed = await stage.measure(args.seed + 1)
+        stage.span_s = load.tokens / (OFFERED * speed)
+        screen.say(
+            f"{ENGINES} engines, one thread and {cache_blocks:,} blocks of cache each ({CACHE_SHARE:.0%} of the "
+            f"prompts' {load.distinct_blocks:,}); together {speed:,.0f} tokens/s uncached: requests over "
+            f"{stage.span_s:.0f} s, for each strategy"
+        )
+        order = list(args.strategies)
+        random.Random(args.seed).shuffle(order)
+        for at, strategy in enumerate(order):
+            stage.to_come = order[at + 1 :]
+            row = await stage.run(strategy, router_words(strategy, stage.urls, settings))
+            screen.show(frame(stage.rows, stage.to_come), [])
+            if not screen.live:
+                screen.say(row.line())
+        return stage
+
+
+def _report(args: argparse.Namespace, stage: Stage, sound: bool) -> dict[str, Any]:
+    load = stage.load
+    return {
+        "sound": sound,
+        "engines": ENGINES,
+        "workload": args.workload,
+        "seed": args.seed,
+        "requests": len(load.asked),
+        "prompt_tokens": load.tokens,
+        "distinct_blocks": load.distinct_blocks,
+        "best_hit_ratio": load.best_hits,
+        "span_s": stage.span_s,
+        "rows": [row.as_object() for row in stage.rows],
+    }
+
+
+async def _until_interrupted(work: Any) -> Any:
+    """``work``, cancelled by the first SIGINT, SIGTERM or SIGHUP; more of them change nothing, so that it can end."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, lambda: None if task.cancelling() else task.cancel())
+    return await task

@@ -1,0 +1,72 @@
+"""Engines and the router of the routing demo as processes: the very commands that a person would type."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import IO
+
+from skymemory.errors import SkyMemoryError
+
+START_S = 90.0
+"""Four engines import torch at the same time; on a busy computer that takes a while."""
+GRACE_S = 5.0
+_ADDRESS = re.compile(r"http://[^\s/]+:\d+")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@asynccontextmanager
+async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[str]]:
+    """``skymemory WORDS``, from when it has told ``addresses`` of them until the end of the block.
+
+    It has a session of its own, so that Ctrl-C reaches us alone, and ends by itself when we are gone: its standard
+    input is a pipe from us.
+
+    Raises:
+        SkyMemoryError: it ended, or said nothing for ``START_S``; with its last words.
+    """
+    with tempfile.TemporaryFile() as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "skymemory.cli._demo_route_child", *words,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
+            env={**os.environ, **_ONE_THREAD}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            yield await _told(what, addresses, process, log)
+        finally:
+            await _end(process)
+
+
+async def _told(what: str, addresses: int, process: asyncio.subprocess.Process, log: IO[bytes]) -> list[str]:
+    """The addresses that its first lines have."""
+    assert process.stdout is not None
+    found: list[str] = []
+    try:
+        async with asyncio.timeout(START_S):
+            while len(found) < addresses and (line := await process.stdout.readline()):
+                found += _ADDRESS.findall(line.decode(errors="replace"))
+    except TimeoutError:
+        pass
+    if len(found) < addresses:
+        log.seek(0)
+        last = log.read().decode(errors="replace").strip().splitlines()
+        raise SkyMemoryError(f"{what} did not start: {last[-1] if last else 'it said nothing'}")
+    return found
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Its input ends, so it does; killed if it has not after a while."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), GRACE_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

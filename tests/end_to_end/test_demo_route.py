@@ -1,0 +1,91 @@
+"""The routing demo as a user runs it: its report, Ctrl-C in the middle, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the demo needs skymemory[hf]")
+pytest.importorskip("aiohttp", reason="the demo needs skymemory[router]")
+
+from skymemory.cli.main import main
+
+pytestmark = pytest.mark.engine
+DEMO = [sys.executable, "-m", "skymemory", "demo", "route"]
+PLAIN = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+
+
+def children_of(marker: str) -> list[int]:
+    """Processes whose environment has ``marker``, the demo's own among them."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_every_strategy_answers_everything_and_prefixes_are_found() -> None:
+    answer = subprocess.run([*DEMO, "--quick", "--json", "--seed", "3"], capture_output=True, text=True, timeout=180)
+    assert answer.returncode == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    assert report["sound"] is True
+    rows = {row["strategy"]: row for row in report["rows"]}
+    assert set(rows) == {"random", "round-robin", "least-load", "approximate", "least-ttft"}
+    for row in rows.values():
+        assert row["answered"] == report["requests"] == sum(row["requests_by_server"]) and row["failed"] == 0
+        assert row["prompt_tokens"] == report["prompt_tokens"]
+        assert 0 < row["ttft_mean_s"] <= row["ttft_p99_s"] and row["ttft_p90_s"] <= row["ttft_p99_s"]
+        assert row["hit_ratio"] <= report["best_hit_ratio"] + 0.01
+    assert min(rows[name]["hit_ratio"] for name in ("approximate", "least-ttft")) > rows["random"]["hit_ratio"]
+    assert "\x1b" not in answer.stderr and "answered" in answer.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_it_is_ended_nothing_is_left(number: signal.Signals) -> None:
+    marker = f"SKYMEMORY_TEST_MARK={time.monotonic_ns()}"
+    name, value = marker.split("=")
+    demo = subprocess.Popen(
+        [*DEMO, "--quick"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**PLAIN, name: value}
+    )
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if "tokens/s" in line:
+            break
+    time.sleep(1.5)  # in the middle of the first strategy
+    assert len(children_of(marker)) == 7  # the demo, four engines and who forked them, the router
+    demo.send_signal(number)
+    _, errors = demo.communicate(timeout=30)
+    assert demo.returncode == (130 if number != signal.SIGKILL else -signal.SIGKILL) and "Traceback" not in errors
+    deadline_s = time.monotonic() + 20
+    while children_of(marker) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert children_of(marker) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--requests", "3"], "10 to 5000"),
+        (["--strategies", "luck"], "'luck' is not a strategy"),
+        (["--strategies", ","], "no strategy"),
+        (["--workload", "other"], "tenants"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "route", *words]) == 2
+    assert told in capsys.readouterr().err
