@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import aiohttp
 import numpy as np
 import pytest
-from tests.vllm.server import BLOCK_TOKENS, BLOCKS, PYTHON, Vllm, an_adapter
+from tests.vllm.server import BLOCK_TOKENS, BLOCKS, PYTHON, Vllm
 
 from skymemory import native
 from skymemory.conductor.prefix_index.precise import PreciseIndex
@@ -33,20 +31,6 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-vllm does it"),
 ]
 SLOT = 0
-
-
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[Vllm]:
-    with TemporaryDirectory(prefix="sky-vllm-") as folder:
-        adapter = an_adapter(Path(folder) / "sql")
-        lora = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", f"sql={adapter}")
-        server = Vllm(Path(folder), "one", *lora)
-        server.start()
-        try:
-            server.wait()
-            yield server
-        finally:
-            server.stop()
 
 
 def a_prompt(number: int, tokens: int) -> list[int]:
