@@ -22,24 +22,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-vllm does it"),
 ]
-WORDS = (
-    "the",
-    "sea",
-    "and",
-    "a",
-    "ship",
-    "with",
-    "no",
-    "wind",
-    "under",
-    "stars",
-    "that",
-    "men",
-    "of",
-    "old",
-    "had",
-    "named",
-)
+WORDS = tuple("the sea and a ship with no wind under stars that men of old had named".split())  # noqa: SIM905
 
 
 class Routed:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import duration, size
+from skymemory.cli._route_check import run_check
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -39,6 +40,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--max-in-flight", type=int, metavar="N", help="requests at once (default: 4096)")
     parser.add_argument("--drain", type=duration, metavar="TIME", help="for requests to end on SIGTERM (default: 30s)")
     parser.add_argument("--log-requests", action="store_true", default=None, help="one line per request, on stderr")
+    parser.add_argument(
+        "--check", action="store_true", help="only look at the servers, and say what is wrong with which"
+    )
+    parser.add_argument("--json", action="store_true", help="with --check: one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,8 +59,13 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
     flags = _flags(args)
-    if not read_settings(args.settings, flags).backends:
+    settings = read_settings(args.settings, flags)
+    if not settings.backends:
         raise InvalidInput("route: no server; name each with --backend URL, or in the file of --settings")
+    if args.check:
+        return run_check(settings, args.json)
+    if args.json:
+        raise InvalidInput("route: --json goes with --check")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     loop_factory = None
     try:

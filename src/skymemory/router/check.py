@@ -1,0 +1,185 @@
+"""What a router would find behind it, asked before it runs: who answers, what is told, what cannot go together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import aiohttp
+
+from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.strategies.named import DEFAULT, named
+from skymemory.errors import InvalidInput
+from skymemory.router.engine_metrics import UnreadableMetrics
+from skymemory.router.kv_events import KvEvents
+from skymemory.router.kv_feed import Feed
+from skymemory.router.kv_follower import Pace
+from skymemory.router.proxy_events import check_events, event_index, strategy_options
+from skymemory.router.scrape import fetch_metrics
+from skymemory.router.settings import Backend, Settings
+
+EVENTS_S = 3.0
+"""How long an engine's events are waited for."""
+MAX_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Found:
+    """Of one server. It may be used if ``problems`` is empty."""
+
+    name: str
+    url: str
+    health: str = ""
+    metrics: str = ""
+    models: list[str] = field(default_factory=list)
+    events: str = ""
+    problems: list[str] = field(default_factory=list)
+    """What keeps it from being routed to, or its cache from being known."""
+    notes: list[str] = field(default_factory=list)
+    """What routing can do without."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def check(settings: Settings) -> list[Found]:
+    """Every backend, all at once.
+
+    Raises:
+        InvalidInput: settings that no server could be right for.
+    """
+    scorer = named(settings.strategy or DEFAULT, **strategy_options(settings))
+    check_events(settings, scorer)
+    by_events = event_index(scorer) is not None
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
+        return list(await asyncio.gather(*(_check(session, settings, each, by_events) for each in settings.backends)))
+
+
+async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Backend, by_events: bool) -> Found:
+    found = Found(backend.name, backend.url)
+    timeout_s = settings.health.timeout_s
+    try:
+        await _get(session, backend.url + settings.health.path, timeout_s)
+        found.health = "answers"
+    except _NoAnswer as error:
+        found.health = "does not answer"
+        found.problems.append(f"{settings.health.path}: {error}")
+        return found
+    await _check_metrics(session, settings, backend, by_events, found)
+    await _check_models(session, backend, timeout_s, found)
+    if by_events:
+        await _check_events(session, settings, backend, found)
+    elif backend.events:
+        found.notes.append("its events are not read: the strategy does not go by them")
+    return found
+
+
+async def _check_metrics(
+    session: aiohttp.ClientSession, settings: Settings, backend: Backend, by_events: bool, found: Found
+) -> None:
+    if not settings.health.metrics_path:
+        return
+    try:
+        metrics = await fetch_metrics(session, backend.url + settings.health.metrics_path)
+    except UnreadableMetrics as error:
+        found.metrics = "cannot be read"
+        found.notes.append(f"metrics: {error}")
+        return
+    report, cut = metrics.report, settings.prompts.block_tokens
+    size = "" if report.cache_blocks is None else f": {report.cache_blocks} blocks of {report.block_tokens} tokens"
+    found.metrics = f"{metrics.dialect}{size}"
+    if metrics.missing:
+        found.notes.append(f"metrics without {', '.join(metrics.missing)}")
+    if settings.prompts.tokenizer is not None and report.block_tokens not in (None, cut):
+        differs = (
+            f"its blocks have {report.block_tokens} tokens, and prompts are cut into blocks of {cut} (block_tokens)"
+        )
+        (found.problems if by_events else found.notes).append(differs)
+
+
+async def _check_models(session: aiohttp.ClientSession, backend: Backend, timeout_s: float, found: Found) -> None:
+    try:
+        listed = json.loads(await _get(session, f"{backend.url}/v1/models", timeout_s))["data"]
+        found.models = [str(each["id"]) for each in listed]
+    except (_NoAnswer, ValueError, KeyError, TypeError) as error:
+        found.notes.append(f"/v1/models: {error}")
+        return
+    for name in (*backend.models, *backend.adapters):
+        if name not in found.models:
+            found.problems.append(f"it does not list {name!r}, which the settings say it serves")
+
+
+async def _check_events(session: aiohttp.ClientSession, settings: Settings, backend: Backend, found: Found) -> None:
+    if not backend.events:
+        found.events = "not followed"
+        told = await _event_sources(session, backend, settings.health.timeout_s)
+        found.problems.append(f"the strategy goes by events, and `events` does not say where they are{told}")
+        return
+    models = backend.models or tuple(found.models)
+    if not models:
+        found.problems.append("its events cannot be followed: it does not tell which model it serves")
+        return
+    index = PreciseIndex(settings.prompts.block_tokens)
+    events = KvEvents(index, Pace(replay_timeout_s=EVENTS_S / 2))
+    try:
+        feed = events.follow(
+            backend.name, 0, backend.events, model=models[0], replay_endpoint=backend.replay, topic=backend.topic
+        )
+        await _heard(feed)
+        if not feed.connected:
+            found.events = "nobody publishes"
+            found.problems.append(f"nobody answers at {backend.events}")
+            return
+        found.events = f"{feed.state.value}: {index.blocks_of(0)} blocks, {feed.counts.batches} batches"
+        found.problems += [f"events: {error}" for error in feed.errors.values()]
+        if not backend.replay:
+            found.notes.append("without `replay`, whatever is lost costs all that is known of its cache")
+    except InvalidInput as error:
+        found.problems.append(str(error))
+    finally:
+        await events.close()
+
+
+async def _heard(feed: Feed) -> None:
+    """Until something was heard and nothing more comes, or the time is over."""
+    loop = asyncio.get_running_loop()
+    end_s, before = loop.time() + EVENTS_S, -1
+    while loop.time() < end_s:
+        await asyncio.sleep(0.3)
+        if feed.errors or (feed.connected and feed.counts.batches == before > 0):
+            return
+        before = feed.counts.batches
+
+
+async def _event_sources(session: aiohttp.ClientSession, backend: Backend, timeout_s: float) -> str:
+    """Where vLLM says that it publishes (0.32 and later)."""
+    try:
+        sources = json.loads(await _get(session, f"{backend.url}/kv_event_sources", timeout_s))
+        told: Sequence[str] = [str(each["endpoint"]) for each in sources.values()]
+    except (_NoAnswer, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    return f"; it publishes at {', '.join(told)}" if told else ""
+
+
+class _NoAnswer(Exception):
+    pass
+
+
+async def _get(session: aiohttp.ClientSession, url: str, timeout_s: float) -> bytes:
+    try:
+        async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as answer:
+            if not 200 <= answer.status < 300:
+                raise _NoAnswer(f"answered {answer.status}")
+            body = bytearray()
+            async for piece in answer.content.iter_chunked(65536):
+                body += piece
+                if len(body) > MAX_BYTES:
+                    raise _NoAnswer(f"answered more than {MAX_BYTES} B")
+            return bytes(body)
+    except TimeoutError:
+        raise _NoAnswer(f"no answer in {timeout_s:g} s") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise _NoAnswer(str(error) or type(error).__name__) from error
