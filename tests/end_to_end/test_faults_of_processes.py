@@ -100,11 +100,20 @@ def test_one_whose_port_is_taken_for_a_moment_comes_back_all_the_same(sky: Sky) 
     )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         other.bind(address)
-        threading.Timer(1.0, other.close).start()
+
+        def close_once_it_was_tried() -> None:
+            until_s = time.monotonic() + 30
+            while "trying again" not in log.read_text("utf-8") and time.monotonic() < until_s:
+                time.sleep(0.02)
+            other.close()
+
+        log = sky.run_dir / "host-2.log"
+        closing = threading.Thread(target=close_once_it_was_tried)
+        closing.start()
         assert sky("enable", "2,9") == "no satellite is disabled\n"
+        closing.join(30)
     assert not sky.silent()
-    log = (sky.run_dir / "host-2.log").read_text("utf-8")
-    assert log.count("trying again") == 1 and "Address already in use" in log
+    assert log.read_text("utf-8").count("trying again") == 1 and "Address already in use" in log.read_text("utf-8")
 
 
 def test_what_is_no_satellite_is_refused(sky: Sky) -> None:
