@@ -48,20 +48,11 @@ class Replacement(Protocol):
         """All keys, the next victim first, as if none were held."""
 
 
-class LeastRecentlyUsed:
-    """LRU: what was noted or used longest ago goes first."""
+class _ByRank:
+    """Who goes first is who has the lowest rank."""
 
     def __init__(self) -> None:
         self._ranked: RankedKeys[int] = RankedKeys()
-        """All of one rank."""
-
-    def noted(self, key: bytes) -> None:
-        self._ranked.put(key, 0)
-
-    used = arrived = noted
-
-    def gone(self, key: bytes, evicted: bool = False) -> None:
-        self._ranked.pop(key)
 
     def hold(self, key: bytes) -> None:
         self._ranked.hold(key)
@@ -76,7 +67,19 @@ class LeastRecentlyUsed:
         return self._ranked.order()
 
 
-class LeastFrequentlyUsedAged:
+class LeastRecentlyUsed(_ByRank):
+    """LRU: what was noted or used longest ago goes first. All are of one rank."""
+
+    def noted(self, key: bytes) -> None:
+        self._ranked.put(key, 0)
+
+    used = arrived = noted
+
+    def gone(self, key: bytes, evicted: bool = False) -> None:
+        self._ranked.pop(key)
+
+
+class LeastFrequentlyUsedAged(_ByRank):
     """LFU with dynamic aging (Arlitt et al. 1999): rank = uses + the rank of the last victim when it was last seen.
 
     A prompt seen once goes before a prefix that many share, however recently it came, and a prefix nobody asks for
@@ -85,7 +88,7 @@ class LeastFrequentlyUsedAged:
     """
 
     def __init__(self) -> None:
-        self._ranked: RankedKeys[int] = RankedKeys()
+        super().__init__()
         self._uses: dict[bytes, int] = {}
         self._age = 0
 
@@ -108,18 +111,6 @@ class LeastFrequentlyUsedAged:
             del self._uses[key]
             if evicted:
                 self._age = max(self._age, rank)
-
-    def hold(self, key: bytes) -> None:
-        self._ranked.hold(key)
-
-    def free(self, key: bytes) -> None:
-        self._ranked.free(key)
-
-    def victim(self, but: bytes | None = None) -> bytes | None:
-        return self._ranked.first(but)
-
-    def order(self) -> list[bytes]:
-        return self._ranked.order()
 
 
 _MAKERS: dict[str, Callable[[], Replacement]] = {

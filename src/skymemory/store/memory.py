@@ -6,7 +6,6 @@ A hit is a view of the value itself, not a copy: values are never changed, only 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,16 +17,15 @@ from skymemory.store.base import (
     KeyReport,
     LoadReport,
     LoadTicket,
-    Presence,
     StoreTicket,
-    TwoPhase,
     check_keys,
 )
 from skymemory.store.policies import DEFAULT_POLICY
 from skymemory.store.shelf import Shelf
+from skymemory.store.shelf_store import ShelfStore
 
 
-class MemoryStore(TwoPhase):
+class MemoryStore(ShelfStore):
     """Values in memory, at most ``budget_bytes`` of them (not counting Python's own overhead).
 
     ``pin_fraction`` of the budget may be pinned. ``policy`` is one of ``store.policies.POLICIES``. ``clock`` gives
@@ -50,40 +48,12 @@ class MemoryStore(TwoPhase):
     ) -> None:
         if budget_bytes <= 0:
             raise InvalidInput(f"the memory store needs a budget above 0 bytes, got {budget_bytes}")
-        self._name = name
-        self._lease_s = lease_s
+        super().__init__(name, Shelf(budget_bytes, int(budget_bytes * pin_fraction), policy), lease_s, clock)
         self._read_bytes_per_s = read_bytes_per_s
-        self._clock = clock
-        self._lock = threading.RLock()
-        self._shelf = Shelf(budget_bytes, int(budget_bytes * pin_fraction), policy)
         self._values: dict[bytes, bytes] = {}
         """What the shelf accounts for."""
         self._counters = Counters()
-        self._closed = False
         self.on_evict: Callable[[bytes, bytes], object] | None = None
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        keys = check_keys(keys)
-        with self._open():
-            pending = self._shelf.pending(self._clock())
-            return [
-                Presence.HIT if key in self._values else Presence.PENDING if key in pending else Presence.MISS
-                for key in keys
-            ]
-
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        keys = check_keys(keys)
-        with self._open():
-            self._shelf.chains.learn(keys)
-            return next((i for i, key in enumerate(keys) if key not in self._values), len(keys))
-
-    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        with self._open():
-            return self._shelf.open_load(keys, self._clock(), self._lease_s)
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         with self._open():
@@ -139,12 +109,6 @@ class MemoryStore(TwoPhase):
             self._shelf.chains.learn(keys)
             self._shelf.touch(keys)
 
-    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        keys = check_keys(keys)
-        with self._open():
-            now_s = self._clock()
-            return [self._shelf.pin(key, now_s + ttl_s, now_s) for key in keys]
-
     def delete(self, keys: Sequence[bytes]) -> list[bool]:
         keys = check_keys(keys)
         with self._open():
@@ -154,10 +118,7 @@ class MemoryStore(TwoPhase):
         with self._lock:
             return {
                 **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
-                "entries": len(self._values),
-                "used_bytes": self._shelf.used_bytes,
-                "budget_bytes": self._shelf.budget_bytes,
-                "open_leases": self._shelf.open_tickets,
+                **self._account(),
             }
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
@@ -171,9 +132,3 @@ class MemoryStore(TwoPhase):
             self._closed = True
             self._values.clear()
             self._shelf = Shelf(self._shelf.budget_bytes, 0)
-
-    def _open(self) -> threading.RLock:
-        """The lock, for a ``with`` statement; InvalidInput once closed."""
-        if self._closed:
-            raise InvalidInput(f"the {self._name} store is closed: open a new one")
-        return self._lock

@@ -7,7 +7,6 @@ a bad sector or a hand broke fails a checksum: a miss, counted and dropped, neve
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,17 +22,16 @@ from skymemory.store.base import (
     KeyReport,
     LoadReport,
     LoadTicket,
-    Presence,
     StoreTicket,
-    TwoPhase,
     check_keys,
 )
 from skymemory.store.disk.directory import StoreDirectory
 from skymemory.store.disk.parts import Parts, name_of
 from skymemory.store.disk.reading import ABSENT, Reading, read_file, whole_value
 from skymemory.store.policies import DEFAULT_POLICY
-from skymemory.store.rooms import Rooms
+from skymemory.store.rooms import Rooms, aligned_bytes
 from skymemory.store.shelf import Entry, Shelf
+from skymemory.store.shelf_store import ShelfStore
 
 Sync = Literal["never", "each"]
 """When bytes must be on the disk itself: whenever the kernel likes, or before a store is acknowledged."""
@@ -42,7 +40,7 @@ _LEARN_FROM_BYTES = 1 << 20
 """Loads below this say more of the call than of the disk."""
 
 
-class DiskStore(TwoPhase):
+class DiskStore(ShelfStore):
     """Values in files under ``path``, at most ``budget_bytes`` of them (without 64 bytes and a name each).
 
     One process at a time; any number of threads. ``pin_fraction`` of the budget may be pinned; pins are forgotten with
@@ -68,19 +66,14 @@ class DiskStore(TwoPhase):
             raise InvalidInput(f"the disk store needs a budget above 0 bytes, got {budget_bytes}")
         if sync not in get_args(Sync):
             raise InvalidInput(f"sync={sync!r}: expected {' or '.join(get_args(Sync))}")
-        self._name = name
+        super().__init__(name, Shelf(budget_bytes, int(budget_bytes * pin_fraction), policy), lease_s, clock)
         self._synced = sync == "each"
-        self._lease_s = lease_s
-        self._clock = clock
-        self._lock = threading.RLock()
         self._rooms = Rooms()
         self._counters = SharedCounters()
         self._bytes_per_s = 1e9
         self._used_ns = 0
-        self._closed = False
         self.on_evict: Callable[[bytes, bytes], object] | None = None
         """What goes is read for it, before it goes: whoever asks this of a disk reads about as much as it writes."""
-        self._shelf = Shelf(budget_bytes, int(budget_bytes * pin_fraction), policy)
         self._directory = StoreDirectory(path)
         try:
             self._find_again()
@@ -97,31 +90,7 @@ class DiskStore(TwoPhase):
         self._counters.add("torn", self._directory.torn)
         self._evict(self._shelf.shrink(self._clock()))
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    # --- looking up ---
-
-    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        keys = check_keys(keys)
-        with self._open():
-            pending, there = self._shelf.pending(self._clock()), self._shelf.entries
-            return [
-                Presence.HIT if key in there else Presence.PENDING if key in pending else Presence.MISS for key in keys
-            ]
-
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        keys = check_keys(keys)
-        with self._open():
-            self._shelf.chains.learn(keys)
-            return next((i for i, key in enumerate(keys) if key not in self._shelf.entries), len(keys))
-
     # --- loading ---
-
-    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        with self._open():
-            return self._shelf.open_load(keys, self._clock(), self._lease_s)
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         with self._open():
@@ -129,12 +98,12 @@ class DiskStore(TwoPhase):
             started_s = self._clock()
             found = {key: self._shelf.entries[key] for key in ticket.keys if key in self._shelf.entries}
             total_bytes = sum(entry.size_bytes for entry in found.values())
-            ticket.state = room = self._rooms.take(total_bytes)
+            ticket.state = room = self._rooms.take(sum(aligned_bytes(entry.size_bytes) for entry in found.values()))
         reads: dict[bytes, Reading] = {}
         at = 0
         for key, entry in found.items():
             reads[key] = self._read(key, entry, room.data[at : at + entry.size_bytes])
-            at += entry.size_bytes
+            at += aligned_bytes(entry.size_bytes)
         seconds = self._clock() - started_s
         with self._lock:
             self._shelf.end_lease(ticket)
@@ -220,12 +189,6 @@ class DiskStore(TwoPhase):
             self._shelf.chains.learn(keys)
             self._stamp(self._shelf.touch(keys))
 
-    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        keys = check_keys(keys)
-        with self._open():
-            now_s = self._clock()
-            return [self._shelf.pin(key, now_s + ttl_s, now_s) for key in keys]
-
     def delete(self, keys: Sequence[bytes]) -> list[bool]:
         keys = check_keys(keys)
         with self._open():
@@ -257,10 +220,7 @@ class DiskStore(TwoPhase):
         with self._lock:
             return {
                 **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
-                "entries": len(self._shelf.entries),
-                "used_bytes": self._shelf.used_bytes,
-                "budget_bytes": self._shelf.budget_bytes,
-                "open_leases": self._shelf.open_tickets,
+                **self._account(),
             }
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
@@ -274,9 +234,3 @@ class DiskStore(TwoPhase):
             if not self._closed:
                 self._closed = True
                 self._directory.close()
-
-    def _open(self) -> threading.RLock:
-        """The lock, for a ``with`` statement; InvalidInput once closed."""
-        if self._closed:
-            raise InvalidInput(f"the {self._name} store is closed: open a new one")
-        return self._lock
