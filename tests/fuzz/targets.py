@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable
 
+from tests.fuzz.engine_targets import EventsTarget, metrics
 from tests.fuzz.mutations import mutate, resealed
 from tests.properties.wire_traffic import (
     CHUNK_BYTES,
@@ -231,8 +232,9 @@ def _values(part: object) -> list[object]:
 
 
 TARGETS: dict[str, tuple[Callable[[], Target], float]] = {
-    "satellite": (SatelliteTarget, 0.35), "client": (ClientTarget, 0.25), "bodies": (lambda: bodies, 0.2),
+    "satellite": (SatelliteTarget, 0.33), "client": (ClientTarget, 0.23), "bodies": (lambda: bodies, 0.19),
     "journal": (lambda: journal, 0.08), "snapshot": (lambda: snapshot, 0.07), "plan": (lambda: plan, 0.05),
+    "events": (EventsTarget, 0.03), "metrics": (lambda: metrics, 0.02),
 }  # fmt: skip
 """Each with its share of the inputs."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from skymemory.errors import InvalidInput
 from skymemory.router.kv_messages import MalformedEvents, decode
 from skymemory.router.kv_order import Offer, Order
 
+WARN_EVERY_S = 10.0
+"""An engine whose every message is lost or broken does not fill the log; losses are counted all the same."""
 _log = logging.getLogger("skymemory.router")
 
 
@@ -85,6 +88,7 @@ class Feed:
         self._state = FeedState.WAITING
         self._index = index
         self._told: set[str] = set()
+        self._warned_s = -WARN_EVERY_S
         self._ready = False
         """The index awaits the number that is next here."""
         index.follow(slot, model)
@@ -163,7 +167,10 @@ class Feed:
         self.counts.losses += 1
         self._index.follow(self.slot, self.model)
         self._ready = False
-        _log.warning("events of %s: %s; what it held is forgotten", self.server, why)
+        now_s = time.monotonic()
+        if now_s - self._warned_s >= WARN_EVERY_S:
+            self._warned_s = now_s
+            _log.warning("events of %s: %s; what it held is forgotten", self.server, why)
 
     def _apply(self, number: int, payload: bytes) -> None:
         try:
