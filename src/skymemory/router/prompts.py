@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from skymemory import native
 from skymemory.conductor.request import HEAD_BYTES, Prompt, Request
-from skymemory.conductor.seeds import seed
+from skymemory.conductor import seeds
 from skymemory.router.bad_request import BadRequest
 from skymemory.router.bodies import (
     TOKEN_BYTES,
@@ -92,7 +93,7 @@ class PromptReader:
         salt = read.cache_salt or ""
         limit = read.max_completion_tokens if read.max_completion_tokens is not None else read.max_tokens
         return Request(
-            self._prompt(data, tokens, seed(model, adapter, salt)),
+            self._prompt(data, tokens, _seed(model, adapter, salt)),
             model=model,
             adapter=adapter,
             salt=salt,
@@ -159,6 +160,9 @@ class PromptReader:
         if body.user:
             return str(body.user)
         return client or headers.get("x-forwarded-for", "").partition(",")[0].strip()
+
+
+_seed = lru_cache(maxsize=1024)(seeds.seed)
 
 
 def _tokens(data: bytes) -> int:

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Mapping
 
-import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -49,7 +48,6 @@ class Proxy:
         settings: Settings,
         picker: Picker,
         reader: PromptReader,
-        session: aiohttp.ClientSession,
         probes: HealthWatch,
         backends: Backends,
         metrics: ProxyMetrics,
@@ -68,7 +66,7 @@ class Proxy:
         self._least_load = Picker(picker.fleet, LeastLoad(), settings.seed)
         self._reader = reader
         self._watch = probes
-        self._exchanges = Exchanges(session, backends, metrics, settings)
+        self._exchanges = Exchanges(backends, metrics, settings)
 
     def reset(self, settings: Settings) -> None:
         """Take up changed settings: backends, limits, timeouts, health, retries."""
@@ -135,7 +133,7 @@ class Proxy:
         else:
             request, picker = without_prompt(body), self._least_load
         self.metrics.read_seconds.observe(time.perf_counter() - began_s)
-        headers = headers_for_server(incoming.headers, client)
+        headers = headers_for_server(incoming.raw_headers, client)
         return await self._exchanges.carry(incoming, headers, body, request, picker, told)
 
     async def _read(self, path: str, headers: Mapping[str, str], body: bytes, client: str) -> Request:

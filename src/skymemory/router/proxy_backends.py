@@ -17,6 +17,7 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Request
 from skymemory.router.proxy_metrics import ProxyMetrics
 from skymemory.router.settings import Backend, Health
+from skymemory.router.upstream import Pool
 
 log = logging.getLogger("skymemory.router")
 
@@ -27,6 +28,8 @@ class Known:
 
     backend: Backend
     server: Server
+    pool: Pool
+    """Connections that requests go over."""
     failures: int = 0
     """In a row, of checks and connections."""
     successes: int = 0
@@ -57,13 +60,14 @@ class Known:
 
 
 class Backends:
-    def __init__(self, picker: Picker, metrics: ProxyMetrics, health: Health) -> None:
+    def __init__(self, picker: Picker, metrics: ProxyMetrics, health: Health, connect_s: float = 2.0) -> None:
         self.known: dict[str, Known] = {}
         self.health = health
         self.adapters: dict[str, str] = {}
         """LoRA adapters, and the models they are for; prompts are read by it."""
         self._picker = picker
         self._metrics = metrics
+        self._connect_s = connect_s
         self._serving: dict[str, frozenset[str]] = {}
 
     def set(self, backends: Sequence[Backend]) -> None:
@@ -74,21 +78,29 @@ class Backends:
                 known.leaving = known.server.draining = True
         for name, backend in wanted.items():
             old = self.known.get(name)
-            known = old or Known(backend, self._picker.fleet.add(name))
+            known = old or self._new(backend, self._picker.fleet.add(name))
             if old is not None and old.backend.url != backend.url:
                 self._picker.scorer.forget(old.server)
-                known = Known(backend, old.server)
+                old.pool.close()
+                known = self._new(backend, old.server)
                 known.server.healthy, known.server.reported = True, None
             self.known[name] = known
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
         self.let_go()
         self._learn_names()
 
+    def _new(self, backend: Backend, server: Server) -> Known:
+        return Known(backend, server, Pool(backend.url, self._connect_s))
+
+    def close(self) -> None:
+        for known in self.known.values():
+            known.pool.close()
+
     def let_go(self) -> bool:
         """Remove who was leaving and has nothing left to do. Whether there was somebody."""
         gone = [name for name, known in self.known.items() if known.leaving and not known.server.in_flight]
         for name in gone:
-            del self.known[name]
+            self.known.pop(name).pool.close()
             self._picker.remove(name)
             self._metrics.forget(name)
             log.info("server %s left", name)

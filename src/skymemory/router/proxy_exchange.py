@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Request
@@ -24,6 +23,7 @@ from skymemory.router.proxy_metrics import ProxyMetrics
 from skymemory.router.proxy_usage import Usage, UsageReader
 from skymemory.router.relayed import Relayed, is_framed
 from skymemory.router.settings import Settings
+from skymemory.router.upstream import Answer, Pool
 
 
 class Unanswered(Exception):
@@ -80,18 +80,15 @@ class Told:
 class Exchanges:
     """Carries requests to servers and answers back."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, backends: Backends, metrics: ProxyMetrics, settings: Settings
-    ) -> None:
+    def __init__(self, backends: Backends, metrics: ProxyMetrics, settings: Settings) -> None:
         self.settings = settings
-        self._session = session
         self._backends = backends
         self._metrics = metrics
 
     async def carry(
         self,
         incoming: web.BaseRequest,
-        headers: CIMultiDict[str],
+        headers: bytes,
         body: bytes,
         request: Request,
         picker: Picker,
@@ -141,38 +138,34 @@ class Exchanges:
         return decision
 
     async def _first_byte(
-        self, incoming: web.BaseRequest, attempt: Attempt, headers: CIMultiDict[str], body: bytes, last: bool
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        self, incoming: web.BaseRequest, attempt: Attempt, headers: bytes, body: bytes, last: bool
+    ) -> tuple[Answer, bytes]:
         """The server's answer and the first piece of its body (empty if the body is)."""
         name = attempt.decision.server
-        answer: aiohttp.ClientResponse | None = None
+        answer: Answer | None = None
+        pool = self._backends.known[name].pool
         try:
             async with asyncio.timeout(self.settings.timeouts.first_byte_s):
-                answer = await self._session.request(
-                    incoming.method,
-                    self._backends.known[name].url(incoming.raw_path),
-                    data=body if body else None,
-                    headers=headers,
-                    allow_redirects=False,
-                )
+                head = _head(incoming, pool, headers, len(body))
+                answer = await pool.request(head, body, incoming.method != "HEAD")
                 if answer.status in self.settings.retries.statuses and not last:
                     raise Unanswered(f"it answered {answer.status}")
                 first = await answer.content.readany()
-        except aiohttp.ClientConnectorError as error:
-            self._backends.failed(name, str(error), gone=True)
-            raise Unanswered(str(error)) from error
         except aiohttp.ConnectionTimeoutError as error:
-            self._backends.failed(name, "it takes no connection in time")
-            raise Unanswered(f"no connection in {self.settings.timeouts.connect_s:g} s") from error
+            self._backends.failed(name, str(error))
+            raise Unanswered(str(error)) from error
         except TimeoutError as error:
             # It may well be computing: to ask another would only double the load.
             _close(answer)
             first_byte_s = self.settings.timeouts.first_byte_s
             raise Unanswered(f"no first byte in {first_byte_s:g} s", again=False, status=504) from error
-        except (aiohttp.ClientError, OSError) as error:
+        except aiohttp.ClientError as error:
             _close(answer)
             self._backends.failed(name, f"it hung up: {error}")
             raise Unanswered(f"it hung up before the first byte ({type(error).__name__})") from error
+        except OSError as error:
+            self._backends.failed(name, f"no connection: {error}", gone=isinstance(error, ConnectionRefusedError))
+            raise Unanswered(f"no connection: {error.strerror or error}") from error
         except BaseException:
             _close(answer)
             raise
@@ -180,7 +173,7 @@ class Exchanges:
         return answer, first
 
     async def _pass_on(
-        self, incoming: web.BaseRequest, attempt: Attempt, answer: aiohttp.ClientResponse, piece: bytes, told: Told
+        self, incoming: web.BaseRequest, attempt: Attempt, answer: Answer, piece: bytes, told: Told
     ) -> web.StreamResponse:
         # An error says nothing of what is cached: the attempt closes as one that failed.
         if answer.status < 400:
@@ -261,6 +254,16 @@ def _put_off(timer: asyncio.Timeout, seconds: float) -> None:
         timer.reschedule(now_s + seconds)
 
 
-def _close(answer: aiohttp.ClientResponse | None) -> None:
+def _head(incoming: web.BaseRequest, pool: Pool, headers: bytes, body_bytes: int) -> bytes:
+    """A request's line and headers, for one server."""
+    path = incoming.raw_path
+    if not path.startswith("/") or not path.isascii():
+        path = incoming.rel_url.raw_path_qs
+    length = b"" if not body_bytes and incoming.method in ("GET", "HEAD", "OPTIONS") else b"Content-Length: %d\r\n" % body_bytes
+    line = b"%s %s%s HTTP/1.1\r\nHost: %s\r\n" % (incoming.method.encode(), pool.path, path.encode(), pool.host)
+    return b"".join((line, headers, length, b"\r\n"))
+
+
+def _close(answer: Answer | None) -> None:
     if answer is not None:
         answer.close()

@@ -24,11 +24,10 @@ from skymemory.router.proxy_health import HealthWatch
 from skymemory.router.proxy_metrics import ProxyMetrics
 from skymemory.router.setting_values import host_and_port
 from skymemory.router.settings import Settings
+from skymemory.router.upstream import KEEP_S
 
 log = logging.getLogger("skymemory.router")
 
-POOL_S = 4.0
-"""How long an unused connection to a server is kept: less than the 5 s after which uvicorn closes it."""
 LOOK_S = 1.0
 """Between two looks at the settings file."""
 LINGER_S = 2.0
@@ -46,7 +45,7 @@ class ProxyServer:
         check_events(settings, scorer)
         self.picker = Picker(Fleet(), scorer, settings.seed)
         self.metrics = ProxyMetrics(self.picker.fleet)
-        self.backends = Backends(self.picker, self.metrics, settings.health)
+        self.backends = Backends(self.picker, self.metrics, settings.health, settings.timeouts.connect_s)
         self.reader = prompt_reader(settings, self.backends)
         self.events = EventsWatch(scorer, self.backends)
         self.metrics.registry.register(self.events)
@@ -58,12 +57,11 @@ class ProxyServer:
             OSError: it cannot listen there.
         """
         settings = self.settings
-        self._session = upstream_session(settings)
         self._probes = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_S), cookie_jar=aiohttp.DummyCookieJar()
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), cookie_jar=aiohttp.DummyCookieJar()
         )
         watch = self._watch = HealthWatch(self._probes, self.backends, self.picker.fleet)
-        self.proxy = Proxy(settings, self.picker, self.reader, self._session, watch, self.backends, self.metrics)
+        self.proxy = Proxy(settings, self.picker, self.reader, watch, self.backends, self.metrics)
         quiet = logging.getLogger("skymemory.router.http")
         quiet.disabled = True  # bytes that are not HTTP are answered with 400, not with a traceback in the log
         self._http = web.Server(
@@ -80,7 +78,6 @@ class ProxyServer:
         try:
             self._listener = await asyncio.get_running_loop().create_server(self._http, host, port, backlog=1024)
         except OSError:
-            await self._session.close()
             await self._probes.close()
             raise
         self.port = self._listener.sockets[0].getsockname()[1]
@@ -125,7 +122,7 @@ class ProxyServer:
         await self.events.stop()
         with contextlib.suppress(asyncio.TimeoutError):
             await self._http.shutdown(0.1)
-        await self._session.close()
+        self.backends.close()
         await self._probes.close()
 
 
@@ -145,17 +142,6 @@ def prompt_reader(settings: Settings, backends: Backends) -> PromptReader:
         adapters=backends.adapters,
         session_header=prompts.session_header,
         session_cookie=prompts.session_cookie,
-    )
-
-
-def upstream_session(settings: Settings) -> aiohttp.ClientSession:
-    """Keeps connections and adds nothing: no cookies between users, no headers of its own, nothing unpacked."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_S),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-        auto_decompress=False,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.timeouts.connect_s),
     )
 
 
