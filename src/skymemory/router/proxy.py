@@ -142,13 +142,13 @@ class Proxy:
         return await asyncio.to_thread(self._reader.read, path, headers, body, client)
 
     def _tell(self, incoming: web.BaseRequest, path: str, told: Told, server: str) -> None:
-        metrics = self.metrics
-        metrics.requests.labels(server, told.outcome).inc()
+        counted = self.metrics.of(server)
+        counted.ended(told.outcome)
         if told.ttft_s is not None:
-            metrics.ttft.labels(server).observe(told.ttft_s)
+            counted.ttft.observe(told.ttft_s)
         if told.usage is not None:
-            metrics.reported_tokens.labels(server).inc(told.usage.prompt_tokens)
-            metrics.cached_tokens.labels(server).inc(told.usage.cached_tokens)
+            counted.reported_tokens.inc(told.usage.prompt_tokens)
+            counted.cached_tokens.inc(told.usage.cached_tokens)
         if self.settings.log_requests:
             requests_log.info(request_line(incoming.method, path, told, time.monotonic() - told.began_s))
 

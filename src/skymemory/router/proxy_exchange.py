@@ -26,6 +26,10 @@ from skymemory.router.settings import Settings
 from skymemory.router.upstream import Answer, Pool
 
 
+AT_ONCE_BYTES = 32_768
+"""An answer that has come whole, and is no larger, is written without a watch on the client."""
+
+
 class Unanswered(Exception):
     """An attempt that failed before its first byte. ``again``: another server may be tried."""
 
@@ -204,6 +208,13 @@ class Exchanges:
         reader: UsageReader,
         told: Told,
     ) -> None:
+        if content.at_eof() and len(piece) <= AT_ONCE_BYTES and _takes_it_at_once(incoming):
+            await relayed.prepare(incoming)
+            await relayed.write_eof(piece)
+            reader.add(piece)
+            told.bytes_out = len(piece)
+            told.outcome = _outcome(told.status)
+            return
         timeouts = self.settings.timeouts
         writing = True
         try:
@@ -235,7 +246,7 @@ class Exchanges:
         except ConnectionError:
             told.outcome, told.why = "client-gone", "it hung up"
             return
-        told.outcome = "answered" if told.status < 400 else "client-error" if told.status < 500 else "server-error"
+        told.outcome = _outcome(told.status)
 
     async def _cut(self, relayed: Relayed, reader: UsageReader, why: str) -> None:
         """End an answer that is not complete so that nobody takes it for one: where events stream, with an event that
@@ -244,6 +255,16 @@ class Exchanges:
         if reader.streams and reader.between_events:
             await relayed.write(error_event(502, why))
         relayed.cut()
+
+
+def _outcome(status: int) -> str:
+    return "answered" if status < 400 else "client-error" if status < 500 else "server-error"
+
+
+def _takes_it_at_once(incoming: web.BaseRequest) -> bool:
+    """Whether nothing that was written before still waits for the client: then writing does not wait either."""
+    transport = incoming.transport
+    return transport is not None and not transport.get_write_buffer_size()
 
 
 def _put_off(timer: asyncio.Timeout, seconds: float) -> None:

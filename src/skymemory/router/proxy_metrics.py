@@ -28,12 +28,35 @@ OUTCOMES = (
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
+class OfServer:
+    """What is counted of one server at every request: looked up once, since looking up costs more than counting."""
+
+    __slots__ = ("_metrics", "_name", "_outcomes", "cached_tokens", "matched_tokens", "prompt_tokens", "reported_tokens", "ttft")
+
+    def __init__(self, metrics: ProxyMetrics, name: str) -> None:
+        self._metrics, self._name = metrics, name
+        self.prompt_tokens = metrics.prompt_tokens.labels(name)
+        self.matched_tokens = metrics.matched_tokens.labels(name)
+        self.reported_tokens = metrics.reported_tokens.labels(name)
+        self.cached_tokens = metrics.cached_tokens.labels(name)
+        self.ttft = metrics.ttft.labels(name)
+        self._outcomes: dict[str, Counter] = {}
+
+    def ended(self, outcome: str) -> None:
+        counter = self._outcomes.get(outcome)
+        if counter is None:
+            counter = self._outcomes[outcome] = self._metrics.requests.labels(self._name, outcome)
+        counter.inc()
+
+
 class ProxyMetrics:
     """All of it in one registry of its own."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
         self._by_server: list[Counter | Histogram] = []
+        self._servers: dict[str, OfServer] = {}
+        self._decided: dict[tuple[str, str], Counter] = {}
         self.requests = self._counter(
             "requests", "Requests by the server that got them last and what became of them", "outcome"
         )
@@ -74,17 +97,28 @@ class ProxyMetrics:
         self._by_server.append(self.ttft)
         self.registry.register(_FleetGauges(fleet))
 
+    def of(self, server: str) -> OfServer:
+        found = self._servers.get(server)
+        if found is None:
+            found = self._servers[server] = OfServer(self, server)
+        return found
+
     def decided(self, decision: Decision) -> None:
         tokens = decision.request.prompt.tokens
         kind = "matched" if decision.matched_tokens > 0 else "unmatched"
         if decision.reasons and decision.reasons[0].startswith("adapter "):
             kind = "adapter-" + kind
-        self.decisions.labels(decision.strategy, kind).inc()
-        self.prompt_tokens.labels(decision.server).inc(tokens)
-        self.matched_tokens.labels(decision.server).inc(min(decision.matched_tokens, tokens))
+        counter = self._decided.get((decision.strategy, kind))
+        if counter is None:
+            counter = self._decided[decision.strategy, kind] = self.decisions.labels(decision.strategy, kind)
+        counter.inc()
+        server = self.of(decision.server)
+        server.prompt_tokens.inc(tokens)
+        server.matched_tokens.inc(min(decision.matched_tokens, tokens))
 
     def forget(self, server: str) -> None:
         """It left the fleet; what was counted of it goes."""
+        self._servers.pop(server, None)
         for metric in self._by_server:
             metric.remove_by_labels({"server": server})
 
