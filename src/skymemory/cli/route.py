@@ -39,6 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--max-body", type=size, metavar="SIZE", help="larger bodies are refused (default: 16MiB)")
     parser.add_argument("--max-in-flight", type=int, metavar="N", help="requests at once (default: 4096)")
     parser.add_argument("--drain", type=duration, metavar="TIME", help="for requests to end on SIGTERM (default: 30s)")
+    parser.add_argument("--state", metavar="FILE", help="where what was learnt is kept over a restart")
     parser.add_argument("--log-requests", action="store_true", default=None, help="one line per request, on stderr")
     parser.add_argument(
         "--check", action="store_true", help="only look at the servers, and say what is wrong with which"
@@ -86,6 +87,7 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
         "listen": args.listen,
         "strategy": args.strategy,
         "drain": args.drain,
+        "state": args.state,
         "log_requests": args.log_requests,
         "backends": [{"url": url} for url in args.backend] or None,
         "options": dict(_option(each) for each in args.option) or None,

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from skymemory import native
-from skymemory.conductor.request import HEAD_BYTES, Prompt, Request
 from skymemory.conductor import seeds
+from skymemory.conductor.request import HEAD_BYTES, Prompt, Request
 from skymemory.router.bad_request import BadRequest
 from skymemory.router.bodies import (
     TOKEN_BYTES,

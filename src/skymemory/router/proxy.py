@@ -20,6 +20,7 @@ from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.plain import LeastLoad
 from skymemory.router.bad_request import BadRequest, error_body
+from skymemory.router.knowledge import Knowledge
 from skymemory.router.prompts import PROMPT_PATHS, PromptReader
 from skymemory.router.proxy_backends import Backends
 from skymemory.router.proxy_body import read_request_body
@@ -51,6 +52,7 @@ class Proxy:
         probes: HealthWatch,
         backends: Backends,
         metrics: ProxyMetrics,
+        knowledge: Knowledge,
     ) -> None:
         self.settings = settings
         self.draining = False
@@ -66,6 +68,7 @@ class Proxy:
         self._least_load = Picker(picker.fleet, LeastLoad(), settings.seed)
         self._reader = reader
         self._watch = probes
+        self._knowledge = knowledge
         self._exchanges = Exchanges(backends, metrics, settings)
 
     def reset(self, settings: Settings) -> None:
@@ -185,6 +188,9 @@ class Proxy:
                 reasons.append(f"server {name} is ejected: {known.why}")
             else:
                 reasons.append(f"server {name} drains")
+        replicas = self._knowledge.replicas()
+        if replicas is not None and replicas.degraded:
+            reasons.append(f"what other routers learn is not known here ({replicas.kind}): {replicas.degraded}")
         if not self.backends.known:
             reasons.append("no server is known")
         return able > 0 and not self.draining, reasons

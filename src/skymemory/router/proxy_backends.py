@@ -54,6 +54,13 @@ class Known:
         return url
 
     @property
+    def base_model(self) -> str:
+        """The one model it serves, adapters aside; empty: not known, or several."""
+        listed = [each for each, entry in self.models.items() if not entry.get("parent")]
+        named = list(self.backend.models) or listed
+        return named[0] if len(named) == 1 else ""
+
+    @property
     def names(self) -> set[str]:
         """Models and adapters it is said to serve; empty: not known."""
         return {*self.backend.models, *self.models} | set(self.backend.adapters)
@@ -193,10 +200,8 @@ class Backends:
         }
         adapters: dict[str, str] = {}
         for known in self.known.values():
-            bases = [each for each, entry in known.models.items() if not entry.get("parent")] or list(
-                known.backend.models
-            )
-            only = bases[0] if len(bases) == 1 else ""
+            bases = {each for each, entry in known.models.items() if not entry.get("parent")} | {*known.backend.models}
+            only = known.base_model
             report = known.server.reported
             named = {*known.backend.adapters, *(report.adapters if report is not None else ())}
             adapters.update({each: only for each in named if each not in bases})

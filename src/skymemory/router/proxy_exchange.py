@@ -25,7 +25,6 @@ from skymemory.router.relayed import Relayed, is_framed
 from skymemory.router.settings import Settings
 from skymemory.router.upstream import Answer, Pool
 
-
 AT_ONCE_BYTES = 32_768
 """An answer that has come whole, and is no larger, is written without a watch on the client."""
 
@@ -180,8 +179,8 @@ class Exchanges:
         self, incoming: web.BaseRequest, attempt: Attempt, answer: Answer, piece: bytes, told: Told
     ) -> web.StreamResponse:
         # An error says nothing of what is cached: the attempt closes as one that failed.
-        if answer.status < 400:
-            attempt.succeeded()
+        computed = answer.status < 400
+        if computed:
             told.ttft_s = time.monotonic() - told.began_s
         told.status = answer.status
         framed = is_framed(answer.headers, answer.status)
@@ -191,13 +190,38 @@ class Exchanges:
         reader = UsageReader(answer.headers.get("Content-Type", ""), answer.headers.get("Content-Encoding", ""))
         told.outcome = "client-gone"  # unless something else comes
         try:
-            await self._pass_pieces(incoming, relayed, answer.content, piece, reader, told)
+            if not await self._pass_at_once(incoming, relayed, answer.content, piece, reader, told):
+                if computed:
+                    attempt.succeeded()
+                await self._pass_pieces(incoming, relayed, answer.content, piece, reader, told)
         finally:
+            if computed and not attempt.first_byte:
+                attempt.succeeded()  # learnt after the client has its answer: it waits for nothing of ours
             if attempt.first_byte and (usage := reader.usage()) is not None:
                 told.usage, attempt.cached_tokens = usage, usage.cached_tokens
         if told.outcome == "broken":
             self._backends.failed(attempt.decision.server, told.why)
         return relayed
+
+    async def _pass_at_once(
+        self,
+        incoming: web.BaseRequest,
+        relayed: Relayed,
+        content: aiohttp.StreamReader,
+        piece: bytes,
+        reader: UsageReader,
+        told: Told,
+    ) -> bool:
+        """Pass on an answer that has come whole, where that waits for nobody; False where it might."""
+        transport = incoming.transport
+        if transport is None or not content.at_eof() or len(piece) > AT_ONCE_BYTES or transport.get_write_buffer_size():
+            return False
+        await relayed.prepare(incoming)
+        await relayed.write_eof(piece)
+        reader.add(piece)
+        told.bytes_out = len(piece)
+        told.outcome = _outcome(told.status)
+        return True
 
     async def _pass_pieces(
         self,
@@ -208,13 +232,6 @@ class Exchanges:
         reader: UsageReader,
         told: Told,
     ) -> None:
-        if content.at_eof() and len(piece) <= AT_ONCE_BYTES and _takes_it_at_once(incoming):
-            await relayed.prepare(incoming)
-            await relayed.write_eof(piece)
-            reader.add(piece)
-            told.bytes_out = len(piece)
-            told.outcome = _outcome(told.status)
-            return
         timeouts = self.settings.timeouts
         writing = True
         try:
@@ -261,12 +278,6 @@ def _outcome(status: int) -> str:
     return "answered" if status < 400 else "client-error" if status < 500 else "server-error"
 
 
-def _takes_it_at_once(incoming: web.BaseRequest) -> bool:
-    """Whether nothing that was written before still waits for the client: then writing does not wait either."""
-    transport = incoming.transport
-    return transport is not None and not transport.get_write_buffer_size()
-
-
 def _put_off(timer: asyncio.Timeout, seconds: float) -> None:
     """Move a deadline, if it has come nearer than three quarters of what it should be: not for every piece."""
     now_s = asyncio.get_running_loop().time()
@@ -280,7 +291,11 @@ def _head(incoming: web.BaseRequest, pool: Pool, headers: bytes, body_bytes: int
     path = incoming.raw_path
     if not path.startswith("/") or not path.isascii():
         path = incoming.rel_url.raw_path_qs
-    length = b"" if not body_bytes and incoming.method in ("GET", "HEAD", "OPTIONS") else b"Content-Length: %d\r\n" % body_bytes
+    length = (
+        b""
+        if not body_bytes and incoming.method in ("GET", "HEAD", "OPTIONS")
+        else b"Content-Length: %d\r\n" % body_bytes
+    )
     line = b"%s %s%s HTTP/1.1\r\nHost: %s\r\n" % (incoming.method.encode(), pool.path, path.encode(), pool.host)
     return b"".join((line, headers, length, b"\r\n"))
 

@@ -31,7 +31,16 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 6
 class OfServer:
     """What is counted of one server at every request: looked up once, since looking up costs more than counting."""
 
-    __slots__ = ("_metrics", "_name", "_outcomes", "cached_tokens", "matched_tokens", "prompt_tokens", "reported_tokens", "ttft")
+    __slots__ = (
+        "_metrics",
+        "_name",
+        "_outcomes",
+        "cached_tokens",
+        "matched_tokens",
+        "prompt_tokens",
+        "reported_tokens",
+        "ttft",
+    )
 
     def __init__(self, metrics: ProxyMetrics, name: str) -> None:
         self._metrics, self._name = metrics, name

@@ -14,12 +14,12 @@ from aiohttp import web
 
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
-from skymemory.conductor.strategies.named import DEFAULT, named
 from skymemory.errors import InvalidInput
+from skymemory.router.knowledge import Knowledge
 from skymemory.router.prompts import PromptReader
 from skymemory.router.proxy import Proxy
 from skymemory.router.proxy_backends import Backends
-from skymemory.router.proxy_events import EventsWatch, check_events, strategy_options
+from skymemory.router.proxy_events import EventsWatch
 from skymemory.router.proxy_health import HealthWatch
 from skymemory.router.proxy_metrics import ProxyMetrics
 from skymemory.router.setting_values import host_and_port
@@ -41,13 +41,13 @@ class ProxyServer:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        scorer = named(settings.strategy or DEFAULT, **strategy_options(settings))
-        check_events(settings, scorer)
-        self.picker = Picker(Fleet(), scorer, settings.seed)
+        fleet = Fleet()
+        self.knowledge = Knowledge(settings, fleet)
+        self.picker = Picker(fleet, self.knowledge.scorer, settings.seed)
         self.metrics = ProxyMetrics(self.picker.fleet)
         self.backends = Backends(self.picker, self.metrics, settings.health, settings.timeouts.connect_s)
         self.reader = prompt_reader(settings, self.backends)
-        self.events = EventsWatch(scorer, self.backends)
+        self.events = EventsWatch(self.knowledge.scorer, self.backends)
         self.metrics.registry.register(self.events)
         self.port = 0
 
@@ -61,7 +61,7 @@ class ProxyServer:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), cookie_jar=aiohttp.DummyCookieJar()
         )
         watch = self._watch = HealthWatch(self._probes, self.backends, self.picker.fleet)
-        self.proxy = Proxy(settings, self.picker, self.reader, watch, self.backends, self.metrics)
+        self.proxy = Proxy(settings, self.picker, self.reader, watch, self.backends, self.metrics, self.knowledge)
         quiet = logging.getLogger("skymemory.router.http")
         quiet.disabled = True  # bytes that are not HTTP are answered with 400, not with a traceback in the log
         self._http = web.Server(
@@ -74,16 +74,18 @@ class ProxyServer:
             access_log=None,
             logger=quiet,
         )
+        self.backends.set(settings.backends)
         host, port = host_and_port(settings.listen)
         try:
+            await self.knowledge.start()
             self._listener = await asyncio.get_running_loop().create_server(self._http, host, port, backlog=1024)
-        except OSError:
+        except BaseException:
+            await self.knowledge.close(keep=False)
             await self._probes.close()
             raise
         self.port = self._listener.sockets[0].getsockname()[1]
         if not host.startswith(_LOOPBACK):
             log.warning("listening beyond this computer, without TLS or authentication of its own")
-        self.backends.set(settings.backends)
         watch.follow()
         self.events.start()
 
@@ -91,7 +93,7 @@ class ProxyServer:
         """Take up changed settings, as far as that goes without a restart."""
         fixed = [
             name
-            for name in ("listen", "strategy", "options", "prompts", "seed", "state")
+            for name in ("listen", "strategy", "options", "prompts", "seed", "state", "replicas")
             if getattr(settings, name) != getattr(self.settings, name)
         ]
         if fixed:
@@ -122,6 +124,7 @@ class ProxyServer:
         await self.events.stop()
         with contextlib.suppress(asyncio.TimeoutError):
             await self._http.shutdown(0.1)
+        await self.knowledge.close()
         self.backends.close()
         await self._probes.close()
 

@@ -122,6 +122,19 @@ class Retries:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """Other routers before the same servers, with which what is learnt is shared: through Redis, or by gossip."""
+
+    redis: str = _setting("redis", text, "", "a Redis that all replicas reach, as redis://host:6379/0")
+    listen: str = _setting("listen", text, "", "where other replicas are awaited, as 127.0.0.1:7400 (gossip)")
+    peers: tuple[str, ...] = _setting("peers", texts, (), "where they are, as host:port (gossip)")
+
+    def __post_init__(self) -> None:
+        if self.redis and (self.listen or self.peers):
+            raise InvalidInput("replicas share through Redis or by gossip, not both")
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """A router."""
 
@@ -131,6 +144,7 @@ class Settings:
     timeouts: Timeouts = Timeouts()
     health: Health = Health()
     retries: Retries = Retries()
+    replicas: ReplicaSettings = ReplicaSettings()
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the strategy."""
     listen: str = _setting("listen", text, "127.0.0.1:8080", "address and port; port 0: any that is free")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skymemory.errors import InvalidInput
-from skymemory.router.settings import Backend, Health, Limits, Prompts, Retries, Settings, Timeouts
+from skymemory.router.settings import Backend, Health, Limits, Prompts, ReplicaSettings, Retries, Settings, Timeouts
 
 SECTIONS: Mapping[str, type[Any]] = {
     "prompts": Prompts,
@@ -18,6 +18,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "timeouts": Timeouts,
     "health": Health,
     "retries": Retries,
+    "replicas": ReplicaSettings,
 }
 T = TypeVar("T")
 

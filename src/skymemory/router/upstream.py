@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import StreamReader
 from aiohttp.client_proto import ResponseHandler
-from multidict import CIMultiDictProxy
+from aiohttp.http_parser import RawResponseMessage
 
 KEEP_S = 4.0
 """How long an unused connection is kept: less than the 5 s after which uvicorn closes it, under most engines."""
@@ -27,16 +27,16 @@ JOIN_BYTES = 65_536
 
 
 class Answer:
-    """The head of an answer, and its body as it comes. ``close`` when done; one that came whole is kept for the next."""
+    """The head of an answer, and its body as it comes. To be closed: one that came whole is kept by then."""
 
     __slots__ = ("_pool", "_protocol", "content", "headers", "reason", "status")
 
     def __init__(
-        self, status: int, reason: str, headers: CIMultiDictProxy[str], content: StreamReader, protocol: ResponseHandler, pool: Pool
-    ) -> None:  # fmt: skip
-        self.status = status
-        self.reason = reason
-        self.headers = headers
+        self, message: RawResponseMessage, content: StreamReader, protocol: ResponseHandler, pool: Pool
+    ) -> None:
+        self.status = message.code
+        self.reason = message.reason
+        self.headers = message.headers
         self.content = content
         self._protocol: ResponseHandler | None = protocol
         self._pool = pool
@@ -117,7 +117,7 @@ class Pool:
         except BaseException:
             protocol.abort()
             raise
-        return Answer(message.code, message.reason, message.headers, content, protocol, self)
+        return Answer(message, content, protocol, self)
 
     def give_back(self, protocol: ResponseHandler) -> None:
         """Keep it for the next request, if it can serve one."""
