@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.router.exchanges import GET, a_completion, a_desk, header_destination, request_body, request_headers
+from tests.router.exchanges import (
+    GET,
+    SmallReader,
+    a_completion,
+    a_desk,
+    header_destination,
+    request_body,
+    request_headers,
+)
 
+from skymemory.conductor.request import Request
 from skymemory.errors import SkyMemoryError
 from skymemory.router.certificates import self_signed
 from skymemory.router.desk import Desk
@@ -25,8 +36,8 @@ LOOP = asyncio.new_event_loop()
 """One for all tests here: gRPC keeps one poller for a process, and it complains of loops that were closed."""
 
 
-def with_server(test: Callable[[PickerServer], Awaitable[None]], **options: Any) -> Desk:
-    desk = a_desk()
+def with_server(test: Callable[[PickerServer], Awaitable[None]], desk: Desk | None = None, **options: Any) -> Desk:
+    desk = a_desk() if desk is None else desk
 
     async def run() -> None:
         server = PickerServer(desk, "127.0.0.1:0", **options)
@@ -133,6 +144,34 @@ def test_a_stop_turns_new_streams_away_and_waits_for_old_ones() -> None:
                 await health_of(channel, "readiness")
 
     with_server(test)
+
+
+def test_long_prompts_are_read_beside_and_nobody_waits_for_them() -> None:
+    class Slow(SmallReader):
+        def read(self, path: str, headers: Mapping[str, str], body: bytes) -> Request:
+            if len(body) >= 1000:
+                time.sleep(0.5)
+            return super().read(path, headers, body)
+
+    async def one(server: PickerServer, body: bytes, half: int) -> ProcessingResponse:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            call = a_call(channel)
+            await call.write(request_headers())
+            await call.write(request_body(body[:half], end=False))
+            await call.write(request_body(body[half:]))
+            return await call.read()
+
+    async def test(server: PickerServer) -> None:
+        slow = asyncio.create_task(one(server, a_completion("x" * 2000), 500))
+        bad = asyncio.create_task(one(server, b"{" * 2000, 500))
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        assert header_destination(await one(server, a_completion(), 5))
+        assert time.monotonic() - began < 0.3 and not slow.done()
+        assert header_destination(await slow) and (await bad).immediate_response.status.code == 400
+
+    desk = with_server(test, desk=replace(a_desk(), reader=Slow(), reads_elsewhere_bytes=1000))
+    assert desk.counters.get("prompt_tokens_total") == 2000 // 4 + len("Say this is a test") // 4
 
 
 def test_a_taken_port_is_said() -> None:

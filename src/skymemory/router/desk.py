@@ -64,6 +64,8 @@ class Desk:
     settings: DeskSettings = field(default_factory=DeskSettings)
     counters: Counters = field(default_factory=Counters)
     ejection: Ejection = field(init=False)
+    reads_elsewhere_bytes: int | None = None
+    """Bodies of as many bytes are read in a thread beside, since a tokenizer takes its time; None: all at once."""
     streams: int = 0
     """Exchanges under way."""
 
@@ -83,6 +85,13 @@ class Desk:
             return self.reader.read(known, headers, body)
         except BadRequest as error:
             raise Refusal(error.status, error.message) from error
+
+    def outcome(self, headers: Mapping[str, str], body: bytes) -> Request | Refusal:
+        """``read``, for another thread: a refusal is a value."""
+        try:
+            return self.read(headers, body)
+        except Refusal as refusal:
+            return refusal
 
     def choose(self, request: Request, among: Collection[str] | None, now_s: float) -> Decision:
         """

@@ -10,7 +10,7 @@ the request goes by load alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HeaderMutation,
@@ -21,6 +21,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from google.protobuf.struct_pb2 import Struct
 
+from skymemory.conductor.request import Request
 from skymemory.router import ext_proc_messages as say
 from skymemory.router.booking import Booking
 from skymemory.router.desk import NO_PROMPT, Desk, Refusal
@@ -44,11 +45,28 @@ class Exchange:
         self._has_body = False
         self._answered = False
         """Whether the request's headers were let go on, or the request was refused."""
+        self._read: Request | Refusal | None = None
         self._booking: Booking | None = None
         self._usage: UsageReader | None = None
 
-    def receive(self, message: ProcessingRequest, now_s: float) -> Sequence[ProcessingResponse]:
-        """What to send back now, in this order; nothing where more must come first."""
+    def whole_request(self, message: ProcessingRequest) -> tuple[Mapping[str, str], bytes] | None:
+        """Headers and body of the request if ``message`` completes it: for whoever has the time of reading it spent
+        elsewhere, and gives ``receive`` what came of it. Changes nothing.
+        """
+        last = message.request_body
+        ends = last.end_of_stream or message.WhichOneof("request") == "request_trailers"
+        if self._answered or not ends or len(self._body) + len(last.body) > self._desk.settings.most_body_bytes:
+            return None
+        return self._headers, bytes(self._body) + last.body
+
+    def receive(
+        self, message: ProcessingRequest, now_s: float, read: Request | Refusal | None = None
+    ) -> Sequence[ProcessingResponse]:
+        """What to send back now, in this order; nothing where more must come first.
+
+        ``read``: what came of reading ``whole_request``; None: it is read here.
+        """
+        self._read = read
         if message.HasField("protocol_config"):
             # Only in a stream's first message, and only from data planes that tell; the others speak full duplex.
             self._request_mode = message.protocol_config.request_body_mode
@@ -115,7 +133,9 @@ class Exchange:
         body = bytes(self._body)
         self._body.clear()
         try:
-            request = NO_PROMPT if blind else self._desk.read(self._headers, body)
+            if isinstance(self._read, Refusal):
+                raise self._read
+            request = NO_PROMPT if blind else self._read or self._desk.read(self._headers, body)
             decision = self._desk.choose(request, self._subset, now_s)
         except Refusal as refusal:
             return self._refuse(refusal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ try:
 except ImportError as error:
     raise MissingExtra("the endpoint picker needs the extra `envoy`: pip install 'skymemory[envoy,router]'") from error
 
-from skymemory.router.desk import Desk
+from skymemory.conductor.request import Request
+from skymemory.router.desk import Desk, Refusal
 from skymemory.router.ext_proc import Exchange
 from skymemory.router.ext_proc_messages import LIVENESS, READINESS, SERVICE
 
@@ -115,7 +117,16 @@ class PickerServer:
         exchange = Exchange(self._desk)
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
-                for answer in exchange.receive(message, time.monotonic()):
+                read = await self._read_elsewhere(exchange, message)
+                for answer in exchange.receive(message, time.monotonic(), read):
                     await context.write(answer)
         finally:
             exchange.closed(time.monotonic())
+
+    async def _read_elsewhere(self, exchange: Exchange, message: Any) -> Request | Refusal | None:
+        """Of a prompt that takes long to read: others are picked for meanwhile."""
+        least = self._desk.reads_elsewhere_bytes
+        whole = None if least is None else exchange.whole_request(message)
+        if least is None or whole is None or len(whole[1]) < least:
+            return None
+        return await asyncio.to_thread(self._desk.outcome, *whole)

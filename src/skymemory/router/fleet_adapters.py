@@ -17,7 +17,7 @@ class FleetAdapters(Mapping[str, str]):
         self._fleet = fleet
 
     def __getitem__(self, name: str) -> str:
-        for server in self._fleet:
+        for server in list(self._fleet.servers.values()):  # a copy: prompts may be read in another thread
             if server.reported is not None and name in server.reported.adapters:
                 return ""
         raise KeyError(name)
