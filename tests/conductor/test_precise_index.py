@@ -67,6 +67,17 @@ def test_of_two_copies_one_is_left_when_the_other_goes(index: PreciseIndex) -> N
     assert index.match(chain(), [0]) == [3], "what was cleared left no copy"
 
 
+def test_an_engine_that_tells_of_the_last_copy_only_is_corrected_by_what_it_had_cached(index: PreciseIndex) -> None:
+    tell(index, 0, stored(0, 4), stored(3, 4), removed(3))
+    assert index.match(chain(), [0]) == [4], "one of two copies, as far as the numbers go"
+    # It says that it had three blocks, and tells that it computed the fourth.
+    tell(index, 3, stored(3, 4))
+    assert index.correct(0, chain(), 3) == 0 and index.match(chain(), [0]) == [4]
+    tell(index, 4, removed(3))
+    assert index.match(chain(), [0]) == [3]
+    assert index.correct(7, chain(), 3) == index.correct(0, chain(), 9) == 0
+
+
 def test_a_gap_is_never_passed_over(index: PreciseIndex) -> None:
     tell(index, 0, stored(0, 2))
     assert not index.apply(0, Batch(2, [removed(1)]))

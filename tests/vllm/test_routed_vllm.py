@@ -136,3 +136,13 @@ def test_salts_do_not_meet(routed: Routed) -> None:
         assert cached == decision["matched_tokens"] == 0
     decision, _, cached = routed.complete(text, cache_salt="A")
     assert cached == decision["matched_tokens"] > 0
+
+
+def test_an_adapter_goes_to_who_has_it_and_finds_its_own_cache(routed: Routed) -> None:
+    text = a_text(5000, 120)
+    for model in ("small", "sql"):
+        decision, _, cached = routed.complete(text, model=model)
+        settle()
+        assert cached == decision["matched_tokens"] == 0
+    decision, _, cached = routed.complete(text, model="sql")
+    assert decision["server"] == "one" and cached == decision["matched_tokens"] > 0

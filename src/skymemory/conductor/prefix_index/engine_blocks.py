@@ -8,7 +8,7 @@ listened) is no beginning of a prompt: it waits *aside*, unbelieved, until its p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -127,6 +127,12 @@ class EngineBlocks:
             ours = held.pop(name, None)
             if ours is not None:
                 yield event.medium, ours
+
+    def single(self, ours: Collection[int]) -> None:
+        """The engine has been seen to lack these blocks of ours: there was no second copy, whatever was counted."""
+        for medium, name in [*self._more_copies]:
+            if self.media.get(medium, {}).get(name) in ours:
+                del self._more_copies[medium, name]
 
     def _another_copy(self, medium: str, name: int) -> bool:
         """One copy of a block went; whether there is another."""

@@ -202,7 +202,14 @@ class PreciseIndex:
         """Nothing: the engine will tell."""
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """Nothing: an engine that holds a block tells so once, and would not tell again if we dropped it here."""
+        """No block is dropped: an engine that holds one tells so once, and would not tell again.
+
+        But a block that it lacked has no second copy: an engine that tells only when the last copy goes (which vLLM is
+        about to do) would else be believed to hold for ever what it had twice.
+        """
+        engine = self._engines.get(slot)
+        if engine is not None and 0 <= cached_blocks < len(blocks):
+            engine.blocks.single(set(blocks[cached_blocks:].tolist()))
         return 0
 
     def forget(self, slot: int) -> None:
