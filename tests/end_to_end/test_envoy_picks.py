@@ -92,6 +92,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                     Entrance("header", asked, told_by="header"),
                     Entrance("known", asked, endpoints=servers.endpoints),
                     Entrance("subset", asked, filters_before=(subsets,)),
+                    Entrance("impatient", asked, upload_s=0.4),
                     Entrance("tls", over_tls, picker_tls=True, picker_ca=ca),
                     Entrance("wrong", over_tls, picker_tls=True, picker_ca=other),
                 ]
@@ -225,3 +226,10 @@ def test_a_client_that_hangs_in_its_upload_is_not_routed(world: World) -> None:
         world.settles("streams", 1)
     world.settles("streams", 0)
     assert world.servers.requests() == before
+
+
+def test_an_upload_that_does_not_end_is_cut_off(world: World) -> None:
+    with socket.create_connection(("127.0.0.1", world.envoy.ports["impatient"]), timeout=10) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        assert client.recv(64).startswith(b"HTTP/1.1 408")
+        world.settles("streams", 0)

@@ -50,6 +50,8 @@ class Entrance:
     """How often Envoy looks whether its picker is well. Two looks in vain, and it is not asked any more: with
     full-duplex bodies Envoy has no other clock, and only of a picker that it knows to be gone can it do without.
     """
+    upload_s: float = 120.0
+    """For a client to send its request; a stream to the picker is held as long."""
     filters_before: tuple[dict[str, Any], ...] = field(default=())
 
 
@@ -80,6 +82,8 @@ def _listener(entrance: Entrance) -> dict[str, Any]:
         "stat_prefix": entrance.name,
         "generate_request_id": False,
         "stream_idle_timeout": "3600s",
+        "request_headers_timeout": "10s",
+        "request_timeout": f"{entrance.upload_s:g}s",
         "route_config": {
             "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}]
         },
