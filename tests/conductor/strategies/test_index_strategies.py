@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -13,6 +15,7 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.approximate import Approximate, ApproximateSettings
 from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
 from skymemory.conductor.strategies.precise import Precise
@@ -173,6 +176,24 @@ def test_a_server_that_had_less_than_believed_is_believed_less(at_the_end: bool)
     assert picker.pick(a_request((1, 10), (2, 10)), 4.0, {"s0"}).matched_tokens == 160, "computed anew by the third"
     assert picker.pick(a_request((1, 10), (4, 10)), 4.0, {"s0"}).matched_tokens == 320
     assert picker.pick(a_request((3, 10)), 4.0, {"s0"}).matched_tokens == 160, "nothing was said of that"
+
+
+def test_requests_are_not_kept_for_words_that_never_come() -> None:
+    """Few servers say with the end of an answer what they had cached; prompts may have a megabyte."""
+    scorer = Approximate(NaivePrefixIndex(1000))
+    picker = Picker(a_fleet(1), scorer, seed=1)
+    serve(picker, a_request((1, 10)))
+    request = a_request((1, 10))
+    blocks = weakref.ref(request.prompt.blocks)
+    serve(picker, request)
+    del request
+    gc.collect()
+    assert blocks() is None
+    alive = [Request(request.prompt) for request in [a_request((1, 10))] for _ in range(4200)]
+    for each in alive:
+        scorer.routed(each, picker.fleet.servers["s0"], 1.0)
+        scorer.succeeded(each, picker.fleet.servers["s0"], 1.0, None)
+    assert len(scorer._answering) == 4096
 
 
 def test_small_differences_from_what_was_believed_are_no_news() -> None:

@@ -180,11 +180,6 @@ def test_notes_are_taken_once_in_order_and_forgotten_by_server() -> None:
     notes.forget(other)
     assert notes.take(request, other) is None
     assert notes.take(request, one) == "second" and notes.take(request, one) is None and len(notes) == 1
-    few: Tickets[int] = Tickets(most=3)
-    kept = [a_request((number, 1)) for number in range(5)]
-    for number, request in enumerate(kept):
-        few.note(request, one, number)
-    assert [few.take(request, one) for request in kept] == [None, None, 2, 3, 4]
 
 
 def test_a_threshold_on_length_on_ratio_or_on_both() -> None:

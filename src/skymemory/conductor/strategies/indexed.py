@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from skymemory.conductor.fleet import Server
@@ -9,6 +10,8 @@ from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.tickets import Tickets
 
+ANSWERING = 4096
+"""Requests being answered of which it is noted what was believed."""
 BELIEVABLE = 0.5
 """Part of the blocks believed to be held that a server must confirm; with less, what it lacked is not believed
 elsewhere either. Blocks of characters and an engine's own block size make small differences meaningless."""
@@ -24,8 +27,10 @@ class Indexed:
         self.index = index
         self._believed: Tickets[int] = Tickets()
         """Blocks that the index gave when the request was sent."""
-        self._answering: Tickets[int] = Tickets(most=4096)
-        """The same for requests that are being answered: some servers say with the end what they had cached."""
+        self._answering: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
+        """The same, with the prompt's last block, for requests that are being answered: some servers say with the end
+        what they had cached. Most never do, so requests are not kept alive for it: one is known by its number, and
+        by the last block if another got that number since."""
 
     def matched_tokens(self, prompt: Prompt, blocks: Sequence[int]) -> list[int]:
         """Tokens of the first ``blocks`` blocks of a prompt, for each of them."""
@@ -47,23 +52,29 @@ class Indexed:
         if not len(prompt.blocks):
             return
         if believed and cached_tokens is None:
-            self._answering.note(request, server, believed)
+            self._answering[id(request), server.slot] = believed, prompt.blocks.item(-1)
+            if len(self._answering) > ANSWERING:
+                self._answering.popitem(last=False)
         elif believed and cached_tokens is not None:
             self._correct(prompt, server, believed, cached_tokens)
         self._fit_capacity(prompt, server)
         self.index.learn(server.slot, prompt.blocks)
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        believed = self._answering.take(request, server)
-        if believed and self._correct(request.prompt, server, believed, cached_tokens):
-            self.index.learn(server.slot, request.prompt.blocks)  # It holds the prompt by now, whatever it had before.
+        blocks = request.prompt.blocks
+        believed, last = self._answering.pop((id(request), server.slot), (0, 0))
+        if not believed or not len(blocks) or blocks.item(-1) != last:
+            return
+        if self._correct(request.prompt, server, believed, cached_tokens):
+            self.index.learn(server.slot, blocks)  # It holds the prompt by now, whatever it had before.
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         self._believed.take(request, server)
 
     def forget(self, server: Server) -> None:
         self._believed.forget(server)
-        self._answering.forget(server)
+        for key in [key for key in self._answering if key[1] == server.slot]:
+            del self._answering[key]
         self.index.forget(server.slot)
 
     def _correct(self, prompt: Prompt, server: Server, believed: int, cached_tokens: int) -> bool:

@@ -14,11 +14,10 @@ class Tickets(Generic[Note]):
     """One note per request and server. The same request may be sent to a server twice; then the first note is first.
 
     Requests are told apart as objects (two equal ones may be under way), and kept alive here, so that no other gets
-    the number of one that is gone. ``most``: with more, the oldest go; for notes that nobody need ever take.
+    the number of one that is gone.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._open: dict[tuple[int, int], list[tuple[Request, Note]]] = {}
 
     def __len__(self) -> int:
@@ -26,8 +25,6 @@ class Tickets(Generic[Note]):
 
     def note(self, request: Request, server: Server, note: Note) -> None:
         self._open.setdefault((id(request), server.slot), []).append((request, note))
-        if self._most is not None and len(self._open) > self._most:
-            del self._open[next(iter(self._open))]
 
     def take(self, request: Request, server: Server) -> Note | None:
         """The note; None where there is none, as after ``forget``."""
