@@ -224,6 +224,14 @@ def test_blocks_of_another_size_are_an_error_that_says_so(index: PreciseIndex) -
     assert index.trouble(0) == ""
 
 
+def test_a_name_that_is_told_for_two_blocks_leaves_nothing_behind(index: PreciseIndex) -> None:
+    tell(index, 0, stored(0, 1), BlocksStored([1000], None, TOKENS[4:8], 4), removed(0))
+    assert index.match(chain(), [0]) == [1] and index.match(chain(TOKENS[4:]), [0]) == [0], "what it was first"
+    tell(index, 3, removed(0))
+    assert index.match(chain(), [0]) == index.match(chain(TOKENS[4:]), [0]) == [0]
+    assert not any(index._holders.values())
+
+
 def test_other_kinds_of_layers_are_left_out(index: PreciseIndex) -> None:
     tell(index, 0, stored(0, 4), stored(0, 1, group=1), BlocksRemoved([1000], group=1))
     assert index.match(chain(), [0]) == [4] and index.counters.get("events_of_other_groups") == 2

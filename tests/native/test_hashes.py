@@ -39,6 +39,18 @@ def test_both_agree_with_the_library(data: bytes, block_bytes: int, seed: int) -
         assert _as_list(module.chain_hashes(data, block_bytes, seed)) == chained
 
 
+@pytest.mark.parametrize("block_bytes", range(1, 140))
+def test_every_size_of_block(block_bytes: int) -> None:
+    """Where the stripes of 32 bytes end, with the eight of the hash before and without."""
+    data = bytes((7 * at + block_bytes) % 256 for at in range(3 * block_bytes))
+    blocks = [data[at : at + block_bytes] for at in range(0, len(data), block_bytes)]
+    first = xxhash.xxh64_intdigest(blocks[0] + bytes(8))
+    second = xxhash.xxh64_intdigest(blocks[1] + first.to_bytes(8, "little"))
+    for module in IMPLEMENTATIONS:
+        assert _as_list(module.chain_hashes(data, block_bytes, 0))[:2] == [first, second]
+        assert _as_list(module.piece_hashes(data, block_bytes, 3)) == [xxhash.xxh64_intdigest(b, 3) for b in blocks]
+
+
 def test_without_the_library_the_twin_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytes(range(250)) * 3
     with_it = twin_hashes.chain_hashes(data, 64, 9).tolist(), twin_hashes.piece_hashes(data, 37, 9).tolist()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.router.running import Loop, Running, until
+from tests.store.redis_server import RedisServer
 
 from skymemory.conductor.fleet import Fleet
 from skymemory.errors import InvalidInput
-from skymemory.router.knowledge import Knowledge
+from skymemory.keys import first_ring
+from skymemory.router import knowledge
+from skymemory.router.knowledge import Knowledge, kind_of_blocks
 from skymemory.router.settings_file import settings_from
 
 Run = Callable[..., Running]
@@ -64,6 +69,81 @@ def test_routers_tell_each_other_what_they_learnt(loop: Loop) -> None:
         second.engines = []
         second.close()
         first.close()
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    directory = Path(tempfile.mkdtemp())  # a socket's path must be short
+    server = RedisServer(directory)
+    yield server
+    server.stop()
+    shutil.rmtree(directory)
+
+
+def test_routers_agree_through_redis_and_go_on_without_it(loop: Loop, redis: RedisServer) -> None:
+    shared: dict[str, Any] = {"strategy": "approximate", "replicas": {"redis": redis.url}}
+    first = Running(loop).start(2, **shared)
+    second = Running(loop, engines=first.engines)
+    try:
+        second.restart(**shared)
+        first.complete(prompt="a" * 4096)
+        until(lambda: decision_of(second, prompt="a" * 4096)["matched_tokens"] == 1024)
+        assert b'skymemory_router_replicas_degraded{kind="redis"} 0.0' in first.ask("GET", "/metrics").body
+        redis.stop()
+        until(lambda: "Redis does not answer" in str(first.ask("GET", "/ready").json["reasons"]))
+        assert first.ask("GET", "/ready").status == 200, "requests are served all the same"
+        assert b'skymemory_router_replicas_degraded{kind="redis"} 1.0' in first.ask("GET", "/metrics").body
+        first.complete(prompt="b" * 4096)
+        until(lambda: decision_of(first, prompt="b" * 4096)["matched_tokens"] == 1024)
+        redis.socket.unlink(missing_ok=True)
+        redis.start()
+        until(lambda: decision_of(second, prompt="b" * 4096)["matched_tokens"] == 1024)
+        until(lambda: second.ask("GET", "/ready").json["reasons"] == [])
+        assert b'skymemory_router_replica_deltas_total{outcome="received"}' in second.ask("GET", "/metrics").body
+    finally:
+        second.engines = []
+        second.close()
+        first.close()
+
+
+def test_what_is_known_is_written_while_it_runs(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knowledge, "SAVE_S", 0.05)
+    state = tmp_path / "index"
+    running = Running(loop).start(1, strategy="approximate", state=str(state))
+    try:
+        until(state.exists)
+        empty = state.stat().st_size
+        running.complete(prompt="a" * 4096)
+        until(lambda: state.stat().st_size > empty)
+        state.unlink()
+        state.mkdir()
+        until(lambda: "cannot be kept" in str(running.ask("GET", "/ready").json["reasons"]))
+        assert running.ask("GET", "/ready").status == 200
+        state.rmdir()
+        until(lambda: running.ask("GET", "/ready").json["reasons"] == [])
+    finally:
+        running.close()
+
+
+def test_replicas_beyond_this_computer_need_keys(tmp_path: Path) -> None:
+    table = {"strategy": "approximate", "replicas": {"peers": ["router-2:7000"]}}
+    with pytest.raises(InvalidInput, match="beyond this computer"):
+        Knowledge(settings_from(table), Fleet())
+    assert Knowledge(settings_from(table), Fleet(), first_ring(bytes(32))).scorer.name == "approximate"
+
+
+def test_blocks_of_another_kind_are_another_kind(tmp_path: Path) -> None:
+    def kind(**prompts: Any) -> str:
+        return kind_of_blocks(settings_from({"prompts": prompts}))
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(f'"{name}"')
+    a, b = str(tmp_path / "a"), str(tmp_path / "b" / "tokenizer.json")
+    kinds = [kind(), kind(block_bytes=32), kind(tokenizer=a), kind(tokenizer=b), kind(tokenizer=a, block_tokens=32)]
+    assert len(set(kinds)) == 5 and kind(tokenizer=a) == kind(tokenizer=str(tmp_path / "a" / "tokenizer.json"))
+    with pytest.raises(InvalidInput, match="no tokenizer at"):
+        kind(tokenizer=str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def test_what_one_learns_all_match(server: RedisServer) -> None:
             await until(lambda: one.match(chain(3, 700), [0]) == [700])
             async with sharing(late, server):
                 await until(lambda: late.match(chain(2), [0]) == [5] and late.match(chain(3, 700), [0]) == [700])
-            assert (first.status().sent, second.status().sent) == (3, 1)
-            assert (first.status().received, second.status().received) == (1, 3)
+            await until(lambda: (first.status().sent, second.status().sent) == (3, 1))
+            await until(lambda: (first.status().received, second.status().received) == (1, 3))
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -71,6 +71,7 @@ def test_a_killed_server_is_told_of_and_found_again(server: RedisServer) -> None
         async with sharing(one, server) as first, sharing(other, server) as second:
             one.learn(0, chain(1))
             await until(lambda: other.match(chain(1), [0]) == [20])
+            await until(lambda: not first.status().degraded and not second.status().degraded)
             server.stop()
             await until(lambda: bool(first.status().degraded and second.status().degraded))
             assert "Redis does not answer since" in first.status().degraded
@@ -86,6 +87,22 @@ def test_a_killed_server_is_told_of_and_found_again(server: RedisServer) -> None
                 await until(lambda: [late.match(chain(n), [0]) for n in (1, 2, 3)] == [[20]] * 3)
 
     asyncio.run(asyncio.wait_for(run(), 40))
+
+
+def test_a_server_that_is_emptied_is_told_again(server: RedisServer) -> None:
+    async def run() -> None:
+        one, other, late = an_index("a"), an_index("a"), an_index("a")
+        async with sharing(one, server), sharing(other, server):
+            one.learn(0, chain(1))
+            await until(lambda: other.match(chain(1), [0]) == [20])
+            link = Link(server.url, 2.0)
+            link.ask([pack(b"FLUSHALL")], 1)
+            link.close()
+            other.learn(0, chain(2))
+            async with sharing(late, server):
+                await until(lambda: [late.match(chain(n), [0]) for n in (1, 2)] == [[20]] * 2)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_a_server_that_hangs_holds_up_nobody(server: RedisServer) -> None:
@@ -121,7 +138,7 @@ def test_too_much_to_keep_is_counted_as_lost(server: RedisServer, monkeypatch: p
             one.learn(0, chain(number))
         async with sharing(one, server) as first, sharing(other, server):
             await until(lambda: other.match(chain(9), [0]) == [20])
-            assert (first.status().lost, first.status().sent) == (6, 4)
+            await until(lambda: (first.status().lost, first.status().sent) == (6, 4))
             assert other.match(chain(5), [0]) == [0] and other.match(chain(6), [0]) == [20]
 
     asyncio.run(asyncio.wait_for(run(), 30))

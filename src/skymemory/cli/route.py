@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from skymemory.router.proxy_server import serve
         from skymemory.router.settings_file import read_settings
+        from skymemory.testbed.key_file import read_keys
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
     flags = _flags(args)
@@ -77,7 +78,12 @@ def run(args: argparse.Namespace) -> int:
         pass
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(
-            serve(lambda: read_settings(args.settings, flags), args.settings, lambda line: print(line, flush=True))
+            serve(
+                lambda: read_settings(args.settings, flags),
+                args.settings,
+                lambda line: print(line, flush=True),
+                read_keys,
+            )
         )
 
 

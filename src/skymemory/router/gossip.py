@@ -85,6 +85,7 @@ class GossipReplicas:
         self._sent = self._received = self._refused = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     async def start(self) -> None:
         host, port = split_address(self._listen)
@@ -104,6 +105,7 @@ class GossipReplicas:
         self._keep(asyncio.create_task(self._follow(self.peers[-1])))
 
     async def close(self) -> None:
+        self._closing = True
         if self._server is not None:
             self._server.close()
         for task in list(self._tasks):
@@ -145,7 +147,7 @@ class GossipReplicas:
             number = -1
         await channel.send(_TOLD.pack(_WELCOME, max(0, number)) + self.life)
         spoken_s = time.monotonic()
-        while True:
+        while not self._closing:
             deltas = self._index.since(number)
             if deltas is None:
                 number = self._index.told
@@ -175,7 +177,7 @@ class GossipReplicas:
 
     async def _follow(self, peer: _Peer) -> None:
         pause_s = self._interval_s
-        while not peer.ourselves:
+        while not (peer.ourselves or self._closing):
             try:
                 await self._listen_to(peer)
             except _FAILURES as error:

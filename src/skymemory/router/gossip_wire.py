@@ -52,7 +52,8 @@ class Channel:
         mac = mac_of(self._sending, self._sent.to_bytes(8, "little"), body)
         self._sent += 1
         self._writer.write(_LENGTH.pack(len(body)) + body + mac)
-        await asyncio.wait_for(self._writer.drain(), self._timeout_s)
+        async with asyncio.timeout(self._timeout_s):
+            await self._writer.drain()
 
     async def receive(self) -> bytes:
         """The next frame's body.

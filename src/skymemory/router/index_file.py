@@ -13,7 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.conductor.prefix_index.snapshot import pack_snapshot, restore, take_snapshot, unpack_snapshot
+from skymemory.conductor.prefix_index.snapshot import (
+    Snapshot,
+    pack_snapshot,
+    restore,
+    take_snapshot,
+    unpack_snapshot,
+)
 from skymemory.errors import InvalidInput
 
 MAX_FILE_BYTES = 4 << 30
@@ -25,7 +31,12 @@ def save_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapp
     Raises:
         InvalidInput: a file that cannot be written. What was there is still there then.
     """
-    data = pack_snapshot(take_snapshot(index, kind, slots))
+    return write_snapshot(path, take_snapshot(index, kind, slots))
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> int:
+    """As ``save_index``, with what was taken before: packing and writing can go on in a thread."""
+    data = pack_snapshot(snapshot)
     unfinished = None
     try:
         descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

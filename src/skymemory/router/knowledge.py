@@ -6,16 +6,26 @@ comes in by `proxy_events`.)
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.shared import SharedPrefixIndex
+from skymemory.conductor.prefix_index.snapshot import Held, Snapshot
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import DEFAULT, NAMES, named, options_of
 from skymemory.errors import InvalidInput
+from skymemory.keys import KeyRing
 from skymemory.router.gossip import GossipReplicas
-from skymemory.router.index_file import load_index, save_index
+from skymemory.router.index_file import load_index, write_snapshot
 from skymemory.router.proxy_events import check_events, strategy_options
 from skymemory.router.replicas import Replicas, ReplicaStatus
 from skymemory.router.replicas_redis import RedisReplicas
@@ -23,24 +33,33 @@ from skymemory.router.settings import Settings
 
 log = logging.getLogger("skymemory.router")
 
+SAVE_S = 60.0
+"""Between two writings of the file; it is written at the end, too."""
+
 
 class Knowledge:
     """The strategy of ``settings`` and what feeds it. Start, follow and close it in one event loop."""
 
-    def __init__(self, settings: Settings, fleet: Fleet) -> None:
-        """
+    def __init__(self, settings: Settings, fleet: Fleet, keys: KeyRing | None = None) -> None:
+        """``keys``: what replicas show each other that they have.
+
         Raises:
             InvalidInput: a strategy or an option that does not exist, or one that cannot use what is set up for it.
         """
         self._settings = settings
         self._fleet = fleet
-        prompts = settings.prompts
-        self._kind = f"bytes-{prompts.block_bytes}" if prompts.tokenizer is None else f"tokens-{prompts.block_tokens}"
+        self._keys = keys
+        self._kind = kind_of_blocks(settings)
         self.scorer = self._scorer(settings)
         self._index = getattr(self.scorer, "index", None)
         if settings.state is not None and not isinstance(self._index, ApproximatePrefixIndex):
             raise InvalidInput(f"state: strategy {self.scorer.name!r} has nothing that could be kept in a file")
         self._replicas: Replicas | None = None
+        if isinstance(self._index, SharedPrefixIndex):
+            self._replicas = self._replicas_of(self._index)
+        self._saving: asyncio.Task[None] | None = None
+        self.unsaved = ""
+        """Why the file could not be written the last time."""
 
     async def start(self) -> None:
         """To be called when the fleet is known: what is in the file is put where its servers are now."""
@@ -50,8 +69,8 @@ class Knowledge:
                 log.info("%d blocks known from %s", blocks, self._settings.state)
             except InvalidInput as error:
                 log.warning("beginning with nothing: %s", error)
-        if isinstance(self._index, SharedPrefixIndex):
-            self._replicas = self._replicas_of(self._index)
+            self._saving = asyncio.create_task(self._save_for_ever())
+        if self._replicas is not None:
             await self._replicas.start()
 
     def replicas(self) -> ReplicaStatus | None:
@@ -61,12 +80,44 @@ class Knowledge:
         """``keep``: write what is known to the file, if there is one."""
         if self._replicas is not None:
             await self._replicas.close()
-        if keep and self._settings.state is not None and isinstance(self._index, ApproximatePrefixIndex):
-            try:
-                written = save_index(self._settings.state, self._index, self._kind, self._slots())
-                log.info("what is known is kept in %s: %d bytes", self._settings.state, written)
-            except InvalidInput as error:
+        if self._saving is not None:
+            self._saving.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._saving
+        if keep and (written := await self._save()):
+            log.info("what is known is kept in %s: %d bytes", self._settings.state, written)
+
+    def troubles(self) -> list[str]:
+        """What is not as it should be, though requests are served."""
+        found = [self.unsaved] if self.unsaved else []
+        status = self.replicas()
+        if status is not None and status.degraded:
+            found.append(f"what other routers learn is not known here ({status.kind}): {status.degraded}")
+        return found
+
+    async def _save_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_S)
+            await self._save()
+
+    async def _save(self) -> int:
+        """Bytes written; 0: there is no file, or it cannot be written. Requests get their turn meanwhile."""
+        index, path = self._index, self._settings.state
+        if path is None or not isinstance(index, ApproximatePrefixIndex):
+            return 0
+        held = {}
+        for name, slot in self._slots().items():
+            held[name] = Held(index.capacity_of(slot), index.dump(slot))
+            await asyncio.sleep(0)
+        try:
+            written = await asyncio.to_thread(write_snapshot, path, Snapshot(self._kind, held))
+        except InvalidInput as error:
+            if not self.unsaved:
                 log.error("%s", error)
+            self.unsaved = str(error)
+            return 0
+        self.unsaved = ""
+        return written
 
     def _slots(self) -> dict[str, int]:
         return {server.name: server.slot for server in self._fleet}
@@ -83,7 +134,9 @@ class Knowledge:
                 f"replicas: strategy {name!r} has nothing to share, or goes by events, as each of them can"
             )
         blocks = int(options.get("blocks_per_server", known.get("blocks_per_server", 1)))
-        return named(name, index=SharedPrefixIndex(self._name_of, self._slot_of, blocks), **options)
+        most = int(options.get("max_match_blocks", known.get("max_match_blocks", 0))) or None
+        secret = int.from_bytes(os.urandom(8), "little") | 1
+        return named(name, index=SharedPrefixIndex(self._name_of, self._slot_of, blocks, most, secret), **options)
 
     def _name_of(self, slot: int) -> str | None:
         return next((server.name for server in self._fleet if server.slot == slot), None)
@@ -95,6 +148,50 @@ class Knowledge:
     def _replicas_of(self, index: SharedPrefixIndex) -> Replicas:
         replicas = self._settings.replicas
         if replicas.redis:
-            return RedisReplicas(index, replicas.redis, self._kind)
+            return RedisReplicas(index, replicas.redis, self._kind, keys=self._keys)
         listen = replicas.listen or "127.0.0.1:0"
-        return GossipReplicas(index, lambda: list(self._slots().values()), listen, replicas.peers, self._kind)
+        slots = self._slots
+        return GossipReplicas(
+            index, lambda: list(slots().values()), listen, replicas.peers, self._kind, keys=self._keys
+        )
+
+
+def kind_of_blocks(settings: Settings) -> str:
+    """What must be the same for hashes to mean the same.
+
+    Raises:
+        InvalidInput: the tokenizer's file cannot be read.
+    """
+    prompts = settings.prompts
+    if prompts.tokenizer is None:
+        return f"bytes-{prompts.block_bytes}"
+    file = prompts.tokenizer / "tokenizer.json" if prompts.tokenizer.is_dir() else prompts.tokenizer
+    try:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise InvalidInput(f"no tokenizer at {file}: {error.strerror}") from None
+    return f"tokens-{prompts.block_tokens}-{digest}"
+
+
+class ReplicaFigures(Collector):
+    """For /metrics; nothing where there are no replicas."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._knowledge = knowledge
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        status = self._knowledge.replicas()
+        if status is None:
+            return
+        degraded = GaugeMetricFamily(
+            "skymemory_router_replicas_degraded", "1: what replicas learn is not shared", labels=["kind"]
+        )
+        degraded.add_metric([status.kind], float(bool(status.degraded)))
+        yield degraded
+        deltas = CounterMetricFamily(
+            "skymemory_router_replica_deltas", "What was learnt and shared, by what became of it", labels=["outcome"]
+        )
+        counts = {"sent": status.sent, "received": status.received, "lost": status.lost, "refused": status.refused}
+        for outcome, count in counts.items():
+            deltas.add_metric([outcome], count)
+        yield deltas

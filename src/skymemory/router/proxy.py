@@ -188,9 +188,7 @@ class Proxy:
                 reasons.append(f"server {name} is ejected: {known.why}")
             else:
                 reasons.append(f"server {name} drains")
-        replicas = self._knowledge.replicas()
-        if replicas is not None and replicas.degraded:
-            reasons.append(f"what other routers learn is not known here ({replicas.kind}): {replicas.degraded}")
+        reasons += self._knowledge.troubles()
         if not self.backends.known:
             reasons.append("no server is known")
         return able > 0 and not self.draining, reasons

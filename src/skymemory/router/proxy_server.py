@@ -15,7 +15,8 @@ from aiohttp import web
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
 from skymemory.errors import InvalidInput
-from skymemory.router.knowledge import Knowledge
+from skymemory.keys import KeyRing
+from skymemory.router.knowledge import Knowledge, ReplicaFigures
 from skymemory.router.prompts import PromptReader
 from skymemory.router.proxy import Proxy
 from skymemory.router.proxy_backends import Backends
@@ -39,16 +40,17 @@ _LOOPBACK = ("127.", "::1", "localhost")
 class ProxyServer:
     """A listening proxy. Made and closed within one event loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, keys: KeyRing | None = None) -> None:
         self.settings = settings
         fleet = Fleet()
-        self.knowledge = Knowledge(settings, fleet)
+        self.knowledge = Knowledge(settings, fleet, keys)
         self.picker = Picker(fleet, self.knowledge.scorer, settings.seed)
         self.metrics = ProxyMetrics(self.picker.fleet)
         self.backends = Backends(self.picker, self.metrics, settings.health, settings.timeouts.connect_s)
         self.reader = prompt_reader(settings, self.backends)
         self.events = EventsWatch(self.knowledge.scorer, self.backends)
         self.metrics.registry.register(self.events)
+        self.metrics.registry.register(ReplicaFigures(self.knowledge))
         self.port = 0
 
     async def start(self) -> None:
@@ -148,13 +150,19 @@ def prompt_reader(settings: Settings, backends: Backends) -> PromptReader:
     )
 
 
-async def serve(read: Callable[[], Settings], file: Path | None, say: Callable[[str], None]) -> int:
+async def serve(
+    read: Callable[[], Settings],
+    file: Path | None,
+    say: Callable[[str], None],
+    read_keys: Callable[[Path], KeyRing],
+) -> int:
     """Run until SIGTERM or SIGINT, then drain; a second one stops at once. SIGHUP, or a change of ``file``, reads anew.
 
     Returns the exit code: 0, or 1 where requests had to be cut off.
     """
     settings = read()
-    server = ProxyServer(settings)
+    key_file = settings.replicas.keys
+    server = ProxyServer(settings, None if key_file is None else read_keys(key_file))
     loop = asyncio.get_running_loop()
     told_to_stop, at_once = asyncio.Event(), asyncio.Event()
 

@@ -58,11 +58,17 @@ class RedisReplicas:
     ) -> None:
         try:
             redis: Any = importlib.import_module("redis.asyncio")
+            retry, backoff = importlib.import_module("redis.asyncio.retry"), importlib.import_module("redis.backoff")
         except ModuleNotFoundError as error:
             raise MissingExtra("replicas through Redis need redis: pip install 'skymemory[redis]'") from error
         try:
             self._redis = redis.Redis.from_url(
-                url, decode_responses=False, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None
+                url,
+                decode_responses=False,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                # The library's own attempts, with pauses up to ten seconds, would keep from us that it is gone.
+                retry=retry.Retry(backoff.NoBackoff(), 0),
             )
         except ValueError as error:
             raise InvalidInput(f"replicas at {url!r}: {error}: expected redis://HOST[:PORT][/DB]") from None
@@ -73,6 +79,9 @@ class RedisReplicas:
         )
         self._index, self._keys = index, keys
         self._stream = f"skymemory:replicas:{kind}".encode()
+        self._life_key = self._stream + b":life"
+        self._life: bytes | None = None
+        """Of the stream that we read: whoever finds none makes one up."""
         self._me = os.urandom(16)
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._entries, self._ttl_s = entries, ttl_s
@@ -81,19 +90,22 @@ class RedisReplicas:
         self._degraded = "not connected yet"
         self._sent = self._received = self._lost = self._refused = 0
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         """What is not yet sent gets one more try."""
+        self._closing = True  # a cancellation can be lost in the library's own waiting
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
             if not self._degraded:
                 with suppress(*self._failures):
-                    await asyncio.wait_for(self._send(), self._timeout_s)
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._send()
         with suppress(*self._failures):
             await self._redis.aclose()
 
@@ -102,10 +114,9 @@ class RedisReplicas:
 
     async def _run(self) -> None:
         pause_s = self._interval_s
-        while True:
+        while not self._closing:
             try:
-                if self._degraded:
-                    await self._resume()
+                await self._look()
                 await self._send()
                 await self._receive()
                 self._degraded, pause_s = "", self._interval_s
@@ -116,18 +127,20 @@ class RedisReplicas:
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _resume(self) -> None:
-        """After a pause: where the stream is another than the one we read, it is read and told from its beginning."""
-        try:
-            known = await self._redis.xinfo_stream(self._stream)
-            newest = known[b"last-generated-id"] if b"last-generated-id" in known else known["last-generated-id"]
-        except self._failures as error:
-            if "no such key" not in str(error):
-                raise
-            newest = b"0-0"
-        if _order(newest) < _order(self._last):
-            self._last = b"0-0"
-            self._told = self._index.kept_from
+    async def _look(self) -> None:
+        """Whether the stream is the one that we know: one that was emptied is read and told from its beginning.
+
+        By numbers it could not be told: another replica may have begun the new one, later than what we read last.
+        """
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(self._life_key, os.urandom(16), nx=True)
+            pipe.get(self._life_key)
+            _, life = await pipe.execute()
+        if life != self._life:
+            if self._life is not None:
+                self._last = b"0-0"
+                self._told = self._index.kept_from
+            self._life = life
 
     async def _send(self) -> None:
         while self._told < self._index.told:
@@ -195,9 +208,3 @@ def _flat(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
     while found and isinstance(found[0], list):
         found = found[0]
     return [] if found is None else [(number, fields) for number, fields in found]
-
-
-def _order(number: bytes | str) -> tuple[int, int]:
-    text = number.decode() if isinstance(number, bytes) else number
-    milliseconds, _, rest = text.partition("-")
-    return int(milliseconds), int(rest or 0)

@@ -128,6 +128,9 @@ class ReplicaSettings:
     redis: str = _setting("redis", text, "", "a Redis that all replicas reach, as redis://host:6379/0")
     listen: str = _setting("listen", text, "", "where other replicas are awaited, as 127.0.0.1:7400 (gossip)")
     peers: tuple[str, ...] = _setting("peers", texts, (), "where they are, as host:port (gossip)")
+    keys: Path | None = _setting(  # noqa: RUF009 - a frozen value, one for all
+        "keys", path, None, "a file of keys (`skymemory keys new`) that all have; gossip beyond this computer needs it"
+    )
 
     def __post_init__(self) -> None:
         if self.redis and (self.listen or self.peers):

@@ -85,7 +85,6 @@ class PreciseIndex:
                 engine.stale = True
             if any(isinstance(event, AllCleared) for event in batch.events):
                 self._clear(slot)
-                engine.waiting = {number: one for number, one in engine.waiting.items() if number > batch.sequence}
                 engine.expected = batch.sequence
             elif len(engine.waiting) < MAX_WAITING:
                 engine.waiting[batch.sequence] = batch
