@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -365,6 +366,45 @@ def test_a_flood_never_holds_the_loop_and_what_it_drops_is_found(replay: bool) -
             assert lags[len(lags) * 9 // 10] < 0.05, lags[-10:]
 
     run(scene, queue_messages=50, probe_s=0.2, patience_s=0.01)
+
+
+def test_what_waits_is_taken_a_slice_at_a_time() -> None:
+    async def scene(events: KvEvents, held: Held) -> None:
+        with a_publisher() as publisher:
+            feed = await heard(events, publisher, replay=False)
+            truth = publisher.order(publish=2000)  # nothing is read meanwhile: this is the loop's own thread
+            turns = 0
+            while feed.counts.batches < 2000:
+                await asyncio.sleep(0)
+                turns += feed.counts.batches > 0
+            assert turns >= 10 and held.held[SLOT] == truth
+
+    run(scene)
+
+
+def test_a_last_message_that_was_dropped_is_found_by_asking() -> None:
+    async def scene(events: KvEvents, held: Held) -> None:
+        with a_publisher() as publisher:
+            feed = await heard(events, publisher, replay=True)
+            publisher.order(publish=5)
+            publisher.order(drop=True)
+            truth = publisher.order(publish=5)
+            await until(lambda: held.held[SLOT] == truth)
+            assert feed.counts.gaps == feed.counts.losses == 0 and feed.counts.replayed == 5
+
+    run(scene, probe_s=0.2)
+
+
+def test_another_life_is_seen_by_its_numbers_alone() -> None:
+    """A proxy between may hide that a connection was made anew."""
+    held = Held()
+    feed = Feed("a", SLOT, "small", held)
+    for number in range(3):
+        feed.offer(number, msgspec.msgpack.encode([1.0, [["BlockRemoved", [number]]]]))
+    feed.offer(1, msgspec.msgpack.encode([1.0, [["BlockRemoved", [1]]]]))
+    assert (feed.counts.old, feed.counts.restarts, held.begun) == (1, 0, 1)
+    feed.offer(0, msgspec.msgpack.encode([2.0, [["AllBlocksCleared"]]]))
+    assert (feed.counts.restarts, held.begun, feed.counts.batches, feed.state) == (1, 2, 4, FeedState.LOST)
 
 
 def test_blocks_of_another_size_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -106,11 +106,18 @@ def test_blocks_whose_tokens_are_not_all_told_are_left_out(stored: list[Any]) ->
         pack([1.0, [["BlockRemoved", [1]]]])[:-1],
         pack([1.0, []]) + b"\x00",
         b"\x91" * 100_000,
-        b"x" * (MAX_MESSAGE_BYTES + 1),
     ],
 )
 def test_what_is_no_batch_is_refused(payload: bytes) -> None:
     with pytest.raises(MalformedEvents):
+        decode(0, payload)
+
+
+def test_more_than_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = pack([1.0, [["BlockRemoved", [1]]]])
+    assert decode(0, payload).batch.events
+    monkeypatch.setattr("skymemory.router.kv_messages.MAX_MESSAGE_BYTES", len(payload) - 1)
+    with pytest.raises(MalformedEvents, match="at most"):
         decode(0, payload)
 
 

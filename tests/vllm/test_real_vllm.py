@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import aiohttp
 import numpy as np
@@ -79,8 +80,18 @@ class Listening:
         """Prompt tokens that vLLM had cached; its events have come when this returns."""
         loop = asyncio.get_running_loop()
         cached = await loop.run_in_executor(None, lambda: self.vllm.complete(tokens, model, **more))
-        await asyncio.sleep(0.5)  # longer than a batch of events takes, and than the next probe
+        adapter, salt = "" if model == "small" else model, str(more.get("cache_salt", ""))
+        with suppress(TimeoutError):
+            await until(lambda: self.matched(tokens, adapter, salt) == len(tokens) // BLOCK_TOKENS)
+        await self.settled()
         return cached
+
+    async def settled(self) -> None:
+        """Until no events come any more: longer than a batch takes, and than the next probe."""
+        heard = -1
+        while heard != self.feed.counts.batches:
+            heard = self.feed.counts.batches
+            await asyncio.sleep(0.7)
 
     def matched(self, tokens: list[int], adapter: str = "", salt: str = "") -> int:
         return self.index.match(ours(tokens, adapter, salt), [SLOT])[0]
@@ -148,7 +159,7 @@ def test_what_is_generated_is_matched_too(vllm: Vllm) -> None:
         body["return_token_ids"] = True
         loop = asyncio.get_running_loop()
         answer = await loop.run_in_executor(None, lambda: ears.vllm.post("/v1/completions", body))
-        await asyncio.sleep(0.5)
+        await ears.settled()
         said = answer["choices"][0]["token_ids"]
         turn = prompt + said + a_prompt(21, 50)
         believed = ears.matched(turn)

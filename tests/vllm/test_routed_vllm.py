@@ -64,6 +64,10 @@ class Routed:
             text: str = answer.read().decode()
             return text
 
+    def batches(self) -> str:
+        lines = self.metrics().splitlines()
+        return "".join(line for line in lines if line.startswith("skymemory_router_server_events_batches_total"))
+
     def stop(self) -> int:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -91,9 +95,12 @@ def a_text(number: int, words: int) -> str:
     return " ".join(dice.choice(WORDS) for _ in range(words))
 
 
-def settle() -> None:
-    """Longer than a batch of events takes."""
-    time.sleep(0.5)
+def settle(routed: Routed) -> None:
+    """Until no events come any more."""
+    before, now = "", routed.batches()
+    while now != before:
+        time.sleep(1.0)
+        before, now = now, routed.batches()
 
 
 def test_a_prompt_goes_to_the_server_that_has_it_whoever_sent_it_there(
@@ -106,7 +113,7 @@ def test_a_prompt_goes_to_the_server_that_has_it_whoever_sent_it_there(
         assert decision["matched_tokens"] == cached == 0
         text = a_text(2000 + number, 150)
         server.post("/v1/completions", {"model": "small", "prompt": text, "max_tokens": 1})
-        settle()
+        settle(routed)
         decision, _, cached = routed.complete(text)
         assert decision["server"] == server.name, decision
         assert cached == decision["matched_tokens"] >= 4 * BLOCK_TOKENS
@@ -119,10 +126,10 @@ def test_second_turns_go_where_the_first_were_and_find_their_cache(routed: Route
         decision, said, cached = routed.complete(text, max_tokens=60)
         assert cached == decision["matched_tokens"] == 0
         turns[text + said] = decision["server"]
-        settle()
+        settle(routed)
     for text, server in turns.items():
         decision, _, cached = routed.complete(f"{text} {a_text(5, 30)}")
-        settle()
+        settle(routed)
         assert decision["server"] == server, decision
         # What was said is text by now, and may be cut into other tokens where it was cut off.
         assert cached == decision["matched_tokens"] > 2 * BLOCK_TOKENS
@@ -132,7 +139,7 @@ def test_salts_do_not_meet(routed: Routed) -> None:
     text = a_text(4000, 120)
     for salt in ("A", "B"):
         decision, _, cached = routed.complete(text, cache_salt=salt)
-        settle()
+        settle(routed)
         assert cached == decision["matched_tokens"] == 0
     decision, _, cached = routed.complete(text, cache_salt="A")
     assert cached == decision["matched_tokens"] > 0
@@ -142,7 +149,7 @@ def test_an_adapter_goes_to_who_has_it_and_finds_its_own_cache(routed: Routed) -
     text = a_text(5000, 120)
     for model in ("small", "sql"):
         decision, _, cached = routed.complete(text, model=model)
-        settle()
+        settle(routed)
         assert cached == decision["matched_tokens"] == 0
     decision, _, cached = routed.complete(text, model="sql")
     assert decision["server"] == "one" and cached == decision["matched_tokens"] > 0
