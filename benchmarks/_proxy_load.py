@@ -24,9 +24,9 @@ def bodies(body_bytes: int, seed: int) -> list[bytes]:
     dice = random.Random(seed)
     asked = []
     for _ in range(PROMPTS):
-        talk = "".join(dice.choice("abcdefghijklmnopqrstuvwxyz     ") for _ in range(body_bytes))
+        talk = "".join(dice.choices("abcdefghijklmnopqrstuvwxyz     ", k=body_bytes))
         for turn in range(1, TURNS + 1):
-            own = "".join(dice.choice("0123456789") for _ in range(body_bytes))
+            own = dice.randbytes(body_bytes // 2 + 1).hex()
             shell = len(json.dumps({"model": "mock", "prompt": "", "max_tokens": 40}))
             letters = body_bytes - shell
             shared = letters * turn // TURNS

@@ -43,7 +43,7 @@ def process(*command: str, says: str | None = "") -> Iterator[str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RUST_LOG": "error"}
     out = subprocess.PIPE if says is not None else subprocess.DEVNULL
     running = subprocess.Popen(
-        command, stdout=out, stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True
+        command, stdout=out, stderr=subprocess.DEVNULL, text=True, env=environment, process_group=0
     )
     try:
         yield running.stdout.readline().strip() if running.stdout is not None else ""
@@ -74,14 +74,21 @@ def our_router(engines: list[int], *more: str) -> Iterator[int]:
         yield int(line.split("127.0.0.1:")[1].split(":")[0])
 
 
+def free_ports(number: int) -> list[int]:
+    """For whoever cannot be asked which port it took."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 @contextmanager
 def peer_router(python: Path, engines: list[int]) -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port, metrics_port = free_ports(2)
     urls = [f"http://127.0.0.1:{each}" for each in engines]
     command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--policy", "cache_aware", "--prometheus-port", "0", "--worker-urls", *urls]
+    command += ["--policy", "cache_aware", "--prometheus-port", str(metrics_port), "--worker-urls", *urls]
     with process(*command, says=None):
         for _ in range(300):
             try:

@@ -135,6 +135,7 @@ def test_a_port_that_is_taken_is_said_in_one_line(two_engines: list[int]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ten_thousand_requests_of_every_kind_leave_nothing_behind(two_engines: list[int]) -> None:
     """Whole answers, streams, broken ones, refused ones, clients that leave: open files and memory stay."""
     psutil = pytest.importorskip("psutil")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -181,6 +182,7 @@ async def serve(
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, reload)
     await server.start()
+    gc.freeze()  # what stands now stays: the collector need not look at it in the middle of a request
     host, _ = host_and_port(settings.listen)
     say(f"listening on http://{f'[{host}]' if ':' in host else host}:{server.port}: {len(settings.backends)} servers, "
         f"{server.picker.scorer.name}")  # fmt: skip
