@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.end_to_end.in_process import skymemory
 
 VALUES = """
 import hashlib, random
@@ -44,6 +45,10 @@ class Sky:
         self.run_dir = folder / "run"
 
     def __call__(self, *words: str, run_dir: Path | None = None) -> str:
+        if words[0] == "constellation":
+            code, out, err = skymemory(*words, "--run-dir", str(run_dir or self.run_dir))
+            assert code == 0, err
+            return out
         return self._run(["-m", "skymemory", *words], run_dir)
 
     def python(self, code: str, run_dir: Path | None = None) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.end_to_end.in_process import skymemory
 
 COMMAND = [sys.executable, "-m", "skymemory"]
 BIG_BYTES = 20_000_000
@@ -31,8 +32,8 @@ class Sky:
         )
 
     def up(self, *words: str) -> None:
-        answer = self("constellation", "up", "--base-port", "auto", *words)
-        assert answer.returncode == 0, answer.stderr
+        code, _, err = skymemory("constellation", "up", "--base-port", "auto", "--run-dir", str(self.run_dir), *words)
+        assert code == 0, err
 
     def python(self, code: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -45,7 +46,7 @@ class Sky:
 def sky(tmp_path: Path) -> Iterator[Sky]:
     made = Sky(tmp_path)
     yield made
-    made("constellation", "down")
+    skymemory("constellation", "down", "--run-dir", str(made.run_dir))
 
 
 @pytest.fixture(scope="module")

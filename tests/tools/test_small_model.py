@@ -85,6 +85,17 @@ def test_the_packages_that_are_missing_are_named(monkeypatch: Any, tmp_path: Pat
     assert "not installed: git-doc" in said and "apt-get install" in said and list(tmp_path.iterdir()) == []
 
 
+def test_an_interruption_before_the_training_is_said_in_a_line(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    def interrupted(documents: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "missing_packages", list)
+    monkeypatch.setattr(command, "read_sources", list)
+    monkeypatch.setattr(corpus, "train_tokenizer", interrupted)
+    assert command.main(["--folder", str(tmp_path), "--threads", "1"]) == 130
+    assert "interrupted while the text was prepared" in capsys.readouterr().out
+
+
 def test_the_loss_in_parts_is_the_loss_at_once() -> None:
     hidden, weight = torch.randn(700, 16, requires_grad=True), torch.randn(90, 16, requires_grad=True)
     targets = torch.randint(0, 90, (700,))

@@ -30,7 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # also where the shell that started us had them ignored
         signal.signal(number, signal.default_int_handler)
     folder: Path = args.folder
-    prepared = _prepared(folder)
+    try:
+        prepared = _prepared(folder)
+    except KeyboardInterrupt:
+        print("\ninterrupted while the text was prepared (some minutes): the same command begins with that anew")
+        return 130
     if prepared is None:
         return 1
     tokenizer, stream, held_out = prepared
