@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.fleet import Fleet, Server
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.strategies.plain import InTurn
 from skymemory.errors import InvalidInput
@@ -61,12 +61,19 @@ def test_a_name_gives_every_address_and_one_that_is_gone_changes_nothing() -> No
 
 
 def test_the_fleet_follows_and_keeps_what_it_knows_of_those_that_stay() -> None:
-    picker = Picker(Fleet(), InTurn())
+    forgotten: list[str] = []
+
+    class Forgetting(InTurn):
+        def forget(self, server: Server) -> None:
+            forgotten.append(server.name)
+
+    picker = Picker(Fleet(), Forgetting())
     endpoints = asyncio.run(FixedSource(["1.1.1.1:1", "1.1.1.2:1", "1.1.1.1:1"]).endpoints())
     assert endpoints is not None and update(picker, endpoints) == (["1.1.1.1:1", "1.1.1.2:1"], [])
     picker.fleet.servers["1.1.1.2:1"].in_flight = 4
     assert update(picker, ("1.1.1.2:1", "1.1.1.3:1")) == (["1.1.1.3:1"], ["1.1.1.1:1"])
     assert {server.name: server.in_flight for server in picker.fleet} == {"1.1.1.2:1": 4, "1.1.1.3:1": 0}
+    assert forgotten == ["1.1.1.1:1"]
 
 
 def test_ejection_needs_failures_in_a_row_and_never_takes_the_last() -> None:

@@ -132,8 +132,12 @@ def test_a_stop_turns_new_streams_away_and_waits_for_old_ones() -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             call = a_call(channel)
             await call.write(request_headers())
-            await asyncio.sleep(0.05)
+            await server.ready()
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+            assert NAMES[(await watch.read()).status] == "SERVING"
             stopping = asyncio.create_task(server.stop(5))
+            assert NAMES[(await watch.read()).status] == "NOT_SERVING"
+            watch.cancel()
             await asyncio.sleep(0.1)
             assert not stopping.done()
             await call.write(request_body(a_completion()))

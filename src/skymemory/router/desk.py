@@ -105,10 +105,12 @@ class Desk:
         except NoServer as error:
             raise Refusal(503, str(error), self.settings.retry_after_s) from error
 
-    def endpoints(self, decision: Decision, among: Collection[str] | None) -> str:
-        """``ip:port`` of the server chosen, then of as many fallbacks as are wanted, best first."""
-        others = [name for name in decision.fallbacks if among is None or name in among]
-        return ",".join((decision.server, *others[: self.settings.fallbacks]))
+    def endpoints(self, decision: Decision) -> str:
+        """``ip:port`` of the server chosen, then of as many fallbacks as are wanted, best first.
+
+        All of them are of the subset that was asked for, since the picker saw no others.
+        """
+        return ",".join((decision.server, *decision.fallbacks[: self.settings.fallbacks]))
 
     def _with_room(self, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
         most = self.settings.most_requests

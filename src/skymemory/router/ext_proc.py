@@ -146,7 +146,7 @@ class Exchange:
         self._desk.counters.add("picks_total", label=decision.server)
         self._desk.counters.add("prompt_tokens_total", request.prompt.tokens)
         self._desk.counters.add("matched_tokens_total", decision.matched_tokens)
-        mutation, metadata = say.destination(self._desk.endpoints(decision, self._subset))
+        mutation, metadata = say.destination(self._desk.endpoints(decision))
         return self._go_on(body, mutation, metadata, trailers)
 
     def _go_on(
