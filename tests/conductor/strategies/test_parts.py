@@ -129,26 +129,41 @@ def test_a_line_is_fitted_past_what_lies_far_off_it() -> None:
     tokens = dice.uniform(100, 8000, 32)
     seconds = 0.05 + 2e-4 * tokens + dice.normal(0, 0.005, 32)
     seconds[[3, 17]] = 30.0
-    fixed_s, per_token_s = fit(list(zip(tokens.tolist(), seconds.tolist(), strict=True)))
-    assert fixed_s == pytest.approx(0.05, abs=0.01) and per_token_s == pytest.approx(2e-4, rel=0.03)
-    assert fit([(100.0, 0.5)] * 5) == (0.0, pytest.approx(0.005))
-    assert fit([(100.0, 0.9), (1000.0, 0.1), (2000.0, 0.05)])[1] > 0
+    fixed_s, per_token_s, bend = fit(
+        [(n, 0.0, taken) for n, taken in zip(tokens.tolist(), seconds.tolist(), strict=True)]
+    )
+    assert fixed_s == pytest.approx(0.05, abs=0.01) and per_token_s == pytest.approx(2e-4, rel=0.03) and bend == 0.0
+    assert fit([(100.0, 0.0, 0.5)] * 5) == (0.0, pytest.approx(0.005), 0.0)
+    assert fit([(100.0, 0.0, 0.9), (1000.0, 0.0, 0.1), (2000.0, 0.0, 0.05)])[1] > 0
 
 
 def test_speeds_are_learned_for_each_server_and_shared_until_then() -> None:
     speeds = LearnedSpeeds()
     assert speeds.line(0) == UNKNOWN
     for tokens in range(100, 4100, 100):
-        speeds.observe(0, tokens, 0.1 + 1e-3 * tokens)
-    assert speeds.line(0) == pytest.approx((0.1, 1e-3))
-    assert speeds.line(1) == pytest.approx((0.1, 1e-3)), "unknown servers are believed to be like the others"
+        speeds.observe(0, 2 * tokens, tokens, 0.1 + 1e-3 * tokens)
+    assert speeds.line(0) == pytest.approx((0.1, 1e-3, 0.0))
+    assert speeds.line(1) == pytest.approx((0.1, 1e-3, 0.0)), "unknown servers are believed to be like the others"
     for tokens in range(100, 4100, 100):
-        speeds.observe(1, tokens, 1e-4 * tokens + 0.01)
-    assert speeds.line(1) == pytest.approx((0.01, 1e-4)) and speeds.line(0) == pytest.approx((0.1, 1e-3))
+        speeds.observe(1, tokens, 0, 1e-4 * tokens + 0.01)
+    assert speeds.line(1) == pytest.approx((0.01, 1e-4, 0.0)) and speeds.line(0) == pytest.approx((0.1, 1e-3, 0.0))
     assert speeds.prefills_s([0, 1], 1000, [400, 0]) == pytest.approx([0.7, 0.11])
     speeds.forget(1)
-    assert speeds.line(1) != pytest.approx((0.01, 1e-4))
-    speeds.observe(2, 0, 0.0)  # Fully cached.
+    assert speeds.line(1) != pytest.approx((0.01, 1e-4, 0.0))
+    speeds.observe(2, 0, 0, 0.0)
+    speeds.observe(2, 100, 100, 0.0)  # Fully cached.
+
+
+def test_long_prompts_teach_what_attention_costs() -> None:
+    """The cost model's curve is found again from what it would take, with a tenth of error and some short prompts."""
+    dice = np.random.default_rng(5)
+    speeds = LearnedSpeeds()
+    for tokens in np.exp(dice.normal(8.7, 1.2, 400)).clip(100, 120_000).tolist():
+        held = int(tokens * dice.choice([0.0, 0.0, 0.5]))
+        speeds.observe(0, int(tokens), held, LLAMA_70B_8xA800.prefill_s(tokens, held) * dice.normal(1.0, 0.1))
+    for tokens, held in ((1_000, 0), (10_000, 5_000), (60_000, 0)):
+        expected = LLAMA_70B_8xA800.prefill_s(tokens, held)
+        assert speeds.prefills_s([0], tokens, [held])[0] == pytest.approx(expected, rel=0.25), (tokens, held)
 
 
 def test_a_server_that_slows_down_is_noticed() -> None:
@@ -156,7 +171,7 @@ def test_a_server_that_slows_down_is_noticed() -> None:
     dice = np.random.default_rng(4)
     for per_token_s in (1e-4, 1e-3):
         for tokens in dice.uniform(100, 4000, 40).tolist():
-            speeds.observe(0, int(tokens), per_token_s * tokens)
+            speeds.observe(0, int(tokens), 0, per_token_s * tokens)
     assert speeds.line(0)[1] == pytest.approx(1e-3, rel=0.05)
 
 

@@ -79,7 +79,7 @@ class _Sent:
 
     prefill: Prefill
     chain: NDArray[np.uint64] | None
-    computed_tokens: int
+    cached_tokens: int
 
 
 class LeastTtft(Indexed):
@@ -142,7 +142,7 @@ class LeastTtft(Indexed):
         chain = None
         if self.settings.under_way_blocks and len(prompt.blocks):
             chain = self._under_way.add(slot, prompt.blocks)
-        sent = _Sent(self._queues.add(slot, work_s, now_s), chain, prompt.tokens - matched[0])
+        sent = _Sent(self._queues.add(slot, work_s, now_s), chain, matched[0])
         self._sent.note(request, server, sent)
         self._price.sent(work_s, now_s)
         self._guard.sent(slot, now_s)
@@ -151,8 +151,8 @@ class LeastTtft(Indexed):
         sent = self._sent.take(request, server)
         if sent is not None:
             seconds = self._done(server.slot, sent, now_s)
-            computed = sent.computed_tokens if cached_tokens is None else request.prompt.tokens - cached_tokens
-            self.speeds.observe(server.slot, computed, seconds)
+            cached = sent.cached_tokens if cached_tokens is None else cached_tokens
+            self.speeds.observe(server.slot, request.prompt.tokens, cached, seconds)
         super().succeeded(request, server, now_s, cached_tokens)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class PrefillCost(Protocol):
@@ -22,8 +23,8 @@ class Speeds(Protocol):
         """Seconds for a prompt of ``tokens``, per server with what it has cached of it."""
         ...
 
-    def observe(self, slot: int, computed_tokens: int, seconds: float) -> None:
-        """A server took so long for so many tokens that it did not have."""
+    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+        """A server took so long for a prompt of ``tokens`` of which it had the first ``cached``."""
         ...
 
     def forget(self, slot: int) -> None: ...
@@ -44,33 +45,38 @@ class GivenSpeeds:
                 seconds[held] = self._cost.prefill_s(tokens, held)
         return [seconds[held] for held in cached]
 
-    def observe(self, slot: int, computed_tokens: int, seconds: float) -> None:
+    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
         pass
 
     def forget(self, slot: int) -> None:
         pass
 
 
-Line = tuple[float, float]
-"""Fixed seconds, and seconds per computed token."""
-UNKNOWN: Line = (0.02, 1e-4)
+Line = tuple[float, float, float]
+"""Fixed seconds, seconds per computed token, and how much of those again per token that it attends to (twice)."""
+UNKNOWN: Line = (0.02, 1e-4, 0.0)
 """Before anything was observed: 10,000 tokens per second. Only proportions matter then, not the speed."""
+BENDS = (0.0, 5e-6, 1e-5, 2e-5, 4e-5, 8e-5)
+"""Of the last: attention over weights, by the cost model's ``a / (b·d)``: 2.2e-5 for a width of 8192."""
+Point = tuple[float, float, float]
+"""Tokens of a prompt, how many were cached, and the seconds it took."""
 
 
 class LearnedSpeeds:
-    """A line through the latest observations of each server, without those that lie far off it.
+    """A curve through the latest observations of each server, without those that lie far off it.
 
-    A server with fewer than ``ENOUGH`` takes the line of all servers together. Nobody has to configure a speed, and
-    a slow server among fast ones is found out by itself.
+    It has the shape of ``cost_model``: n tokens of which p are cached take ``fixed + s·(n − p)·(1 + bend·(n + p))``. A
+    server with fewer than ``ENOUGH`` takes the curve of all servers together. Nobody has to configure a speed, and a
+    slow server among fast ones is found out by itself.
     """
 
     KEPT = 32
     ENOUGH = 4
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[tuple[float, float]]] = {}
+        self._seen: dict[int, deque[Point]] = {}
         self._lines: dict[int, Line] = {}
-        self._together: deque[tuple[float, float]] = deque(maxlen=2 * self.KEPT)
+        self._together: deque[Point] = deque(maxlen=2 * self.KEPT)
         self._common: Line = UNKNOWN
         self._count = 0
 
@@ -81,49 +87,70 @@ class LearnedSpeeds:
         lines, common = self._lines, self._common
         seconds = []
         for slot, held in zip(slots, cached, strict=True):
-            fixed_s, per_token_s = lines.get(slot, common)
-            seconds.append(fixed_s + per_token_s * (tokens - held))
+            fixed_s, per_token_s, bend = lines.get(slot, common)
+            seconds.append(fixed_s + per_token_s * (tokens - held) * (1.0 + bend * (tokens + held)))
         return seconds
 
-    def observe(self, slot: int, computed_tokens: int, seconds: float) -> None:
-        point = (float(max(1, computed_tokens)), seconds)
+    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+        point = (float(max(1, tokens)), float(max(0, min(cached, tokens - 1))), seconds)
         seen = self._seen.setdefault(slot, deque(maxlen=self.KEPT))
         seen.append(point)
         self._together.append(point)
         self._count += 1
-        # Every observation while they are few, then one in four: a fit takes some 50 µs.
+        # Every observation while they are few, then one in four: a fit takes some 0.2 ms.
         if len(seen) >= self.ENOUGH and (len(seen) < 2 * self.ENOUGH or self._count % 4 == 0):
-            self._lines[slot] = fit(seen)
+            self._lines[slot] = fit(seen, self.line(slot)[2])
         if len(self._together) >= self.ENOUGH and (self._count < self.KEPT or self._count % 8 == 0):
-            self._common = fit(self._together)
+            self._common = fit(self._together, self._common[2])
 
     def forget(self, slot: int) -> None:
         self._seen.pop(slot, None)
         self._lines.pop(slot, None)
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Line:
-    """Least squares twice: the second time without points more than three usual errors off the first line.
+def fit(points: Sequence[Point], bend: float = 0.0) -> Line:
+    """The best curve whose bend is ``bend`` or next to it in ``BENDS``; more bend must be better by a twentieth.
 
-    Never a negative part: prompts of one length only say what a token takes, not what is fixed.
+    Best is the least mean error, without the worst sixteenth of the points.
     """
-    tokens, seconds = np.array(points, dtype=np.float64).T
-    line = _least_squares(tokens, seconds)
+    tokens, cached, seconds = np.array(points, dtype=np.float64).T
+    at = BENDS.index(bend)
+    kept = len(points) - len(points) // 16
+    best: Line | None = None
+    best_error = 0.0
+    for tried in BENDS[max(0, at - 1) : at + 2]:
+        work = (tokens - cached) * (1.0 + tried * (tokens + cached))
+        fixed_s, per_token_s = _line(work, seconds)
+        error = float(np.sort(np.abs(seconds - fixed_s - per_token_s * work))[:kept].mean())
+        if best is None or error < 0.95 * best_error:
+            best, best_error = (fixed_s, per_token_s, tried), error
+    assert best is not None
+    return best
+
+
+Column = NDArray[np.float64]
+
+
+def _line(work: Column, seconds: Column) -> tuple[float, float]:
+    """Least squares, then again without points more than three usual errors off the line.
+
+    An error is usual for the point's size: three seconds are much for a short prompt and little for a long one.
+    """
+    fixed_s, per_work_s = _least_squares(work, seconds)
     for _ in range(2):
-        errors = np.abs(seconds - line[0] - line[1] * tokens)
+        errors = np.abs(seconds - fixed_s - per_work_s * work) / (fixed_s + per_work_s * work)
         near = errors <= 3.0 * np.median(errors) + 1e-9
-        line = _least_squares(tokens[near], seconds[near])
-    return line
+        fixed_s, per_work_s = _least_squares(work[near], seconds[near])
+    return fixed_s, per_work_s
 
 
-def _least_squares(
-    tokens: np.ndarray[tuple[int], np.dtype[np.float64]], seconds: np.ndarray[tuple[int], np.dtype[np.float64]]
-) -> Line:
-    tokens_mean, seconds_mean = float(tokens.mean()), float(seconds.mean())
-    spread = float(((tokens - tokens_mean) ** 2).mean())
-    through_zero = (0.0, max(1e-9, seconds_mean / tokens_mean))
-    if spread < (0.1 * tokens_mean) ** 2:
+def _least_squares(work: Column, seconds: Column) -> tuple[float, float]:
+    """Never a negative part: prompts of one length only say what a token takes, not what is fixed."""
+    work_mean, seconds_mean = float(work.mean()), float(seconds.mean())
+    spread = float(((work - work_mean) ** 2).mean())
+    through_zero = (0.0, max(1e-9, seconds_mean / work_mean))
+    if spread < (0.1 * work_mean) ** 2:
         return through_zero
-    per_token_s = float(((tokens - tokens_mean) * (seconds - seconds_mean)).mean()) / spread
-    fixed_s = seconds_mean - per_token_s * tokens_mean
-    return (fixed_s, per_token_s) if fixed_s >= 0.0 and per_token_s > 0.0 else through_zero
+    per_work_s = float(((work - work_mean) * (seconds - seconds_mean)).mean()) / spread
+    fixed_s = seconds_mean - per_work_s * work_mean
+    return (fixed_s, per_work_s) if fixed_s >= 0.0 and per_work_s > 0.0 else through_zero
