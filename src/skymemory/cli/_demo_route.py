@@ -24,7 +24,10 @@ from skymemory.cli._demo_route_processes import service
 from skymemory.cli._demo_route_table import WIDTH, Row, figures, final, frame
 
 ENGINES = 4
-REQUESTS, QUICK_REQUESTS = 120, 50
+ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 40
+"""Requests of a round. In the second one other prompts are sent and the strategies come in reverse order: what drifts
+meanwhile, as other programs on the computer do, then harms all alike. ``--quick`` has one round.
+"""
 CACHE_SHARE = 1 / 3
 """Of all distinct blocks of the prompts, what each engine's cache holds: no engine has room for everything."""
 BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
@@ -38,14 +41,14 @@ WATCH_S = 0.4
 class Stage:
     """What a run of one strategy needs of what stands around it."""
 
-    def __init__(self, client: aiohttp.ClientSession, urls: Sequence[str], load: Load, screen: Screen) -> None:
+    def __init__(
+        self, client: aiohttp.ClientSession, urls: Sequence[str], screen: Screen, strategies: Sequence[str], total: int
+    ) -> None:
         self.client = client
         self.urls = urls
-        self.load = load
         self.screen = screen
-        self.span_s = 0.0
-        self.rows: list[Row] = []
-        self.to_come: list[str] = []
+        nothing = [0] * len(urls)
+        self.rows = [Row(strategy, total, served=list(nothing), loads=list(nothing)) for strategy in strategies]
 
     async def measure(self, seed: int) -> float:
         """Tokens per second that the engines compute together, none of them cached."""
@@ -60,24 +63,21 @@ class Stage:
         tokens = sum(await asyncio.gather(*(one(url) for url in self.urls for _ in range(2))))
         return tokens / (time.perf_counter() - began_s)
 
-    async def run(self, strategy: str, words: Sequence[str]) -> Row:
-        """All requests through a router of this strategy, over engines that have nothing cached."""
+    async def run(self, row: Row, words: Sequence[str], load: Load, span_s: float) -> None:
+        """The requests of one round, through a router of this strategy over engines that have nothing cached."""
         await clear_caches(self.client, self.urls)
-        before = await self._counts()
-        row = Row(strategy, len(self.load.asked), served=[0] * len(self.urls), loads=[0] * len(self.urls))
-        self.rows.append(row)
+        before = [now - served for now, served in zip(await self._counts(), row.served, strict=True)]
         async with service("the router", 1, *words) as (router,):
             watching = asyncio.create_task(self._watch(row, before))
             try:
                 began_s = time.perf_counter()
-                await replay(self.client, router, self.load, self.span_s, row.heard.append)
-                row.seconds = time.perf_counter() - began_s
+                await replay(self.client, router, load, span_s, row.heard.append)
+                row.seconds += time.perf_counter() - began_s
             finally:
                 watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await watching
         row.served = [now - then for now, then in zip(await self._counts(), before, strict=True)]
-        return row
 
     async def _counts(self) -> list[int]:
         """Prompts that each engine has begun."""
@@ -90,7 +90,7 @@ class Stage:
                 told = await metrics(self.client, url)
                 row.served[at] = int(told.get("vllm:time_to_first_token_seconds_count", 0)) - before[at]
                 row.loads[at] = int(told["vllm:num_requests_waiting"] + told["vllm:num_requests_running"])
-            self.screen.show(frame(self.rows, self.to_come), figures(row))
+            self.screen.show(frame(self.rows, row), [] if self.screen.live else figures(row))
             await asyncio.sleep(WATCH_S)
 
 
@@ -105,16 +105,17 @@ def run_route(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     screen = Screen(sys.stderr if args.json else sys.stdout, WIDTH, began_s)
     try:
-        stage = asyncio.run(_until_interrupted(_demonstrate(args, screen)))
+        stage, loads = asyncio.run(_until_interrupted(_demonstrate(args, screen)))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
         screen.close()
     sound = all(not row.failed and len(row.heard) == row.requests == sum(row.served) for row in stage.rows)
     if args.json:
-        print(json.dumps(_report(args, stage, sound), indent=1))
+        print(json.dumps(_report(args, stage, loads, sound), indent=1))
     else:
-        print("\n" + "\n".join(final(stage.rows)))
+        if not screen.live:  # there it stands already
+            print("\n" + "\n".join(final(stage.rows)))
         words = "every request was answered" if sound else "NOT as it should be: requests failed"
         print(f"\n{words}; the engines are down again; {time.monotonic() - began_s:.0f} s")
     for row in stage.rows:
@@ -123,12 +124,14 @@ def run_route(args: argparse.Namespace) -> int:
     return 0 if sound else 1
 
 
-async def _demonstrate(args: argparse.Namespace, screen: Screen) -> Stage:
-    load = make_load(args.workload, args.requests or (QUICK_REQUESTS if args.quick else REQUESTS), args.seed)
-    cache_blocks = max(1, int(load.distinct_blocks * CACHE_SHARE))
+async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage, list[Load]]:
+    count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
+    loads = [make_load(args.workload, count, args.seed + 7919 * at) for at in range(1 if args.quick else ROUNDS)]
+    tokens, distinct = sum(load.tokens for load in loads), sum(load.distinct_blocks for load in loads) / len(loads)
+    cache_blocks = max(1, int(distinct * CACHE_SHARE))
     screen.say(
-        f"{len(load.asked)} prompts, {load.tokens / len(load.asked):,.0f} tokens each on average; one cache with room "
-        f"for everything would supply {load.best_hits:.0%} of them"
+        f"{sum(len(load.asked) for load in loads)} prompts, {tokens / sum(len(load.asked) for load in loads):,.0f} "
+        f"tokens each on average; one cache with room for everything would supply {_best_hits(loads):.0%} of them"
     )
     async with AsyncExitStack() as stack:
         settings = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-demo-route-"))) / "route.toml"
@@ -138,38 +141,42 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen) -> Stage:
         urls = await stack.enter_async_context(service("the engines", ENGINES, *words, *cache))
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        stage = Stage(client, urls, load, screen)
-        await stage.measure(args.seed)  # what is slow only the first time
-        speed = await stage.measure(args.seed + 1)
-        stage.span_s = load.tokens / (OFFERED * speed)
-        screen.say(
-            f"{ENGINES} engines, one thread and {cache_blocks:,} blocks of cache each ({CACHE_SHARE:.0%} of the "
-            f"prompts' {load.distinct_blocks:,}); together {speed:,.0f} tokens/s uncached: requests over "
-            f"{stage.span_s:.0f} s, for each strategy"
-        )
         order = list(args.strategies)
         random.Random(args.seed).shuffle(order)
-        for at, strategy in enumerate(order):
-            stage.to_come = order[at + 1 :]
-            row = await stage.run(strategy, router_words(strategy, stage.urls, settings))
-            screen.show(frame(stage.rows, stage.to_come), [])
-            if not screen.live:
-                screen.say(row.line())
-        return stage
+        stage = Stage(client, urls, screen, order, sum(len(load.asked) for load in loads))
+        await stage.measure(args.seed)  # what is slow only the first time
+        speed = await stage.measure(args.seed + 1)
+        screen.say(
+            f"{ENGINES} engines, one thread and {cache_blocks:,} blocks of cache each ({CACHE_SHARE:.0%} of what is "
+            f"asked); together {speed:,.0f} tokens/s uncached, of which {OFFERED:.0%} are sent: "
+            f"{tokens / (OFFERED * speed):.0f} s of requests for each strategy"
+        )
+        for at, load in enumerate(loads):
+            for row in reversed(stage.rows) if at % 2 else stage.rows:
+                words_of = router_words(row.strategy, urls, settings)
+                await stage.run(row, words_of, load, load.tokens / (OFFERED * speed))
+                if not screen.live:
+                    screen.say(row.line())
+        if screen.live:
+            screen.show(final(stage.rows), [])
+        return stage, loads
 
 
-def _report(args: argparse.Namespace, stage: Stage, sound: bool) -> dict[str, Any]:
-    load = stage.load
+def _best_hits(loads: Sequence[Load]) -> float:
+    return sum(load.best_hits * load.tokens for load in loads) / sum(load.tokens for load in loads)
+
+
+def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[Load], sound: bool) -> dict[str, Any]:
     return {
         "sound": sound,
         "engines": ENGINES,
         "workload": args.workload,
         "seed": args.seed,
-        "requests": len(load.asked),
-        "prompt_tokens": load.tokens,
-        "distinct_blocks": load.distinct_blocks,
-        "best_hit_ratio": load.best_hits,
-        "span_s": stage.span_s,
+        "rounds": len(loads),
+        "requests": sum(len(load.asked) for load in loads),
+        "prompt_tokens": sum(load.tokens for load in loads),
+        "distinct_blocks": [load.distinct_blocks for load in loads],
+        "best_hit_ratio": _best_hits(loads),
         "rows": [row.as_object() for row in stage.rows],
     }
 

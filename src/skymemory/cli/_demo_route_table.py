@@ -69,13 +69,11 @@ class Row:
         return sorted(one.ttft_s for one in self.heard if not one.error)
 
 
-def frame(rows: Sequence[Row], waiting: Sequence[str]) -> list[str]:
-    """All strategies: those done, the one that runs with the load at each engine, those still to come."""
-    lines = [_HEAD]
-    for at, row in enumerate(rows):
-        runs = at == len(rows) - 1 and len(row.heard) < row.requests
-        lines.append(row.line() + (f"   now {_bars(row.loads)}" if runs else ""))
-    return [*lines, *waiting]
+def frame(rows: Sequence[Row], current: Row | None) -> list[str]:
+    """All strategies in their order; with the one that runs, the load at each engine."""
+    lines = [row.line() if row.heard or row is current else row.strategy for row in rows]
+    return [_HEAD, *(line + (f"   now {_bars(row.loads)}" if row is current else "")
+                     for row, line in zip(rows, lines, strict=True))]  # fmt: skip
 
 
 def figures(row: Row) -> list[str]:
