@@ -1,0 +1,160 @@
+"""Connections to servers: kept, used again, and never the reason that a request fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import pytest
+
+from skymemory.router import upstream
+from skymemory.router.upstream import Pool
+
+HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def against(serve: Serve, ask: Callable[[Pool, list[int]], Coroutine[Any, Any, None]]) -> None:
+    """``ask`` gets a pool before a server that does ``serve`` with each connection, and how many there were."""
+
+    async def run() -> None:
+        connections: list[int] = []
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connections.append(1)
+            try:
+                await serve(reader, writer)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 2.0)
+        try:
+            async with asyncio.timeout(20):
+                await ask(pool, connections)
+        finally:
+            pool.close()
+            server.close()
+
+    asyncio.run(run())
+
+
+async def one(reader: asyncio.StreamReader) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    await reader.readexactly(4)
+
+
+async def whole(pool: Pool) -> bytes:
+    answer = await pool.request(HEAD, b"body")
+    try:
+        return await answer.content.read()
+    finally:
+        answer.close()
+
+
+async def again_and_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        await one(reader)
+        writer.write(OK)
+
+
+async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Closes afterwards without having said so, as a server does that was idle for too long."""
+    await one(reader)
+    writer.write(OK)
+
+
+def test_a_connection_is_used_again() -> None:
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        assert [await whole(pool) for _ in range(5)] == [b"ok"] * 5 and len(connections) == 1
+        assert await asyncio.gather(whole(pool), whole(pool), whole(pool)) == [b"ok"] * 3 and len(connections) == 3
+
+    against(again_and_again, ask)
+
+
+def test_one_that_was_closed_meanwhile_is_replaced_unseen() -> None:
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        for number in range(1, 4):
+            assert await whole(pool) == b"ok" and len(connections) == number
+
+    against(once, ask)
+
+
+def test_unused_ones_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "KEEP_S", 0.1)
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await one(reader)
+        writer.write(OK)
+        assert await reader.read() == b""
+        closed.set()
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        assert await whole(pool) == b"ok"
+        await closed.wait()
+
+    against(serve, ask)
+
+
+def test_who_does_not_want_the_rest_is_gone_at_once() -> None:
+    gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await one(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n")
+        try:
+            await reader.read()
+        finally:
+            gone.set()
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        answer = await pool.request(HEAD, b"body")
+        assert await answer.content.readany() == b"ok"
+        answer.close()
+        await gone.wait()
+
+    against(serve, ask)
+
+
+def test_hints_before_an_answer_are_passed_over_and_an_early_answer_ends_the_connection() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + OK)
+        await reader.read()
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        answer = await pool.request(HEAD.replace(b": 4", b": 50000000"), b"x" * 50_000_000)
+        assert (answer.status, await answer.content.read()) == (200, b"ok")
+        answer.close()
+        assert await pool.request(HEAD, b"body") and len(connections) == 2
+
+    against(serve, ask)
+
+
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0-OpenSSH_9\r\n\r\n", b"HTTP/1.1 101 Over\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", b""]
+)
+def test_what_is_no_answer_is_an_error(said: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await one(reader)
+        writer.write(said)
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        with pytest.raises(aiohttp.ClientError):
+            await pool.request(HEAD, b"body")
+
+    against(serve, ask)
+
+
+def test_nobody_there_and_nobody_who_takes_it() -> None:
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        with pytest.raises(ConnectionRefusedError):
+            await Pool("http://127.0.0.1:1", 2.0).request(HEAD, b"body")
+
+    against(once, ask)
