@@ -86,6 +86,7 @@ def test_every_setting_has_a_key_and_a_sentence() -> None:
         ({"timeouts": {"idle": -1}}, "expected a duration"),
         ({"backends": [{"name": "x"}]}, "number 1: a backend needs its `url`"),
         ({"backends": ["ftp://a:1"]}, "is not the address of a server"),
+        ({"backends": ["http://müller:1"]}, "is not the address of a server"),
         ({"backends": ["http://a:99999"]}, "is not the address of a server"),
         ({"backends": ["http://a:1", "http://a:1/"]}, "two backends are called 'a:1'"),
         ({"backends": "http://a:1"}, "expected [[backends]]"),

@@ -63,7 +63,7 @@ def address(value: object) -> str:
     url = text(value).rstrip("/")
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isascii()
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment or parts.username is not None:
