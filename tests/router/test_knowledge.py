@@ -132,6 +132,22 @@ def test_replicas_beyond_this_computer_need_keys(tmp_path: Path) -> None:
     assert Knowledge(settings_from(table), Fleet(), first_ring(bytes(32))).scorer.name == "approximate"
 
 
+@pytest.mark.parametrize("strategy", ["least-ttft", "approximate", "radix"])
+def test_places_of_blocks_are_another_routers_secret(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets: list[int] = []
+
+    class Index(knowledge.ApproximatePrefixIndex):  # type: ignore[name-defined,misc]
+        def __init__(self, blocks: int, most: int | None, secret: int) -> None:
+            secrets.append(secret)
+            super().__init__(blocks, most, secret)
+
+    monkeypatch.setattr(knowledge, "ApproximatePrefixIndex", Index)
+    for _ in range(2):
+        made = Knowledge(settings_from({"strategy": strategy, "options": {"blocks_per_server": 77}}), Fleet())
+        assert isinstance(made._index, Index) and made._index.capacity_of(0) == 77
+    assert len(set(secrets)) == 2 and all(secret & 1 for secret in secrets)
+
+
 def test_blocks_of_another_kind_are_another_kind(tmp_path: Path) -> None:
     def kind(**prompts: Any) -> str:
         return kind_of_blocks(settings_from({"prompts": prompts}))

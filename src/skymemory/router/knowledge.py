@@ -124,19 +124,27 @@ class Knowledge:
 
     def _scorer(self, settings: Settings) -> Scorer:
         name, options, replicas = settings.strategy or DEFAULT, strategy_options(settings), settings.replicas
-        if not (replicas.redis or replicas.listen or replicas.peers):
-            scorer = named(name, **options)
-            check_events(settings, scorer)
-            return scorer
         known = options_of(name) if name in NAMES else {}
-        if name in NAMES and ("blocks_per_server" not in known or options.get("events")):
+        learns = "blocks_per_server" in known and not options.get("events")
+        shares = bool(replicas.redis or replicas.listen or replicas.peers)
+        if name in NAMES and shares and not learns:
             raise InvalidInput(
                 f"replicas: strategy {name!r} has nothing to share, or goes by events, as each of them can"
             )
-        blocks = int(options.get("blocks_per_server", known.get("blocks_per_server", 1)))
+        if not learns:
+            scorer = named(name, **options)
+            check_events(settings, scorer)
+            return scorer
+        named(name, **options)  # an option that does not exist is said before its value is used
+        blocks = int(options.get("blocks_per_server", known["blocks_per_server"]))
         most = int(options.get("max_match_blocks", known.get("max_match_blocks", 0))) or None
-        secret = int.from_bytes(os.urandom(8), "little") | 1
-        return named(name, index=SharedPrefixIndex(self._name_of, self._slot_of, blocks, most, secret), **options)
+        secret = int.from_bytes(os.urandom(8), "little") | 1  # whoever sends prompts cannot foresee their places
+        index = (
+            SharedPrefixIndex(self._name_of, self._slot_of, blocks, most, secret)
+            if shares
+            else ApproximatePrefixIndex(blocks, most, secret)
+        )
+        return named(name, index=index, **options)
 
     def _name_of(self, slot: int) -> str | None:
         return next((server.name for server in self._fleet if server.slot == slot), None)
