@@ -245,6 +245,7 @@ def _built(folder: Path) -> tuple[Path, dict[str, str]]:
     return library, os.environ | environment
 
 
+@pytest.mark.slow
 def test_hostile_bytes_touch_no_memory_but_their_own(tmp_path: Path) -> None:
     library, environment = _built(tmp_path)
     script = tmp_path / "fuzz.py"

@@ -53,7 +53,14 @@ def check_map(placement: Placement, satellites: tuple[SatelliteId, ...]) -> None
     assert min(rows) >= -box.north and max(rows) < box.height - box.north
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+LARGE_ONES_SLOWLY = [
+    pytest.param(preset, id=name, marks=[pytest.mark.slow] if preset.torus.size > 1000 else [])
+    for name, preset in PRESETS.items()
+]
+"""Grids of more than a thousand satellites take seconds each."""
+
+
+@pytest.mark.parametrize("preset", LARGE_ONES_SLOWLY)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "baseline"])
 def test_every_number_of_servers_is_so_many_distinct_satellites_of_the_torus(
     preset: Preset, strategy: Strategy
@@ -81,7 +88,7 @@ def test_moving_the_centre_moves_the_map(preset: Preset, strategy: Strategy) -> 
             assert placed(preset, strategy, servers, centre).locate_all() == shifted
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize("preset", LARGE_ONES_SLOWLY)
 def test_from_any_residue_one_move_takes_every_cell_where_the_paper_says(preset: Preset) -> None:
     boxes = {}
     for strategy in MIGRATING:

@@ -34,6 +34,7 @@ def test_what_was_written_a_moment_ago_is_looked_for_where_it_was_written(world,
         assert read.ok and out == value and read.report.requests == 10
 
 
+@pytest.mark.slow
 def test_an_accelerated_day_loses_nothing(value_of):
     """A day at 240 times its pace: 332 slot moves (17 turns) and 72 plane moves (14 turns) in six minutes."""
     sky = World(clock=MoveClock(slot_period_s=260.0, plane_period_s=1184.0, time_scale=240.0))

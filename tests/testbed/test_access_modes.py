@@ -203,6 +203,7 @@ def test_with_nothing_in_sight_the_centre_has_to_do_and_is_counted() -> None:
     assert store.stats()["client_gateway_out_of_sight"] >= 1
 
 
+@pytest.mark.slow
 def test_a_ship_takes_its_cache_along() -> None:
     """Across the Atlantic at an airliner's pace and 1500 times as fast as time: box and gateway follow, reads hit."""
     way = (Waypoint(0.0, -20.0, -45.0), Waypoint(27_000.0, 15.0, 30.0))
