@@ -97,10 +97,10 @@ class LearnedSpeeds:
         seen.append(point)
         self._together.append(point)
         self._count += 1
-        # Every observation while they are few, then one in four: a fit takes some 0.2 ms.
-        if len(seen) >= self.ENOUGH and (len(seen) < 2 * self.ENOUGH or self._count % 4 == 0):
+        # Every observation while they are few, then one in eight: a fit takes some 0.2 ms.
+        if len(seen) >= self.ENOUGH and (len(seen) < 2 * self.ENOUGH or self._count % 8 == 0):
             self._lines[slot] = fit(seen, self.line(slot)[2])
-        if len(self._together) >= self.ENOUGH and (self._count < self.KEPT or self._count % 8 == 0):
+        if len(self._together) >= self.ENOUGH and (self._count < self.KEPT or self._count % 32 == 0):
             self._common = fit(self._together, self._common[2])
 
     def forget(self, slot: int) -> None:
