@@ -24,7 +24,7 @@ from skymemory.cli._demo_route_processes import service
 from skymemory.cli._demo_route_table import WIDTH, Row, figures, final, frame
 
 ENGINES = 4
-ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 40
+ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 32
 """Requests of a round. In the second one other prompts are sent and the strategies come in reverse order: what drifts
 meanwhile, as other programs on the computer do, then harms all alike. ``--quick`` has one round.
 """

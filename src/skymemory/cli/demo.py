@@ -120,7 +120,7 @@ def _add_route(others: Subparsers) -> None:
         help="whose statistics the prompts have: of Mooncake's conversation trace (the default), or of many tenants, "
         "each with a long system prompt",
     )  # fmt: skip
-    add("--requests", type=int, metavar="N", help="requests of a round (default: 50, with --quick 40)")
+    add("--requests", type=int, metavar="N", help="requests of a round (default: 50, with --quick 32)")
     add("--seed", type=int, default=0, help="seed of prompts, arrivals, the strategies' order and their ties")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
