@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import signal
@@ -104,6 +103,8 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     # gRPC's own log tells of every connection that ends, in its own form; what matters is said in ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import asyncio
+
     from skymemory.router.epp import EndpointPicker, PickerPlan
 
     plan = PickerPlan(
@@ -127,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(picker: EndpointPicker, plan: PickerPlan, args: argparse.Namespace) -> None:
+    import asyncio
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
