@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,8 @@ if TYPE_CHECKING:
 
 def run_check(settings: Settings, as_json: bool) -> int:
     """Prints what was found. The exit code: 0, or 1 where a server has a problem."""
+    import asyncio
+
     from skymemory.router.check import check
 
     found = asyncio.run(check(settings))
