@@ -26,7 +26,7 @@ def sky(tmp_path: Path) -> Iterator[Sky]:
 
 
 def held(sky: Sky) -> int:
-    return sum(answer["chunks_held"] for answer in ping_all(sky.plan, 0.3).values() if answer is not None)
+    return sum(answer["chunks_held"] for answer in ping_all(sky.plan, 3.0).values() if answer is not None)
 
 
 def test_every_read_is_served_with_a_plane_of_the_box_dead_and_copies_are_made_anew(sky: Sky) -> None:

@@ -48,7 +48,13 @@ class Sky:
             os.kill(pid, signal.SIGKILL)
 
     def silent(self) -> set[SatelliteId]:
-        return {satellite for satellite, answer in ping_all(self.plan, 0.3).items() if answer is None}
+        """Those that do not answer, by two looks that agree: on a busy machine one look finds more."""
+        looks: list[set[SatelliteId]] = []
+        for wait_s in (0.3, 0.3, 1.0, 3.0):
+            looks.append({satellite for satellite, answer in ping_all(self.plan, wait_s).items() if answer is None})
+            if not looks[-1] or looks[-1] in looks[:-1]:
+                break
+        return set.intersection(*looks)
 
 
 @pytest.fixture

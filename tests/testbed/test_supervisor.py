@@ -200,12 +200,13 @@ def test_a_signal_between_start_and_watch_is_not_lost_and_leaves_nothing(
     behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
 ) -> None:
     said: list[str] = []
+    handler = signal.getsignal(signal.SIGINT)
     with SignalGate() as gate:
         started = supervisor.start(directory, plan, foreground=True, gate=gate)
         os.kill(os.getpid(), signal.SIGINT)
         assert supervisor.watch(directory, started, said.append, gate) == 0
     assert said == [] and _gone(directory)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_signal_while_somebody_holds_the_directory_leaves_nothing(
