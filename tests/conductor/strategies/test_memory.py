@@ -57,5 +57,5 @@ def test_different_prompts_and_adapters_leave_no_growing_memory(name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_200_000_prompts_and_10_000_adapters(name: str) -> None:
-    assert grown(name, warm=20_000, more=180_000, adapters=10_000) < 400_000
+def test_60_000_prompts_and_10_000_adapters(name: str) -> None:
+    assert grown(name, warm=20_000, more=40_000, adapters=10_000) < 400_000  # ten bytes of each would be too much
