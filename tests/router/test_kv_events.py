@@ -51,6 +51,10 @@ class Held:
     def trouble(self, slot: int) -> str:
         return self.troubled
 
+    def forget(self, slot: int) -> None:
+        self.held.pop(slot, None)
+        self.next.pop(slot, None)
+
     def begin_anew(self, slot: int, sequence: int) -> None:
         self.held[slot], self.next[slot] = set(), sequence
 
@@ -308,6 +312,20 @@ def test_who_was_forgotten_by_others_is_heard_from_the_start_again() -> None:
             truth = publisher.order(publish=1)
             await until(lambda: held.held.get(SLOT) == truth)
             assert not feed.errors and feed.state is FeedState.WHOLE
+
+    run(scene)
+
+
+def test_of_who_is_heard_no_more_nothing_is_believed() -> None:
+    async def scene(events: KvEvents, held: Held) -> None:
+        with a_publisher() as publisher:
+            feed = await heard(events, publisher, replay=True)
+            publisher.order(publish=30)
+            await until(lambda: feed.counts.batches == 30)
+            events.unfollow("a")
+            publisher.order(publish=30)
+            await asyncio.sleep(0.1)
+            assert SLOT not in held.held and feed.counts.batches == 30 and not events.feeds
 
     run(scene)
 

@@ -104,6 +104,8 @@ class Exchange:
     def _request_headers(
         self, message: ProcessingRequest, headers: HttpHeaders, now_s: float
     ) -> Sequence[ProcessingResponse]:
+        if self._headers or self._answered:
+            return ()  # one stream is one request; a second one's headers are of no protocol
         self._headers = say.headers_of(headers)
         self._subset = say.subset_of(message)
         self._desk.counters.add("requests_total")

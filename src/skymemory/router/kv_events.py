@@ -50,11 +50,11 @@ class KvEvents:
         return feed
 
     def unfollow(self, server: str) -> None:
-        """Hear it no more. What the index believes of it is left to whoever takes it out of the fleet."""
+        """Hear it no more, and believe nothing of it. Who leaves goes before who comes: slots are given again."""
         task = self._tasks.pop(server, None)
         if task is not None:
             task.cancel()
-            del self.feeds[server]
+            self._index.forget(self.feeds.pop(server).slot)
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())

@@ -38,6 +38,8 @@ class Index(Protocol):
 
     def trouble(self, slot: int) -> str: ...
 
+    def forget(self, slot: int) -> object: ...
+
 
 class FeedState(enum.Enum):
     WAITING = "waiting"

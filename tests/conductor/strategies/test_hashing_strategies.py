@@ -178,6 +178,17 @@ def test_only_the_latest_signatures_are_kept() -> None:
     assert found == [False, False, True, True, True, True]
 
 
+def test_places_that_hold_no_signature_yet_are_near_to_nothing() -> None:
+    scorer = NearestSignature()
+    servers = list(a_fleet(2))
+    scorer.succeeded(a_request((1, 9)), servers[0], 0.0, None)
+    scorer.succeeded(a_request((2, 9)), servers[1], 0.0, None)
+    zero = Request(Prompt(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64), 16, 16))
+    assert "no prompt within" in scorer.rank(zero, servers, 0.0).reasons[0]
+    scorer.forget(servers[0])
+    assert scorer.rank(a_request((1, 9)), servers, 0.0).weights[0][0] == "requests there"
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -15,6 +15,7 @@ from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Decision
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
 from skymemory.conductor.strategies.named import named
+from skymemory.conductor.strategies.speeds import LearnedSpeeds
 from skymemory.errors import InvalidInput
 
 
@@ -197,3 +198,13 @@ def test_with_events_only_events_teach() -> None:
 def test_settings_that_cannot_be_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(InvalidInput):
         LeastTtftSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_answers_from_before_a_restart_say_nothing_of_speeds() -> None:
+    scorer = LeastTtft(NaivePrefixIndex(10_000))
+    picker = Picker(a_fleet(1), scorer, seed=1)
+    sent = [send(picker, picker.pick(a_request((number, 20)), 0.0), 0.0) for number in range(6)]
+    scorer.forget(picker.fleet.servers["s0"])
+    for decision in sent:
+        picker.succeeded(decision, 50.0)
+    assert scorer.speeds.prefills_s([0], 100, [0]) == LearnedSpeeds().prefills_s([0], 100, [0])

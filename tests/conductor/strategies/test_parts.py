@@ -117,6 +117,7 @@ def test_requests_that_others_sent_wait_too_and_ours_are_not_counted_twice() -> 
     servers[1].reported = LoadReport(at_s=10.5, waiting=3)
     assert queues.waits_s(servers, 10.5) == [3.5, 6.0]
     # One of ours was answered since the report: the report still counts it, and we know of it.
+    servers[0].reported = LoadReport(at_s=11.0, waiting=2)
     queues.remove(0, first, 12.0)
     assert queues.waits_s(servers, 12.0) == [2.0, 6.0]
     servers[0].reported = LoadReport(at_s=12.0, waiting=4)
