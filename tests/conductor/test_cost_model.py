@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from skymemory.conductor.cost_model import EIGHT_A800, LLAMA_70B, CostModel, Machine, Medium
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800 as PAPER
+from skymemory.conductor.cost_model.transfer import loaded_s, network_of, pipelined_s, reuse_pays_bytes_per_s, stored_s
 from skymemory.errors import InvalidInput
 
 
@@ -41,3 +43,54 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
 def test_refuses_what_no_machine_does(mfu: float, fixed_s: float) -> None:
     with pytest.raises(InvalidInput):
         PAPER.at(mfu, fixed_s)
+
+
+def test_a_decoding_step_by_hand() -> None:
+    # 140 GB of weights at 16 TB/s, and 320 KiB for each token that is looked at.
+    assert PAPER.decode_step_s(1, 0) == pytest.approx(140e9 / 16e12)
+    assert PAPER.decode_step_s(8, 80_000) == pytest.approx((140e9 + 80_000 * 327_680) / 16e12)
+    slower = CostModel(LLAMA_70B, EIGHT_A800, mfu=0.5, decode_fixed_s=0.005, memory_share=0.5)
+    assert slower.decode_step_s(8, 80_000) == pytest.approx(0.005 + 2 * PAPER.decode_step_s(8, 80_000))
+    # Many short contexts: 80 · 22 · 8192² operations for each outweigh the weights' reading.
+    assert PAPER.decode_step_s(512, 512) == pytest.approx(
+        (512 * 80 * 22 * 8192**2 + 2 * 80 * 4 * 8192 * 512) / (2.496e15 / 2)
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 7, 90, 200, 512])
+@pytest.mark.parametrize("kv_tokens", [0, 900, 70_000, 900_000])
+@pytest.mark.parametrize("flops_per_s", [8 * 312e12, 60e12])
+def test_a_run_of_steps_is_their_sum(batch: int, kv_tokens: int, flops_per_s: float) -> None:
+    machine = Machine("m", flops_per_s, 16e12, 1e11)
+    cost = CostModel(LLAMA_70B, machine, mfu=0.5, decode_fixed_s=0.003)
+    for steps in (0, 1, 2, 50, 700):
+        one_by_one = sum(cost.decode_step_s(batch, kv_tokens + step * batch) for step in range(steps))
+        assert cost.decode_run_s(batch, kv_tokens, steps) == pytest.approx(one_by_one, rel=1e-12)
+
+
+def test_what_layer_by_layer_hides() -> None:
+    # Of 80 layers: a transfer as long as the computing shows its last layer, and one layer's computing that is missing.
+    assert stored_s(1.0, 1.0, 80) == pytest.approx(1 / 80 + 1 / 80)
+    assert stored_s(0.1, 1.0, 80) == pytest.approx(0.1 / 80)
+    assert stored_s(3.0, 1.0, 1) == pytest.approx(6.0)
+    assert loaded_s(2.0, 0.5, 10) == pytest.approx(2.05) and loaded_s(0.5, 2.0, 10) == pytest.approx(2.05)
+
+
+def test_a_pipeline_ends_with_the_last_machine_on_the_longest_chunk() -> None:
+    assert pipelined_s([2.0, 3.0, 1.0], 1) == 6.0
+    assert pipelined_s([2.0, 3.0, 1.0], 3) == 12.0
+    assert pipelined_s([], 4) == 0.0
+
+
+def test_transfers_take_their_latency_and_their_bytes() -> None:
+    medium = Medium("far", 1e9, 0.02)
+    assert medium.seconds(5e8) == pytest.approx(0.52) and medium.seconds(0) == 0.0
+    assert network_of(PAPER).bytes_per_s == 100e9
+    for bad in (lambda: Medium("m", 0.0), lambda: Medium("m", 1.0, -1.0), lambda: Machine("m", 1.0, 0.0, 1.0)):
+        with pytest.raises(InvalidInput):
+            bad()
+
+
+def test_reuse_pays_from_the_rate_that_the_paper_names() -> None:
+    """8k tokens on eight A800 at full speed: 6 GB/s (FAST'25 §2)."""
+    assert reuse_pays_bytes_per_s(PAPER.at(1.0), 8192) == pytest.approx(6e9, rel=0.03)

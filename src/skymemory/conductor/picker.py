@@ -58,6 +58,8 @@ class Picker:
             score=best,
             matched_tokens=0 if ranking.matched_tokens is None else ranking.matched_tokens[at],
             estimated_ttft_s=None if ranking.estimated_ttft_s is None else ranking.estimated_ttft_s[at],
+            estimated_tbt_s=None if ranking.estimated_tbt_s is None else ranking.estimated_tbt_s[at],
+            plan=None if ranking.plans is None else ranking.plans[at],
             reasons=_reasons(ranking, at, adapter_reason, len(tied), len(servers)),
             at_s=now_s,
         )

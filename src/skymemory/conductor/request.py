@@ -43,6 +43,40 @@ class Request:
     """What ties requests of one client together: a cookie, a header, or the client's address."""
     output_tokens: int | None = None
     """Asked for at most; None where the request does not say."""
+    tenant: str = ""
+    """Who pays, where that is known: fairness under overload is among tenants."""
+    priority: int = 0
+    """Higher is served first and refused last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a server comes by a prompt's KV. Tokens from the prompt's beginning, in this order::
+
+        | held_tokens | computed while the next are loaded | loaded_tokens | computed after |
+        0             held                                 split           split + loaded   tokens
+
+    Without a Cake split ``split_tokens`` equals ``held_tokens``; with nothing loaded, both loads are 0.
+    """
+
+    held_tokens: int
+    """There already."""
+    split_tokens: int
+    """Where what is loaded begins."""
+    loaded_tokens: int
+    source: str = ""
+    """The server or the tier that it is loaded from; empty: nothing is loaded."""
+    queue_s: float = 0.0
+    """Estimated: until the server can begin."""
+    load_s: float = 0.0
+    """Estimated: until what is loaded has come, from now. It goes on while the request waits."""
+    compute_s: float = 0.0
+    """Estimated: computing all that is neither held nor loaded."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that are not computed."""
+        return self.held_tokens + self.loaded_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +95,10 @@ class Decision:
     """Short sentences with figures, in the order in which they weighed."""
     at_s: float
     estimated_ttft_s: float | None = None
+    estimated_tbt_s: float | None = None
+    """Of a server that decodes: seconds between tokens, with this request in its batch."""
+    plan: Plan | None = None
+    """How the server comes by the prompt's KV; None: the strategy does not plan that."""
 
     def as_json(self) -> dict[str, object]:
         """What is told to whoever asks for a decision's reasons; no part of the prompt is in it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skymemory.conductor.fleet import Server
-from skymemory.conductor.request import Request
+from skymemory.conductor.request import Plan, Request
 
 
 @dataclass(slots=True)
@@ -28,6 +28,10 @@ class Ranking:
     """Why it came out so, as far as it is the same for all servers."""
     weights: tuple[tuple[str, Sequence[float]], ...] = field(default=())
     """Named parts of the scores, one figure per server: the chosen one's are told as reasons."""
+    estimated_tbt_s: Sequence[float] | None = None
+    """Seconds between tokens, of servers that decode."""
+    plans: Sequence[Plan] | None = None
+    """How each would come by the prompt's KV."""
 
 
 class Scorer(Protocol):

@@ -1,0 +1,1 @@
+"""Who is turned away when there is more to do than can be done in time."""

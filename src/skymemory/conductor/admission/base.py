@@ -1,0 +1,101 @@
+"""The contract of every rule that says who is let in.
+
+A rule is asked twice: when a request arrives, before anything was computed for it, and when its prefill is done and a
+decoding server would take it. Refused then, its prefill was for nothing. What a rule knows is what was estimated: the
+prefill's time to first token, the decoding server's time between tokens, and what that will be later (``Outlook``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from skymemory.conductor.request import Decision, Request
+from skymemory.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What was promised: seconds to the first token, and seconds from token to token."""
+
+    ttft_s: float
+    tbt_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.ttft_s > 0 and self.tbt_s > 0):
+            raise InvalidInput(f"promises of {self.ttft_s:g} s and {self.tbt_s:g} s per token cannot be kept; above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request is not served, and why."""
+
+    reason: str
+    """One sentence with figures."""
+    retry_after_s: float
+    """When it would have a chance, as far as that can be told."""
+    computed: bool = False
+    """Its prefill was done already, and is lost."""
+
+
+class Outlook(Protocol):
+    """What the decoding servers are believed to do later."""
+
+    def tbt_s(self, at_s: float, now_s: float) -> float:
+        """Mean of the servers' seconds between tokens at ``at_s``.
+
+        Of the requests decoding or being prefilled now: those are in that will have come by then and will not have
+        ended, each decoding for the usual time.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request, and where it would go."""
+
+    request: Request
+    prefill: Decision
+    decode: Decision | None = None
+    """None: the server that prefills decodes too."""
+    outlook: Outlook | None = None
+
+
+class Admission(Protocol):
+    """A rule. It does no I/O and reads no clock; equal calls give equal answers."""
+
+    name: str
+
+    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
+        """None: let it in. Changes nothing that a later call could see."""
+        ...
+
+    def before_decode(self, case: Case, now_s: float) -> Refusal | None:
+        """The prefill is done; ``case.decode`` is estimated anew. None: let it go on."""
+        ...
+
+    def accepted(self, case: Case, now_s: float) -> None:
+        """It was let in."""
+        ...
+
+    def ended(self, case: Case, now_s: float, met: bool | None) -> None:
+        """It is over: whether its promises were ``met``; None: it failed, or was refused before decoding."""
+        ...
+
+
+class AdmitAll:
+    """Nobody is turned away."""
+
+    name = "all"
+
+    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
+        return None
+
+    def before_decode(self, case: Case, now_s: float) -> Refusal | None:
+        return None
+
+    def accepted(self, case: Case, now_s: float) -> None:
+        pass
+
+    def ended(self, case: Case, now_s: float, met: bool | None) -> None:
+        pass

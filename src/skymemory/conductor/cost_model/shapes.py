@@ -1,0 +1,55 @@
+"""What costs depend on: of a transformer its shape, of a serving instance its speeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skymemory.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a transformer its costs depend on."""
+
+    name: str
+    layers: int
+    width: int
+    kv_heads: int
+    head_dim: int
+    value_bytes: int = 2
+    """Bytes of one number, of the weights as of the KV cache."""
+    attention_flops: float = 4.0
+    """``a``: per layer, per pair of tokens (halved: each sees those before it) and per unit of width."""
+    weight_flops: float = 22.0
+    """``b``: per layer, per token and per unit of width squared."""
+    parameters: float = 0.0
+    """All weights; 0: half of ``b`` per layer and unit of width squared, as each is multiplied and added once."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """What a decoding step reads whatever its batch."""
+        parameters = self.parameters or self.weight_flops / 2 * self.layers * self.width**2
+        return parameters * self.value_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One serving instance: what its accelerators do together."""
+
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    network_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.flops_per_s > 0 and self.memory_bytes_per_s > 0 and self.network_bytes_per_s > 0):
+            raise InvalidInput(f"machine {self.name!r}: its speeds must be above 0")
+
+
+LLAMA_70B = ModelShape("LLaMA-70B", layers=80, width=8192, kv_heads=8, head_dim=128, parameters=70e9)
+EIGHT_A800 = Machine("8×A800", flops_per_s=8 * 312e12, memory_bytes_per_s=16e12, network_bytes_per_s=4 * 200e9 / 8)

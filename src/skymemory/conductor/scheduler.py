@@ -1,0 +1,118 @@
+"""Where a request is prefilled, where it decodes, and whether it is let in at all.
+
+Mooncake's conductor (FAST'25, algorithm 1) in three parts that can be changed one by one: a ``Picker`` over the servers
+that prefill, a ``Picker`` over those that decode, and an ``Admission``. Servers that do both are one picker alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from skymemory.conductor.admission.base import Admission, AdmitAll, Case, Outlook, Refusal
+from skymemory.conductor.picker import Picker
+from skymemory.conductor.request import Decision, Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Where a request goes. Each belongs to one request and is told what becomes of it."""
+
+    case: Case
+
+    @property
+    def request(self) -> Request:
+        return self.case.request
+
+    @property
+    def prefill(self) -> Decision:
+        return self.case.prefill
+
+    @property
+    def decode(self) -> Decision | None:
+        return self.case.decode
+
+
+class Scheduler:
+    """Places requests, and keeps the account of what became of them. Not for several threads at once.
+
+    A request's way: ``place``, ``begin``, ``prefilled``, ``decoding``, ``ended``; or ``failed`` from anywhere behind
+    ``begin``. Where prefill and decoding are on one server, ``prefilled`` is its first token and ``decoding`` is left
+    out.
+    """
+
+    def __init__(
+        self,
+        prefill: Picker,
+        decode: Picker | None = None,
+        admission: Admission | None = None,
+        outlook: Outlook | None = None,
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.admission: Admission = admission or AdmitAll()
+        self.outlook = outlook
+
+    def place(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Placement | Refusal:
+        """Where it should go, or why it is refused. Nothing is booked.
+
+        Raises:
+            NoServer: no server takes requests.
+        """
+        prefill = self.prefill.pick(request, now_s, among)
+        decode = None if self.decode is None else self.decode.pick(request, now_s)
+        case = Case(request, prefill, decode, self.outlook)
+        return self.admission.on_arrival(case, now_s) or Placement(case)
+
+    def begin(self, placement: Placement, now_s: float) -> None:
+        """It is sent on its way. The decoding server expects it from now on."""
+        self.prefill.routed(placement.prefill, now_s)
+        if self.decode is not None and placement.decode is not None:
+            self.decode.routed(placement.decode, now_s)
+        self.admission.accepted(placement.case, now_s)
+
+    def prefilled(self, placement: Placement, now_s: float, cached_tokens: int | None = None) -> Refusal | None:
+        """Its prefill is done. A refusal: it may not decode, and all is over."""
+        self.prefill.succeeded(placement.prefill, now_s, cached_tokens)
+        if self.decode is None or placement.decode is None:
+            return None
+        self.prefill.ended(placement.prefill, now_s)
+        refusal = self.admission.before_decode(self._case_now(placement, now_s), now_s)
+        if refusal is not None:
+            self.decode.failed(placement.decode, now_s)
+            self.admission.ended(placement.case, now_s, None)
+            return replace(refusal, computed=True)
+        return None
+
+    def decoding(self, placement: Placement, now_s: float) -> None:
+        """It is in the decoding server's batch."""
+        if self.decode is not None and placement.decode is not None:
+            self.decode.succeeded(placement.decode, now_s)
+
+    def ended(self, placement: Placement, now_s: float, met: bool) -> None:
+        """Its last token came; ``met``: as early as was promised."""
+        if self.decode is not None and placement.decode is not None:
+            self.decode.ended(placement.decode, now_s)
+        else:
+            self.prefill.ended(placement.prefill, now_s)
+        self.admission.ended(placement.case, now_s, met)
+
+    def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
+        """A server that had it died, before or after the end of the prefill, before or after it joined a batch."""
+        if self.decode is None or placement.decode is None:
+            (self.prefill.ended if prefilled else self.prefill.failed)(placement.prefill, now_s)
+        else:
+            if not prefilled:
+                self.prefill.failed(placement.prefill, now_s)
+            (self.decode.ended if decoding else self.decode.failed)(placement.decode, now_s)
+        self.admission.ended(placement.case, now_s, None)
+
+    def _case_now(self, placement: Placement, now_s: float) -> Case:
+        """The same request, with its own decoding server's estimate as it is now."""
+        assert self.decode is not None and placement.decode is not None
+        chosen = placement.decode.server
+        server = self.decode.fleet.servers.get(chosen)
+        if server is None or not server.takes_requests:
+            return placement.case
+        again = self.decode.pick(placement.request, now_s, (chosen,))
+        return replace(placement.case, decode=again)
