@@ -1,0 +1,1 @@
+"""A serving cluster in virtual time: machines that prefill, machines that decode, and what keeps their KV."""
