@@ -1,0 +1,121 @@
+"""The contract between the simulated cluster and its pool of KV: who holds which blocks, and when what is asked comes.
+
+Nodes are numbered as the cluster numbers its instances: those that prefill (or are coupled) first, so that a node that
+caches has the number of its slot in their fleet; those that only decode behind them. Blocks are a trace's ids, of
+``block_tokens`` tokens each; a chain of them is a prompt from its beginning.
+
+All times are of the simulation, in seconds, and calls come in the order of their ``now_s``. A pool is a
+``PrefixIndex`` too: what schedulers are told of holdings is what is true at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.request import Plan
+
+LOCAL = "dram"
+"""The source of what was in the node's own memory."""
+SSD_TIER = "ssd"
+SKY_TIER = "sky"
+
+
+class Far(NamedTuple):
+    """A tier that every node can load from, as it is for one prompt at this moment."""
+
+    tier: str
+    """The ``Plan.source`` to load from it."""
+    blocks: int
+    """How many of the prompt's it holds, from the first on without a gap."""
+    medium: Medium
+    """Its latency includes what is queued there now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a node has, or will have by ``done_s``, of a prompt.
+
+    It is that request's until its prefill is over: what the cache evicts meanwhile is not taken from who waits.
+    """
+
+    held_tokens: int
+    """There at once: the beginning of the prompt that was in the node's own memory."""
+    split_tokens: int
+    """Where what is loaded begins; ``held_tokens``, unless the plan computes something while it loads."""
+    loaded_tokens: int
+    done_s: float
+    """When the last of it has come; the moment of the call, if nothing is loaded."""
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """Tokens by where they came from: ``LOCAL`` (those held), ``SSD_TIER``, ``SKY_TIER``, or ``node`` for others'."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that are not computed."""
+        return self.held_tokens + self.loaded_tokens
+
+
+class Pool(Protocol):
+    """Memories of all nodes, what is behind them, and the links between."""
+
+    block_tokens: int
+
+    def at(self, now_s: float) -> None:
+        """It is ``now_s``: what schedulers ask next (``match``, ``far``) is as of then."""
+        ...
+
+    # --- what schedulers ask (none of it changes anything) ---
+
+    def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
+        """Leading blocks that each of these nodes has by itself, in memory or on its SSD (PrefixIndex)."""
+        ...
+
+    def far(self, blocks: Blocks) -> list[Far]:
+        """Tiers beyond the nodes that hold any of it."""
+        ...
+
+    def media(self) -> Mapping[str, Medium]:
+        """Ways that KV takes, unloaded: ``dram`` (a node's memory to its accelerators), ``network``, ``ssd``, tiers."""
+        ...
+
+    def leading(self, node: int, ids: Sequence[int]) -> int:
+        """As ``match``, for one node."""
+        ...
+
+    # --- what happens ---
+
+    def load(self, node: int, ids: Sequence[int], plan: Plan | None, now_s: float) -> Loaded:
+        """A request of whole blocks ``ids`` goes to ``node``: what it has of them is used, what it lacks is fetched.
+
+        As ``plan`` says, so far as that is still true: where more is held by now, less is loaded, and where the source
+        has lost some of it, what is left. Without a plan, or without a source in it, nothing comes from elsewhere but
+        from the node's own SSD. What is loaded is cached by ``node`` from then on: so hot prefixes multiply.
+        """
+        ...
+
+    def stream(
+        self, source: int, target: int, tokens: int, now_s: float, over_s: float = 0.0, layers: int = 1
+    ) -> float:
+        """KV of ``tokens`` goes from one node to another, as it is computed layer by layer from now for ``over_s``.
+
+        Returns when the last of it has come. Shares the links with all that is loaded.
+        """
+        ...
+
+    def stored(self, node: int, ids: Sequence[int], now_s: float) -> None:
+        """``node`` has computed this chain and caches it, as much as there is room for; tiers behind it get copies."""
+        ...
+
+    def lost(self, node: int, now_s: float) -> None:
+        """``node`` died: its memory is empty, and nothing can be loaded from there until something is stored again.
+
+        What is on its way from there comes all the same: it is taken to be read already.
+        """
+        ...
+
+    def figures(self) -> Mapping[str, float]:
+        """Counts since the beginning: bytes by way, blocks evicted, blocks resident."""
+        ...
