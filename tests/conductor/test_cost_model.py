@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from skymemory.conductor.cost_model import EIGHT_A800, LLAMA_70B, CostModel, Machine, Medium
@@ -66,6 +68,17 @@ def test_a_run_of_steps_is_their_sum(batch: int, kv_tokens: int, flops_per_s: fl
     for steps in (0, 1, 2, 50, 700):
         one_by_one = sum(cost.decode_step_s(batch, kv_tokens + step * batch) for step in range(steps))
         assert cost.decode_run_s(batch, kv_tokens, steps) == pytest.approx(one_by_one, rel=1e-12)
+
+
+def test_what_is_not_computing_is_counted_too() -> None:
+    """Tokens that are cached take a little each, requests of a batch too: engines do more than multiply."""
+    cost = replace(PAPER, cached_token_s=1e-5, decode_request_s=1e-3)
+    assert cost.prefill_s(1000, 600) == pytest.approx(PAPER.prefill_s(1000, 600) + 600e-5)
+    assert cost.prefill_s(1000) == PAPER.prefill_s(1000)
+    assert cost.decode_step_s(8, 80_000) == pytest.approx(PAPER.decode_step_s(8, 80_000) + 8e-3)
+    assert cost.decode_run_s(8, 80_000, 10) == pytest.approx(PAPER.decode_run_s(8, 80_000, 10) + 80e-3)
+    with pytest.raises(InvalidInput):
+        replace(PAPER, cached_token_s=-1e-9)
 
 
 def test_what_layer_by_layer_hides() -> None:

@@ -38,6 +38,10 @@ class CostModel:
     """Part of the memory's speed that decoding reaches."""
     network_share: float = 1.0
     """Part of the network's speed that transfers of KV reach."""
+    cached_token_s: float = 0.0
+    """What each cached token of a prompt takes all the same: being hashed, looked up, put in its place."""
+    decode_request_s: float = 0.0
+    """What each request of a batch adds to a decoding step beside reading and computing: choosing, sending."""
 
     def __post_init__(self) -> None:
         for name, share in (("mfu", self.mfu), ("memory_share", self.memory_share)):
@@ -45,7 +49,7 @@ class CostModel:
                 raise InvalidInput(f"{name} {share:g} is a part of the machine's speed: above 0, at most 1")
         if not 0 < self.network_share <= 1:
             raise InvalidInput(f"network_share {self.network_share:g} is a part of its speed: above 0, at most 1")
-        if self.fixed_s < 0 or self.decode_fixed_s < 0:
+        if min(self.fixed_s, self.decode_fixed_s, self.cached_token_s, self.decode_request_s) < 0:
             raise InvalidInput("neither a prefill nor a decoding step can take less than 0 s beside its operations")
 
     def prefill_flops(self, tokens: float, cached: float = 0) -> float:
@@ -58,7 +62,8 @@ class CostModel:
 
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
         """Seconds of that prefill, alone on the machine."""
-        return self.prefill_flops(tokens, cached) / (self.machine.flops_per_s * self.mfu) + self.fixed_s
+        beside_s = self.fixed_s + self.cached_token_s * max(0, min(cached, tokens - 1))
+        return self.prefill_flops(tokens, cached) / (self.machine.flops_per_s * self.mfu) + beside_s
 
     def decode_step_s(self, batch: int, kv_tokens: float) -> float:
         """Seconds of one step that gives each of ``batch`` requests a token; ``kv_tokens``: of all their contexts."""
@@ -72,7 +77,7 @@ class CostModel:
         flops = self.machine.flops_per_s * self.mfu
         weights = batch * shape.layers * shape.weight_flops * shape.width * shape.width
         return (
-            self.decode_fixed_s,
+            self.decode_fixed_s + batch * self.decode_request_s,
             shape.weight_bytes / memory,
             shape.kv_bytes_per_token / memory,
             weights / flops,
