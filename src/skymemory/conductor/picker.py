@@ -60,6 +60,7 @@ class Picker:
             estimated_ttft_s=None if ranking.estimated_ttft_s is None else ranking.estimated_ttft_s[at],
             estimated_tbt_s=None if ranking.estimated_tbt_s is None else ranking.estimated_tbt_s[at],
             plan=None if ranking.plans is None else ranking.plans[at],
+            estimated_compute_s=_compute_s(ranking, at),
             reasons=_reasons(ranking, at, adapter_reason, len(tied), len(servers)),
             at_s=now_s,
         )
@@ -127,6 +128,12 @@ class Picker:
             return f"none of the {len(self.fleet)} servers is in the subset that was asked for"
         down = sum(not server.healthy for server in asked)
         return f"no server takes requests: of {len(asked)}, {down} failed their checks, {len(asked) - down} drain"
+
+
+def _compute_s(ranking: Ranking, at: int) -> float | None:
+    if ranking.plans is not None:
+        return ranking.plans[at].compute_s
+    return None if ranking.estimated_compute_s is None else ranking.estimated_compute_s[at]
 
 
 def _with_adapter(adapter: str, able: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:

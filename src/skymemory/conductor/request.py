@@ -99,6 +99,8 @@ class Decision:
     """Of a server that decodes: seconds between tokens, with this request in its batch."""
     plan: Plan | None = None
     """How the server comes by the prompt's KV; None: the strategy does not plan that."""
+    estimated_compute_s: float | None = None
+    """Of ``estimated_ttft_s``, what the server computes for this request alone."""
 
     def as_json(self) -> dict[str, object]:
         """What is told to whoever asks for a decision's reasons; no part of the prompt is in it."""

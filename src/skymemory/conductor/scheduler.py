@@ -54,7 +54,7 @@ class Scheduler:
         self.outlook = outlook
 
     def place(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Placement | Refusal:
-        """Where it should go, or why it is refused. Nothing is booked.
+        """Where it should go, or why it is refused. Nothing is booked; a refusal is told to the rule, and is final.
 
         Raises:
             NoServer: no server takes requests.
@@ -62,7 +62,21 @@ class Scheduler:
         prefill = self.prefill.pick(request, now_s, among)
         decode = None if self.decode is None else self.decode.pick(request, now_s)
         case = Case(request, prefill, decode, self.outlook)
-        return self.admission.on_arrival(case, now_s) or Placement(case)
+        refusal = self.admission.on_arrival(case, now_s)
+        if refusal is not None:
+            self.admission.refused(case, refusal, now_s)
+            return refusal
+        return Placement(case)
+
+    def place_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
+        """Where else, once a server ``failed`` it: it was let in, and is not asked for that again.
+
+        Raises:
+            NoServer: no server takes requests.
+        """
+        prefill = self.prefill.pick(placement.request, now_s, among)
+        decode = None if self.decode is None else self.decode.pick(placement.request, now_s)
+        return Placement(replace(placement.case, prefill=prefill, decode=decode))
 
     def begin(self, placement: Placement, now_s: float) -> None:
         """It is sent on its way. The decoding server expects it from now on."""
@@ -74,6 +88,7 @@ class Scheduler:
     def prefilled(self, placement: Placement, now_s: float, cached_tokens: int | None = None) -> Refusal | None:
         """Its prefill is done. A refusal: it may not decode, and all is over."""
         self.prefill.succeeded(placement.prefill, now_s, cached_tokens)
+        self.admission.prefilled(placement.case, now_s)
         if self.decode is None or placement.decode is None:
             return None
         self.prefill.ended(placement.prefill, now_s)

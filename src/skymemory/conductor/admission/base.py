@@ -3,6 +3,7 @@
 A rule is asked twice: when a request arrives, before anything was computed for it, and when its prefill is done and a
 decoding server would take it. Refused then, its prefill was for nothing. What a rule knows is what was estimated: the
 prefill's time to first token, the decoding server's time between tokens, and what that will be later (``Outlook``).
+It is told what became of every request, the refused ones too, and may learn from it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ class Slo:
             raise InvalidInput(f"promises of {self.ttft_s:g} s and {self.tbt_s:g} s per token cannot be kept; above 0")
 
 
+KINDS = ("ttft", "tbt", "cost", "share", "priority")
+"""Its first token would come too late; tokens would come too slowly; it costs more than others that could be served
+for it; its tenant has had its share; others go before it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A request is not served, and why."""
@@ -36,6 +42,8 @@ class Refusal:
     """When it would have a chance, as far as that can be told."""
     computed: bool = False
     """Its prefill was done already, and is lost."""
+    kind: str = ""
+    """What stood against it in one word, one of ``KINDS``: for counting."""
 
 
 class Outlook(Protocol):
@@ -74,8 +82,16 @@ class Admission(Protocol):
         """The prefill is done; ``case.decode`` is estimated anew. None: let it go on."""
         ...
 
+    def refused(self, case: Case, refusal: Refusal, now_s: float) -> None:
+        """It was turned away on arrival, by this rule or by one around it."""
+        ...
+
     def accepted(self, case: Case, now_s: float) -> None:
         """It was let in."""
+        ...
+
+    def prefilled(self, case: Case, now_s: float) -> None:
+        """Its first token is there. Told before ``before_decode`` is asked."""
         ...
 
     def ended(self, case: Case, now_s: float, met: bool | None) -> None:
@@ -83,7 +99,23 @@ class Admission(Protocol):
         ...
 
 
-class AdmitAll:
+class Unlearning:
+    """What a rule does that learns nothing."""
+
+    def refused(self, case: Case, refusal: Refusal, now_s: float) -> None:
+        pass
+
+    def accepted(self, case: Case, now_s: float) -> None:
+        pass
+
+    def prefilled(self, case: Case, now_s: float) -> None:
+        pass
+
+    def ended(self, case: Case, now_s: float, met: bool | None) -> None:
+        pass
+
+
+class AdmitAll(Unlearning):
     """Nobody is turned away."""
 
     name = "all"
@@ -93,9 +125,3 @@ class AdmitAll:
 
     def before_decode(self, case: Case, now_s: float) -> Refusal | None:
         return None
-
-    def accepted(self, case: Case, now_s: float) -> None:
-        pass
-
-    def ended(self, case: Case, now_s: float, met: bool | None) -> None:
-        pass

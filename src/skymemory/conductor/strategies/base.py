@@ -32,6 +32,8 @@ class Ranking:
     """Seconds between tokens, of servers that decode."""
     plans: Sequence[Plan] | None = None
     """How each would come by the prompt's KV."""
+    estimated_compute_s: Sequence[float] | None = None
+    """Of ``estimated_ttft_s``, what each would compute; where there are plans, they say it."""
 
 
 class Scorer(Protocol):

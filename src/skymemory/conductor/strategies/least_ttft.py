@@ -130,7 +130,7 @@ class LeastTtft(Indexed):
             names = ", ".join(servers[at].name for at in held_back)
             reasons.append(f"passed by, with {settings.guard_limit:g} × the mean of recent requests: {names}")
         weights = (("tokens held", matched), ("seconds of waiting", waits), ("seconds of computing", prefills))
-        return Ranking(scores, matched, ttfts, tuple(reasons), weights)
+        return Ranking(scores, matched, ttfts, tuple(reasons), weights, estimated_compute_s=prefills)
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         slot, prompt = server.slot, request.prompt

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from skymemory.conductor.options import converted, nearest
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
@@ -125,14 +125,14 @@ def named(
     """
     found = STRATEGIES.get(name)
     if found is None:
-        raise InvalidInput(f"no routing strategy {name!r}{_nearest(name, NAMES)}; there are {', '.join(NAMES)}")
+        raise InvalidInput(f"no routing strategy {name!r}{nearest(name, NAMES)}; there are {', '.join(NAMES)}")
     known = options_of(name)
     given = {}
     for option, value in options.items():
         if option not in known:
             there = f"; there are {', '.join(known)}" if known else "; it has none"
-            raise InvalidInput(f"strategy {name!r} has no option {option!r}{_nearest(option, known)}{there}")
-        given[option] = _converted(name, option, value, known[option])
+            raise InvalidInput(f"strategy {name!r} has no option {option!r}{nearest(option, known)}{there}")
+        given[option] = converted(f"option {option!r} of strategy {name!r}", value, known[option])
     return found.build(found.settings(**given), index, cost)
 
 
@@ -140,29 +140,3 @@ def options_of(name: str) -> dict[str, bool | int | float]:
     """The options of a strategy, with their defaults."""
     defaults = STRATEGIES[name].settings()
     return {field.name: getattr(defaults, field.name) for field in fields(defaults)}
-
-
-def _nearest(word: str, words: Any) -> str:
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _converted(name: str, option: str, value: object, default: object) -> object:
-    """``value`` as what the option's default is: a switch, a whole number or a number."""
-    wanted = type(default)
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    if wanted is bool:
-        switch = words.get(value.lower()) if isinstance(value, str) else value
-        if isinstance(switch, bool):
-            return switch
-    elif isinstance(value, str | int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-            if wanted is float:
-                return number
-            if number == int(number):
-                return int(number)
-        except (ValueError, OverflowError):
-            pass
-    what = {bool: "true or false", int: "a whole number"}.get(wanted, "a number")
-    raise InvalidInput(f"option {option!r} of strategy {name!r} is {value!r}; expected {what}, such as {default}")

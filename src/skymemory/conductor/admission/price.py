@@ -1,0 +1,47 @@
+"""The most that a request may cost so that those which ask fit into the servers' time, the cheapest first."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from itertools import accumulate
+
+_MOST = 4096
+"""Requests that are remembered: of a busier time than that, only the latest part."""
+_REFRESH = 64
+"""Times per window that the remembered are sorted anew."""
+
+
+class Price:
+    """Of a fractional knapsack, the density at which it is full: what asked lately stands for what will ask."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._asked: deque[tuple[float, float]] = deque(maxlen=_MOST)
+        self._sorted: list[float] = []
+        self._sums: list[float] = []
+        self._sorted_s = -math.inf
+
+    def asked(self, cost_s: float, now_s: float) -> None:
+        """One asked that costs ``cost_s`` seconds of a server; whether it was let in does not matter."""
+        self._asked.append((now_s, cost_s))
+        if now_s - self._sorted_s < self._window_s / _REFRESH:
+            return
+        while self._asked[0][0] < now_s - self._window_s:
+            self._asked.popleft()
+        self._sorted = sorted(cost for _, cost in self._asked)
+        self._sums = list(accumulate(self._sorted))
+        self._sorted_s = now_s
+
+    def dearest_s(self, servers: int, use: float, room_s: float, now_s: float) -> float:
+        """The cost of the dearest that fits, s; infinite where all do.
+
+        ``room_s``: seconds that may be queued at each server beyond what is now; below 0 where that is too much.
+        """
+        if not self._sums:
+            return math.inf
+        span_s = min(self._window_s, now_s - self._asked[0][0])
+        budget_s = servers * (use * span_s + room_s)
+        fit = bisect_right(self._sums, budget_s)
+        return math.inf if fit == len(self._sums) else self._sorted[fit - 1] if fit else 0.0

@@ -1,0 +1,61 @@
+"""Mooncake's three rules (FAST'25, section 4.2.6), each by when it looks at the decoding servers.
+
+All three refuse on arrival what would get its first token too late, and all three look again when the prefill is done,
+since the load may have changed: what is refused then was computed for nothing. They differ in what they know of the
+decoding servers on arrival: nothing (``Baseline``), what their load is now (``Early``: loads of prefill and decoding
+then swing against each other, for the load that a request meets is another one), or what it is believed to be when the
+prefill will be done (``Predicted``).
+"""
+
+from __future__ import annotations
+
+from skymemory.conductor.admission.base import Case, Refusal, Slo, Unlearning
+from skymemory.conductor.admission.promises import too_late, too_slow
+
+
+class Baseline(Unlearning):
+    """On arrival only the first token's time counts; the decoding server's load when its turn comes."""
+
+    name = "baseline"
+
+    def __init__(self, slo: Slo) -> None:
+        self.slo = slo
+
+    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
+        return too_late(case.prefill.estimated_ttft_s, self.slo.ttft_s)
+
+    def before_decode(self, case: Case, now_s: float) -> Refusal | None:
+        if case.decode is None:
+            return None
+        return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, case.outlook, now_s)
+
+
+class Early(Baseline):
+    """The decoding server's load counts on arrival, as it is then."""
+
+    name = "early"
+
+    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
+        refusal = super().on_arrival(case, now_s)
+        if refusal is not None or case.decode is None:
+            return refusal
+        return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, case.outlook, now_s)
+
+
+class Predicted(Baseline):
+    """The decoding servers' load counts as it is believed to be when the prefill is done.
+
+    The mean over the servers, of requests that decode for the usual time, without the one that asks: as published.
+    Without an outlook it is ``Early``.
+    """
+
+    name = "predicted"
+
+    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
+        refusal = super().on_arrival(case, now_s)
+        if refusal is not None or case.decode is None:
+            return refusal
+        if case.outlook is None:
+            return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, None, now_s)
+        then_s = now_s + (case.prefill.estimated_ttft_s or 0.0)
+        return too_slow(case.outlook.tbt_s(then_s, now_s), self.slo.tbt_s, case.outlook, now_s)

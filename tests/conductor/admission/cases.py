@@ -1,0 +1,48 @@
+"""Requests, estimates and outlooks for tests of admission."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from skymemory.conductor.admission.base import Case
+from skymemory.conductor.request import Decision, Prompt, Request
+
+_NO_BLOCKS = np.empty(0, np.uint64)
+
+
+def request(tokens: int = 1000, tenant: str = "", priority: int = 0) -> Request:
+    return Request(Prompt(_NO_BLOCKS, _NO_BLOCKS, 512.0, tokens), tenant=tenant, priority=priority)
+
+
+class Believed:
+    """An outlook that is given as a function of the instant."""
+
+    def __init__(self, tbt_s: Callable[[float], float]) -> None:
+        self._tbt_s = tbt_s
+        self.asked: list[tuple[float, float]] = []
+
+    def tbt_s(self, at_s: float, now_s: float) -> float:
+        self.asked.append((at_s, now_s))
+        return self._tbt_s(at_s)
+
+
+def case(
+    ttft_s: float | None = 1.0,
+    tbt_s: float | None = None,
+    compute_s: float | None = None,
+    *,
+    servers: int = 1,
+    outlook: Believed | None = None,
+    tenant: str = "",
+    priority: int = 0,
+    at_s: float = 0.0,
+) -> Case:
+    """``tbt_s``: of the decoding server; None: there is none. ``compute_s``: all of the estimate, if not said."""
+    asked = request(tenant=tenant, priority=priority)
+    compute_s = ttft_s if compute_s is None else compute_s
+    others = tuple(f"p{number}" for number in range(1, servers))
+    prefill = Decision(asked, "p0", others, "t", 0.0, 0, (), at_s, ttft_s, estimated_compute_s=compute_s)
+    decode = None if tbt_s is None else Decision(asked, "d0", (), "t", 0.0, 0, (), at_s, estimated_tbt_s=tbt_s)
+    return Case(asked, prefill, decode, outlook)
