@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from skymemory.errors import InvalidInput
-from skymemory.sim.trace import BATCH_S, BLOCK_TOKENS, TraceRequest
+from skymemory.sim.block_names import BlockNames
+from skymemory.sim.trace import BATCH_S, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequ
     if not duration_s > 0:
         raise InvalidInput(f"a workload of {duration_s:g} s has no requests; name a duration above 0")
     dice = random.Random(seed)
-    names = _Names()
+    names = BlockNames()
     tenants, documents = workload.tenants.weights(), workload.documents.weights()
     systems = [workload.system.draw(dice) for _ in range(workload.tenants.count)]
     texts = [workload.document.draw(dice) for _ in range(workload.documents.count)]
@@ -140,36 +141,6 @@ def _turns(
         long = dice.random() < workload.long_message_share
         own += output + (workload.long_message if long else workload.message).draw(dice)
         at_s, turn = at_s + workload.pause.draw(dice), turn + 1
-
-
-class _Names:
-    """Numbers for blocks, in the order in which they first appear, as traces give them.
-
-    A block's name is fixed by the whole prompt up to its end: a prefix tree whose edges are what fills a block.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[object, ...], int] = {}
-
-    def of(self, stem: tuple[tuple[str, int, int], ...], own: tuple[str, int, int]) -> tuple[int, ...]:
-        """The ids of a prompt of these parts: (kind, which, tokens), of which the last is nobody else's."""
-        ids = []
-        begin, shared = 0, 0
-        for end_of in range(1, len(stem) + 1):
-            shared += stem[end_of - 1][2]
-            while (begin + 1) * BLOCK_TOKENS <= shared:
-                ids.append(self._number((stem[:end_of], begin)))
-                begin += 1
-        tokens = shared + own[2]
-        while (begin + 1) * BLOCK_TOKENS <= tokens:
-            ids.append(self._number((own[:2], begin)))
-            begin += 1
-        if begin * BLOCK_TOKENS < tokens:
-            ids.append(self._number((own, begin)))  # not full: the next turn fills it, and gives it another name
-        return tuple(ids)
-
-    def _number(self, what: tuple[object, ...]) -> int:
-        return self._numbers.setdefault(what, len(self._numbers))
 
 
 _NO_DOCUMENTS = Popularity(1, 0.0)
