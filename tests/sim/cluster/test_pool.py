@@ -29,7 +29,7 @@ def test_loading_from_another_node_takes_its_bytes_over_the_links_and_is_cached(
     loaded = here.load(1, (1, 2, 3, 4), plan(0, 3), 10.0)
     assert (loaded.held_tokens, loaded.split_tokens, loaded.loaded_tokens) == (0, 0, 1536)
     assert loaded.done_s == pytest.approx(10 + 3 + 0.5)
-    assert loaded.sources == {"dram": 0, "node": 1536}
+    assert loaded.sources == {"node": 1536}
     assert here.match(np.array([1, 2, 3, 4], dtype=np.uint64), [0, 1, 2]) == [3, 3, 0]
 
 

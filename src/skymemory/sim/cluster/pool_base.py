@@ -20,6 +20,8 @@ from skymemory.conductor.request import Plan
 
 LOCAL = "dram"
 """The source of what was in the node's own memory."""
+NODES = "node"
+"""The source of what was in another's."""
 SSD_TIER = "ssd"
 SKY_TIER = "sky"
 
@@ -43,14 +45,16 @@ class Loaded:
     """
 
     held_tokens: int
-    """There at once: the beginning of the prompt that was in the node's own memory."""
+    """The beginning of the prompt that was the node's own: in its memory, on its SSD, or on its way there already."""
     split_tokens: int
     """Where what is loaded begins; ``held_tokens``, unless the plan computes something while it loads."""
     loaded_tokens: int
     done_s: float
-    """When the last of it has come; the moment of the call, if nothing is loaded."""
+    """When all of it has come, what is held too; the moment of the call, if nothing is on its way."""
     sources: Mapping[str, int] = field(default_factory=dict)
-    """Tokens by where they came from: ``LOCAL`` (those held), ``SSD_TIER``, ``SKY_TIER``, or ``node`` for others'."""
+    """Tokens by where they were: ``LOCAL`` and ``SSD_TIER`` (what is held), ``SKY_TIER``, or ``NODES`` for others'."""
+    held_s: float = 0.0
+    """When what is held can be computed on: later than the call if some is on the SSD or on its way."""
 
     @property
     def cached_tokens(self) -> int:
