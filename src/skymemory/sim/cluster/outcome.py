@@ -60,6 +60,9 @@ class LoadSample:
     """Requests in line for a prefill."""
     decoding: int = 0
     """Requests in batches."""
+    prefill_mean: float = 0.0
+    """As ``prefill``, the mean of the instances."""
+    decode_mean: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class ClusterRun:
     """Times from token to token, one per class of a histogram; empty: the run kept none."""
     gap_tokens: Sequence[int] = ()
     """How many tokens came that long after the one before."""
+    pool: Mapping[str, float] = field(default_factory=dict)
+    """The pool's counts: bytes by way, blocks evicted, blocks resident."""
 
     @property
     def end_s(self) -> float:
