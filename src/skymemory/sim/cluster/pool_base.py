@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from skymemory.conductor.cost_model.transfer import Medium
-from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
 from skymemory.conductor.request import Plan
 
 LOCAL = "dram"
@@ -62,7 +62,7 @@ class Loaded:
         return self.held_tokens + self.loaded_tokens
 
 
-class Pool(Protocol):
+class Pool(PrefixIndex, Protocol):
     """Memories of all nodes, what is behind them, and the links between."""
 
     block_tokens: int

@@ -18,7 +18,7 @@ from skymemory.conductor.cost_model.transfer import loaded_s
 from skymemory.sim.cluster.clock import Clock
 from skymemory.sim.cluster.job import Job
 from skymemory.sim.cluster.pipeline import Pipeline
-from skymemory.sim.cluster.pool_base import LOCAL, Loaded, Pool
+from skymemory.sim.cluster.pool_base import LOCAL, SSD_TIER, Loaded, Pool
 
 Told = Callable[[Job, float], None]
 
@@ -117,7 +117,7 @@ class PrefillInstance:
         loading = job.loading or self._pool.load(self.number, job.ids, None, now_s)
         held, loaded = loading.held_tokens, loading.loaded_tokens
         begin = loading.split_tokens if loaded else held
-        rest_s = max(0.0, loading.done_s - now_s) if loaded else 0.0
+        rest_s = max(0.0, loading.done_s - now_s)  # what is held may be on its way too, or on an SSD
         if job.loading is not None and not rest_s:
             # All has come. What others computed here meanwhile is there too, and may go further.
             here = self._pool.leading(self.number, job.ids) * per_block
@@ -161,7 +161,7 @@ def _loaded_by_source(loading: Loaded, loaded: int) -> dict[str, int]:
     """Of what was loaded, the ``loaded`` tokens that are used; a last block that is cut short is its last source's."""
     sources: dict[str, int] = {}
     for source, tokens in loading.sources.items():
-        if source != LOCAL and tokens and loaded > 0:
+        if source not in (LOCAL, SSD_TIER) and tokens and loaded > 0:
             sources[source] = min(tokens, loaded)
             loaded -= sources[source]
     return sources

@@ -1,0 +1,35 @@
+"""What the pool says of time is what requests wait: from an SSD, from a node to which it is still on its way."""
+
+from __future__ import annotations
+
+import pytest
+
+from skymemory.conductor.cost_model import LLAMA_70B_8xA800 as COST
+from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.sim.cluster.pool_settings import PoolSettings, SkySetup
+from skymemory.sim.cluster.run import run_cluster
+from skymemory.sim.cluster.setup import ClusterSetup
+from skymemory.sim.trace import TraceRequest
+
+BLOCK = COST.kv_bytes(512)
+
+
+def request(at_s: float, *ids: int) -> TraceRequest:
+    return TraceRequest(at_s, 512 * len(ids), 1, ids)
+
+
+def test_a_prompt_on_the_ssd_waits_for_it() -> None:
+    slow = PoolSettings(3 * BLOCK, ssd_bytes=9 * BLOCK, ssd=Medium("ssd", BLOCK / 10))
+    setup = ClusterSetup(prefill=1, decode=1, pool=slow)
+    run = run_cluster([request(0, 1, 2, 3), request(100, 7, 8, 9), request(200, 1, 2, 3, 4)], setup)
+    computed_s = COST.prefill_s(2048, 1536)
+    last = run.outcomes[-1]
+    assert (last.held_tokens, last.loaded_tokens) == (1536, {})
+    assert last.ttft_s == pytest.approx(30 + computed_s / COST.shape.layers, abs=0.1)  # three blocks of ten seconds
+
+
+def test_a_sky_that_nobody_asks_changes_nothing_but_gets_copies() -> None:
+    requests = [request(0, 1, 2), request(5, 1, 2, 3)]
+    alone = run_cluster(requests, ClusterSetup(prefill=2, decode=1))
+    below = run_cluster(requests, ClusterSetup(prefill=2, decode=1, pool=PoolSettings(sky=SkySetup(servers=9))))
+    assert alone.outcomes == below.outcomes
