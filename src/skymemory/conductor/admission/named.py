@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from skymemory.conductor.admission.base import Admission, AdmitAll, Slo
+from skymemory.conductor.admission.fairness import Fair, FairnessSettings
 from skymemory.conductor.admission.goodput import Goodput, GoodputSettings
 from skymemory.conductor.admission.published import Baseline, Early, Predicted
 from skymemory.conductor.options import converted, nearest
@@ -51,33 +52,52 @@ RULES: Mapping[str, Named] = {
     ),
 }
 NAMES = tuple(RULES)
+FAIR = "+fair"
+"""Behind a rule's name: with priorities and fair shares before it; its options are then ``FairnessSettings`` too."""
 
 
 def admission(name: str, slo: Slo, **options: object) -> Admission:
     """The rule of that name. Words are taken for numbers, as they come from flags.
 
+    ``weights`` of fair shares are a table, or ``gold=3,free=0.5``.
+
     Raises:
         InvalidInput: no rule or option of that name (with the nearest that there is), or a value it cannot have.
     """
     known = options_of(name)
-    given = {}
+    given: dict[str, Any] = {}
     for option, value in options.items():
         if option not in known:
             there = f"; there are {', '.join(known)}" if known else "; it has none"
             raise InvalidInput(f"admission rule {name!r} has no option {option!r}{nearest(option, known)}{there}")
-        given[option] = converted(f"option {option!r} of admission rule {name!r}", value, known[option])
-    found = RULES[name]
-    return found.build(slo, found.settings(**given))
+        what = f"option {option!r} of admission rule {name!r}"
+        given[option] = _weights(what, value) if option == "weights" else converted(what, value, known[option])
+    found = RULES[name.removesuffix(FAIR)]
+    own = {field.name for field in fields(found.settings)}
+    rule = found.build(slo, found.settings(**{option: given[option] for option in given if option in own}))
+    if not name.endswith(FAIR):
+        return rule
+    return Fair(rule, slo, FairnessSettings(**{option: given[option] for option in given if option not in own}))
 
 
-def options_of(name: str) -> dict[str, bool | int | float]:
+def options_of(name: str) -> dict[str, object]:
     """The options of a rule, with their defaults.
 
     Raises:
         InvalidInput: no rule of that name.
     """
-    found = RULES.get(name)
+    found = RULES.get(name.removesuffix(FAIR))
     if found is None:
-        raise InvalidInput(f"no admission rule {name!r}{nearest(name, NAMES)}; there are {', '.join(NAMES)}")
-    defaults = found.settings()
-    return {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+        near = nearest(name, (*NAMES, *(rule + FAIR for rule in NAMES)))
+        raise InvalidInput(f"no admission rule {name!r}{near}; there are {', '.join(NAMES)}, each also with {FAIR!r}")
+    settings = [found.settings(), FairnessSettings()] if name.endswith(FAIR) else [found.settings()]
+    return {field.name: getattr(each, field.name) for each in settings for field in fields(each)}
+
+
+def _weights(what: str, value: object) -> dict[str, float]:
+    if isinstance(value, str):
+        value = dict(part.partition("=")[::2] for part in value.split(",") if part)
+    if not isinstance(value, Mapping):
+        raise InvalidInput(f"{what} is {value!r}; expected a table, or words such as gold=3,free=0.5")
+    read = {str(tenant): converted(f"{what}, of {tenant!r}", weight, 1.0) for tenant, weight in value.items()}
+    return {tenant: weight for tenant, weight in read.items() if isinstance(weight, float)}
