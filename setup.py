@@ -3,7 +3,7 @@
 from setuptools import Extension, setup
 
 SOURCES = "_fast crc crc_calls acks answers hashes headers segments runs landing packets serve sha macs slices take udp"
-SOURCES += " prefix_rows prefix_shelf prefix_table prefix_calls"
+SOURCES += " prefix_rows prefix_shelf prefix_table prefix_calls holders"
 HEADERS = "fast packet answers udp serve sha prefix"
 
 setup(

@@ -6,11 +6,12 @@ import numpy as np
 
 from skymemory import native
 from skymemory.conductor.prefix_index.events import BlocksRemoved, BlocksStored
-from skymemory.conductor.prefix_index.precise import RUN_BLOCKS, WEIGHTS, PreciseIndex
+from skymemory.conductor.prefix_index.precise import WEIGHTS, PreciseIndex
 from skymemory.conductor.seeds import seed
 
 BLOCK_TOKENS = 4
 MEDIA = ("CPU", "GPU")
+RUN_BLOCKS = 128
 
 
 def test_matches_and_weights_are_those_of_every_block_by_itself() -> None:

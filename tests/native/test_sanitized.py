@@ -198,10 +198,28 @@ wide = fast.PrefixTable(50)
 wide.learn(2, hashes(0, 1, 2)); wide.learn(65535, hashes(0, 1))
 assert wide.match(hashes(0, 1, 2), range(65536)).count(2) == 1 and wide.blocks() == 3
 del wide
+for many in (3, 60, 5000, 2**64):
+    table, slots = fast.HolderTable(dice.getrandbits(64) | 1), (0, 1, 63, 64, 300, 65535)
+    for _ in range(4000):
+        change = (table.add, table.add, table.take)[dice.randrange(3)]
+        change(dice.choice((0, 1, 15)), dice.choice(slots[:5]), dice.randrange(many))
+        if dice.random() < 0.02:
+            change = dice.choice((table.add_all, table.take_all))
+            change(1, dice.choice(slots), hashes(*(dice.randrange(many) for _ in range(dice.randrange(40)))))
+        if dice.random() < 0.05:
+            asked = dice.choices(slots, k=dice.randrange(9))
+            media = [(dice.choice((0, 1, 9, 15)), 0.5) for _ in range(dice.choice((0, 1, 3, 16)))]
+            some = hashes(*(dice.randrange(many) for _ in range(dice.choice((0, 1, 11, 12, 13, 300)))))
+            assert list(map(len, table.match(some, asked, media))) == [len(asked)] * 2
+    assert table.blocks() > 0 and table.__sizeof__() > 0
+    del table
 for bad in (lambda: fast.PrefixTable(5, 4), lambda: fast.PrefixTable(-1),
             lambda: fast.PrefixTable(2).match(b"x" * 8, 5),
             lambda: fast.PrefixTable(2).match(b"x" * 8, ["a"]), lambda: fast.PrefixTable(2).match(b"x" * 7, [0]),
             lambda: fast.PrefixTable(2).learn(70000, b""), lambda: fast.PrefixTable(2).load(0, b"x" * 15),
+            lambda: fast.HolderTable(4), lambda: fast.HolderTable().match(b"x" * 8, [0], [(16, 1.0)]),
+            lambda: fast.HolderTable().match(b"x" * 8, [0], [5]), lambda: fast.HolderTable().add(0, 65536, 1),
+            lambda: fast.HolderTable().match(b"x" * 8, ["a"], []), lambda: fast.HolderTable().match(b"x" * 7, [], []),
             lambda: fast.chain_hashes(b"x", 0, 1), lambda: fast.recv_runs(a.fileno(), whole, 5, 1, 0, {}),
             lambda: fast.place_runs([(run, 180)], 0, {0: (1,)}),
             lambda: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), 12, b"x", 1, 1, 2**62),

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800, Machine
@@ -17,7 +16,7 @@ from skymemory.conductor.strategies.base import Forgetful, Ranking
 from skymemory.conductor.strategies.plain import AtRandom, InTurn, LeastLoad
 from skymemory.errors import InvalidInput
 from skymemory.sim.prefix_cache import PrefixCache
-from skymemory.sim.routing import ErringCost, RoutingSetup, as_routed, simulate
+from skymemory.sim.routing import RoutingSetup, as_routed, simulate
 from skymemory.sim.routing_metrics import measured, worst_share
 from skymemory.sim.trace import TraceRequest
 from skymemory.sim.workload import CONVERSATIONS, generate
@@ -181,15 +180,6 @@ def test_refuses_arrivals_out_of_order_and_fleets_of_nothing() -> None:
         simulate([asks(1.0, (0,), 9), asks(0.5, (0,), 9)], AtRandom(), ONE)
     with pytest.raises(InvalidInput):
         RoutingSetup(servers=0)
-
-
-def test_an_estimate_errs_by_as_much_as_is_said_and_always_the_same() -> None:
-    erring = ErringCost(LINEAR, 0.1, seed=5)
-    off = np.array(
-        [erring.prefill_s(1000 + at, at % 7) / LINEAR.prefill_s(1000 + at, at % 7) - 1 for at in range(5000)]
-    )
-    assert off.std() == pytest.approx(0.1, rel=0.05) and abs(off.mean()) < 0.01 and abs(off).max() <= 0.3001
-    assert erring.prefill_s(5000, 512) == erring.prefill_s(5000, 512) != ErringCost(LINEAR, 0.1, 6).prefill_s(5000, 512)
 
 
 def test_prompts_share_blocks_as_ids_do() -> None:

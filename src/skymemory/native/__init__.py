@@ -2,8 +2,8 @@
 
 ``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose files
 (``twin``, ``twin_segments``, ``twin_macs``, ``twin_runs``, ``twin_landing``, ``twin_packets``, ``twin_udp``,
-``twin_serve``, ``twin_take``, ``twin_hashes``, ``twin_prefix``) say what each function does. The helper takes SHA-256
-from libcrypto; where there is none, the twin makes and checks MACs, with the standard library's.
+``twin_serve``, ``twin_take``, ``twin_hashes``, ``twin_prefix``, ``twin_holders``) say what each function does. The
+helper takes SHA-256 from libcrypto; where there is none, the twin makes and checks MACs, with the standard library's.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ try:
         raise ImportError("SKYMEMORY_PURE_PYTHON asks for the twin")
     from skymemory.native import _fast
     from skymemory.native._fast import (
+        HolderTable,
         PrefixTable,
         answer_get,
         bulk_headers,
@@ -53,6 +54,7 @@ try:
     NATIVE = True
 except ImportError:
     from skymemory.native.twin import (  # type: ignore[assignment]
+        HolderTable,
         PrefixTable,
         answer_get,
         bulk_headers,
@@ -88,6 +90,7 @@ __all__ = [
     "AnswerTerms",
     "Arrival",
     "Guard",
+    "HolderTable",
     "Landing",
     "PrefixTable",
     "Run",

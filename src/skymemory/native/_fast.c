@@ -64,7 +64,8 @@ PyMODINIT_FUNC PyInit__fast(void)
 {
     sky_crc_init();
     PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddType(made, &sky_prefix_table_type) < 0)
+    if (made && (PyModule_AddType(made, &sky_prefix_table_type) < 0 ||
+                 PyModule_AddType(made, &sky_holder_table_type) < 0))
         Py_CLEAR(made);
     return made;
 }

@@ -4,7 +4,8 @@ CRC-32 is the one of zlib and Ethernet (reflected polynomial 0xEDB88320). Combin
 linearity: the CRC of ``a + b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial,
 plus (XOR) that of ``b``. The loops over packets are in ``twin_segments`` and ``twin_runs``, those over
 datagrams in ``twin_udp`` and ``twin_serve``, and what a client awaits is placed by ``twin_landing``. Prompts are
-hashed by ``twin_hashes``, and ``twin_prefix`` remembers which servers hold which blocks.
+hashed by ``twin_hashes``, and ``twin_prefix`` remembers which servers hold which blocks (``twin_holders``: and in
+which medium).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skymemory.native.twin_hashes import chain_hashes, piece_hashes
+from skymemory.native.twin_holders import HolderTable
 from skymemory.native.twin_landing import place_runs, recv_runs
 from skymemory.native.twin_macs import check_macs, sign_packets, strip_macs
 from skymemory.native.twin_packets import command_packets, open_ack, send_each
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     Crcs = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 __all__ = [
+    "HolderTable",
     "PrefixTable",
     "answer_get",
     "bulk_headers",

@@ -22,9 +22,10 @@ from skymemory.conductor.strategies.plain import LeastLoad
 from skymemory.router.bad_request import BadRequest, error_body
 from skymemory.router.knowledge import Knowledge
 from skymemory.router.prompts import PROMPT_PATHS, PromptReader
+from skymemory.router.proxy_attempt import Told
 from skymemory.router.proxy_backends import Backends
 from skymemory.router.proxy_body import read_request_body
-from skymemory.router.proxy_exchange import Exchanges, Told
+from skymemory.router.proxy_exchange import Exchanges
 from skymemory.router.proxy_headers import headers_for_server
 from skymemory.router.proxy_health import HealthWatch
 from skymemory.router.proxy_log import request_line

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
@@ -17,67 +16,17 @@ from aiohttp import web
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Request
 from skymemory.router.bad_request import BadRequest, error_event
+from skymemory.router.proxy_attempt import Attempt, Told, Unanswered
 from skymemory.router.proxy_backends import Backends
 from skymemory.router.proxy_headers import DECISION_HEADER, headers_for_client
 from skymemory.router.proxy_metrics import ProxyMetrics
-from skymemory.router.proxy_usage import Usage, UsageReader
+from skymemory.router.proxy_usage import UsageReader
 from skymemory.router.relayed import Relayed, is_framed
 from skymemory.router.settings import Settings
 from skymemory.router.upstream import Answer, Pool
 
 AT_ONCE_BYTES = 32_768
 """An answer that has come whole, and is no larger, is written without a watch on the client."""
-
-
-class Unanswered(Exception):
-    """An attempt that failed before its first byte. ``again``: another server may be tried."""
-
-    def __init__(self, why: str, again: bool = True, status: int = 502) -> None:
-        super().__init__(why)
-        self.again = again
-        self.status = status
-
-
-class Attempt:
-    """One request at one server, in the picker's account: whatever happens, it is closed once."""
-
-    __slots__ = ("_open", "_picker", "cached_tokens", "decision", "first_byte")
-
-    def __init__(self, picker: Picker, decision: Decision) -> None:
-        self.decision = decision
-        self.first_byte = False
-        self.cached_tokens: int | None = None
-        self._picker = picker
-        self._open = True
-        picker.routed(decision, time.monotonic())
-
-    def succeeded(self) -> None:
-        self.first_byte = True
-        self._picker.succeeded(self.decision, time.monotonic())
-
-    def close(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        if self.first_byte:
-            self._picker.ended(self.decision, time.monotonic(), self.cached_tokens)
-        else:
-            self._picker.failed(self.decision, time.monotonic())
-
-
-@dataclass(slots=True, eq=False)
-class Told:
-    """What is known of a request when it has ended, for metrics and the log."""
-
-    began_s: float
-    outcome: str = ""
-    status: int = 0
-    decision: Decision | None = None
-    ttft_s: float | None = None
-    usage: Usage | None = None
-    retries: int = 0
-    why: str = ""
-    bytes_out: int = 0
 
 
 class Exchanges:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skymemory.router.proxy_exchange import Told
+from skymemory.router.proxy_attempt import Told
 
 
 def request_line(method: str, path: str, told: Told, took_s: float) -> str:

@@ -7,14 +7,13 @@ not slow prefills down (Mooncake's separate decoders), but it is what engines re
 
 What a router knows is what it would know. Load is reported as it was at the last multiple of ``scrape_s``. Engines'
 cache events arrive ``event_delay_s`` after the prefill that caused them. First bytes and ends are seen at once. Who
-estimates does so with ``ErringCost``.
+estimates errs (``routing_errors``).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -75,22 +74,6 @@ class Outcome:
     hit_tokens: int
     blocks: int
     hit_blocks: int
-
-
-class ErringCost:
-    """A cost model as a router has it: each estimate is off by a seeded draw.
-
-    Normal, of mean 0 and a standard deviation of ``error``, cut off at three; equal questions get equal answers.
-    """
-
-    def __init__(self, cost: CostModel, error: float, seed: int) -> None:
-        dice = random.Random(seed)
-        self.cost = cost
-        self._factors = [1 + error * max(-3.0, min(3.0, dice.gauss(0, 1))) for _ in range(4096)]
-
-    def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        mixed = (int(tokens) * 0x9E3779B97F4A7C15 + int(cached) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
-        return self.cost.prefill_s(tokens, cached) * self._factors[(mixed >> 40) & 4095]
 
 
 @dataclass(slots=True)

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from typing import cast
 
 from skymemory.conductor.fleet import Server
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.events import Batch, BlocksRemoved, BlocksStored
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.base import Scorer
+from skymemory.conductor.strategies.least_ttft import LeastTtftSettings
 from skymemory.conductor.strategies.named import named
-from skymemory.sim.routing import CacheEvents, ErringCost, RoutingSetup, tokens_of
+from skymemory.sim.routing import CacheEvents, RoutingSetup, tokens_of
+from skymemory.sim.routing_errors import ErringLeastTtft
 from skymemory.sim.trace import BLOCK_TOKENS
 
 
@@ -40,8 +43,10 @@ class EngineEvents:
         self.index.apply(server.slot, Batch(number, events))
 
 
-def strategy_for(name: str, setup: RoutingSetup, error: float) -> tuple[Scorer, CacheEvents | None]:
-    """The strategy of that name, and what must hear events for it. ``error``: of estimates (``ErringCost``).
+def strategy_for(name: str, setup: RoutingSetup, error: float, **options: float) -> tuple[Scorer, CacheEvents | None]:
+    """The strategy of that name, and what must hear events for it.
+
+    ``error``: standard deviation of what estimates are off by, as a part of them. ``options``: of the default.
 
     Raises:
         InvalidInput: no strategy of that name.
@@ -50,5 +55,7 @@ def strategy_for(name: str, setup: RoutingSetup, error: float) -> tuple[Scorer, 
         index = PreciseIndex(BLOCK_TOKENS)
         return named(name, index=index), EngineEvents(index)
     if name == "least-ttft":
-        return named(name, cost=ErringCost(setup.cost, error, setup.seed)), None
+        settings = LeastTtftSettings(**options)  # type: ignore[arg-type]
+        table = ApproximatePrefixIndex(settings.blocks_per_server)
+        return ErringLeastTtft(table, settings, setup.cost, error=error, seed=setup.seed), None
     return named(name), None

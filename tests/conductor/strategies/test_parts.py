@@ -35,14 +35,14 @@ def test_prompts_under_way_count_until_they_end_each_for_itself() -> None:
     assert shared_blocks(long, short) == 8 and shared_blocks(long, other) == 4 and shared_blocks(short, long[:0]) == 0
     under_way = UnderWay(most_blocks=100)
     first, second, third = under_way.add(5, long), under_way.add(5, short), under_way.add(70, other)
-    assert under_way.depths(long) == {5: 16, 70: 4}
+    assert under_way.depths(long, [5, 70, 1]) == [16, 4, 0]
     under_way.drop(5, first)
-    assert under_way.depths(long) == {5: 8, 70: 4}, "the shorter one is still under way"
+    assert under_way.depths(long, [5, 70]) == [8, 4], "the shorter one is still under way"
     under_way.drop(5, first)
-    assert under_way.depths(long) == {5: 8, 70: 4}, "dropped twice is dropped once"
+    assert under_way.depths(long, [5, 70]) == [8, 4], "dropped twice is dropped once"
     under_way.drop(5, second)
     under_way.drop(70, third)
-    assert under_way.depths(long) == {} and len(under_way) == 0
+    assert under_way.depths(long, [5, 70]) == [] and len(under_way) == 0
 
 
 def test_prompts_under_way_are_forgotten_by_slot_and_bounded() -> None:
@@ -50,9 +50,9 @@ def test_prompts_under_way_are_forgotten_by_slot_and_bounded() -> None:
     for _ in range(3):
         under_way.add(1, a_prompt((1, 30)).blocks)
         under_way.add(2, a_prompt((2, 30)).blocks)
-    assert under_way.depths(a_prompt((1, 30)).blocks) == {1: 10} and len(under_way) == 20
+    assert under_way.depths(a_prompt((1, 30)).blocks, [0, 1, 2]) == [0, 10, 0] and len(under_way) == 20
     under_way.forget(1)
-    assert len(under_way) == 10 and under_way.depths(a_prompt((1, 30)).blocks) == {}
+    assert len(under_way) == 10 and under_way.depths(a_prompt((1, 30)).blocks, [1, 2]) == [0, 0]
     under_way.forget(1)
 
 
@@ -70,12 +70,10 @@ def test_prompts_under_way_against_counting() -> None:
             slot = int(dice.integers(4))
             open_now.append((slot, under_way.add(slot, prompts[int(dice.integers(30))])))
         asked = prompts[int(dice.integers(30))]
-        expected = {
-            slot: depth
-            for slot in range(4)
-            if (depth := max((shared_blocks(asked, chain) for at, chain in open_now if at == slot), default=0))
-        }
-        assert under_way.depths(asked) == expected
+        expected = [
+            max((shared_blocks(asked, chain) for at, chain in open_now if at == slot), default=0) for slot in range(4)
+        ]
+        assert (under_way.depths(asked, range(4)) or [0] * 4) == expected
 
 
 def test_a_queue_shrinks_with_time_and_with_answers() -> None:

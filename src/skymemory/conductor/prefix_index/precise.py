@@ -9,23 +9,26 @@ block may be held whose prefix is not, and counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, repeat
 from types import MappingProxyType
 
+import numpy as np
+
+from skymemory import native
 from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.conductor.prefix_index.engine_blocks import Change, EngineBlocks
 from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored, Event
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
+from skymemory.native.twin_holders import MAX_MEDIA
 
 WEIGHTS: Mapping[str, float] = MappingProxyType({"GPU": 1.0, "CPU": 0.8})
 FARTHER = 0.5
 """What a block counts that is neither in the GPU's memory nor in the host's: a disk, another machine."""
-RUN_BLOCKS = 128
 MAX_WAITING = 1024
 """Batches kept behind a gap; more are lost, and replayed with the rest."""
+Table = type[native.HolderTable]
 
 
 @dataclass(slots=True)
@@ -44,17 +47,29 @@ class PreciseIndex:
     """``block_tokens``: tokens of a block, the same for all engines and for the prompts that are matched.
 
     ``weights``: what a block counts by its medium, in ``weighted``; names of media are compared in capitals.
+    ``secret``, ``table``: as of ``ApproximatePrefixIndex``.
     """
 
-    def __init__(self, block_tokens: int, weights: Mapping[str, float] = WEIGHTS) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        weights: Mapping[str, float] = WEIGHTS,
+        secret: int | None = None,
+        table: Table = native.HolderTable,
+    ) -> None:
         if block_tokens < 1:
             raise InvalidInput(f"blocks of {block_tokens} tokens: expected 1 or more")
         self.block_tokens = block_tokens
         self.counters = Counters()
         self._weights = {name.upper(): weight for name, weight in weights.items()}
         self._engines: dict[int, _Engine] = {}
-        self._holders: dict[str, dict[int, int]] = {}
-        """Per medium, for each of our hashes, the slots that hold it as bits; the best medium first."""
+        self._numbers: dict[str, int] = {}
+        self._order: list[tuple[int, float]] = []
+        """The table's number of each medium and what a block counts there, the best first."""
+        try:
+            self._table = table() if secret is None else table(secret)
+        except (ValueError, OverflowError) as error:
+            raise InvalidInput(str(error)) from None
 
     def follow(self, slot: int, model: str) -> None:
         """Events of ``slot`` will come, of an engine that serves ``model``; nothing is known of it yet."""
@@ -160,42 +175,13 @@ class PreciseIndex:
 
     def match_weighted(self, blocks: Blocks, slots: Sequence[int]) -> tuple[list[int], list[float]]:
         """What ``match`` and ``weighted`` say, for one walk along the chain."""
-        depths, sums = dict.fromkeys(slots, 0), dict.fromkeys(slots, 0.0)
-        left, at = self._believed(slots), 0
-        weights = [self._weight(medium) for medium in self._holders]
-        for holders, count in self._runs(blocks):
-            still = 0
-            for weight, held_there in zip(weights, holders, strict=True):
-                here = held_there & left & ~still
-                still |= here
-                while here:
-                    low = here & -here
-                    sums[low.bit_length() - 1] += weight * count
-                    here ^= low
-            if still != left:
-                _settle(depths, left & ~still, at)
-                left = still
-                if not left:
-                    break
-            at += count
-        _settle(depths, left, at)
-        return [depths[slot] for slot in slots], [sums[slot] for slot in slots]
-
-    def _runs(self, blocks: Blocks) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Holders per medium, and how many blocks in a row have the same: a prompt has few such runs.
-
-        In pieces, since most prompts are known to a part only.
-        """
-        media = list(self._holders.values())
-        for begin in range(0, len(blocks), RUN_BLOCKS):
-            hashes: list[int] = blocks[begin : begin + RUN_BLOCKS].tolist()
-            rows = (
-                zip(*(map(held.get, hashes, repeat(0)) for held in media), strict=True)
-                if media
-                else repeat((), len(hashes))
-            )
-            for holders, run in groupby(rows):
-                yield holders, sum(1 for _ in run)
+        chain = np.ascontiguousarray(blocks, dtype=np.uint64).data
+        believed = [slot for slot in slots if (engine := self._engines.get(slot)) is not None and not engine.stale]
+        found = self._table.match(chain, believed, self._order)
+        if len(believed) == len(slots):
+            return found
+        depths, sums = (dict(zip(believed, figures, strict=True)) for figures in found)
+        return [int(depths.get(slot, 0)) for slot in slots], [float(sums.get(slot, 0.0)) for slot in slots]
 
     def learn(self, slot: int, blocks: Blocks) -> None:
         """Nothing: the engine will tell."""
@@ -216,6 +202,11 @@ class PreciseIndex:
             self._clear(slot)
             del self._engines[slot]
 
+    @property
+    def table_rows(self) -> int:
+        """Different blocks that are held, summed over the media."""
+        return self._table.blocks()
+
     def blocks_of(self, slot: int) -> int:
         engine = self._engines.get(slot)
         return 0 if engine is None else len(set().union(*(held.values() for held in engine.blocks.media.values())))
@@ -226,46 +217,30 @@ class PreciseIndex:
             raise InvalidInput(f"events of slot {slot}, which nobody follows: follow() it first")
         return engine
 
-    def _believed(self, slots: Sequence[int]) -> int:
-        left = 0
-        for slot in slots:
-            engine = self._engines.get(slot)
-            if engine is not None and not engine.stale:
-                left |= 1 << slot
-        return left
-
     def _weight(self, medium: str) -> float:
         return self._weights.get(medium.upper(), FARTHER)
 
     def _add(self, slot: int, changes: Iterable[Change]) -> None:
-        bit = 1 << slot
         for medium, block in changes:
-            held = self._holders.get(medium)
-            if held is None:
-                held = self._holders[medium] = {}
-                best_first = sorted(self._holders, key=self._weight, reverse=True)
-                self._holders = {name: self._holders[name] for name in best_first}
-            before = held.get(block)
-            held[block] = bit if before is None else before | bit
+            self._table.add(self._number(medium), slot, block)
 
     def _take_away(self, slot: int, changes: Iterable[Change]) -> None:
         for medium, block in changes:
-            held = self._holders[medium]
-            left = held.get(block, 0) & ~(1 << slot)
-            if left:
-                held[block] = left
-            else:
-                held.pop(block, None)
+            self._table.take(self._number(medium), slot, block)
+
+    def _number(self, medium: str) -> int:
+        """What the table calls a medium. Those that come when it has no number left are one, the last."""
+        number = self._numbers.get(medium)
+        if number is None:
+            if len(self._numbers) >= MAX_MEDIA - 1:
+                return MAX_MEDIA - 1
+            number = self._numbers[medium] = len(self._numbers)
+            weights = {number: self._weight(name) for name, number in self._numbers.items()} | {MAX_MEDIA - 1: FARTHER}
+            self._order = sorted(weights.items(), key=lambda one: one[1], reverse=True)
+        return number
 
     def _clear(self, slot: int) -> None:
         engine = self._engines[slot]
-        gone = [(medium, block) for medium, held in engine.blocks.media.items() for block in held.values()]
-        self._take_away(slot, gone)
+        for medium, held in engine.blocks.media.items():
+            self._take_away(slot, ((medium, block) for block in held.values()))
         engine.blocks = EngineBlocks(engine.blocks.model, self.block_tokens)
-
-
-def _settle(depths: dict[int, int], gone: int, depth: int) -> None:
-    while gone:
-        low = gone & -gone
-        depths[low.bit_length() - 1] = depth
-        gone ^= low

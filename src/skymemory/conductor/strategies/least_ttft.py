@@ -25,7 +25,6 @@ from skymemory.conductor.strategies.base import Ranking
 from skymemory.conductor.strategies.delay_price import DelayPrice
 from skymemory.conductor.strategies.gain import GainThreshold
 from skymemory.conductor.strategies.guard import GuardSettings, ShareGuard
-from skymemory.conductor.strategies.hashing import mix
 from skymemory.conductor.strategies.indexed import Indexed
 from skymemory.conductor.strategies.queues import Prefill, PrefillQueues
 from skymemory.conductor.strategies.speeds import GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
@@ -57,16 +56,10 @@ class LeastTtftSettings:
     """Engines tell by events what they hold; without, what was sent to them is believed to be there."""
     block_tokens: int = 16
     """Of the engines' blocks, with ``events``."""
-    error: float = 0.0
-    """Standard deviation of an error put on every estimate, as a part of it: for comparisons, where estimates would
-    else be the simulated truth."""
-    error_seed: int = 0
 
     def __post_init__(self) -> None:
         if self.delay_weight < 0 or self.overdue < 0 or self.under_way_blocks < 0:
             raise InvalidInput("delay_weight, overdue and under_way_blocks are 0 or more")
-        if not 0 <= self.error <= 1:
-            raise InvalidInput(f"error is {self.error}; expected a part of the estimate, 0 to 1")
         self.guard()
 
     def guard(self) -> GuardSettings:
@@ -111,14 +104,10 @@ class LeastTtft(Indexed):
         best_match = max(matched)
         if best_match and not self._gain.worth(best_match, tokens):
             reasons.append(self._gain.why_not(best_match, tokens))
-            prefills = self.speeds.prefills_s(slots, tokens, [0] * len(slots))
+            prefills = self.prefills_s(request, slots, [0] * len(slots), now_s)
         else:
-            prefills = self.speeds.prefills_s(slots, tokens, matched)
-        waits = self._queues.waits_s(servers, now_s)
-        if settings.error:
-            off = self._errors(request, slots, now_s)
-            waits = [seconds * by for seconds, by in zip(waits, off, strict=True)]
-            prefills = [seconds * by for seconds, by in zip(prefills, off, strict=True)]
+            prefills = self.prefills_s(request, slots, matched, now_s)
+        waits = self.waits_s(request, servers, now_s)
         ttfts = [wait + prefill for wait, prefill in zip(waits, prefills, strict=True)]
         delay = self._price.rate(len(servers), now_s)
         scores = [
@@ -132,13 +121,25 @@ class LeastTtft(Indexed):
         weights = (("tokens held", matched), ("seconds of waiting", waits), ("seconds of computing", prefills))
         return Ranking(scores, matched, ttfts, tuple(reasons), weights, estimated_compute_s=prefills)
 
+    def prefills_s(self, request: Request, slots: Sequence[int], cached: Sequence[int], now_s: float) -> list[float]:
+        """Seconds that each server would compute for ``request``, with so many of its tokens cached.
+
+        All that is believed of prefills passes here, and of waiting through ``waits_s``: a simulator, whose estimates
+        would else be its truth, overrides both to err.
+        """
+        return self.speeds.prefills_s(slots, request.prompt.tokens, cached)
+
+    def waits_s(self, request: Request, servers: Sequence[Server], now_s: float) -> list[float]:
+        """Seconds until each server could begin with ``request``."""
+        return self._queues.waits_s(servers, now_s)
+
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         slot, prompt = server.slot, request.prompt
         matched = self._matched(request, (server,), (slot,))
         super().routed(request, server, now_s)
         if not self._gain.worth(matched[0], prompt.tokens):
             matched = [0]
-        work_s = self.speeds.prefills_s((slot,), prompt.tokens, matched)[0]
+        work_s = self.prefills_s(request, (slot,), matched, now_s)[0]
         chain = None
         if self.settings.under_way_blocks and len(prompt.blocks):
             chain = self._under_way.add(slot, prompt.blocks)
@@ -171,9 +172,9 @@ class LeastTtft(Indexed):
     def _matched(self, request: Request, servers: Sequence[Server], slots: Sequence[int]) -> list[int]:
         """Tokens of the prompt that each server holds or will hold when all it was sent is done."""
         blocks = self.matched_blocks(request.prompt, servers)
-        under_way = self._under_way.depths(request.prompt.blocks)
+        under_way = self._under_way.depths(request.prompt.blocks, slots)
         if under_way:
-            blocks = [max(held, under_way.get(slot, 0)) for held, slot in zip(blocks, slots, strict=True)]
+            blocks = list(map(max, blocks, under_way))
         return self.matched_tokens(request.prompt, blocks)
 
     def _done(self, slot: int, sent: _Sent, now_s: float) -> float:
@@ -197,15 +198,3 @@ class LeastTtft(Indexed):
                 scores[at] -= _SET_BACK_S
             held_back += over
         return held_back
-
-    def _errors(self, request: Request, slots: Sequence[int], now_s: float) -> list[float]:
-        """A factor per server, drawn from the seed, the request and the server: the same whenever asked again."""
-        blocks = request.prompt.blocks
-        last = blocks.item(-1) if len(blocks) else 0
-        key = mix(np.array([last ^ (self.settings.error_seed * 0x9E3779B97F4A7C15 & (1 << 64) - 1)], dtype=np.uint64))
-        at = np.array([now_s], dtype=np.float64).view(np.uint64)
-        drawn = mix(mix(key ^ at) + np.arange(1, 2 * max(slots) + 3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-        share = (drawn.astype(np.float64) + 1.0) / (2.0**64 + 2.0)
-        normal = np.sqrt(-2.0 * np.log(share[::2])) * np.cos(2.0 * np.pi * share[1::2])
-        factors = np.maximum(0.1, 1.0 + self.settings.error * normal)
-        return [float(factors[slot]) for slot in slots]

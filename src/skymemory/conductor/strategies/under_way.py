@@ -6,12 +6,16 @@ under way count like cached ones for whoever would queue behind them, and are ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.strategies.chains import depths
+from skymemory import native
 
 Blocks = NDArray[np.uint64]
+"""One dimension, contiguous."""
+_ALL = ((0, 1.0),)
 
 
 def shared_blocks(one: Blocks, other: Blocks) -> int:
@@ -31,16 +35,16 @@ class UnderWay:
 
     def __init__(self, most_blocks: int) -> None:
         self._most_blocks = most_blocks
-        self._sets: dict[int, int] = {}
-        """Slots in whose chains a block is, as bits."""
+        self._table = native.HolderTable()
+        """Slots in whose chains a block is."""
         self._chains: dict[int, list[Blocks]] = {}
 
     def __len__(self) -> int:
-        return len(self._sets)
+        return self._table.blocks()
 
-    def depths(self, blocks: Blocks) -> dict[int, int]:
-        """Leading blocks of a chain that are under way, by slot; slots with none are left out."""
-        return depths(self._sets, blocks) if self._sets else {}
+    def depths(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
+        """Leading blocks of a chain that are under way at each of ``slots``; none at all if nothing is."""
+        return self._table.match(blocks.data, slots, _ALL)[0] if self._chains else []
 
     def add(self, slot: int, blocks: Blocks) -> Blocks:
         """The chain is computed at ``slot`` from now on. What is returned is what ``drop`` takes."""
@@ -48,9 +52,7 @@ class UnderWay:
         others = self._chains.setdefault(slot, [])
         known = max((shared_blocks(chain, other) for other in others), default=0)
         others.append(chain)
-        sets, bit = self._sets, 1 << slot
-        for block in chain[known:].tolist():
-            sets[block] = sets.get(block, 0) | bit
+        self._table.add_all(0, slot, chain[known:].data)
         return chain
 
     def drop(self, slot: int, chain: Blocks) -> None:
@@ -63,13 +65,7 @@ class UnderWay:
         if not others:
             del self._chains[slot]
         known = max((shared_blocks(chain, other) for other in others), default=0)
-        sets, rest = self._sets, ~(1 << slot)
-        for block in chain[known:].tolist():
-            left = sets[block] & rest
-            if left:
-                sets[block] = left
-            else:
-                del sets[block]
+        self._table.take_all(0, slot, chain[known:].data)
 
     def forget(self, slot: int) -> None:
         for chain in list(self._chains.get(slot, ())):
