@@ -94,6 +94,7 @@ class Picker:
         server = self.fleet.servers.get(decision.server)
         if server is not None:
             server.in_flight = max(0, server.in_flight - 1)
+            self.scorer.ended(decision.request, server, now_s)
             if cached_tokens is not None:
                 self.scorer.corrected(decision.request, server, now_s, cached_tokens)
 

@@ -83,6 +83,8 @@ class Scheduler:
         self.prefill.routed(placement.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
+            if self.outlook is not None:
+                self.outlook.expected(placement.request, now_s + (placement.prefill.estimated_ttft_s or 0.0))
         self.admission.accepted(placement.case, now_s)
 
     def prefilled(self, placement: Placement, now_s: float, cached_tokens: int | None = None) -> Refusal | None:

@@ -49,6 +49,10 @@ class Refusal:
 class Outlook(Protocol):
     """What the decoding servers are believed to do later."""
 
+    def expected(self, request: Request, at_s: float) -> None:
+        """A request that a decoding server was promised is believed to join its batch at ``at_s``."""
+        ...
+
     def tbt_s(self, at_s: float, now_s: float) -> float:
         """Mean of the servers' seconds between tokens at ``at_s``.
 

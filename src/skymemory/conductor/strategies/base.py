@@ -63,6 +63,10 @@ class Scorer(Protocol):
         """
         ...
 
+    def ended(self, request: Request, server: Server, now_s: float) -> None:
+        """Its last byte came, or it was given up after ``succeeded``. Comes once, before ``corrected``."""
+        ...
+
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         """It ended before the first byte: nothing may be believed to be cached by it."""
         ...
@@ -82,6 +86,9 @@ class Forgetful:
         pass
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
+        pass
+
+    def ended(self, request: Request, server: Server, now_s: float) -> None:
         pass
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:

@@ -68,6 +68,9 @@ class Indexed:
         if self._correct(request.prompt, server, believed, cached_tokens):
             self.index.learn(server.slot, blocks)  # It holds the prompt by now, whatever it had before.
 
+    def ended(self, request: Request, server: Server, now_s: float) -> None:
+        pass
+
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         self._believed.take(request, server)
 

@@ -1,0 +1,1 @@
+"""KVCache-centric scheduling after Mooncake: which server prefills, what it loads, which one decodes."""

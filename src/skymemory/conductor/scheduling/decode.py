@@ -1,0 +1,231 @@
+"""Which server decodes a request: where the time between tokens stays shortest, with it in the batch.
+
+A server that decodes gives each request of its batch a token a step; the more of them and the longer their contexts,
+the longer a step (``CostModel.decode_step_s``). Requests that were promised a server, and whose prefill is not done,
+count as if they were there: otherwise everybody is sent where nobody has arrived yet.
+
+What will be later is predicted as Mooncake does (FAST'25 §7.4): all requests decode for one usual time; those whose
+prefill ends until then come, those that decode longer than that go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from skymemory.conductor.fleet import Fleet, Server
+from skymemory.conductor.request import Request
+from skymemory.conductor.strategies.base import Forgetful, Ranking
+from skymemory.errors import InvalidInput
+
+_SET_BACK_S = 1e9
+"""Taken off the score of a server whose KV cache has no room: it comes after all others."""
+_FORGETTING = 0.02
+"""Of the usual time of decoding, what each request that ends replaces."""
+
+Parts = tuple[float, float, float, float, float]
+
+
+class DecodeCost(Protocol):
+    """Such as ``cost_model.CostModel``."""
+
+    def decode_parts(self, batch: int) -> Parts:
+        """A step as ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T the contexts' tokens."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Booked:
+    """A request that a server has, or was promised."""
+
+    request: Request
+    tokens: int
+    """Of its prompt."""
+    joins_s: float
+    """When it joined the batch, or is believed to."""
+    joined: bool = False
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one server has. Sums are kept, so that asking costs the same for a batch of two and of two hundred."""
+
+    booked: dict[_Booked, None] = field(default_factory=dict)
+    joined: int = 0
+    promised: int = 0
+    joined_tokens: int = 0
+    promised_tokens: int = 0
+    joined_at_s: float = 0.0
+    """The sum of when they joined."""
+
+    def add(self, one: _Booked, sign: int) -> None:
+        if one.joined:
+            self.joined += sign
+            self.joined_tokens += sign * one.tokens
+            self.joined_at_s = self.joined_at_s + sign * one.joins_s if self.joined else 0.0
+        else:
+            self.promised += sign
+            self.promised_tokens += sign * one.tokens
+
+
+class LeastTbt(Forgetful):
+    """A scorer of servers that decode, and an ``admission.Outlook``.
+
+    ``kv_tokens``: what each server's KV cache holds; None: what it reports, and without a report no bound.
+    ``decode_s``: the usual time of decoding; None: learnt from requests that end, and endless until the first has.
+    """
+
+    name = "least-tbt"
+
+    def __init__(
+        self,
+        cost: DecodeCost,
+        fleet: Fleet,
+        kv_tokens: int | None = None,
+        decode_s: float | None = None,
+    ) -> None:
+        if (kv_tokens is not None and kv_tokens < 1) or (decode_s is not None and not decode_s > 0):
+            raise InvalidInput("a KV cache holds tokens, and decoding takes more than 0 s")
+        self._cost, self._fleet, self._kv_tokens = cost, fleet, kv_tokens
+        self._given_s = decode_s
+        self._learnt_s, self._ended = 0.0, 0
+        self._parts: dict[int, Parts] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._open: dict[tuple[int, int], list[_Booked]] = {}
+        """By request (as an object, which is kept alive here) and slot."""
+        self._expected: dict[int, _Booked] = {}
+        """By request: those that were promised a server."""
+
+    @property
+    def decode_s(self) -> float:
+        """How long a request usually decodes; infinite while nothing is known."""
+        if self._given_s is not None:
+            return self._given_s
+        return self._learnt_s if self._ended else float("inf")
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        tokens = request.prompt.tokens
+        scores: list[float] = []
+        tbts: list[float] = []
+        contexts: list[float] = []
+        for server in servers:
+            batch = self._batches.get(server.slot)
+            count, context = 1, float(tokens)
+            if batch is not None and batch.booked:
+                own = self._open.get((id(request), server.slot))
+                count += batch.joined + batch.promised
+                context += batch.promised_tokens + batch.joined_tokens + self._grown(batch, now_s)
+                if own:  # It is asked anew for one that is booked there.
+                    count -= len(own)
+                    context -= sum(one.tokens for one in own)
+            tbt_s = self._step_s(count, context)
+            room = self._room(server)
+            tbts.append(tbt_s)
+            contexts.append(context)
+            scores.append(-tbt_s if room is None or context <= room else -tbt_s - _SET_BACK_S)
+        full = sum(score < -_SET_BACK_S / 2 for score in scores)
+        reasons = (f"no room for its KV at {full} of {len(scores)}",) if full else ()
+        weights = (("seconds between tokens", tbts), ("tokens of context", contexts))
+        return Ranking(scores, reasons=reasons, weights=weights, estimated_tbt_s=tbts)
+
+    def expected(self, request: Request, at_s: float) -> None:
+        one = self._expected.get(id(request))
+        if one is not None:
+            one.joins_s = at_s
+
+    def tbt_s(self, at_s: float, now_s: float) -> float:
+        """As ``admission.Outlook``; with ``at_s`` = ``now_s``, of those that are in batches now."""
+        usual_s, sums = self.decode_s, 0.0
+        servers = [server for server in self._fleet if server.healthy]
+        for server in servers:
+            count, tokens, since_s = 0, 0, 0.0
+            for one in self._batches[server.slot].booked if server.slot in self._batches else ():
+                if one.joins_s + usual_s > at_s and (one.joined or one.joins_s <= at_s and at_s > now_s):
+                    count += 1
+                    tokens += one.tokens
+                    since_s += at_s - one.joins_s
+            step_s = self._step_s(count, tokens)
+            sums += self._step_s(count, tokens + since_s / step_s)
+        return sums / len(servers) if servers else 0.0
+
+    def tbt_now_s(self, server: Server, now_s: float) -> float:
+        """Of the requests in that server's batch."""
+        batch = self._batches.get(server.slot)
+        if batch is None or not batch.joined:
+            return self._step_s(0, 0)
+        return self._step_s(batch.joined, batch.joined_tokens + self._grown(batch, now_s))
+
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        one = _Booked(request, request.prompt.tokens, now_s)
+        batch = self._batches.setdefault(server.slot, _Batch())
+        batch.booked[one] = None
+        batch.add(one, 1)
+        self._open.setdefault((id(request), server.slot), []).append(one)
+        self._expected[id(request)] = one
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        one = next((one for one in self._open.get((id(request), server.slot), ()) if not one.joined), None)
+        if one is not None:
+            batch = self._batches[server.slot]
+            batch.add(one, -1)
+            one.joined, one.joins_s = True, now_s
+            batch.add(one, 1)
+            self._no_longer_expected(one)
+
+    def ended(self, request: Request, server: Server, now_s: float) -> None:
+        one = self._take(request, server, True)
+        if one is not None:
+            self._ended += 1
+            share = max(_FORGETTING, 1 / self._ended)
+            self._learnt_s += (now_s - one.joins_s - self._learnt_s) * share
+
+    def failed(self, request: Request, server: Server, now_s: float) -> None:
+        self._take(request, server, False)
+
+    def forget(self, server: Server) -> None:
+        batch = self._batches.pop(server.slot, None)
+        for one in batch.booked if batch is not None else ():
+            self._open.pop((id(one.request), server.slot), None)
+            self._no_longer_expected(one)
+
+    def _take(self, request: Request, server: Server, joined: bool) -> _Booked | None:
+        key = (id(request), server.slot)
+        ours = self._open.get(key, [])
+        one = next((one for one in ours if one.joined == joined), None)
+        if one is None:
+            return None
+        ours.remove(one)
+        if not ours:
+            del self._open[key]
+        batch = self._batches[server.slot]
+        del batch.booked[one]
+        batch.add(one, -1)
+        self._no_longer_expected(one)
+        return one
+
+    def _no_longer_expected(self, one: _Booked) -> None:
+        if self._expected.get(id(one.request)) is one:
+            del self._expected[id(one.request)]
+
+    def _grown(self, batch: _Batch, now_s: float) -> float:
+        """Tokens that the batch has got since its requests joined it, at the pace that it has without them."""
+        if not batch.joined:
+            return 0.0
+        return (batch.joined * now_s - batch.joined_at_s) / self._step_s(batch.joined, batch.joined_tokens)
+
+    def _room(self, server: Server) -> int | None:
+        """Tokens that its KV cache holds, where that is known."""
+        if self._kv_tokens is not None:
+            return self._kv_tokens
+        report = server.reported
+        if report is None or not report.cache_blocks or not report.block_tokens:
+            return None
+        return report.cache_blocks * report.block_tokens
+
+    def _step_s(self, batch: int, tokens: float) -> float:
+        parts = self._parts.get(batch)
+        if parts is None:
+            parts = self._parts[batch] = self._cost.decode_parts(batch)
+        fixed_s, read_s, read_per_token_s, flops_s, flops_per_token_s = parts
+        return fixed_s + max(read_s + read_per_token_s * tokens, flops_s + flops_per_token_s * tokens)

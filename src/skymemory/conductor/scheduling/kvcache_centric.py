@@ -1,0 +1,238 @@
+"""Mooncake's KVCache-centric scheduling (FAST'25, algorithm 1), and the same where each server takes what is cheaper.
+
+For each server the time to the first token is estimated, computing what it lacks or loading it from where it is. The
+published rule decides by lengths: a server loads where the best prefix anywhere is so many times its own. The two
+published versions write that from opposite ends and differ where the ratio is the threshold itself: ``arxiv`` computes
+below it and loads from it on, ``fast25`` loads above it. ``cheaper`` needs no threshold: it loads where that is
+sooner, and where a part of each is sooner still, that (``split``).
+
+What published versions leave open is decided so: nothing held against something is an infinite ratio; all that is
+loaded comes while the request waits, so the longer of the two counts and not their sum; of a prompt that is cached
+wholly one token is computed; far tiers count as servers do.
+
+Replication of hot prefixes is a by-product of all three: whoever is sent a prompt holds it when it is done, loaded or
+computed, and counts as holding it for those behind from the moment it is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.fleet import Fleet, Server
+from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.request import Prompt
+from skymemory.conductor.scheduling.prefill import OVERDUE, UNDER_WAY_BLOCKS, Load, Outlay, PrefillScheduler, tokens_of
+from skymemory.conductor.scheduling.sources import FarTiers, Links, Source, undominated
+from skymemory.conductor.scheduling.split import best_split, finish_s
+from skymemory.conductor.strategies.delay_price import DelayPrice
+from skymemory.conductor.strategies.speeds import PrefillCost
+from skymemory.errors import InvalidInput
+
+VARIANTS = ("cheaper", "arxiv", "fast25")
+NETWORK = "network"
+"""Of the media, the way from server to server."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheCentricSettings:
+    variant: str = "cheaper"
+    balancing_threshold: float = 2.0
+    """Of the published variants: how many times its own prefix the best must be for a server to load it."""
+    cake: bool = True
+    """With ``cheaper``: the front may be computed while the back is loaded."""
+    split_gain: float = 0.01
+    """A split is looked for where it could save this part of the time to the first token."""
+    layers: int = 1
+    """Layers that are loaded one by one while the rest is computed; 1: all is there before the rest begins."""
+    delay_weight: float = 0.0
+    """How much the delay of requests that come later counts (``delay_price``)."""
+    overdue: float = OVERDUE
+    under_way_blocks: int = UNDER_WAY_BLOCKS
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise InvalidInput(f"no variant {self.variant!r} of kvcache-centric; there are {', '.join(VARIANTS)}")
+        if not self.balancing_threshold > 0:
+            raise InvalidInput(f"balancing_threshold is {self.balancing_threshold:g}; a ratio above 0 is wanted")
+        if not 0 <= self.split_gain <= 1 or self.layers < 1 or self.overdue < 0 or self.under_way_blocks < 0:
+            raise InvalidInput("split_gain is from 0 to 1, layers 1 or more, overdue and under_way_blocks 0 or more")
+
+
+class KvCacheCentric(PrefillScheduler):
+    """``kv_token_bytes``: of one token's KV. ``fleet``: servers that may be loaded from though nothing goes to them."""
+
+    name = "kvcache-centric"
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        cost: PrefillCost | None,
+        kv_token_bytes: float,
+        media: Mapping[str, Medium],
+        far: FarTiers | None = None,
+        fleet: Fleet | None = None,
+        settings: KvCacheCentricSettings | None = None,
+    ) -> None:
+        self.settings = settings = settings or KvCacheCentricSettings()
+        super().__init__(index, cost, settings.overdue, settings.under_way_blocks)
+        self._cost = cost
+        self._kv_token_bytes = kv_token_bytes
+        self._network = media.get(NETWORK)
+        self._far, self._fleet = far, fleet
+        self._links = Links()
+        self._price = DelayPrice(settings.delay_weight)
+
+    def scores(self, outlay: Outlay) -> list[float]:
+        rate = self._rate(outlay)
+        if not rate:
+            return [-ttft_s for ttft_s in outlay.ttfts_s]
+        waits = zip(outlay.waits_s, outlay.ttfts_s, strict=True)
+        return [-_priced(wait_s, ttft_s - wait_s, rate) for wait_s, ttft_s in waits]
+
+    def fetch(self, outlay: Outlay) -> None:
+        least = min(outlay.blocks)
+        sources = self._sources(outlay, least)
+        if not sources:
+            return
+        if self.settings.variant == "cheaper":
+            self._by_seconds(outlay, sources)
+        else:
+            self._by_ratio(outlay, sources)
+
+    def booked(self, outlay: Outlay, at: int, now_s: float) -> None:
+        load = outlay.loads.get(at)
+        if load is not None:
+            self._links.take(load.source.slot, outlay.slots[at], load.link_s, now_s)
+        if self.settings.delay_weight:
+            self._price.sent(outlay.ttfts_s[at] - outlay.waits_s[at], now_s)
+
+    def forget(self, server: Server) -> None:
+        super().forget(server)
+        self._links.forget(server.slot)
+
+    def _rate(self, outlay: Outlay) -> float:
+        if not self.settings.delay_weight:
+            return 0.0
+        return self._price.rate(len(outlay.slots), outlay.now_s)
+
+    def _sources(self, outlay: Outlay, least: int) -> list[Source]:
+        """Where more than ``least`` blocks are to be had; none of them is worse than another in every way."""
+        found: list[Source] = []
+        blocks, now_s = outlay.request.prompt.blocks, outlay.now_s
+        network = self._network
+        if network is not None and len(blocks):
+            token_s = self._kv_token_bytes / network.bytes_per_s
+            held = list(zip(outlay.servers, outlay.known, strict=True))
+            if self._fleet is not None and len(self._fleet) > len(held):
+                others = [server for server in self._fleet if server.healthy and server.slot not in outlay.slots]
+                depths = self.index.match(blocks, [server.slot for server in others])
+                held += zip(others, depths, strict=True)
+            for server, count in held:
+                if count > least:
+                    wait_s = self._links.wait_out_s(server.slot, now_s)
+                    found.append(Source(server.name, server.slot, count, wait_s, network.latency_s, token_s))
+        if self._far is not None and len(blocks):
+            for tier, count, medium in self._far.far(blocks):
+                if count > least:
+                    token_s = self._kv_token_bytes / medium.bytes_per_s
+                    found.append(Source(tier, -1, count, 0.0, medium.latency_s, token_s))
+        return undominated(found) if len(found) > 1 else found
+
+    def _by_ratio(self, outlay: Outlay, sources: list[Source]) -> None:
+        """The published rule: from the longest prefix, of those the nearest, if it is so many times the own."""
+        prompt, threshold = outlay.request.prompt, self.settings.balancing_threshold
+        best = sources[0]
+        end = tokens_of(prompt, best.blocks)
+        for at, held in enumerate(outlay.held):
+            if end <= held:
+                continue
+            ratio = end / held if held else math.inf
+            if ratio > threshold or ratio == threshold and self.settings.variant == "arxiv":
+                self._whole(outlay, at, best, end)
+
+    def _by_seconds(self, outlay: Outlay, sources: list[Source]) -> None:
+        """Each server computes or loads, whichever is sooner; then those that may be the best look for a split."""
+        prompt, ttfts = outlay.request.prompt, outlay.ttfts_s
+        ends = [tokens_of(prompt, source.blocks) for source in sources]
+        floors = list(ttfts)
+        """Sooner than this no split is done."""
+        for source, end in zip(sources, ends, strict=True):
+            rests = self.speeds.prefills_s(outlay.slots, prompt.tokens, [end] * len(ttfts))
+            for at, rest_s in enumerate(rests):
+                if end > outlay.held[at]:
+                    floors[at] = min(floors[at], outlay.waits_s[at] + rest_s)
+                    self._whole(outlay, at, source, end, rest_s)
+        if self.settings.cake:
+            self._split(outlay, sources, ends, floors)
+
+    def _whole(self, outlay: Outlay, at: int, source: Source, end: int, rest_s: float | None = None) -> None:
+        """All that ``source`` has more is loaded; with ``rest_s``, only if that is sooner than what is planned."""
+        held, wait_s, prompt = outlay.held[at], outlay.waits_s[at], outlay.request.prompt
+        sooner = rest_s is not None
+        if rest_s is None:
+            rest_s = self.speeds.prefills_s((outlay.slots[at],), prompt.tokens, (end,))[0]
+        load_s = source.load_s(end - held, self._links.wait_in_s(outlay.slots[at], outlay.now_s))
+        ttft_s = finish_s(wait_s, load_s, rest_s, self.settings.layers)
+        if not sooner or ttft_s < outlay.ttfts_s[at]:
+            outlay.ttfts_s[at] = ttft_s
+            outlay.loads[at] = Load(source, held, end, load_s, (end - held) * source.token_s, rest_s)
+
+    def _split(self, outlay: Outlay, sources: list[Source], ends: list[int], floors: list[float]) -> None:
+        """Splits, of the servers that could be the best by one."""
+        waits, ttfts = outlay.waits_s, outlay.ttfts_s
+        gain, rate = 1.0 - self.settings.split_gain, self._rate(outlay)
+
+        def price(at: int, ttft_s: float) -> float:
+            return _priced(waits[at], ttft_s - waits[at], rate) if rate else ttft_s
+
+        best = min(price(at, ttft_s) for at, ttft_s in enumerate(ttfts))
+        could = [at for at, floor in enumerate(floors) if floor < gain * ttfts[at] and price(at, floor) <= best]
+        known: dict[tuple[object, ...], tuple[int, float]] = {}
+        for at in sorted(could, key=lambda at: price(at, ttfts[at])):
+            if price(at, floors[at]) <= best:
+                for source, end in zip(sources, ends, strict=True):
+                    if source.blocks > outlay.blocks[at] + 1:
+                        self._split_one(outlay, at, source, end, known)
+                best = min(best, price(at, ttfts[at]))
+
+    def _split_one(
+        self, outlay: Outlay, at: int, source: Source, end: int, known: dict[tuple[object, ...], tuple[int, float]]
+    ) -> None:
+        prompt, held, wait_s, slot = outlay.request.prompt, outlay.held[at], outlay.waits_s[at], outlay.slots[at]
+        way_in_s = self._links.wait_in_s(slot, outlay.now_s)
+        seconds = self._seconds(slot, prompt)
+        alone_s, rest_s, layers = outlay.alone_s[at], seconds(end), self.settings.layers
+
+        def finish_at(split: int) -> float:
+            tokens = tokens_of(prompt, split)
+            ready_s = wait_s + alone_s - seconds(tokens)
+            return finish_s(ready_s, source.load_s(end - tokens, way_in_s), rest_s, layers)
+
+        # Servers that wait and hold alike, as idle ones do, are asked once: so they tie.
+        alike = (source, held, wait_s, way_in_s, alone_s, rest_s)
+        if alike not in known:
+            known[alike] = best_split(finish_at, outlay.blocks[at], source.blocks)
+        split, ttft_s = known[alike]
+        if ttft_s < outlay.ttfts_s[at]:
+            begin = max(held, tokens_of(prompt, split))
+            load_s = source.load_s(end - begin, way_in_s)
+            compute_s = alone_s - seconds(begin) + rest_s
+            outlay.ttfts_s[at] = ttft_s
+            outlay.loads[at] = Load(source, begin, end, load_s, (end - begin) * source.token_s, compute_s)
+
+    def _seconds(self, slot: int, prompt: Prompt) -> Callable[[int], float]:
+        """Seconds to compute the prompt at that server, by how many of its tokens it has."""
+        tokens = prompt.tokens
+        if self._cost is not None:
+            prefill_s = self._cost.prefill_s
+            return lambda cached: prefill_s(tokens, cached)
+        speeds, slots = self.speeds, (slot,)
+        return lambda cached: speeds.prefills_s(slots, tokens, (cached,))[0]
+
+
+def _priced(wait_s: float, work_s: float, rate: float) -> float:
+    """Seconds until it is done, and those that its work will cost others."""
+    return wait_s + work_s * (1.0 + rate * (wait_s + work_s / 2.0))

@@ -1,0 +1,238 @@
+"""What every scheduler of prefills does: estimate the time to the first token, and keep the account of queues.
+
+Each server computes what it was sent in that order, one prompt after the other. A group of machines that prefills in a
+pipeline is one server whose cost model says what the group takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
+from skymemory.conductor.request import Plan, Prompt, Request
+from skymemory.conductor.scheduling.sources import Source
+from skymemory.conductor.strategies.base import Ranking
+from skymemory.conductor.strategies.indexed import Indexed
+from skymemory.conductor.strategies.queues import Prefill, PrefillQueues
+from skymemory.conductor.strategies.speeds import GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
+from skymemory.conductor.strategies.tickets import Tickets
+from skymemory.conductor.strategies.under_way import UnderWay
+
+OVERDUE = 0.1
+"""Part of a prefill's time so far that it is believed to need still, once it takes longer than estimated."""
+UNDER_WAY_BLOCKS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Outlay:
+    """What a request would take at each of some servers; lists are in their order."""
+
+    request: Request
+    servers: Sequence[Server]
+    slots: list[int]
+    known: list[int]
+    """Blocks that each holds."""
+    blocks: list[int]
+    """Blocks that each holds or will hold when it comes to this request."""
+    held: list[int]
+    """The same in tokens."""
+    waits_s: list[float]
+    alone_s: list[float]
+    """Computing all that is not held."""
+    ttfts_s: list[float]
+    now_s: float
+    loads: dict[int, Load] = field(default_factory=dict)
+    """By place in the lists: what those that would load something load."""
+
+    def plan(self, at: int) -> Plan:
+        held, wait_s = self.held[at], self.waits_s[at]
+        load = self.loads.get(at)
+        if load is None:
+            return Plan(held, held, 0, "", wait_s, 0.0, self.alone_s[at])
+        source, split, end = load.source.name, load.split_tokens, load.end_tokens
+        return Plan(held, split, end - split, source, wait_s, load.load_s, load.compute_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Part of a prompt that comes from elsewhere."""
+
+    source: Source
+    split_tokens: int
+    end_tokens: int
+    load_s: float
+    """From now until it has come."""
+    link_s: float
+    """Of that, how long it keeps the ways busy."""
+    compute_s: float
+
+
+class Plans(Sequence[Plan]):
+    """The plans of an outlay, each made when it is asked for: one of them is."""
+
+    __slots__ = ("_outlay",)
+
+    def __init__(self, outlay: Outlay) -> None:
+        self._outlay = outlay
+
+    @overload
+    def __getitem__(self, at: int) -> Plan: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Plan]: ...
+
+    def __getitem__(self, at: int | slice) -> Plan | Sequence[Plan]:
+        if isinstance(at, slice):
+            return [self._outlay.plan(one) for one in range(*at.indices(len(self)))]
+        return self._outlay.plan(range(len(self))[at])
+
+    def __len__(self) -> int:
+        return len(self._outlay.slots)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return (self._outlay.plan(at) for at in range(len(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What was believed when a request was sent."""
+
+    prefill: Prefill
+    chain: Blocks | None
+    plan: Plan
+
+
+class PrefillScheduler(Indexed):
+    """A scorer of servers that prefill. ``cost`` None: what prefills take is learnt."""
+
+    name = ""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        cost: PrefillCost | None,
+        overdue: float = OVERDUE,
+        under_way_blocks: int = UNDER_WAY_BLOCKS,
+    ) -> None:
+        super().__init__(index)
+        self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
+        self._queues = PrefillQueues(overdue)
+        self._under_way = UnderWay(under_way_blocks)
+        self._sent: Tickets[_Sent] = Tickets()
+        self._last: Outlay | None = None
+        """Of the last request that was asked about: what is decided by it is what is booked."""
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        outlay = self._last = self._outlay(request, servers, now_s)
+        return Ranking(
+            self.scores(outlay),
+            outlay.held,
+            outlay.ttfts_s,
+            (),
+            (("seconds of waiting", outlay.waits_s), ("tokens held", outlay.held)),
+            plans=Plans(outlay),
+        )
+
+    def scores(self, outlay: Outlay) -> list[float]:
+        """Higher is better."""
+        raise NotImplementedError
+
+    def fetch(self, outlay: Outlay) -> None:
+        """Put into ``outlay`` what servers would load, and when they would be done with that."""
+
+    def load_s(self, server: Server, now_s: float) -> float:
+        """Seconds until the server has computed all that it was sent: what a report of load is made of."""
+        return self._queues.waits_s((server,), now_s)[0]
+
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        slot, last = server.slot, self._last
+        if last is None or last.request is not request or slot not in last.slots:
+            last = self._outlay(request, (server,), now_s)
+        at = last.slots.index(slot)
+        plan, blocks = last.plan(at), request.prompt.blocks
+        self._believed.note(request, server, last.known[at])
+        prefill = self._queues.add(slot, last.ttfts_s[at] - last.waits_s[at], now_s)
+        chain = self._under_way.add(slot, blocks) if len(blocks) else None
+        self._sent.note(request, server, _Sent(prefill, chain, plan))
+        self.booked(last, at, now_s)
+
+    def booked(self, outlay: Outlay, at: int, now_s: float) -> None:
+        """The request of ``outlay`` goes to the server at ``at``."""
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        sent = self._sent.take(request, server)
+        if sent is not None:
+            seconds, plan = self._done(server.slot, sent, now_s), sent.plan
+            if plan.load_s <= plan.queue_s:  # Otherwise it may have waited for what it loaded.
+                cached = plan.cached_tokens if cached_tokens is None else cached_tokens
+                self.speeds.observe(server.slot, request.prompt.tokens, cached, seconds)
+        super().succeeded(request, server, now_s, cached_tokens)
+
+    def failed(self, request: Request, server: Server, now_s: float) -> None:
+        sent = self._sent.take(request, server)
+        if sent is not None:
+            self._done(server.slot, sent, now_s)
+        super().failed(request, server, now_s)
+
+    def forget(self, server: Server) -> None:
+        super().forget(server)
+        for part in (self._queues, self._under_way, self.speeds):
+            part.forget(server.slot)
+        self._sent.forget(server)
+        self._last = None
+
+    def _outlay(self, request: Request, servers: Sequence[Server], now_s: float) -> Outlay:
+        prompt = request.prompt
+        slots = [server.slot for server in servers]
+        known = self.matched_blocks(prompt, servers)
+        under_way = self._under_way.depths(prompt.blocks)
+        blocks = known
+        if under_way:
+            blocks = [max(held, under_way.get(slot, 0)) for held, slot in zip(known, slots, strict=True)]
+        held = self.matched_tokens(prompt, blocks)
+        waits_s = self._queues.waits_s(servers, now_s)
+        alone_s = self.speeds.prefills_s(slots, prompt.tokens, held)
+        ttfts_s = [wait + alone for wait, alone in zip(waits_s, alone_s, strict=True)]
+        outlay = Outlay(request, servers, slots, known, blocks, held, waits_s, alone_s, ttfts_s, now_s)
+        self.fetch(outlay)
+        return outlay
+
+    def _done(self, slot: int, sent: _Sent, now_s: float) -> float:
+        if sent.chain is not None:
+            self._under_way.drop(slot, sent.chain)
+        return self._queues.remove(slot, sent.prefill, now_s)
+
+
+def tokens_of(prompt: Prompt, blocks: int) -> int:
+    """Tokens of a prompt's first ``blocks`` blocks."""
+    return min(prompt.tokens, int(blocks * prompt.block_tokens))
+
+
+class Anywhere(PrefillScheduler):
+    """At random: all servers tie, and the picker's seeded tie-break chooses."""
+
+    name = "random"
+
+    def scores(self, outlay: Outlay) -> list[float]:
+        return [0.0] * len(outlay.slots)
+
+
+class LeastQueue(PrefillScheduler):
+    """Where a request waits least, whatever is cached there."""
+
+    name = "load-balance"
+
+    def scores(self, outlay: Outlay) -> list[float]:
+        return [-wait_s for wait_s in outlay.waits_s]
+
+
+class CacheAware(PrefillScheduler):
+    """The least time to the first token, where each server has only what itself holds."""
+
+    name = "cache-aware"
+
+    def scores(self, outlay: Outlay) -> list[float]:
+        return [-ttft_s for ttft_s in outlay.ttfts_s]

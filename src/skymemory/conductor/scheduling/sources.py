@@ -1,0 +1,80 @@
+"""Where KV that a server lacks could be loaded from: other servers, and tiers behind them all.
+
+Nothing here knows what a tier is made of: it has a name, holds so many of a prompt's blocks, and takes so many seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.prefix_index.base import Blocks
+
+
+class FarTiers(Protocol):
+    """Tiers that every server can load from."""
+
+    def far(self, blocks: Blocks) -> Sequence[tuple[str, int, Medium]]:
+        """For each tier that holds any of a prompt: its name, how many blocks from the first on, and the way there."""
+        ...
+
+
+class Source(NamedTuple):
+    """One place to load a prompt's beginning from."""
+
+    name: str
+    """The server's or the tier's."""
+    slot: int
+    """The server's; -1 for a tier."""
+    blocks: int
+    """How many it holds, from the first on."""
+    wait_s: float
+    """Until its way out has carried what it was asked for before."""
+    latency_s: float
+    token_s: float
+    """Per token that is loaded."""
+
+    def load_s(self, tokens: int, way_in_s: float) -> float:
+        """Until ``tokens`` have come, where the receiver's way in is free in ``way_in_s``."""
+        return max(self.wait_s, way_in_s) + self.latency_s + tokens * self.token_s if tokens > 0 else 0.0
+
+
+def undominated(sources: Sequence[Source]) -> list[Source]:
+    """Without those that another is as good as in everything; of equal ones the first is kept."""
+    kept: list[Source] = []
+    for one in sorted(sources, key=lambda one: (-one.blocks, one.wait_s + one.latency_s, one.token_s)):
+        begin_s = one.wait_s + one.latency_s
+        if not any(other.wait_s + other.latency_s <= begin_s and other.token_s <= one.token_s for other in kept):
+            kept.append(one)
+    return kept
+
+
+@dataclass(slots=True)
+class Links:
+    """Until when the loads that we planned keep each server's way out and way in busy.
+
+    On a way nothing overtakes: what is asked for now comes behind what was asked before.
+    """
+
+    out_s: dict[int, float] = field(default_factory=dict)
+    in_s: dict[int, float] = field(default_factory=dict)
+
+    def wait_out_s(self, slot: int, now_s: float) -> float:
+        until_s = self.out_s.get(slot, now_s)
+        return until_s - now_s if until_s > now_s else 0.0
+
+    def wait_in_s(self, slot: int, now_s: float) -> float:
+        until_s = self.in_s.get(slot, now_s)
+        return until_s - now_s if until_s > now_s else 0.0
+
+    def take(self, source: int, target: int, seconds: float, now_s: float) -> None:
+        """A load of ``seconds`` from ``source`` (-1: a tier) to ``target`` was asked for."""
+        if source >= 0:
+            self.out_s[source] = max(self.out_s.get(source, now_s), now_s) + seconds
+        self.in_s[target] = max(self.in_s.get(target, now_s), now_s) + seconds
+
+    def forget(self, slot: int) -> None:
+        self.out_s.pop(slot, None)
+        self.in_s.pop(slot, None)
