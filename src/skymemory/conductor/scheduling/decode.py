@@ -141,7 +141,7 @@ class LeastTbt(Forgetful):
         for server in servers:
             count, tokens, since_s = 0, 0, 0.0
             for one in self._batches[server.slot].booked if server.slot in self._batches else ():
-                if one.joins_s + usual_s > at_s and (one.joined or one.joins_s <= at_s and at_s > now_s):
+                if one.joins_s + usual_s > at_s and (one.joined or (one.joins_s <= at_s and at_s > now_s)):
                     count += 1
                     tokens += one.tokens
                     since_s += at_s - one.joins_s

@@ -150,7 +150,7 @@ class KvCacheCentric(PrefillScheduler):
             if end <= held:
                 continue
             ratio = end / held if held else math.inf
-            if ratio > threshold or ratio == threshold and self.settings.variant == "arxiv":
+            if ratio > threshold or (ratio == threshold and self.settings.variant == "arxiv"):
                 self._whole(outlay, at, best, end)
 
     def _by_seconds(self, outlay: Outlay, sources: list[Source]) -> None:
