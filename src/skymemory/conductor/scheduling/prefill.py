@@ -188,10 +188,8 @@ class PrefillScheduler(Indexed):
         prompt = request.prompt
         slots = [server.slot for server in servers]
         known = self.matched_blocks(prompt, servers)
-        under_way = self._under_way.depths(prompt.blocks)
-        blocks = known
-        if under_way:
-            blocks = [max(held, under_way.get(slot, 0)) for held, slot in zip(known, slots, strict=True)]
+        under_way = self._under_way.depths(prompt.blocks, slots) if len(prompt.blocks) else []
+        blocks = list(map(max, known, under_way)) if under_way else known
         held = self.matched_tokens(prompt, blocks)
         waits_s = self._queues.waits_s(servers, now_s)
         alone_s = self.speeds.prefills_s(slots, prompt.tokens, held)
