@@ -24,7 +24,7 @@ def test_a_prompt_on_the_ssd_waits_for_it() -> None:
     run = run_cluster([request(0, 1, 2, 3), request(100, 7, 8, 9), request(200, 1, 2, 3, 4)], setup)
     computed_s = COST.prefill_s(2048, 1536)
     last = run.outcomes[-1]
-    assert (last.held_tokens, last.loaded_tokens) == (1536, {})
+    assert (last.held_tokens, last.loaded_tokens) == (0, {"ssd": 1536})
     assert last.ttft_s == pytest.approx(30 + computed_s / COST.shape.layers, abs=0.1)  # three blocks of ten seconds
 
 

@@ -18,7 +18,7 @@ from skymemory.conductor.cost_model.transfer import loaded_s
 from skymemory.sim.cluster.clock import Clock
 from skymemory.sim.cluster.job import Job
 from skymemory.sim.cluster.pipeline import Pipeline
-from skymemory.sim.cluster.pool_base import LOCAL, SSD_TIER, Loaded, Pool
+from skymemory.sim.cluster.pool_base import LOCAL, Pool
 
 Told = Callable[[Job, float], None]
 
@@ -27,14 +27,14 @@ Told = Callable[[Job, float], None]
 class Service:
     """What a prompt's prefill consists of, as found when it begins."""
 
-    held_tokens: int
     front: tuple[int, int]
-    """Tokens computed while the rest is loaded: from, to."""
+    """Tokens computed while the rest is loaded, from and to; those before them are held."""
     after: int
     """All tokens from here on are computed; those between are loaded."""
     sources: Mapping[str, int]
+    """Tokens that are not computed, by where they were; ``LOCAL``: held in memory."""
     rest_s: float
-    """Until all that is loaded has come; at least what memory takes to hand over what is held."""
+    """Until all of them have come; at least what memory takes to hand them over."""
 
     def computed_tokens(self, prompt_tokens: int) -> int:
         return self.front[1] - self.front[0] + prompt_tokens - self.after
@@ -65,12 +65,13 @@ class PrefillInstance:
         """In service, each with its end; more than one in a pipeline."""
         self.busy_s = 0.0
         self._came = 0
+        self._newest: Job | None = None
         self._free = True
         self._lives = 0
         """Events of an earlier life are stale."""
 
     def arrive(self, job: Job, now_s: float) -> None:
-        self._came += 1
+        self._came, self._newest = self._came + 1, job
         heapq.heappush(self.waiting, (-job.priority, self._came, job))
         self.waiting_work_s += job.work_s
         if self._free:
@@ -83,7 +84,7 @@ class PrefillInstance:
             job.spent_s -= undone_s
             self.busy_s -= undone_s / self._pipeline.machines
         jobs = [*self.serving, *(job for *_, job in sorted(self.waiting, key=lambda entry: entry[:2]))]
-        self.serving, self.waiting, self.waiting_work_s, self._free = {}, [], 0.0, True
+        self.serving, self.waiting, self.waiting_work_s, self._free, self._newest = {}, [], 0.0, True, None
         self._pipeline.clear()
         self._lives += 1
         return jobs
@@ -92,14 +93,18 @@ class PrefillInstance:
         """Of the one that will be served last: its age, and all the work that is there, as believed."""
         rest_s = max((end_s - now_s for end_s in self.serving.values()), default=0.0)
         if self.waiting:
-            return now_s - max(self.waiting, key=lambda entry: entry[1])[2].at_s + rest_s + self.waiting_work_s
+            newest = self._newest
+            if newest is None or newest.begun_s >= 0:  # served before others, for its priority
+                newest = max(self.waiting, key=lambda entry: entry[1])[2]
+            return now_s - newest.at_s + rest_s + self.waiting_work_s
         return max((end_s - job.at_s for job, end_s in self.serving.items()), default=0.0)
 
     def _serve(self, now_s: float) -> None:
         job = heapq.heappop(self.waiting)[2]
         self.waiting_work_s = self.waiting_work_s - job.work_s if self.waiting else 0.0
         service = self.service(job, now_s)
-        job.begun_s, job.held_tokens, job.sources = now_s, service.held_tokens, service.sources
+        job.begun_s, job.held_tokens = now_s, service.sources.get(LOCAL, 0)
+        job.sources = {source: count for source, count in service.sources.items() if source != LOCAL and count}
         job.computed_tokens = service.computed_tokens(job.prompt_tokens)
         free_s, done_s, work_s = self._timed(service, job.prompt_tokens, now_s)
         job.spent_s += work_s * self._pipeline.machines
@@ -117,17 +122,19 @@ class PrefillInstance:
         loading = job.loading or self._pool.load(self.number, job.ids, None, now_s)
         held, loaded = loading.held_tokens, loading.loaded_tokens
         begin = loading.split_tokens if loaded else held
-        rest_s = max(0.0, loading.done_s - now_s)  # what is held may be on its way too, or on an SSD
+        rest_s = max(0.0, loading.done_s - now_s)
+        sources = dict(loading.sources)
         if job.loading is not None and not rest_s:
             # All has come. What others computed here meanwhile is there too, and may go further.
             here = self._pool.leading(self.number, job.ids) * per_block
             if here >= begin + loaded:
+                sources[LOCAL] = sources.get(LOCAL, 0) + here - held - loaded
                 begin = held = here - loaded
         end = min(begin + loaded, tokens - 1)
         begin, held = min(begin, end), min(held, end)
-        sources = _loaded_by_source(loading, end - begin)
-        memory_s = self._memory.seconds(self._cost.kv_bytes(held + end - begin))
-        return Service(held, (held, begin), end, sources, max(rest_s, memory_s))
+        cached = held + end - begin
+        memory_s = self._memory.seconds(self._cost.kv_bytes(cached))
+        return Service((held, begin), end, _first_of(sources, cached), max(rest_s, memory_s))
 
     def _timed(self, service: Service, tokens: int, now_s: float) -> tuple[float, float, float]:
         """When the first machine is free, when all is done, and seconds of computing at each machine."""
@@ -157,11 +164,10 @@ class PrefillInstance:
             self._next(life, now_s)
 
 
-def _loaded_by_source(loading: Loaded, loaded: int) -> dict[str, int]:
-    """Of what was loaded, the ``loaded`` tokens that are used; a last block that is cut short is its last source's."""
-    sources: dict[str, int] = {}
-    for source, tokens in loading.sources.items():
-        if source not in (LOCAL, SSD_TIER) and tokens and loaded > 0:
-            sources[source] = min(tokens, loaded)
-            loaded -= sources[source]
-    return sources
+def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """Of tokens by source, in the order of the prompt, the first so many."""
+    first: dict[str, int] = {}
+    for source, count in sources.items():
+        first[source] = min(count, tokens)
+        tokens -= first[source]
+    return first

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from skymemory.conductor.admission.base import Admission
 from skymemory.conductor.admission.named import admission as admission_named
 from skymemory.conductor.request import Request
+from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.outcome import ClusterRun
 from skymemory.sim.cluster.pool_base import Pool
 from skymemory.sim.cluster.requests import timed
-from skymemory.sim.cluster.schedulers import SchedulerFactory, scheduler_named
+from skymemory.sim.cluster.schedulers import SchedulerFactory, World, scheduler_named
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.cluster.simulation import Simulation
 from skymemory.sim.trace import TraceRequest
@@ -24,12 +25,15 @@ def run_cluster(
     scheduler: str | SchedulerFactory = "least-load",
     admission: str | Admission = "all",
     *,
+    scheduler_options: Mapping[str, object] | None = None,
+    admission_options: Mapping[str, object] | None = None,
     asked: Sequence[Request] | None = None,
     pool: Pool | None = None,
 ) -> ClusterRun:
     """What becomes of ``requests`` (in the order of arrival; outcomes are in the order that jitter leaves).
 
-    ``scheduler``: one of ``schedulers``' names, or what makes one. ``asked``: what the scheduler is told of each, where
+    ``scheduler``: one of ``schedulers.NAMES``, or what makes one; ``admission`` likewise; options of named ones by
+    name. ``asked``: what the scheduler is told of each, where
     requests have tenants or priorities; only without jitter. ``pool``: another than the setup's; for one run only.
 
     Equal arguments give equal runs.
@@ -46,8 +50,14 @@ def run_cluster(
         before_s = request.at_s
     if asked is not None and (setup.jitter_s or len(asked) != len(arriving)):
         raise InvalidInput("what is asked is given for each request, and none may be moved by jitter")
-    rule = admission_named(admission, setup.slo) if isinstance(admission, str) else admission
-    if isinstance(scheduler, str):
-        name = scheduler
-        return Simulation(setup, lambda world: scheduler_named(name, world), rule, pool).run(arriving, asked)
-    return Simulation(setup, scheduler, rule, pool).run(arriving, asked)
+    rule = admission
+    if isinstance(rule, str):
+        rule = admission_named(rule, setup.slo, **(admission_options or {}))
+    factory = scheduler
+    if isinstance(factory, str):
+        name, options = factory, scheduler_options or {}
+
+        def factory(world: World) -> Scheduler:
+            return scheduler_named(name, world, **options)
+
+    return Simulation(setup, factory, rule, pool).run(arriving, asked)

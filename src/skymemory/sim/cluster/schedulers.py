@@ -1,23 +1,26 @@
 """Schedulers by name, for a simulated cluster: those of production, given what they would know.
 
-They estimate with what the cluster is believed to be, not with what it is: another cost model, an error on every
-estimate. Where caches are is what the pool says at that moment.
+They estimate with what the cluster is believed to be, not with what it is (``Estimates``). Where caches are the
+conductor's schedulers ask the pool, which says what is true at that moment; the router's strategies learn it from what
+they sent.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from skymemory.conductor.admission.base import Admission
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.base import Scorer
-from skymemory.conductor.strategies.named import named
+from skymemory.conductor.scheduling.named import SCHEDULERS, build
+from skymemory.conductor.strategies.named import STRATEGIES, named
 from skymemory.conductor.strategies.plain import LeastLoad
+from skymemory.errors import InvalidInput
+from skymemory.sim.cluster.estimates import Estimates
 from skymemory.sim.cluster.pool_base import Pool
 from skymemory.sim.cluster.setup import ClusterSetup
 
@@ -33,44 +36,43 @@ class World:
     """None: the same instances decode."""
     cost: CostModel
     """What it believes."""
+    estimates: Estimates
+    """What it believes of prefills."""
     pool: Pool
     admission: Admission
 
 
 SchedulerFactory = Callable[[World], Scheduler]
+NAMES = (*SCHEDULERS, *(name for name in STRATEGIES if name not in SCHEDULERS))
 
 
-@dataclass(frozen=True, slots=True)
-class ErringModel(CostModel):
-    """A cost model as a scheduler has it: every estimate of a prefill is off by a seeded draw.
+def scheduler_named(name: str, world: World, **options: Any) -> Scheduler:
+    """One of ``NAMES``: the conductor's schedulers, or a strategy of the router for those that prefill.
 
-    Normal, of mean 0 and a standard deviation of ``error``, cut off at three; equal questions get equal answers.
-    """
-
-    factors: tuple[float, ...] = (1.0,)
-
-    def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        mixed = (int(tokens) * 0x9E3779B97F4A7C15 + int(cached) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
-        return CostModel.prefill_s(self, tokens, cached) * self.factors[(mixed >> 40) % len(self.factors)]
-
-
-def believed(setup: ClusterSetup) -> CostModel:
-    """What the scheduler estimates with."""
-    cost = setup.believed or setup.cost
-    if not setup.error:
-        return cost
-    dice = random.Random(setup.seed)
-    factors = tuple(1 + setup.error * max(-3.0, min(3.0, dice.gauss(0, 1))) for _ in range(4096))
-    return ErringModel(**{field.name: getattr(cost, field.name) for field in fields(CostModel)}, factors=factors)
-
-
-def scheduler_named(name: str, world: World) -> Scheduler:
-    """A strategy of the router for those that prefill; those that decode by least load.
+    With the router's strategies, requests decode where the fewest are.
 
     Raises:
-        InvalidInput: there is none of that name.
+        InvalidInput: there is none of that name, or no such option of it.
     """
-    scorer: Scorer = named(name, cost=world.cost) if name == "least-ttft" else named(name)
-    prefill = Picker(world.prefill, scorer, seed=world.setup.seed)
-    decode = None if world.decode is None else Picker(world.decode, LeastLoad(), seed=world.setup.seed)
+    setup, pool = world.setup, world.pool
+    if name in SCHEDULERS:
+        return build(
+            name,
+            prefill=world.prefill,
+            decode=world.decode,
+            cost=world.cost,
+            holdings=pool,
+            media=pool.media(),
+            far=pool,
+            admission=world.admission,
+            prefill_cost=world.estimates,
+            kv_tokens=setup.kv_tokens,
+            seed=setup.seed,
+            **options,
+        )
+    if name not in STRATEGIES:
+        raise InvalidInput(f"no scheduler {name!r}; there are {', '.join(NAMES)}")
+    cost = world.estimates if name == "least-ttft" else None
+    prefill = Picker(world.prefill, named(name, cost=cost, **options), setup.seed)
+    decode = None if world.decode is None else Picker(world.decode, LeastLoad(), setup.seed + 1)
     return Scheduler(prefill, decode, world.admission)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from skymemory.conductor.admission.base import Slo
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.pool import PoolSettings
+from skymemory.sim.cluster.pool_settings import PoolSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from skymemory.conductor.scheduler import Placement
 from skymemory.sim.cluster.accounts import Accounts
 from skymemory.sim.cluster.batch import Stream
 from skymemory.sim.cluster.clock import Clock
+from skymemory.sim.cluster.estimates import Estimates
 from skymemory.sim.cluster.gaps import Gaps
 from skymemory.sim.cluster.job import Job
 from skymemory.sim.cluster.loads import Loads
@@ -25,7 +26,7 @@ from skymemory.sim.cluster.machines import Machines, Told, pool_of
 from skymemory.sim.cluster.outcome import ClusterRun
 from skymemory.sim.cluster.pool_base import Pool
 from skymemory.sim.cluster.requests import asked as asked_of
-from skymemory.sim.cluster.schedulers import SchedulerFactory, World, believed
+from skymemory.sim.cluster.schedulers import SchedulerFactory, World
 from skymemory.sim.cluster.setup import ClusterSetup, Failure
 from skymemory.sim.trace import TraceRequest
 
@@ -40,9 +41,12 @@ class Simulation:
         self._pool = pool or pool_of(setup)
         told = Told(self._begun, self._prefilled, self._coupled_prefilled, self._joined, self._answered)
         self._machines = machines = Machines(setup, self._clock, self._gaps, self._pool, told)
-        self._cost = believed(setup)
+        self._estimates = Estimates(setup)
         decoders = machines.decode_fleet if machines.decodes else None
-        self._scheduler = scheduler(World(setup, machines.prefill_fleet, decoders, self._cost, self._pool, admission))
+        fleets = (machines.prefill_fleet, decoders)
+        self._scheduler = scheduler(
+            World(setup, *fleets, self._estimates.cost, self._estimates, self._pool, admission)
+        )
         self._accounts = Accounts(setup.spans)
         self._loads = Loads(setup.slo, machines)
         self._arrivals: Sequence[TraceRequest] = ()
@@ -105,7 +109,7 @@ class Simulation:
         job.restart(placement, machines.prefill_fleet.servers[prefill.server].slot)
         plan = prefill.plan
         cached = prefill.matched_tokens if plan is None else plan.cached_tokens
-        job.work_s = self._cost.prefill_s(job.prompt_tokens, cached)
+        job.work_s = self._estimates.prefill_s(job.prompt_tokens, cached)
         if placement.decode is None:
             job.decode = job.prefill
             machines.coupled[job.prefill].arrive(job, now_s)

@@ -1,0 +1,53 @@
+"""A cluster whose costs can be computed in the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from skymemory.conductor.cost_model import CostModel, Machine, Medium, ModelShape
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.picker import Picker
+from skymemory.conductor.request import Plan, Request
+from skymemory.conductor.scheduler import Scheduler
+from skymemory.conductor.strategies.base import Forgetful, Ranking
+from skymemory.sim.cluster.pool_settings import PoolSettings
+from skymemory.sim.cluster.schedulers import SchedulerFactory, World
+
+TOY = CostModel(
+    ModelShape("toy", layers=10, width=10, kv_heads=1, head_dim=5, attention_flops=0.0, weight_flops=1.0),
+    Machine("toy", flops_per_s=1e6, memory_bytes_per_s=1e6, network_bytes_per_s=2e6),
+    mfu=1.0,
+)
+"""1 ms a token of a prefill. A step is the longer of 1 ms + 0.2 ms a token of context, and 1 ms a request. 200 B of KV
+a token, 0.1 ms a token over the network."""
+QUICK = Medium("dram", 1e15)
+"""Memory whose time is nothing."""
+POOL = PoolSettings(dram=QUICK, network=Medium("network", 2e6), dram_bytes=200 * 512 * 100)
+"""A hundred blocks a node."""
+
+Where = Callable[[Request], tuple[str, Plan | None]]
+
+
+class Told(Forgetful):
+    """Sends every request where a table says, with the plan that it says."""
+
+    name = "told"
+
+    def __init__(self, where: Where) -> None:
+        self._where = where
+
+    def rank(self, request: Request, servers: list[Server], now_s: float) -> Ranking:  # type: ignore[override]
+        name, plan = self._where(request)
+        scores = [float(server.name == name) for server in servers]
+        plans = [plan or Plan(0, 0, 0)] * len(servers)
+        return Ranking(scores, matched_tokens=[0] * len(servers), plans=plans)
+
+
+def told(prefill: Where, decode: Where = lambda request: ("decode-0", None)) -> SchedulerFactory:
+    """A scheduler that does as it is told."""
+
+    def make(world: World) -> Scheduler:
+        decoders = None if world.decode is None else Picker(world.decode, Told(decode))
+        return Scheduler(Picker(world.prefill, Told(prefill)), decoders, world.admission)
+
+    return make
