@@ -95,9 +95,7 @@ def test_a_load_is_hidden_behind_computing_and_behind_the_line(network_s: float)
         bench.pool.stored(1, (1, 2), 0.0)
         if busy_tokens:
             bench.comes(0, 0.0, busy_tokens)
-        job = bench.comes(1, 0.0, 1524, (1, 2))
-        bench.loads(job, Plan(0, 0, 1024, "b"))
-        job.asked.prompt.blocks.flags.writeable = False
+        job = bench.comes(1, 0.0, 1524, (1, 2), plan=Plan(0, 0, 1024, "b"))
         bench.clock.run()
         assert (job.computed_tokens, job.held_tokens, job.sources) == (500, 0, {"node": 1024})
         begins_s = busy_tokens * 1e-3

@@ -44,9 +44,7 @@ class Simulation:
         self._estimates = Estimates(setup)
         decoders = machines.decode_fleet if machines.decodes else None
         fleets = (machines.prefill_fleet, decoders)
-        self._scheduler = scheduler(
-            World(setup, *fleets, self._estimates.cost, self._estimates, self._pool, admission)
-        )
+        self._scheduler = scheduler(World(setup, *fleets, self._estimates.cost, self._estimates, self._pool, admission))
         self._accounts = Accounts(setup.spans)
         self._loads = Loads(setup.slo, machines)
         self._arrivals: Sequence[TraceRequest] = ()
