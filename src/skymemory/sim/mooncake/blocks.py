@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skymemory.sim.mooncake.base import Experiment, Setting, Source, Told
+from skymemory.sim.mooncake.base import Experiment, Setting, Told
+from skymemory.sim.sources import Source
 from skymemory.sim.sweeps import sweep
 from skymemory.sim.trace import BLOCK_TOKENS, ideal_hits
 from skymemory.sim.trace_statistics import block_uses, shared_above, statistics_of
