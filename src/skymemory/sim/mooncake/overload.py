@@ -36,8 +36,8 @@ def situations(seed: int) -> tuple[Situation, ...]:
             "decode short",
             tight,
             f"the same with {TIGHT_PREFILL}P+{TIGHT_DECODE}D whose decoding steps take"
-            f" {TIGHT_FIXED_S * 1e3:g} ms more and reach {TIGHT_MEMORY:.0%} of the memory's speed: chosen so that decode"
-            " comes to its SLO before prefill",
+            f" {TIGHT_FIXED_S * 1e3:g} ms more and reach {TIGHT_MEMORY:.0%} of the memory's speed: chosen so that"
+            " decode comes to its SLO before prefill",
         ),
     )
 
