@@ -28,7 +28,7 @@ tree true try turn two under until up us use very voice walk want warm was watch
 were what when where which while white who why will wind window with without word work world would write year
 you young your
 """
-_WORDS = _VOCABULARY.split()
+WORDS = _VOCABULARY.split()
 
 
 def render_text(request: TraceRequest, characters_per_block: int) -> str:
@@ -52,6 +52,6 @@ def _block_text(number: int, characters: int) -> str:
     dice = random.Random(number)
     text = ""
     while len(text) < characters:
-        sentence = " ".join(dice.choices(_WORDS, k=dice.randint(5, 14)))
+        sentence = " ".join(dice.choices(WORDS, k=dice.randint(5, 14)))
         text += f"{sentence.capitalize()}. "
     return text[: characters - 1] + " "

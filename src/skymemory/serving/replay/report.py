@@ -1,0 +1,204 @@
+"""What a replay found, from the outcomes of its requests."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skymemory.serving.replay.figures import Spread, spread
+from skymemory.serving.replay.outcome import Outcome, Status
+
+EXAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a user would have; None: nothing is asked."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+    def met(self, outcome: Outcome) -> bool:
+        """Completed, its first token in time from when it was due, its mean time between tokens short enough."""
+        return outcome.status is Status.COMPLETED and self.ttft_met(outcome) and self.tbt_met(outcome)
+
+    def ttft_met(self, outcome: Outcome) -> bool:
+        return self.ttft_s is None or outcome.due_ttft_s <= self.ttft_s
+
+    def tbt_met(self, outcome: Outcome) -> bool:
+        """An answer of one token has no time between tokens."""
+        return self.tbt_s is None or math.isnan(outcome.tbt_s) or outcome.tbt_s <= self.tbt_s
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Counts of requests and tokens; times in seconds."""
+
+    asked: int
+    """Requests that were to be sent; those that were not are ``unsent``."""
+    unsent: int
+    completed: int
+    refused: int
+    failed: int
+    interrupted: int
+    seconds: float
+    """From the beginning until the last answer's end."""
+    ttft: Spread
+    due_ttft: Spread
+    tbt_gaps: Spread
+    """Between two pieces of an answer, over all answers."""
+    tbt_means: Spread
+    """Each answer's mean time between tokens."""
+    late: Spread
+    """From when a request was due until it was sent, without what it was held up by others under way."""
+    held_up: int
+    """Requests that waited because as many were under way as may be."""
+    held_up_s: float
+    """The longest of them."""
+    slo: Slo
+    within_ttft: int
+    within_tbt: int
+    within_both: int
+    retry_after: int
+    """Refusals that said when to come again."""
+    prompt_tokens: int
+    """Of completed requests that were told of their length; the next for those also told what was cached."""
+    told_prompts: int
+    cached_tokens: int
+    cached_of_tokens: int
+    told_cached: int
+    output_tokens: int
+    pieces: int
+    """In which the answers came."""
+    short: int
+    """Answers of fewer tokens than were asked for."""
+    without_done: int
+    length_errors: Spread
+    """Prompt tokens told over those wanted, less 1."""
+    faults: tuple[tuple[str, int, str], ...]
+    """Kinds of refusals and failures, how many, and the words of the first of each."""
+    stall: Spread
+    """By how much the client came late to look at what had come."""
+    reusable: float
+    """Part of the prompt tokens that one cache with room for everything would hit; nan: not known."""
+
+    @property
+    def sent(self) -> int:
+        return self.asked - self.unsent
+
+    @property
+    def goodput_per_s(self) -> float:
+        """Requests within all that was asked, per second."""
+        return self.within_both / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Part of the prompts' tokens that caches supplied; None: no server said."""
+        return self.cached_tokens / self.cached_of_tokens if self.cached_of_tokens else None
+
+    @property
+    def client_kept_up(self) -> bool:
+        """What it measured of the server is not in doubt: it sent, and saw what came, with 1 % of exceptions within
+        10 ms or a tenth of the median time to the first token."""
+        most_s = max(0.010, 0.1 * _or_zero(self.ttft.p50))
+        return not any(one.count and one.p99 > most_s for one in (self.late, self.stall))
+
+
+def report_of(
+    outcomes: Sequence[Outcome],
+    asked: int,
+    slo: Slo,
+    stalls_s: Sequence[float] = (),
+    reusable: float = math.nan,
+    wanted_in_tokens: bool = True,
+) -> Report:
+    """``asked``: how many were to be sent, of which ``outcomes`` tells of those that were.
+
+    Without ``wanted_in_tokens`` prompts were made by characters, and their lengths are held against nothing.
+    """
+    by = Counter(outcome.status for outcome in outcomes)
+    done = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
+    told = [outcome for outcome in done if outcome.prompt_tokens is not None]
+    hits = [outcome for outcome in told if outcome.cached_tokens is not None]
+    return Report(
+        asked=asked,
+        unsent=asked - len(outcomes),
+        completed=by[Status.COMPLETED],
+        refused=by[Status.REFUSED],
+        failed=by[Status.FAILED],
+        interrupted=by[Status.INTERRUPTED],
+        seconds=max((outcome.end_s for outcome in outcomes if not math.isnan(outcome.end_s)), default=0.0),
+        ttft=spread(outcome.ttft_s for outcome in done),
+        due_ttft=spread(outcome.due_ttft_s for outcome in done),
+        tbt_gaps=spread(gap for outcome in done for gap in outcome.gaps_s),
+        tbt_means=spread(outcome.tbt_s for outcome in done),
+        late=spread(outcome.late_s - outcome.held_up_s for outcome in outcomes),
+        held_up=sum(outcome.held_up_s > 0 for outcome in outcomes),
+        held_up_s=max((outcome.held_up_s for outcome in outcomes), default=0.0),
+        slo=slo,
+        within_ttft=sum(slo.ttft_met(outcome) for outcome in done),
+        within_tbt=sum(slo.tbt_met(outcome) for outcome in done),
+        within_both=sum(slo.met(outcome) for outcome in done),
+        retry_after=sum(outcome.retry_after_s is not None for outcome in outcomes),
+        prompt_tokens=sum(outcome.prompt_tokens or 0 for outcome in told),
+        told_prompts=len(told),
+        cached_tokens=sum(outcome.cached_tokens or 0 for outcome in hits),
+        cached_of_tokens=sum(outcome.prompt_tokens or 0 for outcome in hits),
+        told_cached=len(hits),
+        output_tokens=sum(_tokens_of(outcome) for outcome in done),
+        pieces=sum(len(outcome.gaps_s) + (not math.isnan(outcome.first_s)) for outcome in done),
+        short=sum(
+            outcome.output_tokens is not None and outcome.output_tokens < outcome.wanted_output_tokens
+            for outcome in done
+        ),
+        without_done=sum(not outcome.whole for outcome in done),
+        length_errors=spread(
+            (outcome.prompt_tokens or 0) / outcome.wanted_prompt_tokens - 1 for outcome in told if wanted_in_tokens
+        ),
+        faults=_faults(outcomes),
+        stall=spread(stalls_s),
+        reusable=reusable,
+    )
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """The report as one JSON object."""
+    told: dict[str, object] = {
+        name: getattr(report, name)
+        for name in (
+            "asked", "sent", "unsent", "completed", "refused", "failed", "interrupted", "within_ttft", "within_tbt",
+            "within_both", "retry_after", "prompt_tokens", "told_prompts", "cached_tokens", "told_cached",
+            "output_tokens", "pieces", "short", "without_done", "held_up", "held_up_s", "hit_ratio", "client_kept_up",
+        )
+    }  # fmt: skip
+    told["seconds"] = round(report.seconds, 6)
+    told["goodput_per_s"] = round(report.goodput_per_s, 6)
+    told["reusable"] = None if math.isnan(report.reusable) else round(report.reusable, 6)
+    told["slo"] = {"ttft_s": report.slo.ttft_s, "tbt_s": report.slo.tbt_s}
+    for name in ("ttft", "due_ttft", "tbt_gaps", "tbt_means", "late", "stall", "length_errors"):
+        told[f"{name}_s" if name != "length_errors" else name] = getattr(report, name).as_json()
+    told["faults"] = [{"kind": kind, "count": count, "first": first} for kind, count, first in report.faults]
+    return told
+
+
+def _tokens_of(outcome: Outcome) -> int:
+    """Tokens of an answer: told, or else its pieces."""
+    return outcome.output_tokens if outcome.output_tokens is not None else len(outcome.gaps_s) + 1
+
+
+def _faults(outcomes: Sequence[Outcome]) -> tuple[tuple[str, int, str], ...]:
+    """By kind, the most frequent first."""
+    first: dict[str, str] = {}
+    kinds: Counter[str] = Counter()
+    for outcome in outcomes:
+        if outcome.error:
+            kind = outcome.error.partition(":")[0]
+            kinds[kind] += 1
+            first.setdefault(kind, outcome.error)
+    return tuple((kind, count, first[kind]) for kind, count in kinds.most_common(EXAMPLES))
+
+
+def _or_zero(value: float) -> float:
+    return 0.0 if math.isnan(value) else value
