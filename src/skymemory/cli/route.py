@@ -39,6 +39,15 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--max-body", type=size, metavar="SIZE", help="larger bodies are refused (default: 16MiB)")
     parser.add_argument("--max-in-flight", type=int, metavar="N", help="requests at once (default: 4096)")
     parser.add_argument("--drain", type=duration, metavar="TIME", help="for requests to end on SIGTERM (default: 30s)")
+    parser.add_argument("--admission", metavar="RULE", help="who is let in under overload (default: all; try goodput)")
+    parser.add_argument("--ttft", type=duration, metavar="TIME", help="what is promised to the first token")
+    parser.add_argument("--tbt", type=duration, metavar="TIME", help="what is promised between tokens; only counted")
+    parser.add_argument(
+        "--fair", action="store_true", default=None, help="priorities and fair shares of tenants under overload"
+    )
+    parser.add_argument(
+        "--admission-option", action="append", default=[], metavar="NAME=VALUE", help="of the rule; once for each"
+    )
     parser.add_argument("--state", metavar="FILE", help="where what was learnt is kept over a restart")
     parser.add_argument("--log-requests", action="store_true", default=None, help="one line per request, on stderr")
     parser.add_argument(
@@ -98,6 +107,13 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
         "backends": [{"url": url} for url in args.backend] or None,
         "options": dict(_option(each) for each in args.option) or None,
         "prompts": {"tokenizer": args.tokenizer, "block_tokens": args.block_tokens},
+        "admission": {
+            "rule": args.admission,
+            "ttft": args.ttft,
+            "tbt": args.tbt,
+            "fair": args.fair,
+            "options": dict(_option(each) for each in args.admission_option) or None,
+        },
         "limits": {"max_body": args.max_body, "max_in_flight": args.max_in_flight},
     }
     return _said(said)

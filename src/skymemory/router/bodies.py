@@ -43,6 +43,7 @@ class Body(msgspec.Struct):
     cache_salt: str | None = None
     lora_adapter: str | None = None
     user: str | int | float | None = None
+    priority: msgspec.Raw = msgspec.Raw()
     max_tokens: int | float | None = None
     max_completion_tokens: int | float | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()

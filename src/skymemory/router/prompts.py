@@ -28,6 +28,7 @@ from skymemory.router.bodies import (
 )
 
 if TYPE_CHECKING:
+    from skymemory.router.clients import Clients
     from skymemory.router.tokenizing import PromptTokenizer
 
 COMPLETIONS = "/v1/completions"
@@ -58,9 +59,11 @@ class PromptReader:
         adapters: Mapping[str, str] | None = None,
         session_header: str = SESSION_HEADER,
         session_cookie: str = SESSION_COOKIE,
+        clients: Clients | None = None,
     ) -> None:
         """
         Args:
+            clients: where tenants and priorities are said; None: they are not read.
             tokenizer: blocks are ``block_tokens`` of its tokens; without one they are ``block_bytes`` of text.
         """
         self.adapters: Mapping[str, str] = {} if adapters is None else adapters
@@ -71,6 +74,7 @@ class PromptReader:
         self._max_body_bytes = max_body_bytes
         self._session_header = session_header.lower()
         self._cookie_begin = f"{session_cookie}="
+        self._clients = clients
 
     def read(self, path: str, headers: Mapping[str, str], body: bytes, client: str = "") -> Request:
         """
@@ -91,6 +95,7 @@ class PromptReader:
         data, tokens = self._completion(read) if path == COMPLETIONS else self._chat(read)
         model, adapter = self._model_and_adapter(read)
         salt = read.cache_salt or ""
+        clients, user = self._clients, str(read.user or "")
         limit = read.max_completion_tokens if read.max_completion_tokens is not None else read.max_tokens
         return Request(
             self._prompt(data, tokens, _seed(model, adapter, salt)),
@@ -99,6 +104,8 @@ class PromptReader:
             salt=salt,
             session=self._session(headers, read, client)[:MAX_NAME_LETTERS],
             output_tokens=None if limit is None or not math.isfinite(limit) else int(limit),
+            tenant="" if clients is None else clients.tenant(headers, user),
+            priority=0 if clients is None else clients.priority(headers, bytes(read.priority)),
         )
 
     def _prompt(self, data: bytes, tokens: int, start: int) -> Prompt:

@@ -18,15 +18,17 @@ from multidict import CIMultiDict
 
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Request
+from skymemory.conductor.scheduler import Scheduler
 from skymemory.conductor.strategies.plain import LeastLoad
 from skymemory.router.bad_request import BadRequest, error_body
 from skymemory.router.knowledge import Knowledge
 from skymemory.router.prompts import PROMPT_PATHS, PromptReader
+from skymemory.router.proxy_admission import Promises, TurnedAway, count, promised
 from skymemory.router.proxy_attempt import Told
 from skymemory.router.proxy_backends import Backends
 from skymemory.router.proxy_body import read_request_body
 from skymemory.router.proxy_exchange import Exchanges
-from skymemory.router.proxy_headers import headers_for_server
+from skymemory.router.proxy_headers import DECISION_HEADER, headers_for_server
 from skymemory.router.proxy_health import HealthWatch
 from skymemory.router.proxy_log import request_line
 from skymemory.router.proxy_metrics import ProxyMetrics
@@ -48,7 +50,7 @@ class Proxy:
     def __init__(
         self,
         settings: Settings,
-        picker: Picker,
+        scheduler: Scheduler,
         reader: PromptReader,
         probes: HealthWatch,
         backends: Backends,
@@ -65,12 +67,14 @@ class Proxy:
         self.in_flight = 0
         self.metrics = metrics
         self.backends = backends
-        self._picker = picker
-        self._least_load = Picker(picker.fleet, LeastLoad(), settings.seed)
+        self._scheduler = scheduler
+        self._least_load = Scheduler(Picker(scheduler.prefill.fleet, LeastLoad(), settings.seed))
         self._reader = reader
         self._watch = probes
         self._knowledge = knowledge
-        self._exchanges = Exchanges(backends, metrics, settings)
+        slo = promised(settings)
+        promises = None if slo is None else Promises(slo, metrics)
+        self._exchanges = Exchanges(backends, metrics, settings, promises)
 
     def reset(self, settings: Settings) -> None:
         """Take up changed settings: backends, limits, timeouts, health, retries."""
@@ -100,6 +104,13 @@ class Proxy:
         try:
             try:
                 return await self._answered(incoming, path, told)
+            except TurnedAway as error:
+                told.outcome, told.status, told.why = "refused", error.status, error.refusal.reason
+                count(error, self.settings, self.metrics)
+                response = _refusal(error, error.retry_after_s)
+                if DECISION_HEADER in incoming.headers:
+                    response.headers[DECISION_HEADER] = error.as_header()
+                return response
             except BadRequest as error:
                 told.outcome, told.why = _outcome_of(error.status), told.why or error.message
                 told.status = error.status
@@ -133,12 +144,12 @@ class Proxy:
         began_s = time.perf_counter()
         if path in PROMPT_PATHS:
             request = await self._read(path, incoming.headers, body, client)
-            picker = self._picker
+            scheduler = self._scheduler
         else:
-            request, picker = without_prompt(body), self._least_load
+            request, scheduler = without_prompt(body), self._least_load
         self.metrics.read_seconds.observe(time.perf_counter() - began_s)
         headers = headers_for_server(incoming.raw_headers, client)
-        return await self._exchanges.carry(incoming, headers, body, request, picker, told)
+        return await self._exchanges.carry(incoming, headers, body, request, scheduler, told)
 
     async def _read(self, path: str, headers: Mapping[str, str], body: bytes, client: str) -> Request:
         if self.settings.prompts.tokenizer is None or len(body) < IN_THREAD_BYTES:

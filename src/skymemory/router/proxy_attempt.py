@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Decision
+from skymemory.conductor.scheduler import Placement, Scheduler
 from skymemory.router.proxy_usage import Usage
 
 
@@ -20,30 +20,36 @@ class Unanswered(Exception):
 
 
 class Attempt:
-    """One request at one server, in the picker's account: whatever happens, it is closed once."""
+    """One request at one server, in the scheduler's account: whatever happens, it is closed once."""
 
-    __slots__ = ("_open", "_picker", "cached_tokens", "decision", "first_byte")
+    __slots__ = ("_open", "_placement", "_scheduler", "cached_tokens", "first_byte", "met")
 
-    def __init__(self, picker: Picker, decision: Decision) -> None:
-        self.decision = decision
+    def __init__(self, scheduler: Scheduler, placement: Placement) -> None:
         self.first_byte = False
         self.cached_tokens: int | None = None
-        self._picker = picker
+        self.met: bool | None = None
+        """Whether it came as was promised, where that is known."""
+        self._placement = placement
+        self._scheduler = scheduler
         self._open = True
-        picker.routed(decision, time.monotonic())
+        scheduler.begin(placement, time.monotonic())
+
+    @property
+    def decision(self) -> Decision:
+        return self._placement.prefill
 
     def succeeded(self) -> None:
         self.first_byte = True
-        self._picker.succeeded(self.decision, time.monotonic())
+        self._scheduler.prefilled(self._placement, time.monotonic())
 
     def close(self) -> None:
         if not self._open:
             return
         self._open = False
         if self.first_byte:
-            self._picker.ended(self.decision, time.monotonic(), self.cached_tokens)
+            self._scheduler.ended(self._placement, time.monotonic(), self.met, self.cached_tokens)
         else:
-            self._picker.failed(self.decision, time.monotonic())
+            self._scheduler.failed(self._placement, time.monotonic(), prefilled=False)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,9 +13,12 @@ import time
 import aiohttp
 from aiohttp import web
 
-from skymemory.conductor.picker import NoServer, Picker
-from skymemory.conductor.request import Decision, Request
+from skymemory.conductor.admission.base import Refusal
+from skymemory.conductor.picker import NoServer
+from skymemory.conductor.request import Request
+from skymemory.conductor.scheduler import Placement, Scheduler
 from skymemory.router.bad_request import BadRequest, error_event
+from skymemory.router.proxy_admission import Promises, TurnedAway
 from skymemory.router.proxy_attempt import Attempt, Told, Unanswered
 from skymemory.router.proxy_backends import Backends
 from skymemory.router.proxy_headers import DECISION_HEADER, headers_for_client
@@ -32,10 +35,13 @@ AT_ONCE_BYTES = 32_768
 class Exchanges:
     """Carries requests to servers and answers back."""
 
-    def __init__(self, backends: Backends, metrics: ProxyMetrics, settings: Settings) -> None:
+    def __init__(
+        self, backends: Backends, metrics: ProxyMetrics, settings: Settings, promises: Promises | None = None
+    ) -> None:
         self.settings = settings
         self._backends = backends
         self._metrics = metrics
+        self._promises = promises
 
     async def carry(
         self,
@@ -43,22 +49,26 @@ class Exchanges:
         headers: bytes,
         body: bytes,
         request: Request,
-        picker: Picker,
+        scheduler: Scheduler,
         told: Told,
     ) -> web.StreamResponse:
         """
         Raises:
             NoServer: nobody can take it.
+            TurnedAway: the rule of admission does not let it in (429).
             BadRequest: all who could have too much waiting (429), or all who were tried failed (502, 504).
         """
         tried: set[str] = set()
+        placement: Placement | None = None
         while True:
-            attempt = Attempt(picker, self._pick(request, picker, tried, told))
+            placement = self._place(request, scheduler, placement, tried, told)
+            attempt = Attempt(scheduler, placement)
             try:
                 answer, first = await self._first_byte(incoming, attempt, headers, body, last=self._is_last(told))
                 try:
                     return await self._pass_on(incoming, attempt, answer, first, told)
                 finally:
+                    attempt.met = self._kept(attempt, told)
                     answer.close()  # a connection whose answer came whole went back to the pool by itself
             except Unanswered as failure:
                 server = attempt.decision.server
@@ -74,20 +84,35 @@ class Exchanges:
     def _is_last(self, told: Told) -> bool:
         return told.retries >= self.settings.retries.most
 
-    def _pick(self, request: Request, picker: Picker, tried: set[str], told: Told) -> Decision:
+    def _place(
+        self, request: Request, scheduler: Scheduler, before: Placement | None, tried: set[str], told: Told
+    ) -> Placement:
+        """``before``: where it was tried last; who was let in is not turned away later."""
         now_s = time.monotonic()
         most = self.settings.limits.max_waiting
+        able = self._backends.able(request, tried, most)
         try:
-            decision = picker.pick(request, now_s, self._backends.able(request, tried, most))
+            placed = (
+                scheduler.place(request, now_s, able) if before is None else scheduler.place_again(before, now_s, able)
+            )
         except NoServer as error:
             if tried:
                 raise BadRequest(502, f"no answer from server {told.why}, and no other takes requests") from error
             if most and self._backends.full(request, most):
                 raise BadRequest(429, f"every server has {most} requests waiting; try again soon") from error
             raise
-        told.decision = decision
-        self._metrics.decided(decision)
-        return decision
+        if isinstance(placed, Refusal):
+            raise TurnedAway(request, placed)
+        told.decision = placed.prefill
+        self._metrics.decided(placed.prefill)
+        return placed
+
+    def _kept(self, attempt: Attempt, told: Told) -> bool | None:
+        """Whether it came as promised; None: nothing was promised, or it did not end as it should."""
+        if self._promises is None or not attempt.first_byte or told.outcome != "answered" or told.ttft_s is None:
+            return None
+        tokens = None if told.usage is None else told.usage.completion_tokens
+        return self._promises.kept(told.ttft_s, time.monotonic() - told.began_s, tokens)
 
     async def _first_byte(
         self, incoming: web.BaseRequest, attempt: Attempt, headers: bytes, body: bytes, last: bool

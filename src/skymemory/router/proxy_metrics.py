@@ -17,6 +17,7 @@ OUTCOMES = (
     "server-error",  # passed on to its end: the server answered 500 or more
     "bad-request",  # refused by the router: 400, 404, 405, 408, 413
     "limited",  # refused by the router: 429
+    "refused",  # not let in by the rule of admission: 429
     "no-server",  # no server took requests: 503
     "unreachable",  # every server that was tried failed before its first byte: 502
     "timeout",  # the first byte, or the next, did not come in time: 504, or a stream cut off
@@ -85,6 +86,18 @@ class ProxyMetrics:
         self.ejections = self._counter("ejections", "Times a server was taken out for failing")
         self.decisions = Counter(
             "skymemory_router_decisions", "Decisions by what decided", ["strategy", "kind"], registry=self.registry
+        )
+        self.refusals = Counter(
+            "skymemory_router_refusals",
+            "Requests that the rule of admission did not let in: why, and the tenant if it has a weight by name",
+            ["reason", "tenant"],
+            registry=self.registry,
+        )
+        self.promises = Counter(
+            "skymemory_router_promises",
+            "Answers under a promise: kept, its first token late, or its tokens slow",
+            ["outcome"],
+            registry=self.registry,
         )
         self.reloads = Counter(
             "skymemory_router_reloads", "Changed settings files: taken or refused", ["outcome"], registry=self.registry

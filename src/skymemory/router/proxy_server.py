@@ -15,11 +15,14 @@ from aiohttp import web
 
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
+from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
+from skymemory.router.clients import Clients
 from skymemory.router.knowledge import Knowledge, ReplicaFigures
 from skymemory.router.prompts import PromptReader
 from skymemory.router.proxy import Proxy
+from skymemory.router.proxy_admission import rule_of
 from skymemory.router.proxy_backends import Backends
 from skymemory.router.proxy_events import EventsWatch
 from skymemory.router.proxy_health import HealthWatch
@@ -46,6 +49,7 @@ class ProxyServer:
         fleet = Fleet()
         self.knowledge = Knowledge(settings, fleet, keys)
         self.picker = Picker(fleet, self.knowledge.scorer, settings.seed)
+        self.scheduler = Scheduler(self.picker, admission=rule_of(settings))
         self.metrics = ProxyMetrics(self.picker.fleet)
         self.backends = Backends(self.picker, self.metrics, settings.health, settings.timeouts.connect_s)
         self.reader = prompt_reader(settings, self.backends)
@@ -64,7 +68,7 @@ class ProxyServer:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), cookie_jar=aiohttp.DummyCookieJar()
         )
         watch = self._watch = HealthWatch(self._probes, self.backends, self.picker.fleet)
-        self.proxy = Proxy(settings, self.picker, self.reader, watch, self.backends, self.metrics, self.knowledge)
+        self.proxy = Proxy(settings, self.scheduler, self.reader, watch, self.backends, self.metrics, self.knowledge)
         quiet = logging.getLogger("skymemory.router.http")
         quiet.disabled = True  # bytes that are not HTTP are answered with 400, not with a traceback in the log
         self._http = web.Server(
@@ -96,7 +100,7 @@ class ProxyServer:
         """Take up changed settings, as far as that goes without a restart."""
         fixed = [
             name
-            for name in ("listen", "strategy", "options", "prompts", "seed", "state", "replicas")
+            for name in ("listen", "strategy", "options", "prompts", "seed", "state", "replicas", "admission")
             if getattr(settings, name) != getattr(self.settings, name)
         ]
         if fixed:
@@ -148,6 +152,9 @@ def prompt_reader(settings: Settings, backends: Backends) -> PromptReader:
         adapters=backends.adapters,
         session_header=prompts.session_header,
         session_cookie=prompts.session_cookie,
+        clients=Clients(settings.admission.tenant_header.lower(), settings.admission.priority_header.lower())
+        if settings.admission.fair
+        else None,
     )
 
 

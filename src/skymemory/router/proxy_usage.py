@@ -18,6 +18,7 @@ TAIL_BYTES = 8192
 class Usage(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
+    completion_tokens: int | None = None
 
 
 class _Details(msgspec.Struct):
@@ -26,6 +27,7 @@ class _Details(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -85,4 +87,6 @@ def _usage_in(json: bytes) -> Usage | None:
     if said is None or said.prompt_tokens is None or said.prompt_tokens_details is None:
         return None
     cached = said.prompt_tokens_details.cached_tokens
-    return None if cached is None or not 0 <= cached <= said.prompt_tokens else Usage(said.prompt_tokens, cached)
+    if cached is None or not 0 <= cached <= said.prompt_tokens:
+        return None
+    return Usage(said.prompt_tokens, cached, said.completion_tokens)

@@ -34,6 +34,12 @@ def wholes(value: object) -> tuple[int, ...]:
     return tuple(whole(each) for each in value)
 
 
+def table(value: object) -> dict[str, object]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise InvalidInput(f"{value!r}: expected a table")
+    return dict(value)
+
+
 def yes_or_no(value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidInput(f"{value!r}: expected true or false")

@@ -18,6 +18,7 @@ from skymemory.router.setting_values import (
     host_and_port,
     path,
     size,
+    table,
     text,
     texts,
     whole,
@@ -138,6 +139,26 @@ class ReplicaSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """Who is let in when there is more to do than can be done in time."""
+
+    rule: str = _setting("rule", text, "all", "who is let in: all, baseline, early, predicted, goodput")
+    ttft_s: float = _setting("ttft", duration, 0.0, "what is promised to the first token; every rule but all needs it")
+    tbt_s: float = _setting("tbt", duration, 0.0, "what is promised between tokens; measured and counted. 0: nothing")
+    fair: bool = _setting("fair", yes_or_no, False, "priorities and fair shares of tenants, before the rule")
+    tenant_header: str = _setting(
+        "tenant_header", text, "", "the header that names a tenant; else its API key does, else `user` of the body"
+    )
+    priority_header: str = _setting(
+        "priority_header", text, "x-skymemory-priority", "the header that says how urgent it is; empty: nothing does"
+    )
+    options: Mapping[str, object] = field(
+        default_factory=dict,
+        metadata={"key": "options", "read": table, "says": "of the rule and of fairness, by their names"},
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """A router."""
 
@@ -148,6 +169,7 @@ class Settings:
     health: Health = Health()
     retries: Retries = Retries()
     replicas: ReplicaSettings = ReplicaSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the strategy."""
     listen: str = _setting("listen", text, "127.0.0.1:8080", "address and port; port 0: any that is free")

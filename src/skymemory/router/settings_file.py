@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skymemory.errors import InvalidInput
-from skymemory.router.settings import Backend, Health, Limits, Prompts, ReplicaSettings, Retries, Settings, Timeouts
+from skymemory.router.settings import (
+    AdmissionSettings,
+    Backend,
+    Health,
+    Limits,
+    Prompts,
+    ReplicaSettings,
+    Retries,
+    Settings,
+    Timeouts,
+)
 
 SECTIONS: Mapping[str, type[Any]] = {
     "prompts": Prompts,
@@ -19,6 +29,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "health": Health,
     "retries": Retries,
     "replicas": ReplicaSettings,
+    "admission": AdmissionSettings,
 }
 T = TypeVar("T")
 

@@ -99,7 +99,10 @@ class Admission(Protocol):
         ...
 
     def ended(self, case: Case, now_s: float, met: bool | None) -> None:
-        """It is over: whether its promises were ``met``; None: it failed, or was refused before decoding."""
+        """It is over: whether its promises were ``met``.
+
+        None: that cannot be told, it failed, or it was refused before decoding.
+        """
         ...
 
 

@@ -110,6 +110,8 @@ STRATEGIES: Mapping[str, Named] = {
 }
 NAMES = tuple(STRATEGIES)
 DEFAULT = "least-ttft"
+ESTIMATES = ("least-ttft",)
+"""Strategies that say when a first token will come: what admission needs."""
 
 
 def named(

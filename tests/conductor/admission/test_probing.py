@@ -1,0 +1,21 @@
+"""A rule that would refuse everybody for ever lets one in now and then."""
+
+from __future__ import annotations
+
+from tests.conductor.admission.cases import case
+
+from skymemory.conductor.admission.base import Slo
+from skymemory.conductor.admission.probing import Probing
+from skymemory.conductor.admission.published import Early
+
+
+def test_one_is_let_in_when_nobody_was_for_a_while() -> None:
+    rule = Probing(Early(Slo(1.0, 0.1)), every_s=10.0)
+    late = case(5.0)
+    assert rule.on_arrival(late, 0.0) is None, "nobody ever was"
+    rule.accepted(late, 0.0)
+    assert rule.on_arrival(late, 9.0) is not None
+    assert rule.on_arrival(case(0.5), 9.0) is None
+    assert rule.on_arrival(late, 10.0) is None
+    rule.accepted(case(0.5), 10.0)
+    assert rule.on_arrival(late, 19.0) is not None
