@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,8 +101,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # gRPC's own log tells of every connection that ends, in its own form; what matters is said in ours.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio
 
     from skymemory.router.epp import EndpointPicker, PickerPlan

@@ -25,6 +25,7 @@ COUNTERS = {
     "responses_total": ("class", "Answers by class of status."),
     "fallbacks_total": ("server", "Requests that a server took after the one chosen did not."),
     "ejections_total": ("server", "Times a server was left alone because it took no requests."),
+    "faults_total": ("", "Exceptions of the picker's own that nothing was made of; its log has them."),
 }
 
 

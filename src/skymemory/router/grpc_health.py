@@ -1,0 +1,109 @@
+"""gRPC's health protocol (`grpc.health.v1`): Check and Watch, by the name of what is asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+
+from skymemory.router.grpc_door import INTERNAL, NOT_FOUND, OK, UNAVAILABLE, Answers, Call
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN_SERVICE = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class HealthBook:
+    """How each name is, and who wants to hear of it."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, int] = {}
+        self._watches: set[_Watch] = set()
+
+    def methods(self) -> Mapping[str, Callable[[Answers], Call]]:
+        service = "/grpc.health.v1.Health"
+        return {f"{service}/Check": lambda answers: _Check(self, answers),
+                f"{service}/Watch": lambda answers: _Watch(self, answers)}  # fmt: skip
+
+    def set(self, name: str, state: int) -> None:
+        if self._states.get(name) == state:
+            return
+        self._states[name] = state
+        for watch in list(self._watches):
+            if watch.name == name:
+                watch.tell()
+
+    def state(self, name: str) -> int | None:
+        return self._states.get(name)
+
+    def close(self) -> None:
+        """Nobody is told any more."""
+        for watch in list(self._watches):
+            watch.end()
+
+    def join(self, watch: _Watch) -> None:
+        self._watches.add(watch)
+
+    def part(self, watch: _Watch) -> None:
+        self._watches.discard(watch)
+
+
+class _Check:
+    def __init__(self, book: HealthBook, answers: Answers) -> None:
+        self._book, self._answers = book, answers
+
+    def message(self, data: bytes) -> None:
+        name = _asked(self._answers, data)
+        if name is None:
+            return
+        state = self._book.state(name)
+        if state is None:
+            self._answers.finish(NOT_FOUND, "unknown service")
+            return
+        self._answers.send(_told(state))
+        self._answers.finish(OK)
+
+    def ended(self) -> None:
+        self._answers.finish(INTERNAL, "no request came")
+
+    def gone(self) -> None:
+        pass
+
+
+class _Watch:
+    name: str | None = None
+
+    def __init__(self, book: HealthBook, answers: Answers) -> None:
+        self._book, self._answers = book, answers
+
+    def message(self, data: bytes) -> None:
+        self.name = _asked(self._answers, data)
+        if self.name is not None:
+            self._book.join(self)
+            self.tell()
+
+    def tell(self) -> None:
+        state = None if self.name is None else self._book.state(self.name)
+        self._answers.send(_told(UNKNOWN_SERVICE if state is None else state))
+
+    def end(self) -> None:
+        self._answers.finish(UNAVAILABLE, "the picker stops")
+
+    def ended(self) -> None:
+        if self.name is None:
+            self._answers.finish(INTERNAL, "no request came")
+
+    def gone(self) -> None:
+        self._book.part(self)
+
+
+def _asked(answers: Answers, data: bytes) -> str | None:
+    try:
+        return str(health_pb2.HealthCheckRequest.FromString(data).service)
+    except DecodeError:
+        answers.finish(INTERNAL, "this is no HealthCheckRequest")
+        return None
+
+
+def _told(state: int) -> bytes:
+    return bytes(health_pb2.HealthCheckResponse(status=state).SerializeToString())
