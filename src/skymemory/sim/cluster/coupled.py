@@ -47,9 +47,10 @@ class CoupledInstance:
         self.waiting: list[tuple[int, int, Job]] = []
         self.waiting_work_s = 0.0
         self.busy_s = 0.0
-        """Computing prefills; of mixed steps, the part that they were longer for it."""
+        """Computing prefills."""
         self.decode_busy_s = 0.0
         self._came = 0
+        self._newest: Job | None = None
         self._underway: list[tuple[Job, int]] = []
         """Prompts being prefilled, and how far each is."""
         self._begun_s = 0.0
@@ -62,7 +63,7 @@ class CoupledInstance:
         return job.prompt_tokens + job.output_tokens <= self._kv_tokens
 
     def arrive(self, job: Job, now_s: float) -> None:
-        self._came += 1
+        self._came, self._newest = self._came + 1, job
         heapq.heappush(self.waiting, (-job.priority, self._came, job))
         self.waiting_work_s += job.work_s
         if self._idle:
@@ -82,20 +83,22 @@ class CoupledInstance:
             job.spent_s += now_s - self._begun_s
         jobs = [job for job, _ in self._underway]
         jobs += [job for *_, job in sorted(self.waiting, key=lambda entry: entry[:2])]
-        self.waiting, self.waiting_work_s, self._underway = [], 0.0, []
+        self.waiting, self.waiting_work_s, self._underway, self._newest = [], 0.0, [], None
         self._planned, self._idle, self._version = 0, True, self._version + 1
         return jobs, self.batch.clear()
 
     def predicted_ttft_s(self, now_s: float) -> float:
         """Of the one that came last: its age, and all the work that waits, as believed."""
-        line = [entry[2] for entry in self.waiting] or [job for job, _ in self._underway]
-        if not line:
-            return 0.0
         rest_s = sum(job.work_s for job, _ in self._underway)
-        return now_s - max(job.at_s for job in line) + rest_s + self.waiting_work_s
+        if not self.waiting:
+            return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + rest_s
+        newest = self._newest
+        if newest is None or newest.begun_s >= 0:  # served before others, for its priority
+            newest = max(self.waiting, key=lambda entry: entry[1])[2]
+        return now_s - newest.at_s + rest_s + self.waiting_work_s
 
     def step_s(self, now_s: float) -> float:
-        return self.batch.step_s() if len(self.batch) else 0.0
+        return self.batch.step_s()
 
     def _fits(self, job: Job) -> bool:
         """With all whose prefill is under way."""
@@ -148,33 +151,36 @@ class CoupledInstance:
         read_s += read_per_s * self.batch.contexts
         flops_s += flops_per_s * self.batch.contexts
         speed = self._cost.machine.flops_per_s * self._cost.mfu
-        done: list[tuple[Job, float]] = []
-        at = 0
+        done: list[Job] = []
+        at, chunks_s = 0, 0.0
         while left > 0:
             if at == len(self._underway):
                 if not (self.waiting and self._fits(self.waiting[0][2])):
                     break
                 taken = self._take(now_s)
-                fixed_s += self._cost.fixed_s + self._cost.cached_token_s * taken.held_tokens
+                beside_s = self._cost.fixed_s + self._cost.cached_token_s * taken.held_tokens
+                fixed_s += beside_s
+                chunks_s += beside_s
+                taken.spent_s += beside_s
             job, position = self._underway[at]
             end = min(position + left, job.prompt_tokens)
             work_s = self._cost.prefill_flops(end, position) / speed
             flops_s += work_s
+            chunks_s += work_s
             read_s += read_per_s * position
             job.spent_s += work_s
             left -= end - position
             self._underway[at] = (job, end)
             if end == job.prompt_tokens:
-                done.append((job, work_s))
+                done.append(job)
             at += 1
         seconds = fixed_s + max(read_s, flops_s)
-        alone_s = self.batch.step_s()
-        self._later(now_s + seconds, lambda at_s: self._mixed_done([job for job, _ in done], alone_s, at_s))
+        self._later(now_s + seconds, lambda at_s: self._mixed_done(done, chunks_s, at_s))
 
-    def _mixed_done(self, jobs: list[Job], alone_s: float, now_s: float) -> None:
-        seconds = now_s - self._begun_s
-        self.decode_busy_s += min(alone_s, seconds)
-        self.busy_s += max(0.0, seconds - alone_s)
+    def _mixed_done(self, jobs: list[Job], chunks_s: float, now_s: float) -> None:
+        self.busy_s += chunks_s
+        if len(self.batch):
+            self.decode_busy_s += now_s - self._begun_s - chunks_s
         gone = self.batch.mixed_step(self._begun_s, now_s)
         self._underway = [entry for entry in self._underway if entry[0] not in jobs]
         for stream in gone:

@@ -80,7 +80,7 @@ class ClusterSetup:
             raise InvalidInput(f"{self.prefill} machines do not make whole groups of {self.pipeline}")
         if min(self.chunk_tokens, self.kv_tokens, self.most_batch) < 1 or min(self.mixed_tokens, self.retries) < 0:
             raise InvalidInput("chunks, memory and batches are at least 1; mixed steps and retries 0 or more")
-        if not 0 <= self.coupled_cache_tokens < self.kv_tokens:
+        if self.coupled and not 0 <= self.coupled_cache_tokens < self.kv_tokens:
             raise InvalidInput(f"a cache of {self.coupled_cache_tokens} of {self.kv_tokens} tokens leaves no memory")
         if not (self.sample_s > 0 and self.rate > 0 and self.jitter_s >= 0):
             raise InvalidInput("samples are some time apart, the rate is above 0, and jitter 0 s or more")
