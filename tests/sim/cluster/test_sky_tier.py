@@ -138,3 +138,15 @@ def test_a_sky_that_cannot_be() -> None:
         SkyTier(SkySetup(preset="starlink-z"), BLOCK)
     with pytest.raises(InvalidInput, match="packing"):
         SkySetup(packing=0.0)
+
+
+def test_a_busy_way_up_takes_only_what_is_offered_again() -> None:
+    tier = SkyTier(SkySetup(bytes_per_s=BLOCK, servers=9, most_queued_s=20.0, picky_queued_s=2.5), BLOCK)
+    out = Link("out", WIDE)
+    tier.write((1, 2, 3), out, 0.0)
+    tier.write((1, 2, 3, 4), out, 0.0)
+    assert len(tier) == 3
+    tier.write((1, 2, 3, 4, 5), out, 0.0)
+    assert tier.leading((1, 2, 3, 4, 5), 99.0) == 4
+    tier.write((9,), out, 2.0)
+    assert len(tier) == 5

@@ -28,12 +28,18 @@ class SkySetup:
     """Bytes in the sky for each byte of KV: 0.5 where numbers of two bytes are quantized to one."""
     most_queued_s: float = 10.0
     """Nothing more is written while the way up is busy for longer than this."""
+    picky_queued_s: float = 5.0
+    """While it is busy for longer than this, only what was offered before is written."""
     geometry_s: float = 10.0
     """Lengths of beams are taken anew so often; which satellite holds what is exact at every moment."""
 
     def __post_init__(self) -> None:
         rates = (self.bytes_per_s, self.isl_bytes_per_s, self.memory_bytes_per_satellite, self.geometry_s)
-        if not (all(rate > 0 for rate in rates) and 0 < self.packing <= 1 and self.most_queued_s >= 0):
+        if not (
+            all(rate > 0 for rate in rates)
+            and 0 < self.packing <= 1
+            and min(self.most_queued_s, self.picky_queued_s) >= 0
+        ):
             raise InvalidInput("a sky needs memory, links with rates above 0, and a packing above 0 and at most 1")
 
 

@@ -45,6 +45,8 @@ class SkyTier:
         self._set: dict[int, tuple[float, Moves]] = {}
         """Of each block, from when on it can be read, and the moves at its setting."""
         self._set_at: Counter[Moves] = Counter()
+        self._offered: set[int] = set()
+        """Every block that ever was: the tiers' own admission (``store.admission``) remembers the latest only."""
         self._moves = self.geometry.moves(0.0)
         self.up, self.down = Link("sky up", setup.bytes_per_s), Link("sky down", setup.bytes_per_s)
         self._evicted = self._skipped = self._handovers = 0
@@ -100,16 +102,24 @@ class SkyTier:
         return end - begin, transfer_s((self.down, into), size_bytes, now_s, latency_s)
 
     def write(self, ids: Sequence[int], out: Link, now_s: float) -> None:
-        """What it lacks of a chain goes up, from the root on, as much as the way up takes before it is too busy."""
+        """What it lacks of a chain goes up, from the root on, as much as the way up takes before it is too busy.
+
+        When that is not idle either, only what is offered again: most blocks are never wanted a second time.
+        """
         self.fly(now_s)
         held = next((at for at, block in enumerate(ids) if block not in self._set), len(ids))
         latency_s = self.geometry.round_trip_s(self._moves, now_s)
         if latency_s == math.inf:
             self._skipped += len(ids) - held
             return
-        room_s = self._setup.most_queued_s - self.up.queue_s(now_s)
+        queue_s = self.up.queue_s(now_s)
+        room_s, picky = self._setup.most_queued_s - queue_s, queue_s > self._setup.picky_queued_s
         most = 1 + int(room_s * self._setup.bytes_per_s // self._block_bytes) if room_s >= 0 else 0
-        end = min(len(ids), held + most, self._here.capacity)
+        wanted = (
+            next((at for at in range(held, len(ids)) if ids[at] not in self._offered), len(ids)) if picky else len(ids)
+        )
+        self._offered.update(ids)
+        end = min(wanted, held + most, self._here.capacity)
         self._skipped += len(ids) - max(held, end)
         fresh = ids[held:end]
         if fresh:
