@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -48,11 +49,24 @@ class Experiment:
             "requests": self.source,
             "assumed": list(self.assumed),
             "told": [
-                {"what": one.what, "unit": one.unit, "published": one.published, "ours": one.ours, "why": one.why}
+                {
+                    "what": one.what,
+                    "unit": one.unit,
+                    "published": one.published,
+                    "ours": plain(one.ours),
+                    "why": one.why,
+                }
                 for one in self.told
             ],
-            "rows": [dict(zip(self.header, row, strict=True)) for row in self.rows],
+            "rows": [dict(zip(self.header, map(plain, row), strict=True)) for row in self.rows],
         }
+
+
+def plain(value: object) -> object:
+    """As JSON can hold it: six digits that count; None for what is no number, or has no end."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 @dataclass(frozen=True, slots=True)

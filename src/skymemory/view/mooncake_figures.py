@@ -1,0 +1,207 @@
+"""Mooncake's experiments as pictures and tables of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skymemory.sim.mooncake.base import Experiment, plain
+from skymemory.view.drawing import INK, new_figure, save, save_csv
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RED, BLUE, GREEN, GREY, AMBER = "#d1495b", "#2e6f95", "#1f8a4c", "#93a1ad", "#f5a94e"
+Record = dict[str, Any]
+
+
+def write_mooncake_csv(told: Experiment, folder: Path) -> Path:
+    """The numbers behind an experiment."""
+    return save_csv(folder / f"mooncake-{told.name}.csv", told.header, [tuple(map(plain, row)) for row in told.rows])
+
+
+def write_mooncake_figure(told: Experiment, folder: Path) -> Path | None:
+    """The picture as PNG; None where there is none. Raises ``MissingExtra`` without matplotlib."""
+    draw = _DRAWINGS.get(told.name)
+    if draw is None:
+        return None
+    figure = draw(told)
+    figure.suptitle(f"{told.title}\n({told.published_as}; {told.source})", color=INK, fontsize=10)
+    return save(figure, folder / f"mooncake-{told.name}.png")
+
+
+def _records(told: Experiment) -> list[Record]:
+    return [dict(zip(told.header, row, strict=True)) for row in told.rows]
+
+
+def _popularity(told: Experiment) -> Figure:
+    figure = new_figure(6.5, 4.0)
+    axes = figure.add_subplot()
+    ranks, uses = told.series["uses"]
+    axes.loglog(ranks, uses, color=BLUE)
+    axes.set_xlabel("blocks, the most popular first")
+    axes.set_ylabel("prompts that have it")
+    return figure
+
+
+def _hits(told: Experiment) -> Figure:
+    figure = new_figure(6.5, 4.0)
+    axes = figure.add_subplot()
+    sizes = [int(name.split()[0].replace(",", "")) for name in told.header[2:]]
+    for row, colour in zip(told.rows, (RED, BLUE, GREEN, GREY), strict=False):
+        parts = [100 * float(str(value)) / float(str(row[1])) for value in row[2:]]
+        axes.plot(sizes, parts, "o-", color=colour, label=str(row[0]), markersize=4)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 102)
+    axes.set_xlabel("blocks of 512 tokens")
+    axes.set_ylabel("hits, % of the most there is to hit")
+    axes.legend()
+    return figure
+
+
+def _layer_wise(told: Experiment) -> Figure:
+    figure = new_figure(6.5, 4.0)
+    axes = figure.add_subplot()
+    records = _records(told)
+    at = range(len(records))
+    axes.bar([x - 0.2 for x in at], [r["serial_ms"] for r in records], 0.38, color=RED, label="after the prefill")
+    axes.bar([x + 0.2 for x in at], [r["layer_wise_ms"] for r in records], 0.38, color=GREEN, label="layer by layer")
+    axes.set_xticks(list(at), [f"{r['thousand_tokens']}k" for r in records])
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("latency of storing KV, ms")
+    axes.legend()
+    return figure
+
+
+def _scheduling(told: Experiment) -> Figure:
+    figure = new_figure(8.0, 3.8)
+    left, right = figure.subplots(1, 2)
+    records = _records(told)[:4]
+    published = [one.published for one in told.told[:4]]
+    at = range(len(records))
+    left.bar([x - 0.2 for x in at], published, 0.38, color=GREY, label="published")
+    left.bar([x + 0.2 for x in at], [r["mean_ttft_s"] for r in records], 0.38, color=GREEN, label="ours")
+    right.bar(list(at), [100 * r["token_hits"] for r in records], 0.6, color=BLUE)
+    for axes, label in ((left, "mean TTFT, s"), (right, "tokens that hit, %")):
+        axes.set_xticks(list(at), [str(r["scheduler"]) for r in records], rotation=15, fontsize=8)
+        axes.set_ylabel(label)
+    left.set_yscale("log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.legend()
+    return figure
+
+
+def _bandwidth(told: Experiment) -> Figure:
+    figure = new_figure(6.5, 4.0)
+    axes = figure.add_subplot()
+    records = _records(told)
+    at = [r["gbit_per_s"] for r in records]
+    axes.plot(at, [r["mean_ttft_s"] for r in records], "o-", color=GREEN, label="KVCache-centric, mean")
+    axes.plot(at, [r["p90_ttft_s"] for r in records], "o:", color=GREEN, label="KVCache-centric, p90")
+    axes.plot(at, [r["cache_aware_mean_ttft_s"] for r in records], "s-", color=GREY, label="cache-aware, mean")
+    axes.set_xscale("log")
+    axes.set_xticks(at, [str(value) for value in at])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("network of each node, Gbit/s")
+    axes.set_ylabel("TTFT, s")
+    axes.legend()
+    return figure
+
+
+def _ratio(told: Experiment) -> Figure:
+    figure = new_figure(8.0, 3.8)
+    left, right = figure.subplots(1, 2)
+    records = _records(told)
+    names = [f"{r['prefill']}P+{r['decode']}D" for r in records]
+    left.plot(names, [r["mean_ttft_s"] for r in records], "o-", color=RED)
+    left.set_yscale("log")
+    left.set_ylabel("mean TTFT, s")
+    right.plot(names, [r["met"] for r in records], "o-", color=GREEN)
+    right.set_ylabel("requests with both promises kept")
+    for axes in (left, right):
+        axes.tick_params(axis="x", labelrotation=30, labelsize=8)
+    return figure
+
+
+def _capacities(told: Experiment) -> Figure:
+    records = _records(told)
+    workloads = list(dict.fromkeys(str(r["workload"]) for r in records))
+    rules = list(dict.fromkeys(str(r["rule"]) for r in records))
+    names = list(dict.fromkeys(str(r["system"]) for r in records))
+    figure = new_figure(4.6 * len(rules), 3.8)
+    for axes, rule in zip(figure.subplots(1, len(rules), squeeze=False)[0], rules, strict=True):
+        for offset, (name, colour) in enumerate(zip(names, (BLUE, GREY, AMBER, GREEN, RED), strict=False)):
+            mine = {r["workload"]: r["requests_per_s"] for r in records if r["system"] == name and r["rule"] == rule}
+            at = [x + (offset - len(names) / 2) * 0.19 for x in range(len(workloads))]
+            axes.bar(at, [mine[one] for one in workloads], 0.18, color=colour, label=name)
+        axes.set_xticks(range(len(workloads)), workloads, fontsize=7)
+        axes.set_title(f"TBT: {rule}")
+        axes.set_ylabel("requests/s within both SLOs")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=8)
+    return figure
+
+
+def _real(told: Experiment) -> Figure:
+    figure = new_figure(8.0, 3.8)
+    left, right = figure.subplots(1, 2)
+    records = _records(told)
+    for name, colour in zip(dict.fromkeys(r["system"] for r in records), (GREEN, RED, AMBER), strict=False):
+        mine = [r for r in records if r["system"] == name]
+        at = [r["rate"] for r in mine]
+        left.plot(at, [100 * r["attainment"] for r in mine], "o-", color=colour, label=name)
+        right.plot(at, [1e3 * r["p90_longest_tbt_s"] for r in mine], "o-", color=colour)
+        right.plot(at, [1e3 * r["p90_tbt_s"] for r in mine], "o:", color=colour)
+    left.set_ylabel("requests within both SLOs, %")
+    right.set_ylabel("p90 of TBT, ms: longest (line), mean (dotted)")
+    right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_xlabel("times the trace's rate")
+    left.legend()
+    return figure
+
+
+def _rejections(told: Experiment) -> Figure:
+    records = _records(told)
+    situations = list(dict.fromkeys(str(r["situation"]) for r in records))
+    figure = new_figure(9.0, 3.2 * len(situations))
+    panels = figure.subplots(len(situations), 3, squeeze=False)
+    for row, situation in zip(panels, situations, strict=True):
+        mine = [r for r in records if r["situation"] == situation]
+        names = [str(r["rule"]) for r in mine]
+        row[0].bar(names, [r["refused"] for r in mine], color=GREY, label="on arrival")
+        row[0].bar(
+            names, [r["refused_after_prefill"] for r in mine], bottom=[r["refused"] for r in mine], color=RED,
+            label="after prefill",
+        )  # fmt: skip
+        row[1].bar(names, [r["goodput_per_s"] for r in mine], color=GREEN)
+        row[2].bar(names, [r["wasted_prefill_s"] for r in mine], color=AMBER)
+        for axes, title in zip(row, ("rejected", "goodput, requests/s", "wasted prefill, s"), strict=True):
+            axes.set_title(f"{situation}: {title}", fontsize=9)
+            axes.tick_params(axis="x", labelrotation=30, labelsize=7)
+    panels[0][0].legend(fontsize=7)
+    return figure
+
+
+def _swings(told: Experiment) -> Figure:
+    shown = [name for name in told.series if name.startswith("decode short") and not name.endswith(" all")]
+    figure = new_figure(9.0, 1.9 * len(shown))
+    for axes, name in zip(figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0], shown, strict=True):
+        times_s, prefill, decode = told.series[name]
+        inside = [at for at, time_s in enumerate(times_s) if time_s <= 1_200]
+        minutes = [times_s[at] / 60 for at in inside]
+        axes.plot(minutes, [prefill[at] for at in inside], color=RED, lw=0.9, label="prefill")
+        axes.plot(minutes, [decode[at] for at in inside], color=BLUE, lw=0.9, label="decode")
+        axes.set_title(name, fontsize=9)
+        axes.set_ylabel("load, of the SLO", fontsize=8)
+    axes.set_xlabel("minutes")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+_DRAWINGS: dict[str, Callable[[Experiment], Figure]] = {
+    "popularity": _popularity, "hits": _hits, "layer-wise": _layer_wise, "scheduling": _scheduling,
+    "bandwidth": _bandwidth, "ratio": _ratio, "datasets": _capacities, "simulated": _capacities, "real": _real,
+    "rejections": _rejections, "swings": _swings,
+}  # fmt: skip
