@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route test test-slow test-vllm fuzz soak small-model check bench docs clean
+.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm fuzz soak small-model check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -56,6 +56,9 @@ demo-motion: $(VENV)/.installed ## an orbit run fast: the box moves, a plane die
 
 demo-route: $(VENV)/.installed ## four engines behind the router, strategy by strategy, in at most 90 s (ARGS=--quick: 45 s)
 	@$(BIN)/skymemory demo route $(ARGS)
+
+demo-conductor: $(VENV)/.installed ## a cluster of 16 machines in virtual time, four schedulers side by side (50 s; ARGS=--quick: 25 s)
+	@$(BIN)/skymemory demo conductor $(ARGS)
 
 test: $(VENV)/.installed-dev ## the tests, in at most 10 minutes
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)

@@ -48,3 +48,30 @@ def test_answers_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "cake", "--fig", "4"]) == 2
     assert "figure 4" in capsys.readouterr().err
     assert main(["reproduce", "pie"]) == 2
+
+
+def test_mooncake_says_where_requests_come_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["reproduce", "mooncake", "--fig", "7", "--fig", "6", "--quick", "--out", str(tmp_path)]) == 0
+    heard = capsys.readouterr()
+    assert "seeded generator" in heard.err
+    assert "layer-wise (arXiv figure 7)" in heard.out
+    assert (tmp_path / "mooncake-layer-wise.csv").read_text("utf-8").startswith("thousand_tokens,prefill_s,")
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "mooncake-popularity.png").stat().st_size > 10_000
+
+
+def test_mooncake_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "mooncake", "--fig", "layer-wise", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["experiment"] == "layer-wise"
+    assert told["rows"][0]["thousand_tokens"] == 8
+    assert told["told"][0]["ours"] == 1.25
+
+
+def test_mooncake_answers_wrong_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["reproduce", "mooncake", "--fig", "14"]) == 2
+    assert "not reproduced" in capsys.readouterr().err
+    assert main(["reproduce", "mooncake", "--trace", str(tmp_path / "none")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert main(["reproduce", "cake", "--fig", "swings"]) == 2
+    assert "have numbers" in capsys.readouterr().err

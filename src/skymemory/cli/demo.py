@@ -37,12 +37,13 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--seed", type=int, default=0, help="seed of the random weights")
     add("--json", action="store_true", help="print the results as one JSON object")
     others = parser.add_subparsers(
-        dest="what", metavar="motion|cells|cake|route", help="another demo: see demo motion --help"
+        dest="what", metavar="motion|cells|cake|route|conductor", help="another demo: see demo motion --help"
     )
     _add_motion(others)
     _add_cells(others)
     _add_cake(others)
     _add_route(others)
+    _add_conductor(others)
 
 
 def _add_motion(others: Subparsers) -> None:
@@ -125,6 +126,24 @@ def _add_route(others: Subparsers) -> None:
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
+def _add_conductor(others: Subparsers) -> None:
+    conductor = others.add_parser(
+        "conductor",
+        help="a cluster in virtual time: queues, hits, transfers and refusals under four schedulers",
+        description="Simulates eight machines that prefill and eight that decode, once for each of four schedulers, "
+        "with the scheduler and the admission of production, and plays the four back side by side: who waits where, "
+        "what hits, what is moved between machines, who is refused. Then the table of what came of it.",
+    )
+    add = conductor.add_argument
+    add("--quick", action="store_true", help="four minutes of requests instead of ten: under 30 s")
+    add("--rate", type=float, default=2.0, metavar="X", help="times the workload's own rate (default: 2)")
+    add("--admission", default="early", metavar="RULE", help="who is let in (default: early)")
+    add("--trace", type=Path, metavar="FILE", help="the released conversation trace (default: a seeded generator)")
+    add("--no-play", action="store_true", help="only the table")
+    add("--seed", type=int, default=0, help="seed of requests, jitter and ties")
+    add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
+
+
 def _strategies(text: str) -> tuple[str, ...]:
     from skymemory.conductor.strategies.named import NAMES
 
@@ -138,6 +157,10 @@ def _strategies(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.what == "conductor":
+        from skymemory.cli._demo_conductor import run_conductor
+
+        return run_conductor(args)
     if args.what == "route":
         if args.requests is not None and not 10 <= args.requests <= 5000:
             raise InvalidInput(f"--requests {args.requests}: expected 10 to 5000")

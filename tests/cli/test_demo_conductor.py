@@ -1,0 +1,48 @@
+"""``skymemory demo conductor``: its table, what it plays, its JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from skymemory.cli._demo_conductor import SCHEDULERS, _play
+from skymemory.cli._demo_conductor_table import WIDTH, final, frame
+from skymemory.cli.main import main
+from skymemory.sim.cluster.cells import ClusterCell, run_of
+from skymemory.sim.cluster.metrics import measured
+from skymemory.sim.cluster.moments import Playback
+from skymemory.sim.cluster.setup import ClusterSetup
+from skymemory.sim.sources import OpenSource
+
+
+def test_plays_all_four_and_tells_what_came_of_them() -> None:
+    setup = ClusterSetup(seed=1)
+    runs = [run_of(ClusterCell(OpenSource("l-eval", 8.0, 100, 1), setup, name)) for name in SCHEDULERS]
+    stream = io.StringIO()
+    _play(runs, setup, stream, played_s=0.3)
+    assert all(name in stream.getvalue() for name in SCHEDULERS)
+    moments = [Playback(run, 8, 8, setup.slo).at(6.0) for run in runs]
+    lines = frame(SCHEDULERS, moments, 6.0, 20.0)
+    assert len(lines) == 2 + len(SCHEDULERS)
+    assert max(map(len, lines)) <= WIDTH
+    assert len({len(row) for row in lines[2:]}) == 1, "columns stand below each other"
+    told = final(SCHEDULERS, [measured(run, setup.slo) for run in runs])
+    (best,) = [row for row in told if row.startswith("kvcache-centric")]
+    assert "100" in best and "node" in best
+
+
+def test_refuses_what_it_cannot_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["demo", "conductor", "--rate", "0"]) == 2
+    assert main(["demo", "conductor", "--trace", str(tmp_path / "none.jsonl")]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_orders_the_schedulers_as_published(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "conductor", "--quick", "--no-play", "--json", "--rate", "1.3"]) == 0
+    told = json.loads(capsys.readouterr().out)["schedulers"]
+    means = [told[name]["ttft_s"]["mean"] for name in SCHEDULERS]
+    assert means == sorted(means, reverse=True)

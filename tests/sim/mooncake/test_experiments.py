@@ -1,0 +1,126 @@
+"""Mooncake's experiments, small: what they compare, and that the comparisons are of what ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skymemory.conductor.cost_model import LLAMA_70B_8xA800
+from skymemory.errors import InvalidInput
+from skymemory.sim.mooncake import blocks, coupled, overload, scheduling
+from skymemory.sim.mooncake.base import Experiment, Setting, Told, plain
+from skymemory.sim.mooncake.blocks import hits, popularity
+from skymemory.sim.mooncake.coupled import unloaded
+from skymemory.sim.mooncake.experiments import EXPERIMENTS, PUBLISHED, chosen
+from skymemory.sim.mooncake.layers import layer_wise
+from skymemory.sim.sources import Source
+from skymemory.sim.trace import TraceRequest
+
+
+def small_trace(path: Path) -> Path:
+    """A minute of requests in conversations of three turns."""
+    lines = []
+    for number in range(120):
+        turn, talk = number // 40, number % 40
+        tokens = 2_048 + 512 * turn
+        ids = [0, *(1 + talk * 10 + at for at in range(3 + turn))]
+        lines.append(
+            json.dumps({"timestamp": number * 500, "input_length": tokens, "output_length": 40, "hash_ids": ids})
+        )
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(Source(small_trace(tmp_path / "trace.jsonl"), seed=1, quick=True), way="sequence")
+
+
+def of(told: Experiment, what: str) -> Told:
+    (found,) = [one for one in told.told if one.what == what]
+    return found
+
+
+def test_popularity_counts_blocks(setting: Setting) -> None:
+    told = popularity(setting)
+    assert of(told, "requests that want the most popular block").ours == 120
+    assert told.rows[0] == (1, 1.0)
+    assert told.series["uses"][1][0] == 120
+
+
+def test_hits_fall_with_the_capacity(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "CAPACITIES", (200, 100, 60, 20, 5))
+    told = hits(setting)
+    for row in told.rows[:3]:
+        values = [float(str(value)) for value in row[1:]]
+        assert values == sorted(values, reverse=True)
+        assert values[0] == pytest.approx(values[1])  # all 201 blocks but one
+    assert of(told, "3 million tokens, LRU, of the most there is to hit").ours == pytest.approx(100)
+
+
+def test_layer_wise_leaves_one_layer_of_eighty() -> None:
+    told = layer_wise(Setting(Source(None)))
+    assert of(told, "what layer-wise storing leaves of the serial latency, most").ours == pytest.approx(100 / 80)
+
+
+def test_scheduling_compares_what_ran(setting: Setting) -> None:
+    told = scheduling.scheduling(setting)
+    rows = {row[0]: row for row in told.rows}
+    assert set(scheduling.SCHEDULERS) < set(rows)
+    ours = of(told, "mean TTFT, kvcache-centric").ours
+    assert ours == rows["kvcache-centric"][1]
+    ratio = of(told, "kvcache-centric over random")
+    assert ratio.published == pytest.approx(3.07 / 19.65)
+    assert ratio.ours == ours / float(str(rows["random"][1]))
+
+
+def test_bandwidth_and_ratio_run(setting: Setting) -> None:
+    wide = scheduling.bandwidth(setting)
+    assert [row[0] for row in wide.rows] == list(scheduling.NETWORK_GBIT)
+    shares = scheduling.ratio(setting)
+    assert [row[:2] for row in shares.rows] == [(6, 10), (8, 8), (10, 6)]
+
+
+@pytest.mark.slow
+def test_rejections_come_with_goodput_and_waste(setting: Setting) -> None:
+    told = overload.rejections(setting)
+    assert {"rejected", "goodput_per_s", "wasted_prefill_s"} < set(told.header)
+    assert len(told.rows) == 2 * len(overload.RULES)
+    assert of(told, "as stated: rejected, baseline").published == 4_183
+    loads = overload.load_swings(setting)
+    assert len(loads.series) == len(loads.rows) == len(told.rows)
+
+
+@pytest.mark.slow
+def test_coupled_capacity(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coupled, "QUICK_COUNT", 40)
+    told = coupled.public_datasets(setting)
+    rates = {(row[0], row[1], row[2]): row[3] for row in told.rows}
+    gain = of(told, "arxiv: 3P+1D against 4 coupled, p90")
+    apart, together = (float(str(rates["arxiv", name, "p90"])) for name in ("3P+1D", "4 coupled"))
+    assert gain.ours == pytest.approx(100 * (apart / together - 1))
+    assert gain.published == 20.0
+
+
+def test_unloaded_counts_what_came_before() -> None:
+    first, again = TraceRequest(0.0, 1_024, 10, (0, 1)), TraceRequest(1.0, 1_024, 10, (0, 1))
+    cost = LLAMA_70B_8xA800
+    ttft_s, tbt_s = unloaded(cost, [first, again])
+    assert ttft_s == pytest.approx((cost.prefill_s(1_024) + cost.prefill_s(1_024, 1_023)) / 2)
+    assert tbt_s == pytest.approx(cost.decode_step_s(1, 1_029))
+
+
+def test_names_figures_and_tables() -> None:
+    assert chosen([]) == list(EXPERIMENTS)
+    assert chosen(["9", "10", "Table 3", "real"]) == ["swings", "rejections", "real"]
+    assert set(PUBLISHED.values()) <= set(EXPERIMENTS)
+    with pytest.raises(InvalidInput, match="'14' is not reproduced"):
+        chosen(["14"])
+
+
+def test_json_has_no_infinities() -> None:
+    told = Experiment("a", "b", "c", "d", (), ("x",), ((float("inf"),), (1 / 3,)), (Told("w", "", None, float("inf")),))
+    assert json.loads(json.dumps(told.as_json(), allow_nan=False))["rows"] == [{"x": None}, {"x": 0.333333}]
+    assert plain("words") == "words"
