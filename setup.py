@@ -3,8 +3,8 @@
 from setuptools import Extension, setup
 
 SOURCES = "_fast crc crc_calls acks answers hashes headers segments runs landing packets serve sha macs slices take udp"
-SOURCES += " prefix_rows prefix_shelf prefix_table prefix_calls holders"
-HEADERS = "fast packet answers udp serve sha prefix"
+SOURCES += " prefix_rows prefix_shelf prefix_table prefix_calls holders holders_walk"
+HEADERS = "fast packet answers udp serve sha prefix holders"
 
 setup(
     ext_modules=[

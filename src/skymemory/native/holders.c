@@ -1,27 +1,12 @@
 /* Which slots hold which blocks, medium by medium, as engines tell it. Twin and contract: twin_holders.py. */
-#include "prefix.h"
+#include "holders.h"
 
 #include <stdlib.h>
-#include <string.h>
-
-enum { MAX_MEDIA = 16, AHEAD = 12 };
 
 typedef struct {
     PyObject_HEAD
     Rows media[MAX_MEDIA];
 } Object;
-
-/* A walk along a chain. ``words`` is enough for every slot that is asked about. */
-typedef struct {
-    size_t words, media;
-    Rows *rows[MAX_MEDIA]; /* the best medium first */
-    double weights[MAX_MEDIA];
-    uint64_t *left;   /* words: slots that hold every block so far, and are asked about */
-    uint64_t *here;   /* media x words: those of them that this run of blocks counts for */
-    uint64_t *now;    /* the same, of one block */
-    uint32_t *counts; /* media x 64 words: blocks counted */
-    uint32_t *depths; /* 64 words */
-} Walk;
 
 static int number_from(PyObject *given, const char *what, size_t most, size_t *number)
 {
@@ -110,72 +95,6 @@ static PyObject *take_all(PyObject *self, PyObject *args)
     return change_all(self, args, 0);
 }
 
-static void fetch(const Walk *walk, uint64_t key)
-{
-    for (size_t medium = 0; medium < walk->media; medium++) {
-        const RowPart *part = sky_part(walk->rows[medium], key);
-        if (part->size)
-            __builtin_prefetch(sky_row(walk->rows[medium], part, sky_home(walk->rows[medium], part, key)));
-    }
-}
-
-/* Each slot of the run that ends here gets its blocks. */
-static void count_run(Walk *walk, uint32_t run)
-{
-    for (size_t medium = 0; medium < walk->media; medium++)
-        for (size_t word = 0; word < walk->words; word++)
-            for (uint64_t held = walk->here[medium * walk->words + word]; held; held &= held - 1)
-                walk->counts[(medium * walk->words + word) * 64 + (size_t)__builtin_ctzll(held)] += run;
-}
-
-/* Fills ``now`` for one block: every slot in the best medium that has it. Whether any slot goes on. */
-static int look_at(Walk *walk, uint64_t key, uint32_t at)
-{
-    const uint64_t *bits[MAX_MEDIA];
-    int some = 0;
-    for (size_t medium = 0; medium < walk->media; medium++)
-        bits[medium] = sky_bits(walk->rows[medium], key);
-    for (size_t word = 0; word < walk->words; word++) {
-        uint64_t still = 0;
-        for (size_t medium = 0; medium < walk->media; medium++) {
-            uint64_t held = bits[medium] && word < walk->rows[medium]->words ? bits[medium][word] : 0;
-            held &= walk->left[word] & ~still;
-            walk->now[medium * walk->words + word] = held;
-            still |= held;
-        }
-        for (uint64_t gone = walk->left[word] & ~still; gone; gone &= gone - 1)
-            walk->depths[64 * word + (size_t)__builtin_ctzll(gone)] = at;
-        walk->left[word] = still;
-        some |= still != 0;
-    }
-    return some;
-}
-
-static void go(Walk *walk, const char *hashes, size_t count)
-{
-    size_t bytes = walk->media * walk->words * sizeof(uint64_t), at = 0;
-    uint32_t run = 0;
-    int some = 1;
-    for (size_t next = 0; next < count && next < AHEAD; next++)
-        fetch(walk, sky_hash_at(hashes, next));
-    for (; at < count && some; at++) {
-        if (at + AHEAD < count)
-            fetch(walk, sky_hash_at(hashes, at + AHEAD));
-        some = look_at(walk, sky_hash_at(hashes, at), (uint32_t)at);
-        if (run && memcmp(walk->here, walk->now, bytes)) {
-            count_run(walk, run);
-            run = 0;
-        }
-        if (!run)
-            memcpy(walk->here, walk->now, bytes);
-        run++;
-    }
-    count_run(walk, run);
-    for (size_t word = 0; word < walk->words; word++)
-        for (uint64_t held = walk->left[word]; held; held &= held - 1)
-            walk->depths[64 * word + (size_t)__builtin_ctzll(held)] = (uint32_t)count;
-}
-
 static int media_from(Object *self, PyObject *order, Walk *walk)
 {
     PyObject *entries = PySequence_Tuple(order); /* our own: to read a weight may run other code */
@@ -214,7 +133,7 @@ static PyObject *walked(Walk *walk, const Py_buffer *blocks, const size_t *slots
         walk->counts = numbers + places;
         for (Py_ssize_t at = 0; at < asked; at++)
             walk->left[slots[at] / 64] |= (uint64_t)1 << slots[at] % 64;
-        go(walk, blocks->buf, (size_t)blocks->len / 8);
+        sky_holders_walk(walk, blocks->buf, (size_t)blocks->len / 8);
         depths = PyList_New(asked);
         sums = PyList_New(asked);
     }
