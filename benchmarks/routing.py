@@ -2,8 +2,8 @@
 
 Every strategy of the router, through the real picker, to eight simulated servers: three sizes of prefix cache, at the
 trace's rate and at 1.35 times it. Prefill times are those of LLaMA-70B on 8×A800 at half its speed; a strategy that
-estimates them errs by 10 %. Each knows what it would know: what was answered, reports of load every 0.2 s, engines'
-cache events 0.05 s after.
+estimates errs by 10 %, anew for each server and request, in what is computed and in what waits. Each knows what it
+would know: what was answered, reports of load every 0.2 s, engines' cache events 0.05 s after.
 
 Requests: the conversation trace released with the Mooncake paper, from `../shared/data` or `--trace FILE`, each arrival
 spread over the 3 s between its batches; and `tenants` of the seeded generator (`conversations`, its other workload, has

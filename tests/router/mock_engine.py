@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import ssl
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,15 +45,16 @@ class MockEngine:
     abandoned: int = 0
     """Streams whose reader went away."""
     port: int = 0
+    tls: ssl.SSLContext | None = None
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 24)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 24, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +22,7 @@ from skymemory.router.kv_follower import Pace
 from skymemory.router.proxy_events import check_events, event_index, strategy_options
 from skymemory.router.scrape import fetch_metrics
 from skymemory.router.settings import Backend, Settings
+from skymemory.router.tls import Authorities
 
 EVENTS_S = 3.0
 """How long an engine's events are waited for."""
@@ -58,32 +61,67 @@ async def check(settings: Settings) -> list[Found]:
         return list(await asyncio.gather(*(_check(session, settings, each, by_events) for each in settings.backends)))
 
 
+class _NoAnswer(Exception):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A server, and how it is asked."""
+
+    session: aiohttp.ClientSession
+    url: str
+    tls: ssl.SSLContext | None
+    timeout_s: float
+
+    def _page(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self.session.get(self.url + path, allow_redirects=False, ssl=self.tls or True)
+
+    async def get(self, path: str) -> bytes:
+        try:
+            async with asyncio.timeout(self.timeout_s), self._page(path) as answer:
+                if not 200 <= answer.status < 300:
+                    raise _NoAnswer(f"answered {answer.status}")
+                body = bytearray()
+                async for piece in answer.content.iter_chunked(65536):
+                    body += piece
+                    if len(body) > MAX_BYTES:
+                        raise _NoAnswer(f"answered more than {MAX_BYTES} B")
+                return bytes(body)
+        except TimeoutError:
+            raise _NoAnswer(f"no answer in {self.timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _NoAnswer(str(error) or type(error).__name__) from error
+
+
 async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Backend, by_events: bool) -> Found:
     found = Found(backend.name, backend.url)
-    timeout_s = settings.health.timeout_s
     try:
-        await _get(session, backend.url + settings.health.path, timeout_s)
+        asked = _Asked(session, backend.url, Authorities().context(backend.url, backend.ca), settings.health.timeout_s)
+        await asked.get(settings.health.path)
         found.health = "answers"
+    except InvalidInput as error:
+        found.health = "is not asked"
+        found.problems.append(str(error))
+        return found
     except _NoAnswer as error:
         found.health = "does not answer"
         found.problems.append(f"{settings.health.path}: {error}")
         return found
-    await _check_metrics(session, settings, backend, by_events, found)
-    await _check_models(session, backend, timeout_s, found)
+    await _check_metrics(asked, settings, by_events, found)
+    await _check_models(asked, backend, found)
     if by_events:
-        await _check_events(session, settings, backend, found)
+        await _check_events(asked, settings, backend, found)
     elif backend.events:
         found.notes.append("its events are not read: the strategy does not go by them")
     return found
 
 
-async def _check_metrics(
-    session: aiohttp.ClientSession, settings: Settings, backend: Backend, by_events: bool, found: Found
-) -> None:
+async def _check_metrics(asked: _Asked, settings: Settings, by_events: bool, found: Found) -> None:
     if not settings.health.metrics_path:
         return
     try:
-        metrics = await fetch_metrics(session, backend.url + settings.health.metrics_path)
+        metrics = await fetch_metrics(asked.session, asked.url + settings.health.metrics_path, tls=asked.tls)
     except UnreadableMetrics as error:
         found.metrics = "cannot be read"
         found.notes.append(f"metrics: {error}")
@@ -100,9 +138,9 @@ async def _check_metrics(
         (found.problems if by_events else found.notes).append(differs)
 
 
-async def _check_models(session: aiohttp.ClientSession, backend: Backend, timeout_s: float, found: Found) -> None:
+async def _check_models(asked: _Asked, backend: Backend, found: Found) -> None:
     try:
-        listed = json.loads(await _get(session, f"{backend.url}/v1/models", timeout_s))["data"]
+        listed = json.loads(await asked.get("/v1/models"))["data"]
         found.models = [str(each["id"]) for each in listed]
     except (_NoAnswer, ValueError, KeyError, TypeError) as error:
         found.notes.append(f"/v1/models: {error}")
@@ -112,10 +150,10 @@ async def _check_models(session: aiohttp.ClientSession, backend: Backend, timeou
             found.problems.append(f"it does not list {name!r}, which the settings say it serves")
 
 
-async def _check_events(session: aiohttp.ClientSession, settings: Settings, backend: Backend, found: Found) -> None:
+async def _check_events(asked: _Asked, settings: Settings, backend: Backend, found: Found) -> None:
     if not backend.events:
         found.events = "not followed"
-        told = await _event_sources(session, backend, settings.health.timeout_s)
+        told = await _event_sources(asked)
         found.problems.append(f"the strategy goes by events, and `events` does not say where they are{told}")
         return
     models = backend.models or tuple(found.models)
@@ -154,32 +192,11 @@ async def _heard(feed: Feed) -> None:
         before = feed.counts.batches
 
 
-async def _event_sources(session: aiohttp.ClientSession, backend: Backend, timeout_s: float) -> str:
+async def _event_sources(asked: _Asked) -> str:
     """Where vLLM says that it publishes (0.32 and later)."""
     try:
-        sources = json.loads(await _get(session, f"{backend.url}/kv_event_sources", timeout_s))
+        sources = json.loads(await asked.get("/kv_event_sources"))
         told: Sequence[str] = [str(each["endpoint"]) for each in sources.values()]
     except (_NoAnswer, ValueError, KeyError, TypeError, AttributeError):
         return ""
     return f"; it publishes at {', '.join(told)}" if told else ""
-
-
-class _NoAnswer(Exception):
-    pass
-
-
-async def _get(session: aiohttp.ClientSession, url: str, timeout_s: float) -> bytes:
-    try:
-        async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as answer:
-            if not 200 <= answer.status < 300:
-                raise _NoAnswer(f"answered {answer.status}")
-            body = bytearray()
-            async for piece in answer.content.iter_chunked(65536):
-                body += piece
-                if len(body) > MAX_BYTES:
-                    raise _NoAnswer(f"answered more than {MAX_BYTES} B")
-            return bytes(body)
-    except TimeoutError:
-        raise _NoAnswer(f"no answer in {timeout_s:g} s") from None
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise _NoAnswer(str(error) or type(error).__name__) from error

@@ -71,7 +71,7 @@ class PromptReader:
         self._block_bytes = block_bytes if tokenizer is None else block_tokens * TOKEN_BYTES
         self._block_tokens = block_bytes / BYTES_PER_TOKEN if tokenizer is None else float(block_tokens)
         self._max_blocks = max_blocks
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self._session_header = session_header.lower()
         self._cookie_begin = f"{session_cookie}="
         self._clients = clients
@@ -89,8 +89,8 @@ class PromptReader:
         path = path.partition("?")[0]
         if path not in PROMPT_PATHS:
             raise BadRequest(404, f"{path} takes no prompt; prompts go to {COMPLETIONS} or {CHAT_COMPLETIONS}")
-        if len(body) > self._max_body_bytes:
-            raise BadRequest(413, f"the body has {len(body)} bytes; at most {self._max_body_bytes} are taken")
+        if len(body) > self.max_body_bytes:
+            raise BadRequest(413, f"the body has {len(body)} bytes; at most {self.max_body_bytes} are taken")
         read = read_body(body)
         data, tokens = self._completion(read) if path == COMPLETIONS else self._chat(read)
         model, adapter = self._model_and_adapter(read)

@@ -77,10 +77,15 @@ class Proxy:
         self._exchanges = Exchanges(backends, metrics, settings, promises)
 
     def reset(self, settings: Settings) -> None:
-        """Take up changed settings: backends, limits, timeouts, health, retries."""
-        self.settings = self._exchanges.settings = settings
+        """Take up changed settings: backends, limits, timeouts, health, retries.
+
+        Raises:
+            InvalidInput: a backend's certificates cannot be read; all stays as it was.
+        """
+        self.backends.set(settings.backends, settings.timeouts.connect_s)
         self.backends.health = settings.health
-        self.backends.set(settings.backends)
+        self.settings = self._exchanges.settings = settings
+        self._reader.max_body_bytes = settings.limits.max_body_bytes
         self._watch.follow()
 
     async def handle(self, incoming: web.BaseRequest) -> web.StreamResponse:

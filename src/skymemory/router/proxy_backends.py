@@ -6,6 +6,7 @@ It decides and does no I/O: `proxy_health` asks the servers, exchanges say how t
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Request
 from skymemory.router.proxy_metrics import ProxyMetrics
 from skymemory.router.settings import Backend, Health
+from skymemory.router.tls import Authorities
 from skymemory.router.upstream import Pool
 
 log = logging.getLogger("skymemory.router")
@@ -30,6 +32,8 @@ class Known:
     server: Server
     pool: Pool
     """Connections that requests go over."""
+    tls: ssl.SSLContext | None = None
+    """What its certificate is checked against; None: it is not asked over TLS."""
     failures: int = 0
     """In a row, of checks and connections."""
     successes: int = 0
@@ -74,30 +78,41 @@ class Backends:
         """LoRA adapters, and the models they are for; prompts are read by it."""
         self._picker = picker
         self._metrics = metrics
-        self._connect_s = connect_s
+        self.connect_s = connect_s
+        self._authorities = Authorities()
         self._serving: dict[str, frozenset[str]] = {}
 
-    def set(self, backends: Sequence[Backend]) -> None:
-        """These, and no others. Who is no longer among them finishes what it has."""
+    def set(self, backends: Sequence[Backend], connect_s: float | None = None) -> None:
+        """These, and no others. Who is no longer among them finishes what it has.
+
+        Raises:
+            InvalidInput: certificates that cannot be read; all stays as it was.
+        """
+        tls = {backend.name: self._authorities.context(backend.url, backend.ca) for backend in backends}
+        self.connect_s = self.connect_s if connect_s is None else connect_s
         wanted = {backend.name: backend for backend in backends}
         for name, known in self.known.items():
             if name not in wanted:
                 known.leaving = known.server.draining = True
         for name, backend in wanted.items():
             old = self.known.get(name)
-            known = old or self._new(backend, self._picker.fleet.add(name))
+            known = old or self._new(backend, self._picker.fleet.add(name), tls[name])
             if old is not None and old.backend.url != backend.url:
                 self._picker.scorer.forget(old.server)
                 old.pool.close()
-                known = self._new(backend, old.server)
+                known = self._new(backend, old.server, tls[name])
                 known.server.healthy, known.server.reported = True, None
+            elif old is not None and old.tls is not tls[name]:
+                old.pool.close()
+                old.pool, old.tls = Pool(backend.url, self.connect_s, tls[name]), tls[name]
             self.known[name] = known
+            known.pool.connect_s = self.connect_s
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
         self.let_go()
         self._learn_names()
 
-    def _new(self, backend: Backend, server: Server) -> Known:
-        return Known(backend, server, Pool(backend.url, self._connect_s))
+    def _new(self, backend: Backend, server: Server, tls: ssl.SSLContext | None) -> Known:
+        return Known(backend, server, Pool(backend.url, self.connect_s, tls), tls)
 
     def close(self) -> None:
         for known in self.known.values():

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
@@ -44,11 +45,19 @@ class HealthWatch:
             self._tasks.pop(known).cancel()
             if known.backend.name not in self._backends.known:
                 self._metrics.unfollow(known.backend.name)
-        for known in wanted - self._tasks.keys():
+        health = self._backends.health
+        anew, self._metrics.every_s = self._metrics.every_s != health.metrics_every_s, health.metrics_every_s
+        for known in wanted:
             name = known.backend.name
-            self._tasks[known] = asyncio.create_task(self._check_for_ever(known), name=f"health of {name}")
-            if path := self._backends.health.metrics_path:
-                self._metrics.follow(name, known.backend.url + path)
+            if known not in self._tasks:
+                self._tasks[known] = asyncio.create_task(self._check_for_ever(known), name=f"health of {name}")
+            watched = self._metrics.watched.get(name)
+            if not health.metrics_path:
+                self._metrics.unfollow(name)
+                continue
+            wanted_page = known.backend.url + health.metrics_path, known.tls
+            if anew or watched is None or (watched.url, watched.tls) != wanted_page:
+                self._metrics.follow(name, *wanted_page)
 
     async def stop(self) -> None:
         tasks = list(self._tasks.values())
@@ -80,7 +89,7 @@ class HealthWatch:
         health, name = self._backends.health, known.backend.name
         try:
             async with asyncio.timeout(health.timeout_s):
-                async with self._session.get(known.url(health.path), allow_redirects=False) as answer:
+                async with self._get(known, health.path) as answer:
                     if 200 <= answer.status < 300:
                         self._backends.checked(name)
                         return True
@@ -93,6 +102,9 @@ class HealthWatch:
             self._backends.failed(name, f"{health.path}: {error}")
         return False
 
+    def _get(self, known: Known, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.get(known.url(path), allow_redirects=False, ssl=known.tls or True)
+
     async def models_of(self, known: Known) -> dict[str, Mapping[str, Any]]:
         """What a server lists at /v1/models, by id.
 
@@ -100,7 +112,7 @@ class HealthWatch:
             aiohttp.ClientError, OSError, TimeoutError, ValueError: it does not answer, or not with such a list.
         """
         async with asyncio.timeout(self._backends.health.timeout_s):
-            async with self._session.get(known.url("/v1/models"), allow_redirects=False) as answer:
+            async with self._get(known, "/v1/models") as answer:
                 if answer.status != 200:
                     raise ValueError(f"/v1/models answered {answer.status}")
                 body = bytearray()

@@ -62,8 +62,10 @@ class ProxyServer:
         """
         Raises:
             OSError: it cannot listen there.
+            InvalidInput: a backend's certificates cannot be read.
         """
         settings = self.settings
+        self.backends.set(settings.backends)
         self._probes = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), cookie_jar=aiohttp.DummyCookieJar()
         )
@@ -81,7 +83,6 @@ class ProxyServer:
             access_log=None,
             logger=quiet,
         )
-        self.backends.set(settings.backends)
         host, port = host_and_port(settings.listen)
         try:
             await self.knowledge.start()
@@ -103,6 +104,8 @@ class ProxyServer:
             for name in ("listen", "strategy", "options", "prompts", "seed", "state", "replicas", "admission")
             if getattr(settings, name) != getattr(self.settings, name)
         ]
+        if settings.timeouts.keep_alive_s != self.settings.timeouts.keep_alive_s:
+            fixed.append("timeouts: keep_alive")
         if fixed:
             log.warning("changed settings that wait for a restart: %s", ", ".join(fixed))
         self.proxy.reset(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ async def fetch_metrics(
     timeout_s: float = TIMEOUT_S,
     max_bytes: int = MAX_BYTES,
     clock: Callable[[], float] = time.monotonic,
+    tls: ssl.SSLContext | None = None,
 ) -> EngineMetrics:
     """One reading, dated by ``clock`` when it was asked for: an answer that took its time is as old as the question.
 
@@ -45,7 +47,8 @@ async def fetch_metrics(
     try:
         async with asyncio.timeout(timeout_s):
             # Compression is not offered: a few bytes could unpack to gigabytes.
-            async with session.get(url, headers={"Accept-Encoding": "identity"}, allow_redirects=False) as answer:
+            headers = {"Accept-Encoding": "identity"}
+            async with session.get(url, headers=headers, allow_redirects=False, ssl=tls or True) as answer:
                 if answer.status != 200:
                     raise UnreadableMetrics(f"{url} answered {answer.status}")
                 if "Content-Encoding" in answer.headers:

@@ -43,10 +43,15 @@ class Backend:
     replay: str = _setting("replay", text, "", "where it hands out events again, as tcp://host:5558; empty: nowhere")
     topic: str = _setting("topic", text, "", "what the topics of its events begin with; empty: all of them")
     drain: bool = _setting("drain", yes_or_no, False, "it finishes what it has and gets nothing new")
+    ca: Path | None = _setting(  # noqa: RUF009 - a frozen value, one for all
+        "ca", path, None, "certificates (PEM) that an https server's is checked against; the system's if not said"
+    )
 
     def __post_init__(self) -> None:
         if not self.url:
             raise InvalidInput("a backend needs its `url`, such as http://127.0.0.1:8001")
+        if self.ca is not None and not self.url.startswith("https:"):
+            raise InvalidInput(f"`ca` is for servers asked over TLS, and {self.url} is not: https://…")
         if not self.name:
             object.__setattr__(self, "name", urlsplit(self.url).netloc)
 

@@ -57,16 +57,17 @@ class Answer:
 class Pool:
     """Connections to one server."""
 
-    def __init__(self, url: str, connect_s: float) -> None:
+    def __init__(self, url: str, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
+        """``tls``: what an https server's certificate is checked against, if not the system's authorities."""
         parts = urlsplit(url)
         self.host = parts.netloc.encode("ascii")
         """As requests name it."""
         self.path = parts.path.rstrip("/").encode("ascii")
         """Under which requests are put."""
-        self._connect_s = connect_s
+        self.connect_s = connect_s
         self._name = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = tls or (ssl.create_default_context() if parts.scheme == "https" else None)
         self._idle: deque[tuple[float, ResponseHandler]] = deque()
         self._reaping: asyncio.TimerHandle | None = None
         self._closed = False
@@ -155,12 +156,12 @@ class Pool:
     async def _connect(self) -> ResponseHandler:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._connect_s):
+            async with asyncio.timeout(self.connect_s):
                 _, protocol = await loop.create_connection(
                     lambda: ResponseHandler(loop), self._name, self._port, ssl=self._tls
                 )
         except TimeoutError as error:
-            raise aiohttp.ConnectionTimeoutError(f"no connection in {self._connect_s:g} s") from error
+            raise aiohttp.ConnectionTimeoutError(f"no connection in {self.connect_s:g} s") from error
         return protocol
 
     def _reap(self) -> None:

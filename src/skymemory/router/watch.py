@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +35,7 @@ class Watched:
 
     server: str
     url: str
+    tls: ssl.SSLContext | None = None
     dialect: str = ""
     """Empty until it was first read."""
     missing: tuple[str, ...] = ()
@@ -67,17 +69,20 @@ class MetricsWatch:
         self.watched: dict[str, Watched] = {}
         self._fleet = fleet
         self._session = session
-        self._every_s = every_s
+        self.every_s = every_s
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._clock = clock
         self._dice = random.Random(seed)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def follow(self, server: str, url: str) -> Watched:
-        """Look at ``url`` for the server of that name from now on; what was followed for it before is let go."""
+    def follow(self, server: str, url: str, tls: ssl.SSLContext | None = None) -> Watched:
+        """Look at ``url`` for the server of that name from now on; what was followed for it before is let go.
+
+        ``tls``: what its certificate is checked against, if not the system's authorities.
+        """
         self.unfollow(server)
-        watched = self.watched[server] = Watched(server, url)
+        watched = self.watched[server] = Watched(server, url, tls)
         self._tasks[server] = asyncio.create_task(self._look_on(watched), name=f"metrics of {server}")
         return watched
 
@@ -98,8 +103,8 @@ class MetricsWatch:
     async def _look_on(self, watched: Watched) -> None:
         while True:
             await self._look(watched)
-            wait_s = self._every_s * 2.0 ** min(watched.failures_in_a_row, 16)
-            wait_s = min(wait_s, max(SLOWEST_S, self._every_s))
+            wait_s = self.every_s * 2.0 ** min(watched.failures_in_a_row, 16)
+            wait_s = min(wait_s, max(SLOWEST_S, self.every_s))
             await asyncio.sleep(wait_s * (1.0 + JITTER * (2.0 * self._dice.random() - 1.0)))
 
     async def _look(self, watched: Watched) -> None:
@@ -111,6 +116,7 @@ class MetricsWatch:
                 timeout_s=self._timeout_s,
                 max_bytes=self._max_bytes,
                 clock=self._clock,
+                tls=watched.tls,
             )
         except UnreadableMetrics as error:
             self._failed(watched, str(error))

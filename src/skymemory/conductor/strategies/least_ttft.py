@@ -38,7 +38,7 @@ _SET_BACK_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class LeastTtftSettings:
-    delay_weight: float = 0.3
+    delay_weight: float = 1.5
     """How much the delay of requests that come later counts (``delay_price``); 0: only this request's own time."""
     overdue: float = 0.1
     """Part of a prefill's time so far that it is believed to need still, once it takes longer than estimated."""
