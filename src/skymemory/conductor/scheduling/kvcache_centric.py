@@ -17,8 +17,10 @@ computed, and counts as holding it for those behind from the moment it is sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 from skymemory.conductor.cost_model.transfer import Medium
 from skymemory.conductor.fleet import Fleet, Server
@@ -59,6 +61,21 @@ class KvCacheCentricSettings:
             raise InvalidInput(f"balancing_threshold is {self.balancing_threshold:g}; a ratio above 0 is wanted")
         if not 0 <= self.split_gain <= 1 or self.layers < 1 or self.overdue < 0 or self.under_way_blocks < 0:
             raise InvalidInput("split_gain is from 0 to 1, layers 1 or more, overdue and under_way_blocks 0 or more")
+
+
+class _Chance(NamedTuple):
+    """A server that may be done sooner by a split."""
+
+    floor_s: float
+    """Not before this, however it is split."""
+    at: int
+    source: Source
+    end: int
+    way_in_s: float
+    load_s: float
+    """All that the source has more."""
+    rest_s: float
+    """Computing what the source has not."""
 
 
 class KvCacheCentric(PrefillScheduler):
@@ -124,16 +141,14 @@ class KvCacheCentric(PrefillScheduler):
         blocks, now_s = outlay.request.prompt.blocks, outlay.now_s
         network = self._network
         if network is not None and len(blocks):
-            token_s = self._kv_token_bytes / network.bytes_per_s
-            held = list(zip(outlay.servers, outlay.known, strict=True))
-            if self._fleet is not None and len(self._fleet) > len(held):
+            servers, depths = outlay.servers, outlay.known
+            if self._fleet is not None and len(self._fleet) > len(servers):
                 others = [server for server in self._fleet if server.healthy and server.slot not in outlay.slots]
-                depths = self.index.match(blocks, [server.slot for server in others])
-                held += zip(others, depths, strict=True)
-            for server, count in held:
-                if count > least:
-                    wait_s = self._links.wait_out_s(server.slot, now_s)
-                    found.append(Source(server.name, server.slot, count, wait_s, network.latency_s, token_s))
+                servers = [*servers, *others]
+                depths = depths + self.index.match(blocks, [server.slot for server in others])
+            token_s = self._kv_token_bytes / network.bytes_per_s
+            for server, count, wait_s in self._links.deepest(servers, depths, least, now_s):
+                found.append(Source(server.name, server.slot, count, wait_s, network.latency_s, token_s))
         if self._far is not None and len(blocks):
             for tier, count, medium in self._far.far(blocks):
                 if count > least:
@@ -151,60 +166,81 @@ class KvCacheCentric(PrefillScheduler):
                 continue
             ratio = end / held if held else math.inf
             if ratio > threshold or (ratio == threshold and self.settings.variant == "arxiv"):
-                self._whole(outlay, at, best, end)
+                slot = outlay.slots[at]
+                load_s = best.load_s(end - held, self._links.waits_in_s((slot,), outlay.now_s)[0])
+                rest_s = self.speeds.prefills_s((slot,), prompt.tokens, (end,))[0]
+                outlay.ttfts_s[at] = finish_s(outlay.waits_s[at], load_s, rest_s, self.settings.layers)
+                outlay.loads[at] = Load(best, held, end, load_s, rest_s)
 
     def _by_seconds(self, outlay: Outlay, sources: list[Source]) -> None:
         """Each server computes or loads, whichever is sooner; then those that may be the best look for a split."""
-        prompt, ttfts = outlay.request.prompt, outlay.ttfts_s
-        ends = [tokens_of(prompt, source.blocks) for source in sources]
-        floors = list(ttfts)
-        """Sooner than this no split is done."""
-        for source, end in zip(sources, ends, strict=True):
-            rests = self.speeds.prefills_s(outlay.slots, prompt.tokens, [end] * len(ttfts))
-            for at, rest_s in enumerate(rests):
-                if end > outlay.held[at]:
-                    floors[at] = min(floors[at], outlay.waits_s[at] + rest_s)
-                    self._whole(outlay, at, source, end, rest_s)
-        if self.settings.cake:
-            self._split(outlay, sources, ends, floors)
+        prompt, ttfts, waits = outlay.request.prompt, outlay.ttfts_s, outlay.waits_s
+        layers, cake, gain = self.settings.layers, self.settings.cake, self.settings.split_gain
+        ways_in_s = self._links.waits_in_s(outlay.slots, outlay.now_s)
+        could: list[_Chance] = []
+        for source in sources:
+            end = tokens_of(prompt, source.blocks)
+            rests = self._rests_s(outlay, end)
+            for at, held in enumerate(outlay.held):
+                if end <= held:
+                    continue
+                wait_s, rest_s = waits[at], rests[at]
+                load_s = source.load_s(end - held, ways_in_s[at])
+                ttft_s = finish_s(wait_s, load_s, rest_s, layers)
+                if ttft_s < ttfts[at]:
+                    ttfts[at] = ttft_s
+                    outlay.loads[at] = Load(source, held, end, load_s, rest_s)
+                # Of a load that comes while the request waits there is nothing to win.
+                if cake and load_s - wait_s > gain * ttft_s and source.blocks > outlay.blocks[at] + 1:
+                    could.append(_Chance(wait_s + rest_s, at, source, end, ways_in_s[at], load_s, rest_s))
+        if could:
+            self._split(outlay, could)
 
-    def _whole(self, outlay: Outlay, at: int, source: Source, end: int, rest_s: float | None = None) -> None:
-        """All that ``source`` has more is loaded; with ``rest_s``, only if that is sooner than what is planned."""
-        held, wait_s, prompt = outlay.held[at], outlay.waits_s[at], outlay.request.prompt
-        sooner = rest_s is not None
-        if rest_s is None:
-            rest_s = self.speeds.prefills_s((outlay.slots[at],), prompt.tokens, (end,))[0]
-        load_s = source.load_s(end - held, self._links.wait_in_s(outlay.slots[at], outlay.now_s))
-        ttft_s = finish_s(wait_s, load_s, rest_s, self.settings.layers)
-        if not sooner or ttft_s < outlay.ttfts_s[at]:
-            outlay.ttfts_s[at] = ttft_s
-            outlay.loads[at] = Load(source, held, end, load_s, (end - held) * source.token_s, rest_s)
+    def _rests_s(self, outlay: Outlay, end: int) -> Sequence[float]:
+        """Seconds that each server computes of a prompt of which it has the first ``end`` tokens."""
+        count, tokens = len(outlay.slots), outlay.request.prompt.tokens
+        if self._cost is not None and tokens:
+            return [self._cost.prefill_s(tokens, end)] * count
+        return self.speeds.prefills_s(outlay.slots, tokens, [end] * count)
 
-    def _split(self, outlay: Outlay, sources: list[Source], ends: list[int], floors: list[float]) -> None:
+    def _split(self, outlay: Outlay, could: list[_Chance]) -> None:
         """Splits, of the servers that could be the best by one."""
-        waits, ttfts = outlay.waits_s, outlay.ttfts_s
-        gain, rate = 1.0 - self.settings.split_gain, self._rate(outlay)
+        waits, ttfts, gain = outlay.waits_s, outlay.ttfts_s, self.settings.split_gain
+        rate = self._rate(outlay)
 
         def price(at: int, ttft_s: float) -> float:
             return _priced(waits[at], ttft_s - waits[at], rate) if rate else ttft_s
 
-        best = min(price(at, ttft_s) for at, ttft_s in enumerate(ttfts))
-        could = [at for at, floor in enumerate(floors) if floor < gain * ttfts[at] and price(at, floor) <= best]
+        best = min(ttfts) if not rate else min(price(at, ttft_s) for at, ttft_s in enumerate(ttfts))
+        closer = []
+        for chance in could:
+            if price(chance.at, chance.floor_s) <= best:
+                floor_s = self._floor_s(outlay, chance)
+                if floor_s < (1.0 - gain) * ttfts[chance.at]:
+                    closer.append((price(chance.at, floor_s), chance))
         known: dict[tuple[object, ...], tuple[int, float]] = {}
-        for at in sorted(could, key=lambda at: price(at, ttfts[at])):
-            if price(at, floors[at]) <= best:
-                for source, end in zip(sources, ends, strict=True):
-                    if source.blocks > outlay.blocks[at] + 1:
-                        self._split_one(outlay, at, source, end, known)
-                best = min(best, price(at, ttfts[at]))
+        for floor, chance in sorted(closer, key=itemgetter(0)):
+            if floor > best:
+                break
+            self._split_one(outlay, chance, known)
+            best = min(best, price(chance.at, ttfts[chance.at]))
 
-    def _split_one(
-        self, outlay: Outlay, at: int, source: Source, end: int, known: dict[tuple[object, ...], tuple[int, float]]
-    ) -> None:
-        prompt, held, wait_s, slot = outlay.request.prompt, outlay.held[at], outlay.waits_s[at], outlay.slots[at]
-        way_in_s = self._links.wait_in_s(slot, outlay.now_s)
-        seconds = self._seconds(slot, prompt)
-        alone_s, rest_s, layers = outlay.alone_s[at], seconds(end), self.settings.layers
+    def _floor_s(self, outlay: Outlay, chance: _Chance) -> float:
+        """No split is done sooner: were every token of the front as cheap as the first, the parts would meet there."""
+        at, prompt = chance.at, outlay.request.prompt
+        first = tokens_of(prompt, outlay.blocks[at] + 1)
+        token_s = (outlay.alone_s[at] - self._seconds(outlay.slots[at], prompt)(first)) / (first - outlay.held[at])
+        over_s = chance.load_s + chance.rest_s / self.settings.layers - chance.floor_s
+        if over_s <= 0.0 or token_s <= 0.0:
+            return chance.floor_s
+        met_s = chance.floor_s + over_s * token_s / (token_s + chance.source.token_s)
+        return min(outlay.waits_s[at] + outlay.alone_s[at], met_s)
+
+    def _split_one(self, outlay: Outlay, chance: _Chance, known: dict[tuple[object, ...], tuple[int, float]]) -> None:
+        at, source, end, prompt = chance.at, chance.source, chance.end, outlay.request.prompt
+        held, wait_s, alone_s = outlay.held[at], outlay.waits_s[at], outlay.alone_s[at]
+        rest_s, way_in_s, layers = chance.rest_s, chance.way_in_s, self.settings.layers
+        seconds = self._seconds(outlay.slots[at], prompt)
 
         def finish_at(split: int) -> float:
             tokens = tokens_of(prompt, split)
@@ -221,7 +257,7 @@ class KvCacheCentric(PrefillScheduler):
             load_s = source.load_s(end - begin, way_in_s)
             compute_s = alone_s - seconds(begin) + rest_s
             outlay.ttfts_s[at] = ttft_s
-            outlay.loads[at] = Load(source, begin, end, load_s, (end - begin) * source.token_s, compute_s)
+            outlay.loads[at] = Load(source, begin, end, load_s, compute_s)
 
     def _seconds(self, slot: int, prompt: Prompt) -> Callable[[int], float]:
         """Seconds to compute the prompt at that server, by how many of its tokens it has."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import NamedTuple, overload
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
@@ -24,6 +24,22 @@ from skymemory.conductor.strategies.under_way import UnderWay
 OVERDUE = 0.1
 """Part of a prefill's time so far that it is believed to need still, once it takes longer than estimated."""
 UNDER_WAY_BLOCKS = 4096
+
+
+class Load(NamedTuple):
+    """Part of a prompt that comes from elsewhere."""
+
+    source: Source
+    split_tokens: int
+    end_tokens: int
+    load_s: float
+    """From now until it has come."""
+    compute_s: float
+
+    @property
+    def link_s(self) -> float:
+        """How long it keeps the ways busy."""
+        return (self.end_tokens - self.split_tokens) * self.source.token_s
 
 
 @dataclass(slots=True, eq=False)
@@ -54,20 +70,6 @@ class Outlay:
             return Plan(held, held, 0, "", wait_s, 0.0, self.alone_s[at])
         source, split, end = load.source.name, load.split_tokens, load.end_tokens
         return Plan(held, split, end - split, source, wait_s, load.load_s, load.compute_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Part of a prompt that comes from elsewhere."""
-
-    source: Source
-    split_tokens: int
-    end_tokens: int
-    load_s: float
-    """From now until it has come."""
-    link_s: float
-    """Of that, how long it keeps the ways busy."""
-    compute_s: float
 
 
 class Plans(Sequence[Plan]):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import Blocks
 
 
@@ -61,13 +62,29 @@ class Links:
     out_s: dict[int, float] = field(default_factory=dict)
     in_s: dict[int, float] = field(default_factory=dict)
 
-    def wait_out_s(self, slot: int, now_s: float) -> float:
-        until_s = self.out_s.get(slot, now_s)
-        return until_s - now_s if until_s > now_s else 0.0
+    def waits_in_s(self, slots: Sequence[int], now_s: float) -> list[float]:
+        """Until each server's way in is free."""
+        until_s = self.in_s
+        return [max(0.0, until_s.get(slot, now_s) - now_s) for slot in slots]
 
-    def wait_in_s(self, slot: int, now_s: float) -> float:
-        until_s = self.in_s.get(slot, now_s)
-        return until_s - now_s if until_s > now_s else 0.0
+    def deepest(
+        self, servers: Sequence[Server], depths: Sequence[int], least: int, now_s: float
+    ) -> list[tuple[Server, int, float]]:
+        """Of those whose way out is free the one that holds most, and the busy ones that hold more than it.
+
+        With how many blocks each holds, more than ``least``, and seconds until its way out is free.
+        """
+        busy: list[tuple[Server, int, float]] = []
+        free: Server | None = None
+        for server, count in zip(servers, depths, strict=True):
+            if count > least:
+                wait_s = self.out_s.get(server.slot, now_s) - now_s
+                if wait_s > 0.0:
+                    busy.append((server, count, wait_s))
+                else:
+                    free, least = server, count
+        more = [one for one in busy if one[1] > least]
+        return more if free is None else [(free, least, 0.0), *more]
 
     def take(self, source: int, target: int, seconds: float, now_s: float) -> None:
         """A load of ``seconds`` from ``source`` (-1: a tier) to ``target`` was asked for."""
