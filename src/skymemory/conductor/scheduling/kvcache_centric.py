@@ -47,8 +47,9 @@ class KvCacheCentricSettings:
     """With ``cheaper``: the front may be computed while the back is loaded."""
     split_gain: float = 0.01
     """A split is looked for where it could save this part of the time to the first token."""
-    layers: int = 1
-    """Layers that are loaded one by one while the rest is computed; 1: all is there before the rest begins."""
+    layers: int = 0
+    """Layers that are loaded one by one while the rest is computed; 1: all is there before the rest begins; 0: as
+    many as the model has."""
     delay_weight: float = 0.0
     """How much the delay of requests that come later counts (``delay_price``)."""
     overdue: float = OVERDUE
@@ -59,8 +60,8 @@ class KvCacheCentricSettings:
             raise InvalidInput(f"no variant {self.variant!r} of kvcache-centric; there are {', '.join(VARIANTS)}")
         if not self.balancing_threshold > 0:
             raise InvalidInput(f"balancing_threshold is {self.balancing_threshold:g}; a ratio above 0 is wanted")
-        if not 0 <= self.split_gain <= 1 or self.layers < 1 or self.overdue < 0 or self.under_way_blocks < 0:
-            raise InvalidInput("split_gain is from 0 to 1, layers 1 or more, overdue and under_way_blocks 0 or more")
+        if not 0 <= self.split_gain <= 1 or self.layers < 0 or self.overdue < 0 or self.under_way_blocks < 0:
+            raise InvalidInput("split_gain is from 0 to 1, layers, overdue and under_way_blocks are 0 or more")
 
 
 class _Chance(NamedTuple):
@@ -79,7 +80,10 @@ class _Chance(NamedTuple):
 
 
 class KvCacheCentric(PrefillScheduler):
-    """``kv_token_bytes``: of one token's KV. ``fleet``: servers that may be loaded from though nothing goes to them."""
+    """``kv_token_bytes``: of one token's KV, in all of the model's ``layers``.
+
+    ``fleet``: servers that may be loaded from though nothing goes to them.
+    """
 
     name = "kvcache-centric"
 
@@ -92,6 +96,7 @@ class KvCacheCentric(PrefillScheduler):
         far: FarTiers | None = None,
         fleet: Fleet | None = None,
         settings: KvCacheCentricSettings | None = None,
+        layers: int = 1,
     ) -> None:
         self.settings = settings = settings or KvCacheCentricSettings()
         super().__init__(index, cost, settings.overdue, settings.under_way_blocks)
@@ -99,6 +104,7 @@ class KvCacheCentric(PrefillScheduler):
         self._kv_token_bytes = kv_token_bytes
         self._network = media.get(NETWORK)
         self._far, self._fleet = far, fleet
+        self._layers = settings.layers or layers
         self._links = Links()
         self._price = DelayPrice(settings.delay_weight)
 
@@ -169,13 +175,13 @@ class KvCacheCentric(PrefillScheduler):
                 slot = outlay.slots[at]
                 load_s = best.load_s(end - held, self._links.waits_in_s((slot,), outlay.now_s)[0])
                 rest_s = self.speeds.prefills_s((slot,), prompt.tokens, (end,))[0]
-                outlay.ttfts_s[at] = finish_s(outlay.waits_s[at], load_s, rest_s, self.settings.layers)
+                outlay.ttfts_s[at] = finish_s(outlay.waits_s[at], load_s, rest_s, self._layers)
                 outlay.loads[at] = Load(best, held, end, load_s, rest_s)
 
     def _by_seconds(self, outlay: Outlay, sources: list[Source]) -> None:
         """Each server computes or loads, whichever is sooner; then those that may be the best look for a split."""
         prompt, ttfts, waits = outlay.request.prompt, outlay.ttfts_s, outlay.waits_s
-        layers, cake, gain = self.settings.layers, self.settings.cake, self.settings.split_gain
+        layers, cake, gain = self._layers, self.settings.cake, self.settings.split_gain
         ways_in_s = self._links.waits_in_s(outlay.slots, outlay.now_s)
         could: list[_Chance] = []
         for source in sources:
@@ -230,7 +236,7 @@ class KvCacheCentric(PrefillScheduler):
         at, prompt = chance.at, outlay.request.prompt
         first = tokens_of(prompt, outlay.blocks[at] + 1)
         token_s = (outlay.alone_s[at] - self._seconds(outlay.slots[at], prompt)(first)) / (first - outlay.held[at])
-        over_s = chance.load_s + chance.rest_s / self.settings.layers - chance.floor_s
+        over_s = chance.load_s + chance.rest_s / self._layers - chance.floor_s
         if over_s <= 0.0 or token_s <= 0.0:
             return chance.floor_s
         met_s = chance.floor_s + over_s * token_s / (token_s + chance.source.token_s)
@@ -239,7 +245,7 @@ class KvCacheCentric(PrefillScheduler):
     def _split_one(self, outlay: Outlay, chance: _Chance, known: dict[tuple[object, ...], tuple[int, float]]) -> None:
         at, source, end, prompt = chance.at, chance.source, chance.end, outlay.request.prompt
         held, wait_s, alone_s = outlay.held[at], outlay.waits_s[at], outlay.alone_s[at]
-        rest_s, way_in_s, layers = chance.rest_s, chance.way_in_s, self.settings.layers
+        rest_s, way_in_s, layers = chance.rest_s, chance.way_in_s, self._layers
         seconds = self._seconds(outlay.slots[at], prompt)
 
         def finish_at(split: int) -> float:

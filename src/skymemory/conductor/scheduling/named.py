@@ -43,6 +43,7 @@ class Parts:
 
     prefill_cost: PrefillCost
     kv_token_bytes: int
+    layers: int
     holdings: PrefixIndex
     media: Mapping[str, Medium]
     far: FarTiers | None
@@ -64,7 +65,14 @@ def _local(kind: type[PrefillScheduler]) -> Callable[[Parts, LocalSettings], Pre
 
 def _kvcache_centric(parts: Parts, settings: KvCacheCentricSettings) -> PrefillScheduler:
     return KvCacheCentric(
-        parts.holdings, parts.prefill_cost, parts.kv_token_bytes, parts.media, parts.far, parts.fleet, settings
+        parts.holdings,
+        parts.prefill_cost,
+        parts.kv_token_bytes,
+        parts.media,
+        parts.far,
+        parts.fleet,
+        settings,
+        parts.layers,
     )
 
 
@@ -113,7 +121,7 @@ def prefill_scorer(
         given[option] = converted(f"option {option!r} of scheduler {name!r}", value, known[option])
     found = SCHEDULERS[name]
     ways = {NETWORK: network_of(cost)} if media is None else media
-    parts = Parts(prefill_cost or cost, cost.shape.kv_bytes_per_token, holdings, ways, far, fleet)
+    parts = Parts(prefill_cost or cost, cost.shape.kv_bytes_per_token, cost.shape.layers, holdings, ways, far, fleet)
     return found.build(parts, found.settings(**given))
 
 
