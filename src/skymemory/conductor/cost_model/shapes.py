@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from skymemory.errors import InvalidInput
 
@@ -49,6 +51,34 @@ class Machine:
     def __post_init__(self) -> None:
         if not (self.flops_per_s > 0 and self.memory_bytes_per_s > 0 and self.network_bytes_per_s > 0):
             raise InvalidInput(f"machine {self.name!r}: its speeds must be above 0")
+
+
+def shape_of(name: str, config: Mapping[str, Any], value_bytes: int | None = None) -> ModelShape:
+    """The shape that a model's ``config.json`` (of transformers; Llama, Mistral, Qwen and their like) describes.
+
+    ``value_bytes``: of the numbers that it is served in; by default those it was saved in, else 2.
+
+    Raises:
+        InvalidInput: it does not say how many layers, heads, and how wide.
+    """
+    try:
+        layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])
+        heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidInput(f"{name}: a model's config.json is wanted, with its layers, heads and widths") from error
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or width // heads)
+    if min(layers, width, heads, inner, kv_heads, head_dim) < 1:
+        raise InvalidInput(f"{name}: layers, heads and widths are at least 1")
+    of_layer = 2 * width * head_dim * (heads + kv_heads) + 3 * width * inner
+    words = int(config.get("vocab_size") or 0) * width * (1 if config.get("tie_word_embeddings") else 2)
+    stored = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    return ModelShape(
+        name, layers, width, kv_heads, head_dim, value_bytes or stored,
+        attention_flops=2.0 * heads * head_dim / width,
+        weight_flops=2.0 * of_layer / width**2,
+        parameters=float(layers * of_layer + words),
+    )  # fmt: skip
 
 
 LLAMA_70B = ModelShape("LLaMA-70B", layers=80, width=8192, kv_heads=8, head_dim=128, parameters=70e9)

@@ -1,0 +1,199 @@
+"""A cost model fitted to what an engine was measured to take.
+
+Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, no part below 0: the cost model's own law,
+with attention's price found instead of counted (attention reaches another part of a machine's speed than
+multiplications of weights do, so the shape's ``attention_flops`` become what they cost *as if* at that same part) and
+with what cached tokens take. Decoding steps: ``fixed + per_request·batch + max(reading, computing)``, where computing is
+known from the prefills and the memory's speed is searched for.
+
+Errors count as parts of what was measured, so that short prompts weigh as much as long ones, and by their size rather
+than its square: a few measurements that something disturbed do not move the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skymemory.conductor.cost_model.model import CostModel
+from skymemory.conductor.cost_model.shapes import Machine, ModelShape
+from skymemory.errors import InvalidInput
+
+_ROUNDS = 12
+_LEAST_ERROR = 0.002
+"""Relative errors below this weigh no more than it: two points must not pin the rest."""
+_MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
+
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPoint:
+    """A prompt of ``tokens`` of which ``cached`` were cached took ``seconds`` to its first token, alone."""
+
+    tokens: int
+    cached: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePoint:
+    """A step of ``batch`` requests whose contexts had ``kv_tokens`` together took ``seconds``."""
+
+    batch: int
+    kv_tokens: float
+    seconds: float
+
+
+def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Machine | None = None) -> CostModel:
+    """The model on a machine, with ``mfu``, ``fixed_s``, ``cached_token_s`` and the shape's ``attention_flops`` found.
+
+    Without a ``machine`` its speed is what was reached, and ``mfu`` is 1.
+
+    Raises:
+        InvalidInput: too few points to tell the parts from each other, times that do not grow with the prompts, or a
+            machine faster than the one named.
+    """
+    lengths = {point.tokens - point.cached for point in points}
+    if len(lengths) < 3 or any(point.seconds <= 0 or not 0 <= point.cached < point.tokens for point in points):
+        raise InvalidInput("prefills of at least three lengths are needed, each longer than what is cached of it")
+    tokens, cached, seconds = (np.array(column, dtype=np.float64) for column in _columns(points))
+    parts = [np.ones(len(points)), tokens - cached, tokens**2 - cached**2, cached]
+    if not cached.any():
+        parts.pop()
+    fixed_s, per_token_s, per_pair_s, *per_cached_s = _fitted(parts, seconds)
+    weights = shape.layers * shape.weight_flops * shape.width**2
+    attention = shape.layers * shape.width
+    by_work = np.argsort(tokens - cached)
+    if not per_token_s > 0 or seconds[by_work[-1]] <= seconds[by_work[0]]:
+        raise InvalidInput("times do not grow with the tokens that are computed: measure longer prompts, or more often")
+    speed = weights / per_token_s
+    if machine is None:
+        machine = Machine("as measured", speed, speed, 1e9)
+    if speed > machine.flops_per_s:
+        raise InvalidInput(
+            f"it computes {speed:.3g} operations per second, more than the {machine.flops_per_s:.3g} of {machine.name}"
+        )
+    effective = replace(shape, attention_flops=per_pair_s * speed / attention)
+    cached_s = per_cached_s[0] if per_cached_s else 0.0
+    return CostModel(effective, machine, speed / machine.flops_per_s, fixed_s=fixed_s, cached_token_s=cached_s)
+
+
+def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
+    """``cost`` with ``decode_fixed_s``, ``decode_request_s`` and the memory's share of its speed found.
+
+    Where ``cost`` is of a machine as measured (``mfu`` 1), its memory becomes as fast as was reached.
+
+    Raises:
+        InvalidInput: fewer than three points, or none above 0 s.
+    """
+    if len(points) < 3 or any(point.seconds <= 0 or point.batch < 1 for point in points):
+        raise InvalidInput("decoding steps of at least three batches or contexts are needed, each longer than 0 s")
+    batch = np.array([point.batch for point in points], dtype=np.float64)
+    seconds = np.array([point.seconds for point in points])
+    best: CostModel | None = None
+    best_error = np.inf
+    known = cost.machine.memory_bytes_per_s if cost.mfu < 1 else None
+    for speed in _MEMORY_BYTES_PER_S:
+        if known is not None and speed > known:
+            break
+        tried = _with_memory(cost, float(speed), known)
+        rest = np.array([point.seconds - tried.decode_step_s(point.batch, point.kv_tokens) for point in points])
+        fixed_s, per_request_s = _fitted([np.ones(len(points)), batch], rest, seconds, needed=())
+        error = float(np.abs((rest - fixed_s - per_request_s * batch) / seconds).mean())
+        if error < best_error:
+            best = replace(tried, decode_fixed_s=fixed_s, decode_request_s=per_request_s)
+            best_error = error
+    assert best is not None
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Of predictions, as parts of what was measured."""
+
+    mean: float
+    worst: float
+    bias: float
+    """Of their signs: above 0 too slow."""
+
+
+def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
+    """Raises InvalidInput where there is nothing to compare."""
+    if not measured or len(predicted) != len(measured):
+        raise InvalidInput("nothing was measured to compare with")
+    off = np.array(predicted) / np.array(measured) - 1
+    return Errors(float(np.abs(off).mean()), float(np.abs(off).max()), float(off.mean()))
+
+
+def prefill_errors(cost: CostModel, points: Sequence[PrefillPoint]) -> Errors:
+    predicted = [cost.prefill_s(point.tokens, point.cached) for point in points]
+    return errors(predicted, [point.seconds for point in points])
+
+
+def decode_errors(cost: CostModel, points: Sequence[DecodePoint]) -> Errors:
+    predicted = [cost.decode_step_s(point.batch, point.kv_tokens) for point in points]
+    return errors(predicted, [point.seconds for point in points])
+
+
+def _columns(points: Sequence[PrefillPoint]) -> list[list[float]]:
+    return [
+        [float(point.tokens) for point in points],
+        [float(point.cached) for point in points],
+        [point.seconds for point in points],
+    ]
+
+
+def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> CostModel:
+    """With this memory, and nothing beside reading and computing."""
+    bare = replace(cost, decode_fixed_s=0.0, decode_request_s=0.0)
+    if known is not None:
+        return replace(bare, memory_share=bytes_per_s / known)
+    return replace(bare, machine=replace(cost.machine, memory_bytes_per_s=bytes_per_s), memory_share=1.0)
+
+
+def _fitted(
+    parts: Sequence[Column], target: Column, scale: Column | None = None, needed: Sequence[int] = (1,)
+) -> list[float]:
+    """Factors, none below 0, of the sum of ``parts`` nearest to ``target``; errors are divided by ``scale``.
+
+    The least mean size of errors, by least squares weighted anew in every round. Of the parts other than those
+    ``needed`` every choice is tried, and the best without a factor below 0 taken: there are at most sixteen.
+    """
+    scale = target if scale is None else scale
+    columns = np.stack([part / scale for part in parts], axis=1)
+    aim = target / scale
+    weights = np.ones(len(target))
+    factors = np.zeros(len(parts))
+    for _ in range(_ROUNDS):
+        factors = _not_negative(columns, aim, weights, needed)
+        weights = 1.0 / np.sqrt(np.maximum(np.abs(aim - columns @ factors), _LEAST_ERROR))
+    return [float(one) for one in factors]
+
+
+def _not_negative(columns: Column, aim: Column, weights: Column, needed: Sequence[int]) -> Column:
+    """Least squares of ``weights·(aim − columns·factors)``."""
+    count = columns.shape[1]
+    best, best_error = np.zeros(count), np.inf
+    others = [at for at in range(count) if at not in needed]
+    norms = np.maximum(np.abs(columns).max(axis=0), 1e-300)
+    for size in range(len(others) + 1):
+        for chosen in combinations(others, size):
+            used = [*needed, *chosen]
+            if not used:
+                factors, error = np.zeros(count), float(((weights * aim) ** 2).sum())
+            else:
+                scaled = columns[:, used] / norms[used] * weights[:, None]
+                solved = np.linalg.lstsq(scaled, weights * aim, rcond=None)[0]
+                if (solved < 0).any():
+                    continue
+                factors = np.zeros(count)
+                factors[used] = solved / norms[used]
+                error = float(((weights * (aim - columns @ factors)) ** 2).sum())
+            if error < best_error:
+                best, best_error = factors, error
+    return best
