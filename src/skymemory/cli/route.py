@@ -32,6 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the strategy; once for each"
     )
+    parser.add_argument("--cost", metavar="FILE", help="what prefills take, as `skymemory fit` found (default: learnt)")
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="a tokenizer.json or a folder with one: blocks of tokens, not characters"
     )
@@ -101,6 +102,7 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
     said: dict[str, Any] = {
         "listen": args.listen,
         "strategy": args.strategy,
+        "cost": args.cost,
         "drain": args.drain,
         "state": args.state,
         "log_requests": args.log_requests,

@@ -24,6 +24,7 @@ from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import DEFAULT, NAMES, named, options_of
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
+from skymemory.router.cost_file import read_cost
 from skymemory.router.gossip import GossipReplicas
 from skymemory.router.index_file import load_index, write_snapshot
 from skymemory.router.proxy_events import check_events, strategy_options
@@ -124,6 +125,9 @@ class Knowledge:
 
     def _scorer(self, settings: Settings) -> Scorer:
         name, options, replicas = settings.strategy or DEFAULT, strategy_options(settings), settings.replicas
+        if settings.cost is not None and name != DEFAULT:
+            raise InvalidInput(f"cost: strategy {name!r} does not count in seconds; {DEFAULT!r} does")
+        cost = None if settings.cost is None else read_cost(settings.cost)
         known = options_of(name) if name in NAMES else {}
         learns = "blocks_per_server" in known and not options.get("events")
         shares = bool(replicas.redis or replicas.listen or replicas.peers)
@@ -132,7 +136,7 @@ class Knowledge:
                 f"replicas: strategy {name!r} has nothing to share, or goes by events, as each of them can"
             )
         if not learns:
-            scorer = named(name, **options)
+            scorer = named(name, cost=cost, **options)
             check_events(settings, scorer)
             return scorer
         named(name, **options)  # an option that does not exist is said before its value is used
@@ -144,7 +148,7 @@ class Knowledge:
             if shares
             else ApproximatePrefixIndex(blocks, most, secret)
         )
-        return named(name, index=index, **options)
+        return named(name, index=index, cost=cost, **options)
 
     def _name_of(self, slot: int) -> str | None:
         return next((server.name for server in self._fleet if server.slot == slot), None)

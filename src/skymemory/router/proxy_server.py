@@ -101,7 +101,7 @@ class ProxyServer:
         """Take up changed settings, as far as that goes without a restart."""
         fixed = [
             name
-            for name in ("listen", "strategy", "options", "prompts", "seed", "state", "replicas", "admission")
+            for name in ("listen", "strategy", "options", "prompts", "seed", "state", "cost", "replicas", "admission")
             if getattr(settings, name) != getattr(self.settings, name)
         ]
         if settings.timeouts.keep_alive_s != self.settings.timeouts.keep_alive_s:

@@ -3,8 +3,8 @@
 Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, no part below 0: the cost model's own law,
 with attention's price found instead of counted (attention reaches another part of a machine's speed than
 multiplications of weights do, so the shape's ``attention_flops`` become what they cost *as if* at that same part) and
-with what cached tokens take. Decoding steps: ``fixed + per_request·batch + max(reading, computing)``, where computing is
-known from the prefills and the memory's speed is searched for.
+with what cached tokens take. Decoding steps: ``fixed + per_request·batch + max(reading, computing)``, where computing
+is known from the prefills and the memory's speed is searched for.
 
 Errors count as parts of what was measured, so that short prompts weigh as much as long ones, and by their size rather
 than its square: a few measurements that something disturbed do not move the rest.
