@@ -11,6 +11,7 @@ from skymemory.conductor.cost_model.written import dump
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.strategies.least_ttft import LeastTtft
 from skymemory.conductor.strategies.speeds import GivenSpeeds
+from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.errors import InvalidInput
 from skymemory.router.knowledge import Knowledge
 from skymemory.router.settings_file import settings_from
@@ -27,7 +28,7 @@ def a_file(folder: Path) -> str:
 @pytest.mark.parametrize("options", [{}, {"events": True}])
 def test_the_router_takes_its_seconds_from_the_file(tmp_path: Path, options: dict[str, bool]) -> None:
     """Whichever index it has. Without a file it learns: the first estimate is another."""
-    prompts = {"tokenizer": "tokenizer.json"}
+    prompts = {"tokenizer": str(SMALL_MODEL_FOLDER)}
     settings = settings_from({**BACKENDS, "cost": a_file(tmp_path), "options": options, "prompts": prompts})
     scorer = Knowledge(settings, Fleet()).scorer
     assert isinstance(scorer, LeastTtft) and isinstance(scorer.speeds, GivenSpeeds)
