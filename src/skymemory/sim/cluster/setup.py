@@ -33,7 +33,7 @@ class ClusterSetup:
     believed: CostModel | None = None
     """What the scheduler estimates with; None: the truth."""
     error: float = 0.0
-    """Standard deviation of a seeded error on every estimate of a prefill, as a part of it."""
+    """Standard deviation of a seeded error on every estimate of a prefill, as a part of it (``ErringSpeeds``)."""
     tells_output: bool = False
     """Requests say how long their answers will be."""
     output_error: float = 0.0
