@@ -61,14 +61,14 @@ class Watching(Forgetful):
 
     def __init__(self) -> None:
         self.reports: list[tuple[float, LoadReport | None, int]] = []
-        self.ended: list[float] = []
+        self.ends_s: list[float] = []
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         self.reports.append((now_s, servers[0].reported, servers[0].in_flight))
         return Ranking([-float(server.in_flight) for server in servers])
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        self.ended.append(now_s)
+        self.ends_s.append(now_s)
         assert cached_tokens is None, "engines say that at the end of an answer, not with its first byte"
 
 
@@ -89,7 +89,7 @@ def test_reports_are_as_old_as_the_last_scrape() -> None:
         (2.3, 2.2, 0, 0, 0),
         (10.0, 10.0, 0, 0, 0),
     ]
-    assert watching.ended == pytest.approx([0.65, 0.738, 0.826, 0.914, 1.002, 2.388, 10.088])
+    assert watching.ends_s == pytest.approx([0.65, 0.738, 0.826, 0.914, 1.002, 2.388, 10.088])
     assert all(r.cache_blocks == 4 and r.block_tokens == 512 for _, r, _ in watching.reports if r)
 
 
