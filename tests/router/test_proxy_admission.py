@@ -152,7 +152,7 @@ def test_a_flood_of_one_tenant_leaves_room_for_another(run: Run) -> None:
         ({"rule": "early"}, "needs `ttft`"),
         ({"fair": True}, "needs `ttft`"),
         ({"rule": "goodput", "ttft": 1, "options": {"windows": 1}}, "did you mean 'window_s'"),
-        ({"rule": "early", "ttft": 1, "options": {"weights": {}}}, "it has none"),
+        ({"rule": "predicted", "ttft": 1, "options": {"weights": {}}}, "it has none"),
     ],
 )
 def test_what_cannot_work_is_an_error_at_the_start(table: dict[str, Any], says: str) -> None:

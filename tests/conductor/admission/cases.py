@@ -23,7 +23,10 @@ class Believed:
         self._tbt_s = tbt_s
         self.asked: list[tuple[float, float]] = []
 
-    def tbt_s(self, at_s: float, now_s: float) -> float:
+    def expected(self, request: Request, at_s: float) -> None:
+        pass
+
+    def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
         self.asked.append((at_s, now_s))
         return self._tbt_s(at_s)
 
@@ -38,9 +41,10 @@ def case(
     tenant: str = "",
     priority: int = 0,
     at_s: float = 0.0,
+    tokens: int = 1000,
 ) -> Case:
     """``tbt_s``: of the decoding server; None: there is none. ``compute_s``: all of the estimate, if not said."""
-    asked = request(tenant=tenant, priority=priority)
+    asked = request(tokens, tenant=tenant, priority=priority)
     compute_s = ttft_s if compute_s is None else compute_s
     others = tuple(f"p{number}" for number in range(1, servers))
     prefill = Decision(asked, "p0", others, "t", 0.0, 0, (), at_s, ttft_s, estimated_compute_s=compute_s)

@@ -29,7 +29,8 @@ class Told:
     served: Counter[tuple[str, int]] = field(default_factory=Counter)
     refusals: list[tuple[float, Asked, float, Refusal]] = field(default_factory=list)
     """When, who, the load it met (its estimate as a part of the promise), and why."""
-    idle_s: float = 0.0
+    wait_s: float = 0.0
+    """Summed over those who were served."""
 
 
 def poisson(
@@ -64,7 +65,7 @@ def run(rule: Admission, slo: Slo, requests: list[Asked], servers: int = 4) -> T
             told.refusals.append((now_s, one, ttft_s / slo.ttft_s, refusal))
             continue
         rule.accepted(given, now_s)
-        told.idle_s += max(0.0, now_s - busy_until[at])
+        told.wait_s += ttft_s - one.cost_s
         busy_until[at] = now_s + ttft_s
         rule.prefilled(given, now_s + ttft_s)  # early, as far as the rule can tell: it learns that estimates are true
         rule.ended(given, now_s + ttft_s, ttft_s <= slo.ttft_s)

@@ -41,10 +41,16 @@ def test_the_baseline_does_not_look_at_decoding_on_arrival() -> None:
 
 def test_early_goes_by_the_load_of_now() -> None:
     later_full = Believed(lambda at_s: 0.2 if at_s > 0 else 0.05)
-    assert Early(SLO).on_arrival(case(1.0, tbt_s=0.05, outlook=later_full), 0.0) is None
-    refusal = Early(SLO).on_arrival(case(1.0, tbt_s=0.2), 0.0)
+    assert Early(SLO).on_arrival(case(1.0, tbt_s=0.3, outlook=later_full), 0.0) is None, "promised ones are not there"
+    refusal = Early(SLO).on_arrival(case(1.0, tbt_s=0.05, outlook=Believed(lambda at_s: 0.2)), 0.0)
     assert refusal is not None
     assert refusal.kind == "tbt"
+
+
+def test_early_may_count_the_promised_too() -> None:
+    rule = admission("early", SLO, promised=True)
+    assert rule.on_arrival(case(1.0, tbt_s=0.3, outlook=Believed(lambda at_s: 0.05)), 0.0) is not None
+    assert rule.on_arrival(case(1.0, tbt_s=0.05, outlook=Believed(lambda at_s: 0.3)), 0.0) is None
 
 
 def test_predicted_goes_by_the_load_at_the_end_of_the_prefill() -> None:

@@ -53,8 +53,8 @@ class Outlook(Protocol):
         """A request that a decoding server was promised is believed to join its batch at ``at_s``."""
         ...
 
-    def tbt_s(self, at_s: float, now_s: float) -> float:
-        """Mean of the servers' seconds between tokens at ``at_s``.
+    def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
+        """Mean of the servers' seconds between tokens at ``at_s``, each with ``request`` in its batch besides.
 
         Of the requests decoding or being prefilled now: those are in that will have come by then and will not have
         ended, each decoding for the usual time.

@@ -9,7 +9,7 @@ from typing import Any
 from skymemory.conductor.admission.base import Admission, AdmitAll, Slo
 from skymemory.conductor.admission.fairness import Fair, FairnessSettings
 from skymemory.conductor.admission.goodput import Goodput, GoodputSettings
-from skymemory.conductor.admission.published import Baseline, Early, Predicted
+from skymemory.conductor.admission.published import Baseline, Early, EarlySettings, Predicted
 from skymemory.conductor.options import converted, nearest
 from skymemory.errors import InvalidInput
 
@@ -37,8 +37,8 @@ RULES: Mapping[str, Named] = {
     ),
     "early": Named(
         "on arrival by the first token's time and the decoding load of now (Mooncake's early rejection)",
-        NoSettings,
-        lambda slo, settings: Early(slo),
+        EarlySettings,
+        lambda slo, settings: Early(slo, settings),
     ),
     "predicted": Named(
         "on arrival by the first token's time and the decoding load there will be then (Mooncake's, on prediction)",

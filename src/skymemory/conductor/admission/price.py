@@ -1,4 +1,4 @@
-"""The most that a request may cost so that those which ask fit into the servers' time, the cheapest first."""
+"""The most that a request may cost so that those which ask fit into what there is, the cheapest first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REFRESH = 64
 
 
 class Price:
-    """Of a fractional knapsack, the density at which it is full: what asked lately stands for what will ask."""
+    """Of a knapsack, the cost at which it is full: what asked lately stands for what will ask."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -23,9 +23,9 @@ class Price:
         self._sums: list[float] = []
         self._sorted_s = -math.inf
 
-    def asked(self, cost_s: float, now_s: float) -> None:
-        """One asked that costs ``cost_s`` seconds of a server; whether it was let in does not matter."""
-        self._asked.append((now_s, cost_s))
+    def asked(self, cost: float, now_s: float) -> None:
+        """One asked that costs so much; whether it was let in does not matter."""
+        self._asked.append((now_s, cost))
         if now_s - self._sorted_s < self._window_s / _REFRESH:
             return
         while self._asked[0][0] < now_s - self._window_s:
@@ -34,14 +34,14 @@ class Price:
         self._sums = list(accumulate(self._sorted))
         self._sorted_s = now_s
 
-    def dearest_s(self, servers: int, use: float, room_s: float, now_s: float) -> float:
-        """The cost of the dearest that fits, s; infinite where all do.
+    def dearest(self, per_s: float, room: float, now_s: float) -> float:
+        """The cost of the dearest that fits; infinite where all do.
 
-        ``room_s``: seconds that may be queued at each server beyond what is now; below 0 where that is too much.
+        ``per_s``: of what they cost, what there is a second; ``room``: what there is once beside, below 0 where so much
+        must be made good.
         """
         if not self._sums:
             return math.inf
         span_s = min(self._window_s, now_s - self._asked[0][0])
-        budget_s = servers * (use * span_s + room_s)
-        fit = bisect_right(self._sums, budget_s)
+        fit = bisect_right(self._sums, per_s * span_s + room)
         return math.inf if fit == len(self._sums) else self._sorted[fit - 1] if fit else 0.0

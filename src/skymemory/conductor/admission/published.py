@@ -9,6 +9,8 @@ prefill will be done (``Predicted``).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from skymemory.conductor.admission.base import Case, Refusal, Slo, Unlearning
 from skymemory.conductor.admission.promises import too_late, too_slow
 
@@ -30,22 +32,40 @@ class Baseline(Unlearning):
         return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, case.outlook, now_s)
 
 
+@dataclass(frozen=True, slots=True)
+class EarlySettings:
+    promised: bool = False
+    """Requests count that were let in and are not there yet. Published is without: where the load of now is taken for
+    the load then, both loads swing (figure 9)."""
+
+
 class Early(Baseline):
-    """The decoding server's load counts on arrival, as it is then."""
+    """The decoding servers' load counts on arrival, as it is then: of the requests that are in their batches and of the
+    one that asks. It must be counted: the look before decoding keeps the load without it below the promise, and
+    nobody would ever be refused early.
+
+    Without an outlook, and with ``promised``: as it is estimated of the server that was chosen.
+    """
 
     name = "early"
+
+    def __init__(self, slo: Slo, settings: EarlySettings | None = None) -> None:
+        super().__init__(slo)
+        self.settings = settings or EarlySettings()
 
     def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
         refusal = super().on_arrival(case, now_s)
         if refusal is not None or case.decode is None:
             return refusal
-        return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, case.outlook, now_s)
+        if case.outlook is None or self.settings.promised:
+            return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, case.outlook, now_s)
+        return too_slow(case.outlook.tbt_s(now_s, now_s, case.request), self.slo.tbt_s, case.outlook, now_s)
 
 
 class Predicted(Baseline):
     """The decoding servers' load counts as it is believed to be when the prefill is done.
 
-    The mean over the servers, of requests that decode for the usual time, without the one that asks: as published.
+    The mean over the servers, of requests that decode for the usual time and of the one that asks.
     Without an outlook it is ``Early``.
     """
 
@@ -58,4 +78,4 @@ class Predicted(Baseline):
         if case.outlook is None:
             return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, None, now_s)
         then_s = now_s + (case.prefill.estimated_ttft_s or 0.0)
-        return too_slow(case.outlook.tbt_s(then_s, now_s), self.slo.tbt_s, case.outlook, now_s)
+        return too_slow(case.outlook.tbt_s(then_s, now_s, case.request), self.slo.tbt_s, case.outlook, now_s)

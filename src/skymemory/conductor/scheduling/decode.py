@@ -2,7 +2,8 @@
 
 A server that decodes gives each request of its batch a token a step; the more of them and the longer their contexts,
 the longer a step (``CostModel.decode_step_s``). Requests that were promised a server, and whose prefill is not done,
-count as if they were there: otherwise everybody is sent where nobody has arrived yet.
+count as if they were there: otherwise everybody is sent where nobody has arrived yet. When a request's own turn comes
+and it is asked anew whether it may join, only those count that are there.
 
 What will be later is predicted as Mooncake does (FAST'25 §7.4): all requests decode for one usual time; those whose
 prefill ends until then come, those that decode longer than that go.
@@ -114,11 +115,15 @@ class LeastTbt(Forgetful):
             count, context = 1, float(tokens)
             if batch is not None and batch.booked:
                 own = self._open.get((id(request), server.slot))
-                count += batch.joined + batch.promised
-                context += batch.promised_tokens + batch.joined_tokens + self._grown(batch, now_s)
-                if own:  # It is asked anew for one that is booked there.
-                    count -= len(own)
-                    context -= sum(one.tokens for one in own)
+                count += batch.joined
+                context += batch.joined_tokens + self._grown(batch, now_s)
+                if own:  # It is asked anew, at its own turn: those that are promised are not there yet.
+                    joined = [one for one in own if one.joined]
+                    count -= len(joined)
+                    context -= sum(one.tokens for one in joined)
+                else:
+                    count += batch.promised
+                    context += batch.promised_tokens
             tbt_s = self._step_s(count, context)
             room = self._room(server)
             tbts.append(tbt_s)
@@ -134,14 +139,14 @@ class LeastTbt(Forgetful):
         if one is not None:
             one.joins_s = at_s
 
-    def tbt_s(self, at_s: float, now_s: float) -> float:
+    def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
         """As ``admission.Outlook``; with ``at_s`` = ``now_s``, of those that are in batches now."""
         usual_s, sums = self.decode_s, 0.0
         servers = [server for server in self._fleet if server.healthy]
         for server in servers:
-            count, tokens, since_s = 0, 0, 0.0
+            count, tokens, since_s = (0, 0, 0.0) if request is None else (1, request.prompt.tokens, 0.0)
             for one in self._batches[server.slot].booked if server.slot in self._batches else ():
-                if one.joins_s + usual_s > at_s and (one.joined or (one.joins_s <= at_s and at_s > now_s)):
+                if one.joined if at_s <= now_s else one.joins_s <= at_s < one.joins_s + usual_s:
                     count += 1
                     tokens += one.tokens
                     since_s += at_s - one.joins_s

@@ -1,0 +1,177 @@
+"""Ours: the cheapest that fit are let in, estimates and headroom are learnt, and below overload nobody notices it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.conductor.admission.cases import case
+from tests.conductor.admission.queue_model import Asked, poisson, run
+
+from skymemory.conductor.admission.base import Refusal, Slo
+from skymemory.conductor.admission.batches import Batches
+from skymemory.conductor.admission.goodput import Goodput, GoodputSettings
+from skymemory.conductor.admission.learnt import LearntHeadroom, LearntTtft
+from skymemory.conductor.admission.named import admission
+from skymemory.conductor.admission.price import Price
+from skymemory.errors import InvalidInput
+
+SLO = Slo(10.0, 0.1)
+SERVERS = 4
+
+
+def mixed(load: float, until_s: float = 300.0, seed: int = 1) -> list[Asked]:
+    """Requests of 1 s, exponentially spread."""
+    return poisson(random.Random(seed), until_s, SERVERS * load, 1.0)
+
+
+def test_as_many_keep_their_promises_with_half_of_the_queue() -> None:
+    """The rule that goes by the queue alone lets it grow until only the cheapest are in time: so it finds the same
+    price, at the price of all who wait.
+    """
+    requests = mixed(load=2.0)
+    ours = run(admission("goodput", SLO), SLO, requests, SERVERS)
+    theirs = run(admission("predicted", SLO), SLO, requests, SERVERS)
+    assert ours.served.total() >= 0.99 * theirs.served.total()
+    assert ours.wait_s < 0.7 * theirs.wait_s
+    assert {refusal.kind for *_, refusal in ours.refusals} >= {"cost"}
+
+
+def test_below_overload_it_lets_all_in() -> None:
+    told = run(admission("goodput", SLO), SLO, mixed(load=0.6), SERVERS)
+    assert told.refusals == []
+
+
+def test_the_doomed_are_refused_at_once() -> None:
+    refusal = Goodput(SLO).on_arrival(case(10.5), 0.0)
+    assert refusal is not None
+    assert refusal.kind == "ttft"
+
+
+def test_first_tokens_that_come_late_teach_it_to_refuse_earlier() -> None:
+    rule = Goodput(SLO)
+    assert rule.on_arrival(case(8.0), 0.0) is None
+    for _ in range(100):
+        rule.prefilled(case(8.0, at_s=0.0), 12.0)
+    refusal = rule.on_arrival(case(8.0), 0.0)
+    assert refusal is not None
+    assert refusal.kind == "ttft"
+    assert "12 s" in refusal.reason
+
+
+def test_a_batch_that_would_be_too_slow_is_refused_on_arrival_and_at_its_turn() -> None:
+    for asked in (Goodput(SLO).on_arrival, Goodput(SLO).before_decode):
+        refusal = asked(case(1.0, tbt_s=0.11), 0.0)
+        assert refusal is not None
+        assert refusal.kind == "tbt"
+        assert asked(case(1.0, tbt_s=0.1), 0.0) is None
+
+
+def test_broken_promises_between_tokens_lower_the_limit() -> None:
+    rule = Goodput(SLO)
+    near = case(1.0, tbt_s=0.099)
+    for _ in range(5):
+        rule.accepted(near, 0.0)
+        rule.ended(near, 9.0, met=False)
+    assert rule.on_arrival(near, 10.0) is not None
+    assert rule.on_arrival(case(1.0, tbt_s=0.09), 10.0) is None
+
+
+def test_large_contexts_are_refused_where_decoding_is_short() -> None:
+    """Each of 2 servers gives tokens every 1 µs per token of context; what asks is 100,000 tokens or 2,000."""
+    rule = Goodput(SLO)
+    dice = random.Random(2)
+    open_: list[tuple[float, object]] = []
+    refused = {2_000: 0, 100_000: 0}
+    for at in range(3000):
+        now_s = at * 0.5
+        for _, one in [each for each in open_ if each[0] <= now_s]:
+            rule.ended(one, now_s, met=True)  # type: ignore[arg-type]
+        open_ = [each for each in open_ if each[0] > now_s]
+        tokens = dice.choice([2_000, 100_000])
+        load = sum(each.request.prompt.tokens for _, each in open_) + tokens  # type: ignore[attr-defined]
+        one = case(0.1, tbt_s=load / 2 * 1e-6, compute_s=0.1, servers=8, at_s=now_s, tokens=tokens)
+        refusal = rule.on_arrival(one, now_s)
+        if refusal is not None:
+            refused[tokens] += 1
+            rule.refused(one, refusal, now_s)
+        else:
+            rule.accepted(one, now_s)
+            open_.append((now_s + 20.0, one))
+    assert refused[2_000] == 0
+    assert refused[100_000] > 1000
+
+
+def test_a_price_is_where_the_knapsack_is_full() -> None:
+    price = Price(window_s=10.0)
+    assert price.dearest(1.0, 0.0, 0.0) == float("inf")
+    for at in range(11):
+        price.asked(float(at), at * 1.0)  # costs 0 to 10, one a second
+    assert price.dearest(5.5, 0.0, 10.0) == float("inf")
+    assert price.dearest(1.0, 0.0, 10.0) == 4.0, "0+1+2+3+4 fit into 10"
+    assert price.dearest(1.0, 5.0, 10.0) == 5.0
+    assert price.dearest(0.0, -3.0, 10.0) == 0.0
+    price.asked(1.0, 25.0)
+    assert price.dearest(0.01, 0.0, 25.0) == 0.0, "only what asked within the window counts"
+
+
+def test_a_price_forgets_and_stays_small() -> None:
+    price = Price(window_s=10.0)
+    for at in range(10_000):
+        price.asked(1.0, at * 0.0001)
+    assert len(price._asked) <= 4096
+
+
+def test_a_line_through_estimates_tells_what_batches_can_hold() -> None:
+    batches = Batches()
+    assert batches.most_tokens(0.1) == float("inf")
+    for _ in range(100):
+        batches.entered(1_000, 0.02 + batches.tokens * 1e-6 + 1_000 * 1e-6)
+    assert batches.most_tokens(0.1) == pytest.approx(80_000, rel=0.01)
+    for _ in range(100):
+        batches.left(1_000, 7.0)
+    assert batches.tokens == 0
+    assert batches.stay_s == pytest.approx(7.0)
+
+
+def test_the_error_of_estimates_is_bounded_and_small_ones_teach_nothing() -> None:
+    learnt = LearntTtft(promised_s=10.0)
+    for _ in range(500):
+        learnt.came(0.4, 100.0)
+    assert learnt.bias == 1.0
+    for _ in range(500):
+        learnt.came(1.0, 100.0)
+    assert learnt.corrected_s(2.0) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("broken", [0.02, 0.1])
+def test_headroom_settles_where_so_many_break_as_may(broken: float) -> None:
+    """A batch breaks its promise the likelier the nearer to it: never at 0.8, always at 1."""
+    headroom = LearntHeadroom(least=0.5, broken=broken)
+    dice = random.Random(3)
+    ends = []
+    for _ in range(20_000):
+        load = headroom.share
+        met = dice.random() > (load - 0.8) / 0.2
+        headroom.ended(load, met)
+        ends.append(met)
+    late = ends[10_000:]
+    assert 1 - sum(late) / len(late) == pytest.approx(broken, abs=0.01)
+
+
+@pytest.mark.parametrize("options", [{"window_s": 0.0}, {"fill": 0.0}, {"use": 1.5}, {"broken": 1.0}])
+def test_impossible_settings_are_errors(options: dict[str, float]) -> None:
+    with pytest.raises(InvalidInput):
+        GoodputSettings(**options)
+
+
+def test_asking_changes_nothing() -> None:
+    rule = Goodput(SLO)
+    for at in range(200):
+        given = case(1.0 + at % 9, tbt_s=0.05, compute_s=0.5, servers=2, at_s=at * 0.1)
+        first = rule.on_arrival(given, at * 0.1)
+        assert rule.on_arrival(given, at * 0.1) == first
+        if first is None:
+            rule.accepted(given, at * 0.1)
+        else:
+            rule.refused(given, Refusal("", 1.0), at * 0.1)
