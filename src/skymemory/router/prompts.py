@@ -7,7 +7,7 @@ engine's own blocks of tokens, where its tokenizer is known. Hashes are chained 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -76,15 +76,19 @@ class PromptReader:
         self._cookie_begin = f"{session_cookie}="
         self._clients = clients
 
-    def read(self, path: str, headers: Mapping[str, str], body: bytes, client: str = "") -> Request:
+    def read(
+        self, path: str, headers: Mapping[str, str], body: bytes, client: str = "", most_new: int | None = None
+    ) -> Request:
         """
         Args:
+            most_new: letters that may be tokenized anew; None: all there are.
             path: of the request, with or without a query.
             headers: by lower-case names, or whatever the case where the mapping does not mind.
             client: its address, which stands for its session where nothing better does.
 
         Raises:
             BadRequest: it is not a request for a completion (404), too large (413), or cannot be read (400).
+            NotKnown: it would take longer than ``most_new`` allows (only with a tokenizer).
         """
         path = path.partition("?")[0]
         if path not in PROMPT_PATHS:
@@ -92,9 +96,11 @@ class PromptReader:
         if len(body) > self.max_body_bytes:
             raise BadRequest(413, f"the body has {len(body)} bytes; at most {self.max_body_bytes} are taken")
         read = read_body(body)
-        data, tokens = self._completion(read) if path == COMPLETIONS else self._chat(read)
         model, adapter = self._model_and_adapter(read)
         salt = read.cache_salt or ""
+        data, tokens = (
+            self._completion(read, salt, most_new) if path == COMPLETIONS else self._chat(read, salt, most_new)
+        )
         clients, user = self._clients, str(read.user or "")
         limit = read.max_completion_tokens if read.max_completion_tokens is not None else read.max_tokens
         return Request(
@@ -120,22 +126,25 @@ class PromptReader:
             data[:HEAD_BYTES],
         )
 
-    def _completion(self, body: Body) -> tuple[bytes, int]:
+    def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int]:
         """Bytes of the first prompt (others do not share its place in a cache), tokens of all of them."""
         if self._tokenizer is None:
             prompts = prompts_of(body)
             return prompts[0], sum(_tokens(prompt) for prompt in prompts)
-        read = [self._tokenizer.of_text(each) if isinstance(each, str) else each for each in read_prompts(body)]
-        return token_bytes(read[0]), sum(map(len, read))
+        packed = [
+            self._tokenizer.text_tokens(each, True, salt, most_new) if isinstance(each, str) else token_bytes(each)
+            for each in read_prompts(body)
+        ]
+        return packed[0], sum(map(len, packed)) // TOKEN_BYTES
 
-    def _chat(self, body: Body) -> tuple[bytes, int]:
+    def _chat(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int]:
         if self._tokenizer is None:
             data = chat_bytes(body)
             return data, _tokens(data)
-        ids = self._chat_tokens(body, self._tokenizer)
-        return token_bytes(ids), len(ids)
+        data = self._chat_tokens(body, self._tokenizer, salt, most_new)
+        return data, len(data) // TOKEN_BYTES
 
-    def _chat_tokens(self, body: Body, tokenizer: PromptTokenizer) -> Sequence[int]:
+    def _chat_tokens(self, body: Body, tokenizer: PromptTokenizer, salt: str, most_new: int | None) -> bytes:
         """As the engine's template has it. Where it has none, or refuses, tokens of the flat text: the engine will say
         what is wrong, and until then equal chats are equal.
         """
@@ -143,8 +152,10 @@ class PromptReader:
         messages: list[dict[str, Any]] = anything(body.messages, "messages")
         tools = anything(body.tools, "tools") if bytes(body.tools) else None
         more = anything(body.chat_template_kwargs, "chat_template_kwargs") if bytes(body.chat_template_kwargs) else None
-        ids = tokenizer.of_chat(messages, tools or None, more if isinstance(more, dict) else None)
-        return tokenizer.of_text(chat_bytes(body).decode("utf-8", "replace")) if ids is None else ids
+        text = tokenizer.chat_text(messages, tools or None, more if isinstance(more, dict) else None)
+        if text is None:
+            return tokenizer.text_tokens(chat_bytes(body).decode("utf-8", "replace"), True, salt, most_new)
+        return tokenizer.text_tokens(text, False, salt, most_new)
 
     def _model_and_adapter(self, body: Body) -> tuple[str, str]:
         model = body.model or ""

@@ -35,13 +35,16 @@ from skymemory.router.proxy_metrics import ProxyMetrics
 from skymemory.router.proxy_paths import PASSED_ON, why_not
 from skymemory.router.proxy_prompts import without_prompt
 from skymemory.router.settings import Settings
+from skymemory.router.token_pieces import NotKnown
 
 log = logging.getLogger("skymemory.router")
 requests_log = logging.getLogger("skymemory.router.requests")
 
 JSON = "application/json"
 IN_THREAD_BYTES = 32_768
-"""With a tokenizer, longer bodies are read in a thread: tokenizing one would hold up all others for milliseconds."""
+"""With a tokenizer, longer bodies are read in a thread: one would hold up all others for milliseconds."""
+AT_ONCE_LETTERS = 1024
+"""So are those with more letters than this that are in no piece whose tokens are known."""
 
 
 class Proxy:
@@ -157,8 +160,13 @@ class Proxy:
         return await self._exchanges.carry(incoming, headers, body, request, scheduler, told)
 
     async def _read(self, path: str, headers: Mapping[str, str], body: bytes, client: str) -> Request:
-        if self.settings.prompts.tokenizer is None or len(body) < IN_THREAD_BYTES:
+        if self.settings.prompts.tokenizer is None:
             return self._reader.read(path, headers, body, client)
+        if len(body) < IN_THREAD_BYTES:
+            try:
+                return self._reader.read(path, headers, body, client, AT_ONCE_LETTERS)
+            except NotKnown:
+                pass
         return await asyncio.to_thread(self._reader.read, path, headers, body, client)
 
     def _tell(self, incoming: web.BaseRequest, path: str, told: Told, server: str) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.router.bodies import token_bytes
+from skymemory.router.token_pieces import PIECE_LETTERS, NotKnown, Pieces, can_cut
 
 try:
     import jinja2
@@ -28,9 +30,10 @@ except ImportError as error:
 class PromptTokenizer:
     """A tokenizer, and the chat template beside it if there is one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, piece_letters: int = PIECE_LETTERS) -> None:
         """
         Args:
+            piece_letters: see `token_pieces`.
             path: a ``tokenizer.json``, or a folder that holds one (with ``tokenizer_config.json``, which names the
                 special tokens and may hold the template, and ``chat_template.jinja``, which comes before it).
 
@@ -49,6 +52,8 @@ class PromptTokenizer:
         config = _json(file.parent / "tokenizer_config.json")
         self._words = {name: _word(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         self._template = _template(file.parent, config)
+        self._pieces = Pieces(self._encode, can_cut(file.read_text("utf-8")), piece_letters)
+        self._around = self._special_around()
 
     @property
     def has_template(self) -> bool:
@@ -60,13 +65,48 @@ class PromptTokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
+    def text_tokens(self, text: str, special: bool = True, salt: str = "", most_new: int | None = None) -> bytes:
+        """``of_text``, packed, from what is known of its pieces: see ``token_pieces.Pieces.tokens``.
+
+        Raises:
+            NotKnown: more than ``most_new`` letters would have to be tokenized.
+        """
+        if special and self._around is None:
+            if most_new is not None and len(text) > most_new:
+                raise NotKnown
+            return token_bytes(self.of_text(text))
+        before, after = self._around if special and self._around is not None else (b"", b"")
+        return before + self._pieces.tokens(text, salt, most_new) + after
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _special_around(self) -> tuple[bytes, bytes] | None:
+        """What the tokenizer puts before and behind every text; None where it does something else."""
+        found = set()
+        for text in ("a", "The box b"):
+            whole, inner = self.of_text(text), self.of_text(text, special=False)
+            at = next((at for at in range(len(whole)) if whole[at : at + len(inner)] == inner), None)
+            found.add(None if at is None else (token_bytes(whole[:at]), token_bytes(whole[at + len(inner) :])))
+        return found.pop() if len(found) == 1 else None
+
     def of_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> list[int] | None:
-        """Token numbers of a chat up to where the answer begins.
+        """Token numbers of a chat up to where the answer begins; None where ``chat_text`` is."""
+        text = self.chat_text(messages, tools, more)
+        return None if text is None else self.of_text(text, special=False)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """A chat as the template writes it, special tokens and all, up to where the answer begins.
 
         None where there is no template, or where it refuses these messages (the engine's will too, and say why).
         """
@@ -74,10 +114,9 @@ class PromptTokenizer:
             return None
         given = {"add_generation_prompt": True, **self._words, **(more or {})}
         try:
-            text = self._template.render(messages=[_flat(message) for message in messages], tools=tools, **given)
+            return self._template.render(messages=[_flat(message) for message in messages], tools=tools, **given)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
             return None
-        return self.of_text(text, special=False)
 
 
 def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
