@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.router.running import Running
 
 import skymemory
 from skymemory.router.bodies import token_bytes
@@ -201,3 +202,21 @@ def test_a_reader_says_when_much_is_new(tmp_path: Path) -> None:
         assert known.prompt.blocks.tolist() == whole.prompt.blocks.tolist() and len(whole.prompt.blocks) > 10
     with pytest.raises(NotKnown):
         reader.read(COMPLETIONS, {}, json.dumps({"prompt": text, "cache_salt": "other"}).encode(), most_new=100)
+
+
+def test_the_proxy_reads_much_that_is_new_in_a_thread(run: Callable[..., Running]) -> None:
+    running = run(1, prompts={"tokenizer": str(SHIPPED)})
+    assert running.server is not None
+    reader, read_by = running.server.reader, list[str]()
+    read = reader.read
+
+    def noted(*given: Any) -> Any:
+        found = read(*given)
+        read_by.append(threading.current_thread().name.partition("_")[0])
+        return found
+
+    reader.read = noted  # type: ignore[method-assign]
+    text = "The box moves to the east and is there before you are. " * 60
+    for prompt in (text, text + "And then?", "short", text + text.upper()):
+        assert running.complete(prompt=prompt).status == 200
+    assert [name == "asyncio" for name in read_by] == [True, False, False, True]
