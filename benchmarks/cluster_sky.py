@@ -57,8 +57,8 @@ BEHIND = [
 ]  # fmt: skip
 
 
-def cell(dram_tb: float, behind: Behind, rate: float, source: Source) -> ClusterCell:
-    sky = SkySetup(bytes_per_s=behind.gbit_s * 1e9 / 8, packing=behind.packing) if behind.gbit_s else None
+def cell(dram_tb: float, behind: Behind, rate: float, picky_s: float, source: Source) -> ClusterCell:
+    sky = SkySetup(behind.gbit_s * 1e9 / 8, packing=behind.packing, picky_queued_s=picky_s) if behind.gbit_s else None
     pool = PoolSettings(dram_bytes=dram_tb * 1e12, ssd_bytes=behind.ssd_tb * 1e12, sky=sky)
     setup = ClusterSetup(pool=pool, rate=rate)
     return ClusterCell(source, setup, "kvcache-centric", (("layers", setup.cost.shape.layers),))
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE, metavar="FILE")
     parser.add_argument("--rate", type=float, default=1.0, help="requests arrive so many times as fast")
     parser.add_argument("--seeds", type=int, default=3, help="draws of the arrivals; figures are means over them")
+    parser.add_argument("--picky", type=float, default=SkySetup().picky_queued_s, help="SkySetup.picky_queued_s")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -111,7 +112,7 @@ def main() -> None:
         print(f"there is no trace at {options.trace}: the generator's requests instead", file=sys.stderr)
     sources = [Source(trace, seed, options.quick) for seed in range(1 if options.quick else options.seeds)]
     wanted = [(dram_tb, behind) for dram_tb in DRAM_TB for behind in BEHIND]
-    cells = [cell(*one, options.rate, source) for one in wanted for source in sources]
+    cells = [cell(*one, options.rate, options.picky, source) for one in wanted for source in sources]
     began_s = time.perf_counter()
     answers = sweep(run_cell, cells, jobs=options.jobs)
     print(f"{len(cells)} runs in {time.perf_counter() - began_s:.0f} s", file=sys.stderr)

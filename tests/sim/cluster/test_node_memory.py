@@ -97,3 +97,19 @@ def test_hits_are_those_of_the_memory_tier(policy: str) -> None:
         store.put_many([(key, b"x") for key, one in zip(keys, there, strict=True) if one is Presence.MISS])
         node.use(chain)
     assert len(node) == 400
+
+
+@given(CHAINS, st.integers(1, 8), st.sampled_from([0, 2, 5]))
+def test_memory_and_ssd_are_one_lru_cut_in_two(prompts: list[list[int]], blocks: int, ssd: int) -> None:
+    """What each holds follows from when each block was last used: no eviction is looked at (Wong, Wilkes 2002)."""
+    node, last_use, clock = NodeMemory(blocks, "lru", ssd), dict[int, int](), 0
+    for chain in map(tree, prompts):
+        node.use(chain)
+        for block in reversed(chain[:blocks]):
+            clock += 1
+            last_use[block] = clock
+        latest = sorted(last_use, key=lambda block: -last_use[block])
+        for at, block in enumerate(latest):
+            assert node.in_memory((block,)) == (at < blocks)
+            assert node.leading((block,)) == (at < blocks + ssd)
+        assert node.dropped <= node.evicted
