@@ -25,7 +25,8 @@ def test_round_trips_are_those_that_clients_of_the_real_plan_expect(access: str)
     """81 servers fill their box, so the farthest of the box is the farthest server, whenever it was set."""
     geometry = SkyGeometry(SkySetup(access=access, geometry_s=10.0))
     seen = set()
-    for now_s in range(0, 3600, 170):
+    crossing_s = 202.0  # the first move is at 201.9 s, within a step
+    for now_s in [0.0, crossing_s, *(170.0 * at + 3.3 for at in range(2, 21))]:
         expected_s = expected_round_trip_s(geometry.plan, access, now_s)
         assert geometry.round_trip_s((0, 0), now_s) == pytest.approx(expected_s)
         seen.add(round(expected_s, 6))

@@ -40,6 +40,7 @@ class SkyGeometry:
         self._slot_link_s, self._plane_link_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
         self._step_s = setup.geometry_s
         self._step: tuple[Moves, int] | None = None
+        self._look_s = 0.0
         self._moves: Moves = (0, 0)
         self._moves_until_s = -math.inf
         self._centre = self.plan.centre
@@ -68,16 +69,16 @@ class SkyGeometry:
         """There and back to the farthest server of a value set at ``set_moves``; infinite while none is in reach."""
         step = self.moves(now_s), math.floor(now_s / self._step_s)
         if step != self._step:
-            self._look(step)
+            self._look(step, now_s)
         found = self._round_trips.get(set_moves)
         if found is None:
             found = 2 * max(self._one_way_s(satellite) for satellite in self.servers_at(set_moves, now_s))
             self._round_trips[set_moves] = found
         return found
 
-    def _look(self, step: tuple[Moves, int]) -> None:
-        """The beams of this step, as they are at its beginning."""
-        self._step = step
+    def _look(self, step: tuple[Moves, int], now_s: float) -> None:
+        """The beams of this step, as they are when it is first asked for: never those of before a move."""
+        self._step, self._look_s = step, now_s
         self._one_way.clear()
         self._round_trips.clear()
         self._centre = self._sky.centre_at(step[0])
@@ -86,12 +87,12 @@ class SkyGeometry:
         if self.plan.access == "onboard":
             self._seen, self._beam_s = (self._centre,), 0.0
             return
-        self._seen = sight.in_sight(self._centre, step[1] * self._step_s)
+        self._seen = sight.in_sight(self._centre, now_s)
         self._beam_s = self._beam_to(self._seen[0]) if self._seen else math.inf
 
     def _beam_to(self, satellite: SatelliteId) -> float:
-        assert self._sky.sight is not None and self._step is not None
-        return self._sky.sight.one_way_s(satellite, self._centre, self._step[1] * self._step_s)
+        assert self._sky.sight is not None
+        return self._sky.sight.one_way_s(satellite, self._centre, self._look_s)
 
     def _one_way_s(self, satellite: SatelliteId) -> float:
         found = self._one_way.get(satellite)
