@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", action="store_true", help="the table of docs/benchmarks.md too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture (needs matplotlib)")
     options = parser.parse_args()
     trace = options.trace if options.trace.is_file() else None
@@ -119,6 +120,8 @@ def main() -> None:
     each = len(sources)
     rows = [row_of(*one, answers[at * each : (at + 1) * each]) for at, one in enumerate(wanted)]
     show(rows, f"{sources[0].name}, {options.rate:g}×, mean of {each} seed(s)")
+    if options.markdown:
+        print("", *markdown(rows), sep="\n")
     write_json(options.json, "cluster_sky", 0, rows)
     if options.plot is not None:
         plot(rows, options.plot, sources[0].name)
@@ -145,6 +148,22 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
             for row in rows
         ],
     )  # fmt: skip
+
+
+def markdown(rows: list[dict[str, Any]]) -> list[str]:
+    """The table of docs/benchmarks.md."""
+    lines = [
+        "| behind 8 × DRAM | " + " | ".join(f"{size:g} TB: mean, p90, hits" for size in DRAM_TB) + " |",
+        "| --- |" + " ---: |" * len(DRAM_TB),
+    ]
+    for behind in BEHIND:
+        cells = [
+            f"{row['ttft_mean_s']:.2f} s, {row['ttft_p90_s']:.2f} s, {row['hit_tokens']:.1%}"
+            for row in rows
+            if row["behind"] == behind.name
+        ]
+        lines.append(f"| {behind.name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
