@@ -103,6 +103,8 @@ class ClusterMetrics:
     ttft_met: float
     """Of those that completed, the part whose first token came as early as promised."""
     tbt_met: float
+    longest_tbt_met: float
+    """The same of each request's longest time between tokens."""
     met: int
     """Completed with both promises kept."""
     attainment: float
@@ -164,6 +166,7 @@ def measured(
         tbt_max_s=Quantiles.of([one.tbt_max_s for one in answers if one.tbt_max_s is not None]),
         ttft_met=_part(sum(one.ttft_s is not None and one.ttft_s <= slo.ttft_s for one in done), len(done)),
         tbt_met=_part(sum(_tbt_s(one, tbt_rule) <= slo.tbt_s for one in done), len(done)),
+        longest_tbt_met=_part(sum(_tbt_s(one, "max") <= slo.tbt_s for one in done), len(done)),
         met=len(good),
         attainment=len(good) / len(ours),
         goodput_per_s=_part(len(good), elapsed_s),

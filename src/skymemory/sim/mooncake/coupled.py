@@ -18,7 +18,7 @@ from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
 REAL_SLO = Slo(30.0, 0.1)
 TTFT_TIMES, TBT_TIMES = 10.0, 5.0
 """Of the unloaded baseline: what is promised for the public and the simulated workloads."""
-COUNT, QUICK_COUNT = 800, 250
+COUNT, QUICK_COUNT = 500, 250
 CHUNK_TOKENS = 2_048
 """Of a coupled instance's step, where it computes prefills in chunks beside decoding."""
 RULES: tuple[Rule, ...] = ("p90", "p90 of the longest")

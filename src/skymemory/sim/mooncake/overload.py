@@ -8,6 +8,7 @@ from skymemory.conductor.admission.base import Slo
 from skymemory.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.mooncake.base import Experiment, Setting, Told
+from skymemory.sim.sources import Source
 from skymemory.sim.sweeps import sweep
 
 RULES = ("all", "baseline", "early", "predicted", "goodput")
@@ -44,7 +45,7 @@ def situations(seed: int) -> tuple[Situation, ...]:
 
 def rejections(setting: Setting) -> Experiment:
     """Rejections of each rule, always with goodput and with the prefills that were for nothing."""
-    found = _runs(setting, curves=False)
+    found = _runs(setting)
     rows = [(situation.name, rule, *_row(answer)) for situation, rule, answer in found]
     ours = {(situation.name, rule): answer.metrics for situation, rule, answer in found}
     told: list[Told] = []
@@ -77,7 +78,7 @@ def rejections(setting: Setting) -> Experiment:
 
 def load_swings(setting: Setting) -> Experiment:
     """How prefill and decode swing under each rule: amplitude, period, phase."""
-    found = _runs(setting, curves=True)
+    found = _runs(setting)
     rows: list[tuple[object, ...]] = []
     series: dict[str, tuple[tuple[float, ...], ...]] = {}
     told: list[Told] = []
@@ -125,10 +126,17 @@ _TIGHT_WHY = "the configuration is ours; compare the order, goodput and waste"
 _SWING_WHY = "published as a picture"
 
 
-def _runs(setting: Setting, curves: bool) -> list[tuple[Situation, str, CellAnswer]]:
+_FOUND: dict[Source, list[CellAnswer]] = {}
+"""Of the source that was asked for last: rejections and swings are told of the same runs."""
+
+
+def _runs(setting: Setting) -> list[tuple[Situation, str, CellAnswer]]:
     labels = [(situation, rule) for situation in situations(setting.seed) for rule in RULES]
-    cells = [ClusterCell(setting.source, situation.setup, admission=rule, curves=curves) for situation, rule in labels]
-    found = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
+    if setting.source not in _FOUND:
+        cells = [ClusterCell(setting.source, one.setup, admission=rule, curves=True) for one, rule in labels]
+        _FOUND.clear()
+        _FOUND[setting.source] = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
+    found = _FOUND[setting.source]
     return [(situation, rule, answer) for (situation, rule), answer in zip(labels, found, strict=True)]
 
 
