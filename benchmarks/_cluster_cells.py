@@ -73,7 +73,7 @@ print(seconds, peak, hash((tuple(map(repr, run.outcomes)), repr(measured(run, se
 
 
 def speed(source: Source) -> list[dict[str, Any]]:
-    """Each scheduler alone in a process of its own, twice: the better run's processor seconds, memory, equal outcomes."""
+    """Each scheduler alone in a process of its own, twice: processor seconds, memory, equal outcomes."""
     rows = []
     for name in SCHEDULERS[:4]:
         runs = []
