@@ -13,6 +13,7 @@ from skymemory.cli._demo_conductor_table import WIDTH, final, frame, line
 from skymemory.cli._demo_motion_screen import Screen
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.sim.cluster.cells import ClusterCell, run_of
+from skymemory.sim.cluster.chrome_trace import write_chrome_trace
 from skymemory.sim.cluster.metrics import ClusterMetrics, measured
 from skymemory.sim.cluster.moments import Playback
 from skymemory.sim.cluster.outcome import ClusterRun
@@ -36,7 +37,8 @@ def run_conductor(args: argparse.Namespace) -> int:
     if args.trace is not None and not args.trace.is_file():
         raise InvalidInput(f"--trace {args.trace}: there is no such file")
     source = Source(args.trace, args.seed, quick=True)
-    setup = ClusterSetup(prefill=PREFILL, decode=DECODE, rate=args.rate, seed=args.seed)
+    spans = args.chart is not None
+    setup = ClusterSetup(prefill=PREFILL, decode=DECODE, rate=args.rate, seed=args.seed, spans=spans)
     part = QUICK_PART if args.quick else PART
     cells = [ClusterCell(source, setup, name, admission=args.admission, until_part=part) for name in SCHEDULERS]
     _say(stream, f"{PREFILL} machines prefill, {DECODE} decode (LLaMA-70B on 8×A800 each, modelled); {source.name}, "
@@ -44,13 +46,21 @@ def run_conductor(args: argparse.Namespace) -> int:
          f"{setup.slo.tbt_s:g} s a token; admission: {args.admission}")  # fmt: skip
     began_s = time.monotonic()
     runs = sweep(run_of, cells)
-    _say(stream, f"simulated under {len(cells)} schedulers in {time.monotonic() - began_s:.1f} s; played back now, "
-         "prefills and batches of every machine")  # fmt: skip
+    _say(stream, f"simulated under {len(cells)} schedulers in {time.monotonic() - began_s:.1f} s; in what follows "
+         "a bar is a machine: its line before the prefill, its batch that decodes")  # fmt: skip
     metrics = [measured(run, setup.slo) for run in runs]
     if not args.no_play:
         _play(runs, setup, stream, QUICK_PLAYED_S if args.quick else PLAYED_S)
     for text in final(SCHEDULERS, metrics):
         _say(stream, text)
+    if args.report is not None:
+        from skymemory.view.cluster_report import write_cluster_report
+
+        title = f"{PREFILL}P+{DECODE}D, {source.name}, {args.rate:g} times its rate, admission {args.admission}"
+        written = write_cluster_report(dict(zip(SCHEDULERS, runs, strict=True)), setup.slo, title, args.report)
+        _say(stream, f"written: {written}")
+    if args.chart is not None:
+        _say(stream, f"written: {write_chrome_trace(runs[-1], args.chart)} ({SCHEDULERS[-1]}; for chrome://tracing)")
     if args.json:
         print(json.dumps(_as_json(args, source, metrics), indent=1, ensure_ascii=False))
     _check(metrics)

@@ -140,6 +140,13 @@ def _add_conductor(others: Subparsers) -> None:
     add("--admission", default="early", metavar="RULE", help="who is let in (default: early)")
     add("--trace", type=Path, metavar="FILE", help="the released conversation trace (default: a seeded generator)")
     add("--no-play", action="store_true", help="only the table")
+    add(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write a page of plots: .png, .svg or .pdf (needs the extra 'figures')",
+    )
+    add("--chart", type=Path, metavar="FILE", help="write a chart of time as JSON for chrome://tracing or Perfetto")
     add("--seed", type=int, default=0, help="seed of requests, jitter and ties")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 

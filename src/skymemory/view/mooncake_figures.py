@@ -27,6 +27,8 @@ def write_mooncake_figure(told: Experiment, folder: Path) -> Path | None:
     if draw is None:
         return None
     figure = draw(told)
+    for axes in figure.get_axes():
+        axes.set_axisbelow(True)
     figure.suptitle(f"{told.title}\n({told.published_as}; {told.source})", color=INK, fontsize=10)
     return save(figure, folder / f"mooncake-{told.name}.png")
 

@@ -150,7 +150,7 @@ def real(setting: Setting) -> Experiment:
         source=setting.source.name,
         assumed=(
             "promised: 30 s to the first token, 0.1 s a token as the request's mean",
-            "capacity: the highest rate, as a multiple of the trace's, at which 90 % of the requests have both, over the"
+            "capacity: the highest rate, in multiples of the trace's, at which 90 % of the requests have both, over the"
             f" first {SEARCHED_PART:.0%} of the time; measured: all of it",
             "decoding fast: all of the memory's speed, nothing fixed (9 ms a step of one request); slow:"
             f" {SLOW_MEMORY:.0%} of it and {SLOW_FIXED_S * 1e3:g} ms (28 ms, a bit above the fifth of the SLO at which"
