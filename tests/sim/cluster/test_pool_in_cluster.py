@@ -10,6 +10,7 @@ from skymemory.sim.cluster.pool_settings import PoolSettings, SkySetup
 from skymemory.sim.cluster.run import run_cluster
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.trace import TraceRequest
+from skymemory.sim.workload import CONVERSATIONS, generate
 
 BLOCK = COST.kv_bytes(512)
 
@@ -33,3 +34,21 @@ def test_a_sky_that_nobody_asks_changes_nothing_but_gets_copies() -> None:
     alone = run_cluster(requests, ClusterSetup(prefill=2, decode=1))
     below = run_cluster(requests, ClusterSetup(prefill=2, decode=1, pool=PoolSettings(sky=SkySetup(servers=9))))
     assert alone.outcomes == below.outcomes
+
+
+def test_every_byte_of_a_run_is_carried_once_and_every_loaded_token_told() -> None:
+    sky = SkySetup(servers=9, packing=0.5)
+    setup = ClusterSetup(prefill=3, decode=2, pool=PoolSettings(150 * BLOCK, sky=sky))
+    requests = generate(CONVERSATIONS, 100.0, seed=5)
+    run = run_cluster(requests, setup, "kvcache-centric")
+    assert {one.status for one in run.outcomes} == {"completed"}
+    told = {name: sum(one.loaded_tokens.get(name, 0) for one in run.outcomes) for name in ("node", "sky")}
+    assert min(told.values()) > 5_000
+    for name, tokens in told.items():  # of a prompt that is there whole, the last token is computed all the same
+        assert 0 <= run.pool[f"{name}_tokens"] - tokens <= len(requests)
+    per_token = COST.kv_bytes(1)
+    sky_bytes = run.pool["sky_tokens"] * per_token * sky.packing
+    assert run.pool["sky_down_bytes"] == sky_bytes
+    streamed = sum(one.prompt_tokens for one in run.outcomes)
+    assert run.pool["network_bytes"] == (run.pool["node_tokens"] + streamed) * per_token + sky_bytes
+    assert run.pool["sky_up_bytes"] == (run.pool["sky_blocks"] + run.pool["sky_evicted_blocks"]) * BLOCK * sky.packing
