@@ -141,3 +141,21 @@ def test_options_that_cannot_be() -> None:
 def test_an_empty_prompt_is_placed() -> None:
     decision = Picker(fleet_of(2), centric({0: 3}, network=NETWORK)).pick(a_request(0), 0.0)
     assert decision.estimated_ttft_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("variant", "delay_weight", "chosen"), [("cheaper", 0.3, "s0"), ("cheaper", 0.0, "s1"), ("arxiv", 0.3, "s1")]
+)
+def test_work_costs_those_behind_too_unless_a_published_rule_is_asked(
+    variant: str, delay_weight: float, chosen: str
+) -> None:
+    """100 s of computing where nobody waits, or 20 s of it behind 81 s: a second's gain for 80 s of work."""
+    fleet = fleet_of(2)
+    scorer = centric({0: 8}, variant=variant, delay_weight=delay_weight)
+    picker = Picker(fleet, scorer)
+    for number in range(40):
+        sent = picker.pick(a_request(20, seed=number), 0.0)
+        picker.routed(sent, 0.0)
+        picker.failed(sent, 0.0)
+    scorer._queues.add(0, 81.0, 0.0)
+    assert picker.pick(a_request(10), 0.0).server == chosen

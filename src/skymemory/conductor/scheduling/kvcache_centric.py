@@ -27,10 +27,10 @@ from skymemory.conductor.fleet import Fleet, Server
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Prompt
 from skymemory.conductor.scheduling.prefill import OVERDUE, UNDER_WAY_BLOCKS, Load, Outlay, PrefillScheduler, tokens_of
-from skymemory.conductor.scheduling.sources import FarTiers, Links, Source, undominated
+from skymemory.conductor.scheduling.sources import FarTiers, Links, Source, Ways, deepest, undominated
 from skymemory.conductor.scheduling.split import best_split, finish_s
 from skymemory.conductor.strategies.delay_price import DelayPrice
-from skymemory.conductor.strategies.speeds import PrefillCost
+from skymemory.conductor.strategies.speeds import GivenSpeeds, PrefillCost
 from skymemory.errors import InvalidInput
 
 VARIANTS = ("cheaper", "arxiv", "fast25")
@@ -50,8 +50,8 @@ class KvCacheCentricSettings:
     layers: int = 0
     """Layers that are loaded one by one while the rest is computed; 1: all is there before the rest begins; 0: as
     many as the model has."""
-    delay_weight: float = 0.0
-    """How much the delay of requests that come later counts (``delay_price``)."""
+    delay_weight: float = 0.3
+    """With ``cheaper``: how much the delay of requests that come later counts (``delay_price``); 0: only its own."""
     overdue: float = OVERDUE
     under_way_blocks: int = UNDER_WAY_BLOCKS
 
@@ -82,7 +82,8 @@ class _Chance(NamedTuple):
 class KvCacheCentric(PrefillScheduler):
     """``kv_token_bytes``: of one token's KV, in all of the model's ``layers``.
 
-    ``fleet``: servers that may be loaded from though nothing goes to them.
+    ``fleet``: servers that may be loaded from though nothing goes to them. ``ways``: how busy ways are; None: as
+    far as the loads planned here keep them so.
     """
 
     name = "kvcache-centric"
@@ -97,16 +98,18 @@ class KvCacheCentric(PrefillScheduler):
         fleet: Fleet | None = None,
         settings: KvCacheCentricSettings | None = None,
         layers: int = 1,
+        ways: Ways | None = None,
     ) -> None:
         self.settings = settings = settings or KvCacheCentricSettings()
         super().__init__(index, cost, settings.overdue, settings.under_way_blocks)
-        self._cost = cost
         self._kv_token_bytes = kv_token_bytes
         self._network = media.get(NETWORK)
         self._far, self._fleet = far, fleet
         self._layers = settings.layers or layers
         self._links = Links()
+        self._ways: Ways = self._links if ways is None else ways
         self._price = DelayPrice(settings.delay_weight)
+        self._priced = settings.variant == "cheaper" and settings.delay_weight > 0
 
     def scores(self, outlay: Outlay) -> list[float]:
         rate = self._rate(outlay)
@@ -129,7 +132,7 @@ class KvCacheCentric(PrefillScheduler):
         load = outlay.loads.get(at)
         if load is not None:
             self._links.take(load.source.slot, outlay.slots[at], load.link_s, now_s)
-        if self.settings.delay_weight:
+        if self._priced:
             self._price.sent(outlay.ttfts_s[at] - outlay.waits_s[at], now_s)
 
     def forget(self, server: Server) -> None:
@@ -137,9 +140,7 @@ class KvCacheCentric(PrefillScheduler):
         self._links.forget(server.slot)
 
     def _rate(self, outlay: Outlay) -> float:
-        if not self.settings.delay_weight:
-            return 0.0
-        return self._price.rate(len(outlay.slots), outlay.now_s)
+        return self._price.rate(len(outlay.slots), outlay.now_s) if self._priced else 0.0
 
     def _sources(self, outlay: Outlay, least: int) -> list[Source]:
         """Where more than ``least`` blocks are to be had; none of them is worse than another in every way."""
@@ -153,7 +154,8 @@ class KvCacheCentric(PrefillScheduler):
                 servers = [*servers, *others]
                 depths = depths + self.index.match(blocks, [server.slot for server in others])
             token_s = self._kv_token_bytes / network.bytes_per_s
-            for server, count, wait_s in self._links.deepest(servers, depths, least, now_s):
+            waits_s = self._ways.waits_out_s([server.slot for server in servers], now_s)
+            for server, count, wait_s in deepest(servers, depths, waits_s, least):
                 found.append(Source(server.name, server.slot, count, wait_s, network.latency_s, token_s))
         if self._far is not None and len(blocks):
             for tier, count, medium in self._far.far(blocks):
@@ -173,7 +175,7 @@ class KvCacheCentric(PrefillScheduler):
             ratio = end / held if held else math.inf
             if ratio > threshold or (ratio == threshold and self.settings.variant == "arxiv"):
                 slot = outlay.slots[at]
-                load_s = best.load_s(end - held, self._links.waits_in_s((slot,), outlay.now_s)[0])
+                load_s = best.load_s(end - held, self._ways.waits_in_s((slot,), outlay.now_s)[0])
                 rest_s = self.speeds.prefills_s((slot,), prompt.tokens, (end,))[0]
                 outlay.ttfts_s[at] = finish_s(outlay.waits_s[at], load_s, rest_s, self._layers)
                 outlay.loads[at] = Load(best, held, end, load_s, rest_s)
@@ -182,7 +184,7 @@ class KvCacheCentric(PrefillScheduler):
         """Each server computes or loads, whichever is sooner; then those that may be the best look for a split."""
         prompt, ttfts, waits = outlay.request.prompt, outlay.ttfts_s, outlay.waits_s
         layers, cake, gain = self._layers, self.settings.cake, self.settings.split_gain
-        ways_in_s = self._links.waits_in_s(outlay.slots, outlay.now_s)
+        ways_in_s = self._ways.waits_in_s(outlay.slots, outlay.now_s)
         could: list[_Chance] = []
         for source in sources:
             end = tokens_of(prompt, source.blocks)
@@ -205,9 +207,10 @@ class KvCacheCentric(PrefillScheduler):
     def _rests_s(self, outlay: Outlay, end: int) -> Sequence[float]:
         """Seconds that each server computes of a prompt of which it has the first ``end`` tokens."""
         count, tokens = len(outlay.slots), outlay.request.prompt.tokens
-        if self._cost is not None and tokens:
-            return [self._cost.prefill_s(tokens, end)] * count
-        return self.speeds.prefills_s(outlay.slots, tokens, [end] * count)
+        speeds = self.speeds
+        if isinstance(speeds, GivenSpeeds) and tokens:
+            return [speeds.cost.prefill_s(tokens, end)] * count
+        return speeds.prefills_s(outlay.slots, tokens, [end] * count)
 
     def _split(self, outlay: Outlay, could: list[_Chance]) -> None:
         """Splits, of the servers that could be the best by one."""
@@ -267,11 +270,10 @@ class KvCacheCentric(PrefillScheduler):
 
     def _seconds(self, slot: int, prompt: Prompt) -> Callable[[int], float]:
         """Seconds to compute the prompt at that server, by how many of its tokens it has."""
-        tokens = prompt.tokens
-        if self._cost is not None:
-            prefill_s = self._cost.prefill_s
+        tokens, speeds, slots = prompt.tokens, self.speeds, (slot,)
+        if isinstance(speeds, GivenSpeeds):
+            prefill_s = speeds.cost.prefill_s
             return lambda cached: prefill_s(tokens, cached)
-        speeds, slots = self.speeds, (slot,)
         return lambda cached: speeds.prefills_s(slots, tokens, (cached,))[0]
 
 

@@ -24,7 +24,7 @@ from skymemory.conductor.scheduling.prefill import (
     LeastQueue,
     PrefillScheduler,
 )
-from skymemory.conductor.scheduling.sources import FarTiers
+from skymemory.conductor.scheduling.sources import FarTiers, Ways
 from skymemory.conductor.strategies.speeds import PrefillCost
 from skymemory.errors import InvalidInput
 
@@ -48,6 +48,7 @@ class Parts:
     media: Mapping[str, Medium]
     far: FarTiers | None
     fleet: Fleet | None
+    ways: Ways | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def _kvcache_centric(parts: Parts, settings: KvCacheCentricSettings) -> PrefillS
         parts.fleet,
         settings,
         parts.layers,
+        parts.ways,
     )
 
 
@@ -99,6 +101,7 @@ def prefill_scorer(
     holdings: PrefixIndex,
     media: Mapping[str, Medium] | None = None,
     far: FarTiers | None = None,
+    ways: Ways | None = None,
     fleet: Fleet | None = None,
     prefill_cost: PrefillCost | None = None,
     **options: object,
@@ -106,8 +109,9 @@ def prefill_scorer(
     """The scheduler of prefills of that name, to be put into a ``Picker``. Words are taken for numbers.
 
     ``holdings``: who holds what. ``media``: ways by name, of which ``network`` is the one from server to server; None:
-    the network of ``cost``'s machine. ``far``: tiers behind all servers. ``fleet``: servers that can be loaded from,
-    though they take no requests. ``prefill_cost``: of servers that are not one machine, such as pipelines.
+    the network of ``cost``'s machine. ``far``: tiers behind all servers. ``ways``: how busy servers' ways are; None:
+    as far as it plans it itself. ``fleet``: servers that can be loaded from, though they take no requests.
+    ``prefill_cost``: of servers that are not one machine, such as pipelines.
 
     Raises:
         InvalidInput: no scheduler or option of that name (with the nearest that there is), or a value it cannot have.
@@ -120,8 +124,10 @@ def prefill_scorer(
             raise InvalidInput(f"scheduler {name!r} has no option {option!r}{nearest(option, known)}{there}")
         given[option] = converted(f"option {option!r} of scheduler {name!r}", value, known[option])
     found = SCHEDULERS[name]
-    ways = {NETWORK: network_of(cost)} if media is None else media
-    parts = Parts(prefill_cost or cost, cost.shape.kv_bytes_per_token, cost.shape.layers, holdings, ways, far, fleet)
+    network = {NETWORK: network_of(cost)} if media is None else media
+    parts = Parts(
+        prefill_cost or cost, cost.shape.kv_bytes_per_token, cost.shape.layers, holdings, network, far, fleet, ways
+    )
     return found.build(parts, found.settings(**given))
 
 
@@ -134,6 +140,7 @@ def build(
     holdings: PrefixIndex,
     media: Mapping[str, Medium] | None = None,
     far: FarTiers | None = None,
+    ways: Ways | None = None,
     admission: Admission | None = None,
     prefill_cost: PrefillCost | None = None,
     kv_tokens: int | None = None,
@@ -155,6 +162,7 @@ def build(
         holdings=holdings,
         media=media,
         far=far,
+        ways=ways,
         fleet=prefill,
         prefill_cost=prefill_cost,
         **options,

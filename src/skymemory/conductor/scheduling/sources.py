@@ -52,39 +52,28 @@ def undominated(sources: Sequence[Source]) -> list[Source]:
     return kept
 
 
+class Ways(Protocol):
+    """How long each server's way out and way in are busy with what was asked of them before."""
+
+    def waits_out_s(self, slots: Sequence[int], now_s: float) -> Sequence[float]: ...
+
+    def waits_in_s(self, slots: Sequence[int], now_s: float) -> Sequence[float]: ...
+
+
 @dataclass(slots=True)
 class Links:
-    """Until when the loads that we planned keep each server's way out and way in busy.
-
-    On a way nothing overtakes: what is asked for now comes behind what was asked before.
-    """
+    """Ways of which only the loads that we planned are known, and nothing overtakes on them."""
 
     out_s: dict[int, float] = field(default_factory=dict)
     in_s: dict[int, float] = field(default_factory=dict)
 
-    def waits_in_s(self, slots: Sequence[int], now_s: float) -> list[float]:
-        """Until each server's way in is free."""
-        until_s = self.in_s
+    def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
+        until_s = self.out_s
         return [max(0.0, until_s.get(slot, now_s) - now_s) for slot in slots]
 
-    def deepest(
-        self, servers: Sequence[Server], depths: Sequence[int], least: int, now_s: float
-    ) -> list[tuple[Server, int, float]]:
-        """Of those whose way out is free the one that holds most, and the busy ones that hold more than it.
-
-        With how many blocks each holds, more than ``least``, and seconds until its way out is free.
-        """
-        busy: list[tuple[Server, int, float]] = []
-        free: Server | None = None
-        for server, count in zip(servers, depths, strict=True):
-            if count > least:
-                wait_s = self.out_s.get(server.slot, now_s) - now_s
-                if wait_s > 0.0:
-                    busy.append((server, count, wait_s))
-                else:
-                    free, least = server, count
-        more = [one for one in busy if one[1] > least]
-        return more if free is None else [(free, least, 0.0), *more]
+    def waits_in_s(self, slots: Sequence[int], now_s: float) -> list[float]:
+        until_s = self.in_s
+        return [max(0.0, until_s.get(slot, now_s) - now_s) for slot in slots]
 
     def take(self, source: int, target: int, seconds: float, now_s: float) -> None:
         """A load of ``seconds`` from ``source`` (-1: a tier) to ``target`` was asked for."""
@@ -95,3 +84,22 @@ class Links:
     def forget(self, slot: int) -> None:
         self.out_s.pop(slot, None)
         self.in_s.pop(slot, None)
+
+
+def deepest(
+    servers: Sequence[Server], depths: Sequence[int], waits_s: Sequence[float], least: int
+) -> list[tuple[Server, int, float]]:
+    """Of those whose way out is free the one that holds most, and the busy ones that hold more than it.
+
+    With how many blocks each holds, more than ``least``, and seconds until its way out is free.
+    """
+    busy: list[tuple[Server, int, float]] = []
+    free: Server | None = None
+    for server, count, wait_s in zip(servers, depths, waits_s, strict=True):
+        if count > least:
+            if wait_s > 0.0:
+                busy.append((server, count, wait_s))
+            else:
+                free, least = server, count
+    more = [one for one in busy if one[1] > least]
+    return more if free is None else [(free, least, 0.0), *more]

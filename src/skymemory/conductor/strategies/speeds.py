@@ -34,7 +34,7 @@ class GivenSpeeds:
     """All servers take what one cost model says."""
 
     def __init__(self, cost: PrefillCost) -> None:
-        self._cost = cost
+        self.cost = cost
 
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         if not tokens:
@@ -42,7 +42,7 @@ class GivenSpeeds:
         seconds: dict[int, float] = {}
         for held in cached:
             if held not in seconds:
-                seconds[held] = self._cost.prefill_s(tokens, held)
+                seconds[held] = self.cost.prefill_s(tokens, held)
         return [seconds[held] for held in cached]
 
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:

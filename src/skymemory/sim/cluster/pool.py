@@ -79,6 +79,12 @@ class ClusterPool:
             media[SKY_TIER] = Medium(SKY_TIER, self.sky.kv_bytes_per_s)
         return media
 
+    def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
+        return [self._out[slot].queue_s(now_s) for slot in slots]
+
+    def waits_in_s(self, slots: Sequence[int], now_s: float) -> list[float]:
+        return [self._in[slot].queue_s(now_s) for slot in slots]
+
     def leading(self, node: int, ids: Sequence[int]) -> int:
         return self._nodes[node].leading(ids)
 

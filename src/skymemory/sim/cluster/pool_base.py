@@ -85,6 +85,14 @@ class Pool(PrefixIndex, Protocol):
         """Ways that KV takes, unloaded: ``dram`` (a node's memory to its accelerators), ``network``, ``ssd``, tiers."""
         ...
 
+    def waits_out_s(self, slots: Sequence[int], now_s: float) -> Sequence[float]:
+        """Seconds until each of these nodes' links has sent all that was asked of it (``scheduling.sources.Ways``)."""
+        ...
+
+    def waits_in_s(self, slots: Sequence[int], now_s: float) -> Sequence[float]:
+        """As ``waits_out_s``, of what they receive."""
+        ...
+
     def leading(self, node: int, ids: Sequence[int]) -> int:
         """As ``match``, for one node."""
         ...

@@ -82,6 +82,7 @@ def _of_the_conductor(name: str, world: World, options: Mapping[str, Any]) -> Sc
         holdings=pool,
         media=media,
         far=pool,
+        ways=pool,
         admission=world.admission,
         prefill_cost=world.estimates,
         kv_tokens=setup.kv_tokens,

@@ -1,0 +1,86 @@
+"""Where KV is loaded from, and how busy the ways there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.conductor.scheduling.worlds import Quadratic, Told, a_request, centric, fleet_of
+
+from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.picker import Picker
+from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings
+from skymemory.conductor.scheduling.sources import Links, Source, deepest, undominated
+
+NETWORK = Medium("network", 2.0)
+
+
+@dataclass
+class Busy:
+    """Ways whose business is told."""
+
+    out_s: dict[int, float]
+    in_s: dict[int, float]
+
+    def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
+        return [self.out_s.get(slot, 0.0) for slot in slots]
+
+    def waits_in_s(self, slots: Sequence[int], now_s: float) -> list[float]:
+        return [self.in_s.get(slot, 0.0) for slot in slots]
+
+
+def on_ways(held: dict[int, int], out_s: dict[int, float], in_s: dict[int, float]) -> KvCacheCentric:
+    settings = KvCacheCentricSettings(cake=False)
+    return KvCacheCentric(Told(held), Quadratic(), 1.0, {"network": NETWORK}, settings=settings, ways=Busy(out_s, in_s))
+
+
+def test_what_ways_are_busy_with_is_waited_for() -> None:
+    """s2 lacks 80 tokens: 40 s to load, 20 to compute."""
+    servers = list(fleet_of(3))
+    for out_s, in_s, load_s, source in (
+        ({}, {}, 40.0, "s0"),
+        ({0: 7.0}, {2: 3.0}, 47.0, "s0"),
+        ({0: 7.0}, {2: 9.0}, 49.0, "s0"),
+        ({0: 30.0}, {}, 35.0, "s1"),  # with 70 of it from the other, and 30 to compute
+    ):
+        ranking = on_ways({0: 8, 1: 7}, out_s, in_s).rank(a_request(10), servers, 0.0)
+        assert ranking.plans is not None
+        plan = ranking.plans[2]
+        assert (plan.source, plan.load_s) == (source, load_s)
+
+
+def test_loads_that_were_planned_are_booked_on_both_ways() -> None:
+    links = Links()
+    links.take(0, 1, 10.0, 5.0)
+    links.take(-1, 2, 4.0, 5.0)
+    assert links.waits_out_s((0, 1, 2), 7.0) == [8.0, 0.0, 0.0]
+    assert links.waits_in_s((0, 1, 2), 7.0) == [0.0, 8.0, 2.0]
+    links.take(0, 2, 1.0, 7.0)
+    assert links.waits_out_s((0,), 7.0) == [9.0] and links.waits_in_s((2,), 7.0) == [3.0]
+    links.forget(0)
+    assert links.waits_out_s((0,), 7.0) == [0.0]
+
+
+def test_a_server_that_left_owes_nothing() -> None:
+    fleet = fleet_of(2)
+    scorer = centric({0: 8}, network=NETWORK, fleet=fleet)
+    picker = Picker(fleet, scorer)
+    picker.routed(picker.pick(a_request(10), 0.0, {"s1"}), 0.0)
+    assert scorer._links.in_s and scorer._links.out_s
+    picker.remove("s0")
+    picker.remove("s1")
+    assert not scorer._links.in_s and not scorer._links.out_s
+
+
+def test_the_deepest_that_is_free_and_busy_ones_deeper_still() -> None:
+    servers = list(fleet_of(5))
+    found = deepest(servers, [3, 9, 5, 7, 5], [0.0, 2.0, 0.0, 0.0, 0.0], 2)
+    assert [(server.name, blocks, wait_s) for server, blocks, wait_s in found] == [("s3", 7, 0.0), ("s1", 9, 2.0)]
+    assert deepest(servers, [2] * 5, [0.0] * 5, 2) == []
+
+
+def test_sources_that_are_worse_in_every_way_are_left_out() -> None:
+    near, far = Source("s0", 0, 5, 0.0, 0.1, 1.0), Source("sky", -1, 9, 0.0, 3.0, 2.0)
+    worse = Source("s1", 1, 4, 0.0, 0.1, 1.0)
+    equal = Source("s2", 2, 5, 0.0, 0.1, 1.0)
+    assert undominated([worse, near, far, equal]) == [far, near]
