@@ -208,7 +208,7 @@ class KvCacheCentric(PrefillScheduler):
         """Seconds that each server computes of a prompt of which it has the first ``end`` tokens."""
         count, tokens = len(outlay.slots), outlay.request.prompt.tokens
         speeds = self.speeds
-        if isinstance(speeds, GivenSpeeds) and tokens:
+        if type(speeds) is GivenSpeeds and tokens:
             return [speeds.cost.prefill_s(tokens, end)] * count
         return speeds.prefills_s(outlay.slots, tokens, [end] * count)
 
@@ -271,7 +271,7 @@ class KvCacheCentric(PrefillScheduler):
     def _seconds(self, slot: int, prompt: Prompt) -> Callable[[int], float]:
         """Seconds to compute the prompt at that server, by how many of its tokens it has."""
         tokens, speeds, slots = prompt.tokens, self.speeds, (slot,)
-        if isinstance(speeds, GivenSpeeds):
+        if type(speeds) is GivenSpeeds:  # Others may say another thing for each server.
             prefill_s = speeds.cost.prefill_s
             return lambda cached: prefill_s(tokens, cached)
         return lambda cached: speeds.prefills_s(slots, tokens, (cached,))[0]
