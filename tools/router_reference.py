@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import Field
+from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ from skymemory.router.settings import Backend, Health, Settings
 from skymemory.router.settings_file import SECTIONS, known_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "router.md"
+NOTES = {
+    "[admission]": "who is let in under overload: [the guide](../guide/admission.md)",
+    "[picker]": "only `skymemory epp`: [the guide](../guide/envoy.md)",
+}
 _TABLES = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -32,7 +36,7 @@ def _settings() -> str:
     rows = ["| key | default | what |", "| --- | --- | --- |"]
     for section, kind in parts:
         if section:
-            rows.append(f"| **`{section}`** | | |")
+            rows.append(f"| **`{section}`** | | {NOTES.get(section, '')} |".replace("|  |", "| |"))
         rows += [
             f"| `{key}` | {_default(key, field)} | {field.metadata['says']} |"
             for key, field in known_keys(kind).items()
@@ -42,6 +46,8 @@ def _settings() -> str:
 
 
 def _default(key: str, field: Field[Any]) -> str:
+    if field.default is MISSING:
+        return "`{}`"  # tables
     value = field.default
     if value is None or value in ("", ()):
         return ""

@@ -11,6 +11,8 @@ from skymemory.cli.main import main
 from skymemory.router.envoy_config import Entrance, bootstrap
 
 ONE = ["--endpoint", "127.0.0.1:8001"]
+TOKENIZER = Path(__file__).parents[2] / "src" / "skymemory" / "engine" / "trained" / "small" / "tokenizer.json"
+BY_EVENTS = ["--strategy", "precise", "--tokenizer", str(TOKENIZER)]
 
 
 @pytest.mark.parametrize(
@@ -22,20 +24,26 @@ ONE = ["--endpoint", "127.0.0.1:8001"]
         (["--endpoint", "127.0.0.1"], "expected IP:PORT"),
         (["--endpoints", "/nowhere/at/all"], "No such file"),
         (["--discover", "engines"], "expected NAME:PORT"),
-        ([*ONE, "--listen", "9002"], "expected IP:PORT"),
-        ([*ONE, "--health-listen", "127.0.0.1:99999"], "expected IP:PORT"),
+        ([*ONE, "--listen", "9002"], "not an address to listen at"),
+        ([*ONE, "--health-listen", "127.0.0.1:99999"], "not an address to listen at"),
         ([*ONE, "--strategy", "rondom"], "rondom"),
         ([*ONE, "--option", "gain"], "expected NAME=VALUE"),
         ([*ONE, "--strategy", "chwbl", "--option", "lod_factor=2"], "lod_factor"),
-        ([*ONE, "--strategy", "precise"], "--kv-events PORT, --model NAME and --tokenizer PATH"),
+        ([*ONE, "--strategy", "precise"], "--tokenizer PATH"),
+        ([*ONE, *BY_EVENTS], "--kv-events PORT"),
+        ([*ONE, *BY_EVENTS, "--kv-events", "5557"], "--model"),
+        ([*ONE, "--option", "cost=1"], "no strategy has an option 'cost'"),
+        ([*ONE, "--replicas", "memcached://x"], "expected redis://"),
+        ([*ONE, "--replicas", "gossip://127.0.0.1:0", "--strategy", "random"], "nothing to share"),
+        ([*ONE, "--state", "x", "--strategy", "random"], "nothing that could be kept"),
         ([*ONE, "--strategy", "precise", "--option", "block_tokens=4"], "engines' block size"),
-        ([*ONE, "--strategy", "random", "--kv-events", "5557"], "has no use for --kv-events"),
-        ([*ONE, "--fallbacks", "-1"], "--fallbacks"),
-        ([*ONE, "--max-requests", "0"], "--max-requests"),
-        ([*ONE, "--refresh", "0s"], "--refresh"),
+        ([*ONE, "--strategy", "random", "--kv-events", "5557"], "has no use for events (--kv-events)"),
+        ([*ONE, "--fallbacks", "-1"], "fallbacks: -1: expected a whole number"),
+        ([*ONE, "--max-requests", "-1"], "max_requests: -1"),
+        ([*ONE, "--refresh", "0s"], "refresh: expected a time above 0"),
         ([*ONE, "--tls-cert", "x"], "go together"),
         ([*ONE, "--tls-cert", "x", "--tls-key", "y"], "cannot be read"),
-        ([*ONE, "--tls-client-ca", "x"], "needs --tls-cert"),
+        ([*ONE, "--tls-client-ca", "x"], "needs tls_cert"),
         ([*ONE, "--self-signed", "--tls-cert", "x", "--tls-key", "y"], "choose"),
         ([*ONE, "--tokenizer", "/nowhere/at/all"], "no tokenizer"),
     ],
@@ -44,6 +52,26 @@ def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: py
     assert main(["epp", *words]) == 2
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("backends = ['http://engines:8001']", "expected IP:PORT"),
+        ("backends = ['https://10.0.0.1:8001']", "an endpoint for Envoy is http://IP:PORT"),
+        ("backends = ['http://10.0.0.1:8001']\n[picker]\ndiscover = 'engines:8000'", "in one way"),
+        ("backends = ['http://10.0.0.1:8001']\n[picker]\nfallback = 1", "did you mean 'fallbacks'?"),
+        ("backends = ['http://10.0.0.1:8001']\n[picker]\nevents_port = 70000", "ports go to 65535"),
+        ("backends = ['http://10.0.0.1:8001']\n[admission]\nrule = 'goodput'\nttft = '1s'", "no rules of admission"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    assert main(["epp", "--settings", str(file)]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_certificate_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from tests.router.exchanges import SmallReader, a_desk
+from tests.router.exchanges import a_completion, a_desk
 from tests.router.test_ext_proc_server import LOOP
 from tests.router.test_kv_events import BLOCK_TOKENS, a_publisher
 
+import skymemory
 from skymemory.conductor.fleet import Fleet, LoadReport
-from skymemory.conductor.picker import Picker
-from skymemory.conductor.strategies.named import named
+from skymemory.conductor.request import Decision
 from skymemory.errors import InvalidInput
+from skymemory.router.booking import Booking
 from skymemory.router.desk import Desk
-from skymemory.router.endpoints import FixedSource
-from skymemory.router.epp import EndpointPicker, PickerPlan
+from skymemory.router.endpoints import endpoint
+from skymemory.router.epp import EndpointPicker
+from skymemory.router.epp_process import reload
+from skymemory.router.epp_setup import endpoint_picker, needs_restart
 from skymemory.router.fleet_adapters import FleetAdapters
 from skymemory.router.prompts import PromptReader
+from skymemory.router.settings import Backend, Settings
+from skymemory.router.settings_file import settings_from
 
+TOKENIZER = str(Path(skymemory.__file__).parent / "engine" / "trained" / "small" / "tokenizer.json")
 METRICS = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{model_name="m"} 2.0
 vllm:num_requests_waiting{model_name="m"} 5.0
@@ -37,8 +46,12 @@ class Pool:
     def __init__(self, *endpoints: str) -> None:
         self.now: tuple[str, ...] | None = endpoints
 
-    async def endpoints(self) -> tuple[str, ...] | None:
-        return self.now
+    async def endpoints(self) -> tuple[Backend, ...] | None:
+        return None if self.now is None else tuple(map(endpoint, self.now))
+
+
+def some_settings(**picker: Any) -> Settings:
+    return settings_from({"picker": {"listen": "127.0.0.1:0", "refresh": 0.02, **picker}})
 
 
 def with_picker(picker: EndpointPicker, test: Callable[[], Awaitable[None]]) -> None:
@@ -60,11 +73,17 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+async def page(picker: EndpointPicker) -> str:
+    assert picker.metrics is not None
+    url = f"http://127.0.0.1:{picker.metrics.port}/metrics"
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        return await answer.text()
+
+
 def test_endpoints_tell_their_load_and_come_and_go() -> None:
     desk, said = a_desk(servers=0), list[str]()
-    plan = PickerPlan(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", refresh_s=0.02)
     pool = Pool()
-    picker = EndpointPicker(desk, pool, plan, said.append)
+    picker = EndpointPicker(desk, pool, some_settings(metrics_listen="127.0.0.1:0"), said.append)
 
     async def test() -> None:
         app = web.Application()
@@ -77,12 +96,7 @@ def test_endpoints_tell_their_load_and_come_and_go() -> None:
         await until(lambda: name in desk.picker.fleet.servers and desk.picker.fleet.servers[name].reported is not None)
         report = desk.picker.fleet.servers[name].reported
         assert report is not None and (report.waiting, report.running, report.cache_blocks) == (5, 2, 1000)
-        assert picker.metrics is not None
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"http://127.0.0.1:{picker.metrics.port}/metrics") as page,
-        ):
-            text = await page.text()
+        text = await page(picker)
         assert f'skymemory_epp_server_healthy{{server="{name}"}} 1.0' in text and "skymemory_epp_streams 0.0" in text
         pool.now = None  # not to be learnt: the last word stands
         await asyncio.sleep(0.1)
@@ -98,32 +112,152 @@ def test_endpoints_tell_their_load_and_come_and_go() -> None:
     assert said == ["0 endpoints: 0 came, 0 left", "1 endpoints: 1 came, 0 left", "0 endpoints: 0 came, 1 left"]
 
 
-def test_events_of_an_engines_cache_reach_a_strategy_that_goes_by_them() -> None:
-    with a_publisher(seed=0, capacity=100) as publisher:
-        host, _, port = publisher.endpoint.removeprefix("tcp://").rpartition(":")
-        name = f"{host}:8000"
-        scorer = named("precise", block_tokens=BLOCK_TOKENS)
-        desk = Desk(Picker(Fleet(), scorer), SmallReader())
-        replay = int(publisher.replay_endpoint.rpartition(":")[2])
-        plan = PickerPlan(
-            listen="127.0.0.1:0", metrics_path=None, events_port=int(port), replay_port=replay, model="small"
-        )
+def test_events_of_each_engines_cache_reach_a_strategy_that_goes_by_them() -> None:
+    with a_publisher(seed=0, capacity=100) as first, a_publisher(seed=1, capacity=100) as second:
+        table = {
+            "strategy": "precise",
+            "prompts": {"tokenizer": TOKENIZER, "block_tokens": BLOCK_TOKENS},
+            "health": {"metrics_path": ""},
+            "picker": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "refresh": 0.05, "model": "small"},
+            "backends": [
+                {"url": "http://127.0.0.1:8000", "events": first.endpoint, "replay": first.replay_endpoint},
+                {"url": "http://127.0.0.1:8001", "events": second.endpoint, "replay": second.replay_endpoint},
+            ],
+        }
+        picker = endpoint_picker(settings_from(table), print)
+        fleet, index = picker.desk.picker.fleet, picker.desk.picker.scorer.index  # type: ignore[attr-defined]
 
         async def test() -> None:
-            await until(lambda: name in desk.picker.fleet.servers)
-            held = await asyncio.to_thread(publisher.order, publish=30)
-            slot = desk.picker.fleet.servers[name].slot
-            await until(lambda: scorer.index.blocks_of(slot) == len(held))  # type: ignore[attr-defined]
+            await until(lambda: len(fleet) == 2)
+            for publisher, name in ((first, "127.0.0.1:8000"), (second, "127.0.0.1:8001")):
+                held = await asyncio.to_thread(publisher.order, publish=30)
+                slot = fleet.servers[name].slot
+                await until(lambda slot=slot, held=held: index.blocks_of(slot) == len(held))
+            text = await page(picker)
+            assert 'skymemory_router_server_events_whole{server="127.0.0.1:8001"} 1.0' in text
+            picker.reset(settings_from({**table, "backends": table["backends"][1:]}), picker.desk.settings)  # type: ignore[index]
+            await until(lambda: len(fleet) == 1)
+            assert not index.blocks_of(slot_of_first), "who left is forgotten, and not heard"
 
-        with_picker(EndpointPicker(desk, FixedSource([name]), plan, print), test)
+        slot_of_first = 0
+        with_picker(picker, test)
+
+
+def settings_with(tmp_path: Path | None, **more: Any) -> Settings:
+    state = {} if tmp_path is None else {"state": str(tmp_path / "state")}
+    backends = ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]
+    picker = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "refresh": 0.05}
+    table = {"backends": backends, "health": {"metrics_path": ""}, "picker": picker, "strategy": "radix"}
+    return settings_from({**table, **state, **more})
+
+
+PROMPT = a_completion("who is asked about what was asked before " * 50)
+HEADERS = {":path": "/v1/completions", ":method": "POST"}
+
+
+def served(desk: Desk, among: list[str] | None = None) -> Decision:
+    """One request as the picker has them, from its headers to its end."""
+    decision = desk.choose(desk.read(HEADERS, PROMPT), among, time.monotonic())
+    booking = Booking(desk.picker, decision, time.monotonic())
+    booking.ended(time.monotonic(), None)
+    return decision
+
+
+def test_what_was_learnt_is_kept_over_a_restart(tmp_path: Path) -> None:
+    async def learn() -> None:
+        await until(lambda: len(first.desk.picker.fleet) == 2)
+        assert served(first.desk, ["127.0.0.1:8001"]).matched_tokens == 0
+
+    async def know() -> None:
+        await until(lambda: second._begun)
+        decision = served(second.desk)
+        assert decision.server == "127.0.0.1:8001" and decision.matched_tokens > 300
+
+    first = endpoint_picker(settings_with(tmp_path), print)
+    with_picker(first, learn)
+    second = endpoint_picker(settings_with(tmp_path), print)
+    with_picker(second, know)
+
+
+def test_a_picker_that_never_knew_its_endpoints_keeps_what_an_earlier_one_knew(tmp_path: Path) -> None:
+    settings = settings_with(tmp_path)
+    settings.state.write_bytes(b"what was known")  # type: ignore[union-attr]
+    picker = endpoint_picker(settings, print)
+
+    async def never() -> tuple[Backend, ...] | None:
+        return None
+
+    picker._source.endpoints = never  # type: ignore[method-assign]
+
+    async def test() -> None:
+        await asyncio.sleep(0.05)
+
+    with_picker(picker, test)
+    assert settings.state is not None and settings.state.read_bytes() == b"what was known"
+
+
+def test_pickers_share_what_they_learn() -> None:
+    first = endpoint_picker(settings_with(None, replicas={"listen": "127.0.0.1:0"}), print)
+
+    async def test() -> None:
+        await until(lambda: first._begun)
+        port = first._knowledge._replicas.port  # type: ignore[union-attr]
+        replicas = {"listen": "127.0.0.1:0", "peers": [f"127.0.0.1:{port}"]}
+        second = endpoint_picker(settings_with(None, replicas=replicas), print)
+        stop = asyncio.Event()
+        running = asyncio.create_task(second.run(stop))
+        await until(lambda: second._begun)
+        served(first.desk, ["127.0.0.1:8001"])
+        await until(lambda: second._knowledge.replicas().received > 0)  # type: ignore[union-attr]
+        decision = served(second.desk)
+        assert decision.server == "127.0.0.1:8001" and decision.matched_tokens > 300
+        assert "skymemory_router_replicas_degraded" in await page(second)
+        stop.set()
+        await running
+
+    with_picker(first, test)
+
+
+def test_settings_are_taken_up_and_those_that_cannot_be_meant_are_not() -> None:
+    now: list[Settings | InvalidInput] = [settings_with(None)]
+    picker = endpoint_picker(settings_with(None), print)
+    desk = picker.desk
+
+    def read() -> Settings:
+        if isinstance(now[-1], InvalidInput):
+            raise now[-1]
+        return now[-1]
+
+    async def test() -> None:
+        await until(lambda: len(desk.picker.fleet) == 2)
+        more = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "fallbacks": 1, "max_requests": 7}
+        backends = [{"url": "http://127.0.0.1:8001", "drain": True}, "http://127.0.0.1:8002", "http://127.0.0.1:8003"]
+        now.append(settings_with(None, backends=backends, picker=more, strategy="random"))
+        reload(picker, read)
+        assert (desk.settings.fallbacks, desk.settings.most_requests) == (1, 7)
+        await until(lambda: set(desk.picker.fleet.servers) == {f"127.0.0.1:800{number}" for number in (1, 2, 3)})
+        assert desk.picker.fleet.servers["127.0.0.1:8001"].draining
+        now.append(settings_with(None, backends=["http://engines:8000"]))
+        reload(picker, read)
+        now.append(InvalidInput("not TOML"))
+        reload(picker, read)
+        await asyncio.sleep(0.1)
+        assert len(desk.picker.fleet) == 3 and desk.picker.scorer.name == "radix"
+        text = await page(picker)
+        assert 'skymemory_epp_reloads_total{outcome="refused"} 2.0' in text
+        assert 'skymemory_epp_reloads_total{outcome="taken"} 1.0' in text
+        later = settings_with(None, strategy="random", picker={"listen": "127.0.0.1:1"})
+        assert needs_restart(later, picker.at_start) == ["strategy", "picker: listen", "picker: metrics_listen"]
+
+    with_picker(picker, test)
 
 
 def test_a_source_that_breaks_ends_the_picker_and_is_not_passed_over() -> None:
     class Broken:
-        async def endpoints(self) -> tuple[str, ...] | None:
+        async def endpoints(self) -> tuple[Backend, ...] | None:
             raise InvalidInput("broken")
 
-    picker = EndpointPicker(a_desk(), Broken(), PickerPlan(listen="127.0.0.1:0"), print)
+    picker = EndpointPicker(a_desk(), Broken(), some_settings(), print)
     with pytest.raises(InvalidInput, match="broken"):
         LOOP.run_until_complete(picker.run(asyncio.Event()))
 
@@ -139,3 +273,5 @@ def test_adapters_that_engines_report_are_read_as_adapters() -> None:
     fleet.add("a").reported = LoadReport(at_s=0.0, adapters=frozenset({"french", "german"}))
     assert reader.read("/v1/completions", {}, body).adapter == "french"
     assert sorted(reader.adapters) == ["french", "german"] and len(reader.adapters) == 2
+    named = FleetAdapters(fleet, lambda: {"danish"})
+    assert "danish" in named and sorted(named) == ["danish", "french", "german"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import duration, size
 from skymemory.cli._route_check import run_check
+from skymemory.cli._router_flags import option, said
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _flags(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags say, as a settings file would."""
-    said: dict[str, Any] = {
+    table: dict[str, Any] = {
         "listen": args.listen,
         "strategy": args.strategy,
         "cost": args.cost,
@@ -107,37 +108,15 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
         "state": args.state,
         "log_requests": args.log_requests,
         "backends": [{"url": url} for url in args.backend] or None,
-        "options": dict(_option(each) for each in args.option) or None,
+        "options": dict(option(each) for each in args.option) or None,
         "prompts": {"tokenizer": args.tokenizer, "block_tokens": args.block_tokens},
         "admission": {
             "rule": args.admission,
             "ttft": args.ttft,
             "tbt": args.tbt,
             "fair": args.fair,
-            "options": dict(_option(each) for each in args.admission_option) or None,
+            "options": dict(option(each) for each in args.admission_option) or None,
         },
         "limits": {"max_body": args.max_body, "max_in_flight": args.max_in_flight},
     }
-    return _said(said)
-
-
-def _said(table: dict[str, Any]) -> dict[str, Any]:
-    tables = {key: _said(value) if isinstance(value, dict) else value for key, value in table.items()}
-    return {key: value for key, value in tables.items() if value is not None and value != {}}
-
-
-def _option(text: str) -> tuple[str, object]:
-    """``name=value``; a value that reads as a number, true or false is one."""
-    from skymemory.errors import InvalidInput
-
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")
-    if value in ("true", "false"):
-        return name, value == "true"
-    for read in (int, float):
-        try:
-            return name, read(value)
-        except ValueError:
-            continue
-    return name, value
+    return said(table)

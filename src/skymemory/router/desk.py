@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,6 +68,8 @@ class Desk:
     """Bodies of as many bytes are read in a thread beside, since a tokenizer takes its time; None: all at once."""
     streams: int = 0
     """Exchanges under way."""
+    serving: Callable[[Request], Collection[str] | None] = lambda _: None
+    """Servers that may have a request, for what it asks of; None: all."""
 
     def __post_init__(self) -> None:
         self.ejection = Ejection(self.picker.fleet)
@@ -99,6 +101,9 @@ class Desk:
             Refusal: no server may have it (503), or all have enough (429).
         """
         self.ejection.review(now_s)
+        serving = self.serving(request)
+        if serving is not None:
+            among = serving if among is None else [name for name in among if name in serving]
         among = self._with_room(among, now_s)
         try:
             return self.picker.pick(request, now_s, among)

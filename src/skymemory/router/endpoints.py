@@ -1,21 +1,31 @@
-"""Which endpoints there are: named once, in a file that is read again, or behind a DNS name that is asked again."""
+"""Which endpoints there are: those of the settings, of a file that is read again, or behind a DNS name.
+
+An endpoint is a backend of the settings whose name is its ``ip:port``, since that is what Envoy is told.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
-from skymemory.conductor.picker import Picker
 from skymemory.errors import InvalidInput
+from skymemory.router.picker_settings import PickerSettings
+from skymemory.router.setting_values import texts, yes_or_no
+from skymemory.router.settings import Backend
+from skymemory.router.settings_file import known_keys
+
+_TRUTH = {"true": True, "false": False}
 
 
 class Source(Protocol):
-    async def endpoints(self) -> tuple[str, ...] | None:
-        """All there are now, as ``ip:port``; None where that cannot be learnt, so the last word stands."""
+    async def endpoints(self) -> tuple[Backend, ...] | None:
+        """All there are now; None where that cannot be learnt, so the last word stands."""
         ...
 
 
@@ -36,18 +46,60 @@ def parse_endpoint(text: str) -> str:
     return f"[{address}]:{number}" if address.version == 6 else f"{address}:{number}"
 
 
-class FixedSource:
-    """Those that were named."""
+def endpoint(text: str) -> Backend:
+    """``ip:port`` as a backend that says nothing else of itself.
 
-    def __init__(self, endpoints: Collection[str]) -> None:
-        self._endpoints = tuple(dict.fromkeys(parse_endpoint(endpoint) for endpoint in endpoints))
+    Raises:
+        InvalidInput: it is none.
+    """
+    name = parse_endpoint(text)
+    return Backend(url=f"http://{name}", name=name)
 
-    async def endpoints(self) -> tuple[str, ...] | None:
+
+def as_endpoint(backend: Backend) -> Backend:
+    """A backend of the settings, called by its address.
+
+    Raises:
+        InvalidInput: Envoy could not be told where it is: it has a name of DNS, a path, or TLS.
+    """
+    parts = urlsplit(backend.url)
+    if parts.scheme != "http" or parts.path:
+        raise InvalidInput(f"{backend.url!r}: an endpoint for Envoy is http://IP:PORT")
+    return replace(backend, name=parse_endpoint(parts.netloc))
+
+
+def completed(backend: Backend, settings: PickerSettings) -> Backend:
+    """With what is said for all endpoints where it says nothing itself."""
+    host = backend.name.rpartition(":")[0]
+    if not backend.events and settings.events_port:
+        replay = f"tcp://{host}:{settings.replay_port}" if settings.replay_port else ""
+        backend = replace(backend, events=f"tcp://{host}:{settings.events_port}", replay=replay)
+    if not backend.models and settings.model:
+        backend = replace(backend, models=(settings.model,))
+    return backend
+
+
+class SettingsSource:
+    """Those of the settings; ``set`` when they change."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self.set(backends)
+
+    def set(self, backends: Sequence[Backend]) -> None:
+        """
+        Raises:
+            InvalidInput: one cannot be told to Envoy.
+        """
+        self._endpoints = tuple({each.name: each for each in map(as_endpoint, backends)}.values())
+
+    async def endpoints(self) -> tuple[Backend, ...] | None:
         return self._endpoints
 
 
 class FileSource:
-    """One endpoint a line; what follows a ``#`` is a remark. Read again when it changes."""
+    """One endpoint a line, ``IP:PORT``, behind it what a backend of the settings may say of itself, as
+    ``events=tcp://10.0.0.7:5557 models=a,b``; what follows a ``#`` is a remark. Read again when it changes.
+    """
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
         self._path = path
@@ -55,7 +107,7 @@ class FileSource:
         self._seen: tuple[int, int] | None = None
         self._endpoints = self._read()
 
-    async def endpoints(self) -> tuple[str, ...] | None:
+    async def endpoints(self) -> tuple[Backend, ...] | None:
         """The last good ones while the file is gone or cannot be used: a file half written empties no pool."""
         try:
             status = self._path.stat()
@@ -66,17 +118,32 @@ class FileSource:
             return None
         return self._endpoints
 
-    def _read(self) -> tuple[str, ...]:
+    def _read(self) -> tuple[Backend, ...]:
         status = self._path.stat()
         self._seen = (status.st_mtime_ns, status.st_size)
-        found: dict[str, None] = {}
+        found: dict[str, Backend] = {}
         for number, line in enumerate(self._path.read_text("utf-8").splitlines(), 1):
             if text := line.partition("#")[0].strip():
                 try:
-                    found[parse_endpoint(text)] = None
+                    backend = _of_line(text)
                 except InvalidInput as error:
                     raise InvalidInput(f"{self._path}, line {number}: {error}") from error
-        return tuple(found)
+                found[backend.name] = backend
+        return tuple(found.values())
+
+
+def _of_line(line: str) -> Backend:
+    address, *told = line.split()
+    fields = {key: each for key, each in known_keys(Backend).items() if key not in ("url", "name")}
+    values = {}
+    for word in told:
+        key, equals, value = word.partition("=")
+        if not equals or key not in fields:
+            raise InvalidInput(f"{word!r}: expected KEY=VALUE, with a key of {', '.join(sorted(fields))}")
+        read = fields[key].metadata["read"]
+        said = value.split(",") if read is texts else _TRUTH.get(value, value) if read is yes_or_no else value
+        values[fields[key].name] = read(said)
+    return replace(endpoint(address), **values)
 
 
 class NameSource:
@@ -91,7 +158,7 @@ class NameSource:
         self._name, self._port = name, int(port)
         self._complain = complain
 
-    async def endpoints(self) -> tuple[str, ...] | None:
+    async def endpoints(self) -> tuple[Backend, ...] | None:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
@@ -99,15 +166,4 @@ class NameSource:
             self._complain(f"endpoints stay as they were: {self._name!r} is not resolved: {error}")
             return None
         hosts = sorted({str(address[0]) for *_, address in found})
-        return tuple(f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts)
-
-
-def update(picker: Picker, endpoints: Collection[str]) -> tuple[list[str], list[str]]:
-    """Make the fleet what ``endpoints`` says: (came, left). Those that stay keep what is known of them."""
-    left = [server.name for server in picker.fleet if server.name not in endpoints]
-    came = [name for name in endpoints if name not in picker.fleet.servers]
-    for name in left:
-        picker.remove(name)
-    for name in came:
-        picker.fleet.add(name)
-    return came, left
+        return tuple(endpoint(f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}") for host in hosts)

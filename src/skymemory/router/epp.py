@@ -4,52 +4,50 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 
 import aiohttp
 
-from skymemory.router.desk import Desk
-from skymemory.router.endpoints import Source, update
+from skymemory.router.desk import Desk, DeskSettings
+from skymemory.router.endpoints import SettingsSource, Source, completed
+from skymemory.router.endpoints_known import Endpoints
 from skymemory.router.ext_proc_server import Certificate, PickerServer
-from skymemory.router.kv_events import KvEvents
-from skymemory.router.picker_metrics import MetricsPage
-from skymemory.router.proxy_events import event_index
+from skymemory.router.knowledge import Knowledge, ReplicaFigures
+from skymemory.router.picker_metrics import Collects, MetricsPage
+from skymemory.router.proxy_events import EventsWatch
+from skymemory.router.settings import Settings
+from skymemory.router.tasks import ended
 from skymemory.router.watch import MetricsWatch
-
-
-@dataclass(frozen=True, slots=True)
-class PickerPlan:
-    """Where it listens (``ip:port``, port 0 for a free one) and how often it looks around."""
-
-    listen: str = "127.0.0.1:9002"
-    health_listen: str | None = None
-    metrics_listen: str | None = None
-    certificate: Certificate | None = None
-    refresh_s: float = 5.0
-    """How often the endpoints' source is asked."""
-    metrics_path: str | None = "/metrics"
-    """Where endpoints tell of their load; None: they are not asked."""
-    grace_s: float = 30.0
-    """How long requests under way may take once it is told to stop."""
-    events_port: int | None = None
-    """Where each endpoint publishes what its cache holds, for a strategy whose index such events feed."""
-    replay_port: int | None = None
-    model: str = ""
-    """That the endpoints serve; blocks of events are seeded with it."""
 
 
 class EndpointPicker:
     """``run`` until the event is set. ``say`` gets lines for whoever looks on."""
 
-    def __init__(self, desk: Desk, source: Source, plan: PickerPlan, say: Callable[[str], None]) -> None:
-        self._desk = desk
+    def __init__(
+        self,
+        desk: Desk,
+        source: Source,
+        settings: Settings,
+        say: Callable[[str], None],
+        endpoints: Endpoints | None = None,
+        knowledge: Knowledge | None = None,
+        certificate: Certificate | None = None,
+    ) -> None:
+        """``knowledge``: what feeds the desk's strategy beyond requests; None: nothing does."""
+        picker = settings.picker
+        self.settings = self.at_start = settings
+        self.desk = desk
         self._source = source
-        self._plan = plan
         self._say = say
-        self._events: KvEvents | None = None
-        self.server = PickerServer(desk, plan.listen, plan.certificate, plan.health_listen)
-        self.metrics = None if plan.metrics_listen is None else MetricsPage(desk, plan.metrics_listen)
+        self._endpoints = Endpoints(desk.picker) if endpoints is None else endpoints
+        self._knowledge = knowledge
+        self._events = EventsWatch(desk.picker.scorer, self._endpoints)
+        self._look = asyncio.Event()
+        self._begun = False
+        self.server = PickerServer(desk, picker.listen, certificate, picker.health_listen or None)
+        collectors: list[Collects] = [self._events]
+        if knowledge is not None:
+            collectors.append(ReplicaFigures(knowledge))
+        self.metrics = MetricsPage(desk, picker.metrics_listen, collectors) if picker.metrics_listen else None
 
     async def run(self, stop: asyncio.Event, started: Callable[[], None] | None = None) -> None:
         """
@@ -57,9 +55,7 @@ class EndpointPicker:
             SkyMemoryError: an address cannot be bound.
         """
         async with aiohttp.ClientSession() as session:
-            watch = MetricsWatch(self._desk.picker.fleet, session)
-            index = event_index(self._desk.picker.scorer)
-            self._events = KvEvents(index) if index is not None and self._plan.events_port else None
+            self._watch = MetricsWatch(self.desk.picker.fleet, session, every_s=self.settings.health.metrics_every_s)
             looking: asyncio.Task[None] | None = None
             try:
                 await self.server.start()
@@ -67,7 +63,7 @@ class EndpointPicker:
                     await self.metrics.start()
                 if started is not None:
                     started()
-                looking = asyncio.create_task(self._keep_looking(watch))
+                looking = asyncio.create_task(self._keep_looking())
                 stopping = asyncio.create_task(stop.wait())
                 # A fault of the look-out is a fault of the picker, and not a picker with yesterday's endpoints.
                 done, _ = await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -75,46 +71,67 @@ class EndpointPicker:
                 if looking in done:
                     looking.result()
             finally:
-                if looking is not None:
-                    looking.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await looking
-                await self.server.stop(self._plan.grace_s if self._desk.streams else 0)
+                await ended([looking])
+                await self.server.stop(self.settings.drain_s if self.desk.streams else 0)
                 if self.metrics is not None:
                     await self.metrics.stop()
-                await watch.close()
-                if self._events is not None:
-                    await self._events.close()
+                await self._watch.close()
+                await self._events.stop()
+                if self._knowledge is not None:
+                    await self._knowledge.close(keep=self._begun)
 
-    async def _keep_looking(self, watch: MetricsWatch) -> None:
+    def reset(self, settings: Settings, desk_settings: DeskSettings) -> None:
+        """Take up changed settings, as far as that goes without a restart.
+
+        Raises:
+            InvalidInput: a backend that cannot be told to Envoy; all stays as it was.
+        """
+        if isinstance(self._source, SettingsSource):
+            self._source.set(settings.backends)
+        looks_anew = settings.health.metrics_path != self.settings.health.metrics_path
+        self.settings, self.desk.settings = settings, desk_settings
+        self._watch.every_s = settings.health.metrics_every_s
+        for name in self._endpoints.known if looks_anew else ():
+            self._ask_load(name)
+        self._look.set()
+
+    async def _keep_looking(self) -> None:
         known = False
         while True:
+            self._look.clear()
             endpoints = await self._source.endpoints()
             if endpoints is not None:
-                came, left = update(self._desk.picker, endpoints)
+                told = [completed(backend, self.settings.picker) for backend in endpoints]
+                came, left = self._endpoints.update(told)
                 for name in left:
-                    self._desk.ejection.forget(name)
-                    self._leave(name, watch)
+                    self.desk.ejection.forget(name)
+                    self._watch.unfollow(name)
                 for name in came:
-                    self._meet(name, watch)
+                    self._ask_load(name)
+                if known:
+                    self._events.follow()
                 if came or left or not known:
-                    self._say(f"{len(endpoints)} endpoints: {len(came)} came, {len(left)} left")
+                    self._say(f"{len(told)} endpoints: {len(came)} came, {len(left)} left")
                 if not known:
                     known = True
-                    await self.server.ready()
-            await asyncio.sleep(self._plan.refresh_s)
+                    await self._begin()
+            try:
+                async with asyncio.timeout(self.settings.picker.refresh_s):
+                    await self._look.wait()
+            except TimeoutError:
+                pass
 
-    def _meet(self, name: str, watch: MetricsWatch) -> None:
-        plan = self._plan
-        if plan.metrics_path is not None:
-            watch.follow(name, f"http://{name}{plan.metrics_path}")
-        if self._events is not None:
-            host, slot = name.rpartition(":")[0], self._desk.picker.fleet.servers[name].slot
-            replay = f"tcp://{host}:{plan.replay_port}" if plan.replay_port else ""
-            endpoint = f"tcp://{host}:{plan.events_port}"
-            self._events.follow(name, slot, endpoint, model=plan.model, replay_endpoint=replay)
+    async def _begin(self) -> None:
+        """Endpoints are known: what was known of them is too, and Envoy may ask."""
+        if self._knowledge is not None:
+            await self._knowledge.start()
+        self._begun = True
+        self._events.start()
+        await self.server.ready()
 
-    def _leave(self, name: str, watch: MetricsWatch) -> None:
-        watch.unfollow(name)
-        if self._events is not None:
-            self._events.unfollow(name)
+    def _ask_load(self, name: str) -> None:
+        path = self.settings.health.metrics_path
+        if path:
+            self._watch.follow(name, f"http://{name}{path}")
+        else:
+            self._watch.unfollow(name)

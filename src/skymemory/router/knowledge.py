@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -31,6 +30,7 @@ from skymemory.router.proxy_events import check_events, strategy_options
 from skymemory.router.replicas import Replicas, ReplicaStatus
 from skymemory.router.replicas_redis import RedisReplicas
 from skymemory.router.settings import Settings
+from skymemory.router.tasks import ended
 
 log = logging.getLogger("skymemory.router")
 
@@ -81,10 +81,7 @@ class Knowledge:
         """``keep``: write what is known to the file, if there is one."""
         if self._replicas is not None:
             await self._replicas.close()
-        if self._saving is not None:
-            self._saving.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._saving
+        await ended([self._saving])
         if keep and (written := await self._save()):
             log.info("what is known is kept in %s: %d bytes", self._settings.state, written)
 

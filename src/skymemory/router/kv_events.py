@@ -8,12 +8,12 @@ then.
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
 import zmq.asyncio
 
 from skymemory.router.kv_feed import Feed, Index
 from skymemory.router.kv_follower import Follower, Pace
+from skymemory.router.tasks import ended
 
 
 class KvEvents:
@@ -60,8 +60,6 @@ class KvEvents:
         tasks = list(self._tasks.values())
         for server in list(self._tasks):
             self.unfollow(server)
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await ended(tasks)
         await asyncio.sleep(0)  # followers close their sockets in callbacks of their tasks
         self._context.destroy(linger=0)

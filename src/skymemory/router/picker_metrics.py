@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -25,8 +26,15 @@ COUNTERS = {
     "responses_total": ("class", "Answers by class of status."),
     "fallbacks_total": ("server", "Requests that a server took after the one chosen did not."),
     "ejections_total": ("server", "Times a server was left alone because it took no requests."),
+    "reloads_total": ("outcome", "Changed settings: taken or refused."),
     "faults_total": ("", "Exceptions of the picker's own that nothing was made of; its log has them."),
 }
+
+
+class Collects(Protocol):
+    """Whatever Prometheus' registry asks."""
+
+    def collect(self) -> Iterable[Metric]: ...
 
 
 class DeskCollector:
@@ -64,9 +72,11 @@ class DeskCollector:
 class MetricsPage:
     """``GET /metrics`` on an address of its own."""
 
-    def __init__(self, desk: Desk, listen: str) -> None:
+    def __init__(self, desk: Desk, listen: str, collectors: Iterable[Collects] = ()) -> None:
+        """``collectors``: what else is told there."""
         self._registry = CollectorRegistry()
-        self._registry.register(DeskCollector(desk))
+        for each in (DeskCollector(desk), *collectors):
+            self._registry.register(each)
         self._listen = listen
         self._runner: web.AppRunner | None = None
         self.port = 0

@@ -168,6 +168,10 @@ class Backends:
             self._metrics.ejections.labels(name).inc()
             log.warning("server %s is ejected after %d failures in a row: %s", name, known.failures, why)
 
+    def faulted(self, where: str) -> None:
+        """An exception that is our own, and no server's."""
+        self._metrics.faults.labels(where).inc()
+
     def answered(self, name: str) -> None:
         """A request got its first byte from it. That does not bring an ejected server back; checks do."""
         known = self.known.get(name)

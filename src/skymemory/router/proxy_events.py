@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES
 from skymemory.errors import InvalidInput
 from skymemory.router.kv_events import KvEvents
 from skymemory.router.kv_feed import Feed, FeedState
-from skymemory.router.proxy_backends import Backends, Known
-from skymemory.router.settings import Settings
+from skymemory.router.settings import Backend, Settings
+from skymemory.router.tasks import ended
 
 LOOK_S = 0.5
 """Between two looks at which servers there are, and which models they serve."""
 log = logging.getLogger("skymemory.router")
 Followed = tuple[int, str, str, str, str]
 """Slot, model, endpoint, replay endpoint, topic."""
+
+
+class Publisher(Protocol):
+    """A server that may say where its events are."""
+
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def server(self) -> Server: ...
+    @property
+    def models(self) -> Mapping[str, Mapping[str, Any]]:
+        """What it lists at /v1/models, by id."""
+        ...
+
+
+class Publishers(Protocol):
+    @property
+    def known(self) -> Mapping[str, Publisher]: ...
 
 
 def event_index(scorer: Scorer) -> PreciseIndex | None:
@@ -39,6 +57,9 @@ def strategy_options(settings: Settings) -> Mapping[str, Any]:
     Raises:
         InvalidInput: the two are said and differ. Nothing would ever match.
     """
+    for name in ("index", "cost"):
+        if name in settings.options:  # arguments of `named` that are no options
+            raise InvalidInput(f"options: no strategy has an option {name!r}")
     named = STRATEGIES.get(settings.strategy or DEFAULT)
     if named is None or all(field.name != "block_tokens" for field in dataclasses.fields(named.settings)):
         return settings.options
@@ -67,7 +88,7 @@ def check_events(settings: Settings, scorer: Scorer) -> None:
 class EventsWatch:
     """Follows the events of every backend that says where they are, and lets go of who left."""
 
-    def __init__(self, scorer: Scorer, backends: Backends) -> None:
+    def __init__(self, scorer: Scorer, backends: Publishers) -> None:
         self._index = event_index(scorer)
         self._strategy = scorer.name
         self._backends = backends
@@ -86,10 +107,7 @@ class EventsWatch:
         self._task = asyncio.create_task(self._look_on(), name="KV events")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await ended([self._task])
         if self._events is not None:
             await self._events.close()
 
@@ -120,7 +138,7 @@ class EventsWatch:
             except InvalidInput as error:
                 log.error("%s", error)
 
-    def _wanted(self, known: Known) -> Followed | None:
+    def _wanted(self, known: Publisher) -> Followed | None:
         backend, name = known.backend, known.backend.name
         if not backend.events:
             why = f"strategy {self._strategy!r} goes by events, and where it publishes them (`events`) is not said"

@@ -15,6 +15,7 @@ import msgspec
 
 from skymemory.conductor.fleet import Fleet
 from skymemory.router.proxy_backends import Backends, Known
+from skymemory.router.tasks import ended
 from skymemory.router.watch import MetricsWatch
 
 log = logging.getLogger("skymemory.router")
@@ -62,9 +63,7 @@ class HealthWatch:
     async def stop(self) -> None:
         tasks = list(self._tasks.values())
         self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(tasks)
         await self._metrics.close()
 
     async def _check_for_ever(self, known: Known) -> None:
@@ -82,6 +81,7 @@ class HealthWatch:
                 if self._backends.let_go():
                     self.follow()
             except Exception:
+                self._backends.faulted("health")
                 log.exception("checking server %s", known.backend.name)
             await asyncio.sleep(max(0.0, health.every_s - (time.monotonic() - began_s)))
 

@@ -102,6 +102,12 @@ class ProxyMetrics:
         self.reloads = Counter(
             "skymemory_router_reloads", "Changed settings files: taken or refused", ["outcome"], registry=self.registry
         )
+        self.faults = Counter(
+            "skymemory_router_faults",
+            "Exceptions of the router's own beside requests, by where; its log has them",
+            ["where"],
+            registry=self.registry,
+        )
         self.ttft = Histogram(
             "skymemory_router_ttft_seconds",
             "From a request's arrival to the first byte of its answer",

@@ -18,9 +18,8 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
-from skymemory.router.clients import Clients
 from skymemory.router.knowledge import Knowledge, ReplicaFigures
-from skymemory.router.prompts import PromptReader
+from skymemory.router.prompt_reader import prompt_reader
 from skymemory.router.proxy import Proxy
 from skymemory.router.proxy_admission import rule_of
 from skymemory.router.proxy_backends import Backends
@@ -29,12 +28,11 @@ from skymemory.router.proxy_health import HealthWatch
 from skymemory.router.proxy_metrics import ProxyMetrics
 from skymemory.router.setting_values import host_and_port
 from skymemory.router.settings import Settings
+from skymemory.router.settings_follow import follow
 from skymemory.router.upstream import KEEP_S
 
 log = logging.getLogger("skymemory.router")
 
-LOOK_S = 1.0
-"""Between two looks at the settings file."""
 LINGER_S = 2.0
 """How long the rest of a body that was refused is read, so that its sender gets to see the refusal."""
 MAX_HEADER_BYTES = 32_768
@@ -52,7 +50,7 @@ class ProxyServer:
         self.scheduler = Scheduler(self.picker, admission=rule_of(settings))
         self.metrics = ProxyMetrics(self.picker.fleet)
         self.backends = Backends(self.picker, self.metrics, settings.health, settings.timeouts.connect_s)
-        self.reader = prompt_reader(settings, self.backends)
+        self.reader = prompt_reader(settings, self.backends.adapters)
         self.events = EventsWatch(self.knowledge.scorer, self.backends)
         self.metrics.registry.register(self.events)
         self.metrics.registry.register(ReplicaFigures(self.knowledge))
@@ -139,28 +137,6 @@ class ProxyServer:
         await self._probes.close()
 
 
-def prompt_reader(settings: Settings, backends: Backends) -> PromptReader:
-    prompts = settings.prompts
-    tokenizer = None
-    if prompts.tokenizer is not None:
-        from skymemory.router.tokenizing import PromptTokenizer
-
-        tokenizer = PromptTokenizer(prompts.tokenizer)
-    return PromptReader(
-        block_bytes=prompts.block_bytes,
-        tokenizer=tokenizer,
-        block_tokens=prompts.block_tokens,
-        max_blocks=prompts.max_blocks,
-        max_body_bytes=settings.limits.max_body_bytes,
-        adapters=backends.adapters,
-        session_header=prompts.session_header,
-        session_cookie=prompts.session_cookie,
-        clients=Clients(settings.admission.tenant_header.lower(), settings.admission.priority_header.lower())
-        if settings.admission.fair
-        else None,
-    )
-
-
 async def serve(
     read: Callable[[], Settings],
     file: Path | None,
@@ -196,7 +172,7 @@ async def serve(
     host, _ = host_and_port(settings.listen)
     say(f"listening on http://{f'[{host}]' if ':' in host else host}:{server.port}: {len(settings.backends)} servers, "
         f"{server.picker.scorer.name}")  # fmt: skip
-    following = asyncio.create_task(_follow(file, reload)) if file is not None else None
+    following = asyncio.create_task(follow(file, reload)) if file is not None else None
     try:
         await told_to_stop.wait()
         draining = asyncio.create_task(server.drain(server.proxy.settings.drain_s))
@@ -210,22 +186,3 @@ async def serve(
             following.cancel()
         await server.close()
     return 0 if ended else 1
-
-
-async def _follow(file: Path, changed: Callable[[], None]) -> None:
-    """Call ``changed`` whenever ``file`` is another than it was."""
-    seen = _look(file)
-    while True:
-        await asyncio.sleep(LOOK_S)
-        now = _look(file)
-        if now is not None and now != seen:
-            seen = now
-            changed()
-
-
-def _look(file: Path) -> tuple[int, int, int] | None:
-    try:
-        found = file.stat()
-    except OSError:
-        return None  # while it is being replaced
-    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from skymemory.errors import InvalidInput
 from skymemory.units import parse_duration, parse_size
+
+
+def setting(key: str, read: Callable[[object], Any], default: Any, says: str) -> Any:
+    """A field of the schema: the key it is written by, how what is written there is read, and what it is."""
+    return field(default=default, metadata={"key": key, "read": read, "says": says})
 
 
 def text(value: object) -> str:

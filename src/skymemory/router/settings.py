@@ -5,13 +5,14 @@ Every field says by which key it is written, and how what is written there is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from skymemory.errors import InvalidInput
+from skymemory.router.picker_settings import PickerSettings
 from skymemory.router.setting_values import (
     address,
     duration,
@@ -25,10 +26,7 @@ from skymemory.router.setting_values import (
     wholes,
     yes_or_no,
 )
-
-
-def _setting(key: str, read: Callable[[object], Any], default: Any, says: str) -> Any:
-    return field(default=default, metadata={"key": key, "read": read, "says": says})
+from skymemory.router.setting_values import setting as _setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +173,7 @@ class Settings:
     retries: Retries = Retries()
     replicas: ReplicaSettings = ReplicaSettings()
     admission: AdmissionSettings = AdmissionSettings()
+    picker: PickerSettings = PickerSettings()  # noqa: RUF009 - a frozen value, one for all
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the strategy."""
     listen: str = _setting("listen", text, "127.0.0.1:8080", "address and port; port 0: any that is free")

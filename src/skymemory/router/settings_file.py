@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skymemory.errors import InvalidInput
+from skymemory.router.picker_settings import PickerSettings
 from skymemory.router.settings import (
     AdmissionSettings,
     Backend,
@@ -30,6 +31,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "retries": Retries,
     "replicas": ReplicaSettings,
     "admission": AdmissionSettings,
+    "picker": PickerSettings,
 }
 T = TypeVar("T")
 

@@ -12,7 +12,6 @@ import random
 import ssl
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -20,6 +19,7 @@ import aiohttp
 from skymemory.conductor.fleet import Fleet
 from skymemory.router.engine_metrics import EngineMetrics, UnreadableMetrics
 from skymemory.router.scrape import MAX_BYTES, TIMEOUT_S, fetch_metrics
+from skymemory.router.tasks import ended
 
 EVERY_S = 0.5
 SLOWEST_S = 10.0
@@ -96,9 +96,7 @@ class MetricsWatch:
         tasks = list(self._tasks.values())
         for server in list(self._tasks):
             self.unfollow(server)
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await ended(tasks)
 
     async def _look_on(self, watched: Watched) -> None:
         while True:
