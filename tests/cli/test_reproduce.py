@@ -68,6 +68,15 @@ def test_mooncake_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["told"][0]["ours"] == 1.25
 
 
+def test_mooncake_as_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "mooncake", "--fig", "layer-wise", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "### Latency of storing KV: after the prefill, and layer by layer within it" in lines
+    (row,) = [line for line in lines if line.startswith("| 128 |")]
+    (head,) = [line for line in lines if line.startswith("| thousand tokens |")]
+    assert row.count("|") == head.count("|") == 6
+
+
 def test_mooncake_answers_wrong_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["reproduce", "mooncake", "--fig", "14"]) == 2
     assert "not reproduced" in capsys.readouterr().err

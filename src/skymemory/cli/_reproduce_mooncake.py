@@ -40,7 +40,7 @@ def run_mooncake(args: argparse.Namespace) -> int:
         finally:
             progress.close()
         if not args.json:
-            for line in as_text(told[-1]):
+            for line in (as_markdown if args.markdown else as_text)(told[-1]):
                 print(line)
             sys.stdout.flush()
     if args.json:
@@ -81,6 +81,20 @@ def as_text(told: Experiment) -> list[str]:
         unit = f" {one.unit}" if one.unit else ""
         lines.append(f"  {one.what:<{width}}  {_published(one):>22}  {_number(one.ours, one.digits):>10}{unit}{why}")
     return [*lines, "", *(f"  {line}" for line in table(told.header, told.rows))]
+
+
+def as_markdown(told: Experiment) -> list[str]:
+    """The same as a section of a page: how docs/reproduce.md is written."""
+    lines = ["", f"### {told.title}", "", f"`{told.name}`; published as {told.published_as}. Requests: {told.source}."]
+    lines += ["", *(f"- {one}" for one in told.assumed)]
+    lines += ["", "| what | published | ours | | why |", "| --- | ---: | ---: | --- | --- |"]
+    for one in told.told:
+        lines.append(f"| {one.what} | {_published(one)} | {_number(one.ours, one.digits)} | {one.unit} | {one.why} |")
+    lines += ["", f"| {' | '.join(told.header)} |".replace("_", " ")]
+    words = [all(isinstance(row[at], str) for row in told.rows) for at in range(len(told.header))]
+    lines.append(f"| {' | '.join('---' if left else '---:' for left in words)} |")
+    lines += [f"| {' | '.join(_cell(value) for value in row)} |" for row in told.rows]
+    return lines
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -40,6 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
     ours.add_argument("--trace", type=Path, metavar="FILE", help="the released trace (default: a seeded generator)")
     ours.add_argument("--seed", type=int, default=0, help="of the generator, jitter and ties (default: 0)")
     ours.add_argument("--quick", action="store_true", help="ten minutes of requests, fewer settings")
+    ours.add_argument("--markdown", action="store_true", help="print sections of a page instead of tables")
     ours.add_argument("--jobs", type=int, metavar="N", help="processes at once (default: one per processor)")
     ours.add_argument(
         "--way", choices=("processes", "sequence", "ray"), default="processes",

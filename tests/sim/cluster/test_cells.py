@@ -39,6 +39,9 @@ def test_parts_of_the_time() -> None:
     assert late.requests == sum(one.at_s >= edge_s for one in whole.outcomes)
     early = run_cell(ClusterCell(POISSON, SMALL, until_part=0.7)).metrics
     assert early.requests + late.requests == 60
+    cold = run_cell(ClusterCell(POISSON, SMALL, begin_part=0.3, from_part=0.7, until_part=0.9))
+    assert 0 < cold.metrics.requests < late.requests
+    assert run_cell(ClusterCell(POISSON, SMALL, begin_part=0.7)).metrics.requests == late.requests
 
 
 def test_parts_of_the_time_follow_the_rate() -> None:

@@ -31,6 +31,8 @@ class ClusterCell:
     scheduler_options: Options = ()
     admission: str = "all"
     admission_options: Options = ()
+    begin_part: float = 0.0
+    """Requests that arrive before so much of the time, 0 to 1, are not run."""
     from_part: float = 0.0
     """Requests are measured that arrive after so much of the time in which they arrive, 0 to 1."""
     until_part: float = 1.0
@@ -58,8 +60,10 @@ class CellAnswer:
 def run_of(cell: ClusterCell) -> ClusterRun:
     """The run itself."""
     requests = cell.source.requests()
+    begin_s, until_s = (_moment(cell, part) * cell.setup.rate for part in (cell.begin_part, cell.until_part))
+    if cell.begin_part > 0:
+        requests = [one for one in requests if one.at_s >= begin_s]
     if cell.until_part < 1:
-        until_s = _moment(cell, cell.until_part) * cell.setup.rate
         requests = [one for one in requests if one.at_s < until_s]
 
     def scheduler(world: World) -> Scheduler:
