@@ -36,3 +36,12 @@ def test_what_is_said_of_when_it_helps() -> None:
     for dram_tb in (0.1, 0.25, 1.0):
         assert mean_s("1 Gbit/s", dram_tb) == pytest.approx(mean_s("nothing", dram_tb), rel=0.05)
     assert all(row["completed"] == ROWS[0]["completed"] for row in ROWS)
+
+
+def test_what_the_pool_costs_is_what_was_measured() -> None:
+    rows = json.loads((ROOT / "docs/benchmarks/cluster_pool.json").read_text("utf-8"))["rows"]
+    seconds = [f"{row['processor_s']:.2f}" for row in rows]
+    hits = [f"{row['hit_blocks']:.1%}" for row in rows]
+    assert f"| processor time, s | {' | '.join(seconds)} |" in PAGE
+    assert f"| blocks that hit | {' | '.join(hits)} |" in PAGE
+    assert all(row["processor_s"] < 2 for row in rows if "LRU" in row["pool"])
