@@ -12,6 +12,7 @@ import pytest
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric
 from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.estimates import ErringSpeeds, Estimates
 from skymemory.sim.cluster.requests import asked
@@ -56,6 +57,22 @@ def test_a_belief_changes_the_estimate_and_not_the_truth() -> None:
     slow = replace(SETUP, believed=LLAMA_70B_8xA800.at(0.25))
     assert estimated_s(slow) == pytest.approx(2 * estimated_s(SETUP))
     assert run_cluster([LONE], slow).outcomes == run_cluster([LONE], SETUP).outcomes
+
+
+def test_a_slower_network_is_believed_in_where_one_is() -> None:
+    rates = []
+
+    def factory(world: World) -> Scheduler:
+        scheduler = scheduler_named("kvcache-centric", world)
+        assert isinstance(scheduler.prefill.scorer, KvCacheCentric)
+        network = scheduler.prefill.scorer._network
+        assert network is not None
+        rates.append(network.bytes_per_s)
+        return scheduler
+
+    for setup in (SETUP, replace(SETUP, believed=replace(LLAMA_70B_8xA800, network_share=0.5))):
+        run_cluster([LONE], setup, factory)
+    assert rates[1] == rates[0] / 2
 
 
 def test_estimates_err_as_much_as_is_asked_and_the_same_whenever_asked() -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sim.cluster.toy import told
 
 from skymemory.conductor.admission.base import Case, Refusal, Slo, Unlearning
-from skymemory.conductor.scheduler import Scheduler
+from skymemory.conductor.cost_model import Medium
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.request import Request
+from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.conductor.strategies.base import Scorer
 from skymemory.sim.cluster.outcome import ClusterRun
 from skymemory.sim.cluster.pool_settings import PoolSettings
 from skymemory.sim.cluster.run import run_cluster
@@ -45,6 +52,41 @@ class Dice(Unlearning):
         self.open -= 1
 
 
+class Ledger:
+    """Stands before a scorer, and checks the way of each request: sent, then first byte or failure, then its end."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer, self.name = scorer, scorer.name
+        self.sent: Counter[tuple[int, str]] = Counter()
+        self.answering: Counter[tuple[int, str]] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scorer, name)
+
+    def _moves(self, request: Request, server: Server, begin: Counter[tuple[int, str]]) -> tuple[int, str]:
+        key = (id(request), server.name)
+        assert begin[key] == 1, "it was not there"
+        del begin[key]
+        return key
+
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        assert server.healthy
+        self.sent[id(request), server.name] += 1
+        self._scorer.routed(request, server, now_s)
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        self.answering[self._moves(request, server, self.sent)] += 1
+        self._scorer.succeeded(request, server, now_s, cached_tokens)
+
+    def failed(self, request: Request, server: Server, now_s: float) -> None:
+        self._moves(request, server, self.sent)
+        self._scorer.failed(request, server, now_s)
+
+    def ended(self, request: Request, server: Server, now_s: float) -> None:
+        self._moves(request, server, self.answering)
+        self._scorer.ended(request, server, now_s)
+
+
 def drawn(seed: int, count: int) -> list[TraceRequest]:
     """Prompts that share beginnings, in bursts."""
     dice = random.Random(seed)
@@ -63,14 +105,22 @@ def drawn(seed: int, count: int) -> list[TraceRequest]:
 def check(requests: list[TraceRequest], setup: ClusterSetup, name: str, seed: int, refused: float) -> ClusterRun:
     rule = Dice(seed, refused)
     made: list[tuple[World, Scheduler]] = []
+    ledgers: list[Ledger] = []
 
     def factory(world: World) -> Scheduler:
-        made.append((world, scheduler_named(name, world)))
-        return made[0][1]
+        scheduler = scheduler_named(name, world)
+        for picker in (scheduler.prefill, scheduler.decode):
+            if picker is not None:
+                ledger = Ledger(picker.scorer)
+                picker.scorer = ledger  # type: ignore[assignment]
+                ledgers.append(ledger)
+        made.append((world, scheduler))
+        return scheduler
 
     run = run_cluster(requests, setup, factory, rule)
     (world, _), *_ = made
     assert rule.open == 0, "whoever was let in has ended"
+    assert not any(ledger.sent or ledger.answering for ledger in ledgers)
     for server in (*world.prefill, *(world.decode or ())):
         assert (server.in_flight, server.prefilling, server.prefill_tokens) == (0, 0, 0.0)
     assert len(run.outcomes) == len(requests)
@@ -174,6 +224,43 @@ def test_a_machine_that_was_dead_has_lost_its_cache() -> None:
     requests = [TraceRequest(at_s, 1_024, 1, (1, 2)) for at_s in (0.0, 10.0, 30.0)]
     setup = ClusterSetup(prefill=1, decode=1, failures=(Failure("prefill-0", 20.0, 5.0),))
     assert [one.held_tokens for one in run_cluster(requests, setup).outcomes] == [0, 1_023, 0]
+
+
+def test_a_machine_that_was_dead_is_not_believed_to_hold_anything() -> None:
+    matched = []
+
+    def factory(world: World) -> Scheduler:
+        scheduler = scheduler_named("least-ttft", world)
+        begin = scheduler.begin
+
+        def noting(placement: Placement, now_s: float) -> None:
+            matched.append(placement.prefill.matched_tokens)
+            begin(placement, now_s)
+
+        scheduler.begin = noting  # type: ignore[method-assign]
+        return scheduler
+
+    requests = [TraceRequest(at_s, 1_024, 1, (1, 2)) for at_s in (0.0, 10.0, 30.0)]
+    run_cluster(requests, ClusterSetup(prefill=1, decode=1, failures=(Failure("prefill-0", 20.0, 5.0),)), factory)
+    assert matched == [0, 1_024, 0]
+
+
+def test_a_machine_that_dies_while_its_kv_goes_away_takes_the_request_with_it() -> None:
+    slow = PoolSettings(network=Medium("network", BLOCK_BYTES / 10))  # ten seconds for a block
+    failures = (Failure("prefill-0", 8.0, 100.0),)
+    setup = ClusterSetup(prefill=2, decode=1, pool=slow, failures=failures, spans=True)
+    request = TraceRequest(0.0, 1_024, 2, (1, 2))
+    for name in ("prefill-0", "prefill-1"):
+        run = run_cluster([request], setup, told(lambda request, name=name: (name, None)))
+        (one,) = run.outcomes
+        assert one.status == "completed"
+        if name == "prefill-1":
+            assert (one.prefill, one.end_s) == (1, pytest.approx(20.0, abs=1.0))
+        else:
+            assert one.prefill == 1, "told to the dead one, it goes to the other"
+            assert one.ttft_s == pytest.approx(8.0, abs=0.5), "its first token is that of the second try"
+            assert one.end_s == pytest.approx(40.0, abs=1.0), "its KV goes behind the dead one's, that was asked for"
+            assert [span.what for span in run.spans] == ["prefill", "transfer", "prefill", "transfer", "decode"]
 
 
 def test_nobody_is_there_to_serve() -> None:

@@ -91,6 +91,14 @@ def test_chunks_go_with_decoding() -> None:
     assert first.end_s == second.end_s == pytest.approx(second.at_s + (second.ttft_s or 0) + 0.001 + 0.2e-3 * 404)
 
 
+def test_prompts_under_way_have_their_memory_too() -> None:
+    # There is memory for one of them at a time, and room for both in a step.
+    requests = [TraceRequest(0.0, 60, 40, ()), TraceRequest(0.0, 60, 2, ())]
+    setup = replace(ALONE, mixed_tokens=1_000, kv_tokens=51_200 + 120)
+    first, second = run_cluster(requests, setup, HERE).outcomes
+    assert second.at_s + second.queue_s == pytest.approx(first.end_s)
+
+
 def test_a_prompt_seen_before_is_not_computed_again_there() -> None:
     requests = [TraceRequest(0.0, 1024, 1, (1, 2)), TraceRequest(5.0, 1124, 1, (1, 2, 3))]
     _, again = run_cluster(requests, ALONE, HERE).outcomes

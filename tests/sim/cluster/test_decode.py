@@ -121,6 +121,15 @@ def test_runs_are_the_steps_that_they_are_made_of(cost: CostModel, kv: int, most
         agree(drawn(seed), cost, kv, most)
 
 
+def test_a_run_that_begins_bound_by_reading_and_ends_bound_by_computing() -> None:
+    cost = LLAMA_70B_8xA800.at(0.02)
+    fixed_s, read_s, read_per_s, flops_s, flops_per_s = cost.decode_parts(1)
+    crossing = int((read_s - flops_s) / (flops_per_s - read_per_s))
+    assert fixed_s + read_s + read_per_s * (crossing + 100) < cost.decode_step_s(1, crossing + 100)
+    agree([Answer(1.0, crossing - 400, 900)], cost, 10_000_000, 8)
+    agree([Answer(1.0, crossing - 400, 900), Answer(10.0, 10, 2)], cost, 10_000_000, 8)
+
+
 def test_by_hand() -> None:
     # Alone, contexts of 11 and 12 tokens: 1 + 2.2 and 1 + 2.4 ms. Who comes at 4 ms joins when that step ends, at 6.6:
     # 1 + 0.2·(13 + 101) = 23.8 ms for both, then alone 1 + 0.2·102.

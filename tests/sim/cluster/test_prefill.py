@@ -113,6 +113,16 @@ def test_the_front_is_computed_while_the_rest_is_loaded() -> None:
     assert bench.ends[0] == pytest.approx(1.024 + loaded_s(1.024, 0.1, 10), abs=3e-4)
 
 
+def test_what_others_computed_there_since_it_was_loaded_counts_too() -> None:
+    bench = Bench(network_s=1e-6)
+    bench.pool.stored(1, (1,), 0.0)
+    bench.comes(0, 0.0, 2048, (1, 2, 3, 4))
+    job = bench.comes(1, 0.1, 2148, (1, 2, 3, 4), plan=Plan(0, 0, 512, "b"))
+    bench.clock.run()
+    assert (job.computed_tokens, job.held_tokens, job.sources) == (100, 1536, {"node": 512})
+    assert bench.ends[1] == pytest.approx(2.048 + 0.1)
+
+
 def test_what_the_source_has_lost_is_computed() -> None:
     bench = Bench()
     bench.pool.stored(1, (1, 2, 3), 0.0)
