@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from skymemory.constellation.presets import preset_named
 from skymemory.errors import InvalidInput, UnknownPreset
@@ -151,3 +153,37 @@ def test_a_busy_way_up_takes_only_what_is_offered_again() -> None:
     assert tier.leading((1, 2, 3, 4, 5), 99.0) == 4
     tier.write((9,), out, 2.0)
     assert len(tier) == 5
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 2), st.lists(st.integers(1, 3), min_size=1, max_size=5)), max_size=30
+    ),
+    st.integers(1, 9),
+)
+def test_the_sky_too_never_keeps_a_block_without_its_parent(
+    steps: list[tuple[bool, int, list[int]]], capacity: int
+) -> None:
+    setup = SkySetup(
+        bytes_per_s=BLOCK / 30, servers=9, memory_bytes_per_satellite=(capacity + 0.5) * BLOCK / 9, most_queued_s=100.0
+    )
+    tier, out, into, now_s, read = SkyTier(setup, BLOCK), Link("out", WIDE), Link("in", WIDE), 0.0, 0
+    seen: set[tuple[int, ...]] = set()
+    for writes, wait, choices in steps:
+        now_s += 40.0 * wait
+        chain = tuple(int("".join(map(str, choices[: at + 1]))) for at in range(len(choices)))
+        seen.update(chain[: at + 1] for at in range(len(chain)))
+        if writes:
+            tier.write(chain, out, now_s)
+        else:
+            count, done_s = tier.read(chain, 0, len(chain), into, now_s)
+            assert count == tier.leading(chain, now_s)
+            assert done_s >= now_s + 30 * count
+            read += count
+        resident = {chain[-1] for chain in seen if tier.leading((chain[-1],), 1e9)}
+        assert all(block < 10 or block // 10 in resident for block in resident)
+        assert len(tier) == len(resident) <= capacity
+    figures = tier.figures()
+    assert figures["sky_down_bytes"] == into.carried_bytes == read * BLOCK
+    assert figures["sky_up_bytes"] == out.carried_bytes == (len(tier) + figures["sky_evicted_blocks"]) * BLOCK
