@@ -55,6 +55,16 @@ def test_every_strategy_answers_everything_and_prefixes_are_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_precise_follows_the_engines_events() -> None:
+    words = ["--strategies", "precise,random", "--requests", "24", "--quick", "--json", "--seed", "3"]
+    answer = subprocess.run([*DEMO, *words], capture_output=True, text=True, timeout=280)
+    assert answer.returncode == 0, answer.stderr
+    rows = {row["strategy"]: row for row in json.loads(answer.stdout)["rows"]}
+    assert rows["precise"]["hit_ratio"] > rows["random"]["hit_ratio"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_however_it_is_ended_nothing_is_left(number: signal.Signals) -> None:
     marker = f"SKYMEMORY_TEST_MARK={time.monotonic_ns()}"

@@ -12,7 +12,7 @@ import signal
 import ssl
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 METRICS = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{model_name="small"}} {running}
@@ -32,6 +32,8 @@ class MockEngine:
     ``body_bytes`` of an answer, ``packed`` (a Content-Encoding).
     """
 
+    event_sources: ClassVar[list[dict[str, Any]] | None] = None
+    """What vLLM's /kv_event_sources says; None: there is no such page."""
     name: str
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "small", "object": "model"}])
     healthy: bool = True
@@ -109,6 +111,8 @@ class MockEngine:
             )
         elif path == "/v1/models":
             self._reply(writer, 200, json.dumps({"object": "list", "data": self.models}).encode())
+        elif path == "/kv_event_sources" and self.event_sources is not None:
+            self._reply(writer, 200, json.dumps(self.event_sources).encode())
         else:
             self._reply(writer, 200 if self.healthy else 503, b"{}")
 

@@ -87,11 +87,17 @@ def test_events(checked: Checked, url: str) -> None:
         assert code == 1 and "no replay: tcp://127.0.0.1:1 did not answer" in said
 
 
-def test_events_that_nobody_publishes_or_that_are_not_said(checked: Checked, url: str) -> None:
+def test_events_that_nobody_publishes_or_that_are_not_said(
+    checked: Checked, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, said = checked({"url": url, "events": "tcp://127.0.0.1:1"}, precise=True)
     assert code == 1 and "nobody answers at tcp://127.0.0.1:1" in said
     code, said = checked({"url": url}, precise=True)
     assert code == 1 and "`events` does not say where they are" in said
+    sources = [{"data_parallel_rank": 0, "endpoint": "tcp://10.0.0.1:5557", "replay_endpoint": None, "topic": ""}]
+    monkeypatch.setattr(mock_engine.MockEngine, "event_sources", sources)
+    code, said = checked({"url": url}, precise=True)
+    assert code == 1 and "it publishes at tcp://10.0.0.1:5557" in said
     code, said = checked({"url": url, "events": "tcp://127.0.0.1:1"})
     assert code == 0 and "the strategy does not go by them" in said
 

@@ -22,6 +22,8 @@ from skymemory.cli._demo_motion_screen import Screen
 from skymemory.cli._demo_route_load import BLOCK_TOKENS, Load, ask, clear_caches, make_load, metrics, replay
 from skymemory.cli._demo_route_processes import service
 from skymemory.cli._demo_route_table import WIDTH, Row, figures, final, frame
+from skymemory.cli.demo import QUICK_STRATEGIES, ROUTE_STRATEGIES
+from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 
 ENGINES = 4
 ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 32
@@ -36,6 +38,8 @@ OFFERED = 0.85
 """Tokens that arrive per second, as a part of what the engines together compute where nothing is cached."""
 PROBE_TOKENS = 600
 WATCH_S = 0.4
+EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
+"""Of a backend's settings, and of what an engine says of its events."""
 
 
 class Stage:
@@ -94,10 +98,25 @@ class Stage:
             await asyncio.sleep(WATCH_S)
 
 
-def router_words(strategy: str, urls: Sequence[str], settings: Path) -> list[str]:
-    """``skymemory route`` as a person would type it."""
-    backends = [word for url in urls for word in ("--backend", url)]
-    return ["route", *backends, "--listen", "127.0.0.1:0", "--strategy", strategy, "--settings", str(settings)]
+def router_words(strategy: str, folder: Path) -> list[str]:
+    """``skymemory route`` as a person would type it. ``precise`` reads prompts with the engines' tokenizer: it must."""
+    file = folder / ("precise.toml" if strategy == "precise" else "route.toml")
+    return ["route", "--listen", "127.0.0.1:0", "--strategy", strategy, "--settings", str(file)]
+
+
+async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], seed: int, folder: Path) -> None:
+    """Both files for ``router_words``; where engines publish their events they say themselves."""
+    common = [f"seed = {seed}", 'drain = "1s"']
+    tokens = ["[prompts]", f"tokenizer = {json.dumps(str(SMALL_MODEL_FOLDER))}", f"block_tokens = {BLOCK_TOKENS}"]
+    backends, followed = list[str](), list[str]()
+    for url in urls:
+        async with client.get(f"{url}/kv_event_sources") as answer:
+            told = (await answer.json())[0]
+        table = ["[[backends]]", f"url = {json.dumps(url)}"]
+        backends += table
+        followed += [*table, *(f"{key} = {json.dumps(told[name])}" for key, name in EVENT_KEYS.items())]
+    (folder / "route.toml").write_text("\n".join([*common, *backends]), "utf-8")
+    (folder / "precise.toml").write_text("\n".join([*common, *tokens, *followed]), "utf-8")
 
 
 def run_route(args: argparse.Namespace) -> int:
@@ -134,14 +153,14 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage,
         f"tokens each on average; one cache with room for everything would supply {_best_hits(loads):.0%} of them"
     )
     async with AsyncExitStack() as stack:
-        settings = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-demo-route-"))) / "route.toml"
-        settings.write_text(f'seed = {args.seed}\ndrain = "1s"\n')
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-demo-route-")))
         words = ("serve", "--model", "small", "--engines", str(ENGINES), "--listen", "127.0.0.1:0", "--threads", "1")
-        cache = ("--cache", str(cache_blocks * BLOCK_BYTES))
+        cache = ("--cache", str(cache_blocks * BLOCK_BYTES), "--kv-events", "tcp://127.0.0.1:*")
         urls = await stack.enter_async_context(service("the engines", ENGINES, *words, *cache))
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        order = list(args.strategies)
+        await write_settings(client, urls, args.seed, folder)
+        order = list(args.strategies or (QUICK_STRATEGIES if args.quick else ROUTE_STRATEGIES))
         random.Random(args.seed).shuffle(order)
         stage = Stage(client, urls, screen, order, sum(len(load.asked) for load in loads))
         await stage.measure(args.seed)  # what is slow only the first time
@@ -153,7 +172,7 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage,
         )
         for at, load in enumerate(loads):
             for row in reversed(stage.rows) if at % 2 else stage.rows:
-                words_of = router_words(row.strategy, urls, settings)
+                words_of = router_words(row.strategy, folder)
                 await stage.run(row, words_of, load, load.tokens / (OFFERED * speed))
                 if not screen.live:
                     screen.say(row.line())

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
 
 DEMO_CODECS = ("raw", "quanto8", "hqq8")
-ROUTE_STRATEGIES = ("random", "round-robin", "least-load", "approximate", "least-ttft")
+QUICK_STRATEGIES = ("random", "round-robin", "least-load", "approximate", "least-ttft")
+ROUTE_STRATEGIES = ("random", "round-robin", "least-load", "approximate", "precise", "least-ttft")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -113,8 +114,9 @@ def _add_route(others: Subparsers) -> None:
     add = route.add_argument
     add("--quick", action="store_true", help="fewer requests: under 45 s")
     add(
-        "--strategies", type=argument(_strategies), default=ROUTE_STRATEGIES, metavar="A,B,…",
-        help=f"which of the router's strategies (default: {','.join(ROUTE_STRATEGIES)})",
+        "--strategies", type=argument(_strategies), default=(), metavar="A,B,…",
+        help=f"which of the router's strategies (default: {','.join(ROUTE_STRATEGIES)}; "
+        "with --quick without precise)",
     )  # fmt: skip
     add(
         "--workload", choices=("conversations", "tenants"), default="conversations",

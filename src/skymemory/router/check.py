@@ -193,10 +193,10 @@ async def _heard(feed: Feed) -> None:
 
 
 async def _event_sources(asked: _Asked) -> str:
-    """Where vLLM says that it publishes (0.32 and later)."""
+    """Where vLLM says that it publishes (0.32 and later): a list with an entry for each rank."""
     try:
         sources = json.loads(await asked.get("/kv_event_sources"))
-        told: Sequence[str] = [str(each["endpoint"]) for each in sources.values()]
-    except (_NoAnswer, ValueError, KeyError, TypeError, AttributeError):
+        told: Sequence[str] = [str(each["endpoint"]) for each in sources]
+    except (_NoAnswer, ValueError, KeyError, TypeError):
         return ""
     return f"; it publishes at {', '.join(told)}" if told else ""

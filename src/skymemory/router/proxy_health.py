@@ -97,7 +97,9 @@ class HealthWatch:
         except TimeoutError:
             self._backends.failed(name, f"{health.path} gave no answer in {health.timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:
-            self._backends.failed(name, str(error), gone=True)
+            # Only who refuses is gone: a name that is not found or a certificate that is wrong says nothing of caches.
+            refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
+            self._backends.failed(name, str(error), gone=refused)
         except (aiohttp.ClientError, OSError) as error:
             self._backends.failed(name, f"{health.path}: {error}")
         return False

@@ -163,6 +163,9 @@ async def serve(
         except InvalidInput as error:
             server.metrics.reloads.labels("refused").inc()
             log.error("the settings stay as they were: %s", error)
+        except Exception:  # the file is followed on, whatever was in it
+            server.metrics.reloads.labels("refused").inc()
+            log.exception("the settings were not taken up whole")
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)

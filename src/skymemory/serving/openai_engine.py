@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from aiohttp import web
 
@@ -28,10 +28,18 @@ class OpenAIEngine:
     """Handlers over one engine thread. Run the application with ``handler_cancellation=True``: a request whose client
     has gone away is cancelled, and so is its computing."""
 
-    def __init__(self, reader: RequestReader, engine: EngineThread, tally: Tally) -> None:
+    def __init__(
+        self,
+        reader: RequestReader,
+        engine: EngineThread,
+        tally: Tally,
+        event_sources: Sequence[Mapping[str, object]] = (),
+    ) -> None:
+        """``event_sources``: where KV events are published, by rank, in vLLM's words (``endpoint`` and so on)."""
         self._reader = reader
         self._engine = engine
         self._tally = tally
+        self._event_sources = list(event_sources)
         self._created = int(time.time())
 
     def application(self) -> web.Application:
@@ -44,6 +52,7 @@ class OpenAIEngine:
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
                 web.post("/reset_prefix_cache", self._reset),
+                web.get("/kv_event_sources", self._sources),
             ]
         )
         return app
@@ -67,6 +76,9 @@ class OpenAIEngine:
     async def _metrics(self, request: web.Request) -> web.Response:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return web.Response(body=self._tally.text(), headers={"Content-Type": kind})
+
+    async def _sources(self, request: web.Request) -> web.Response:
+        return web.json_response(self._event_sources)
 
     async def _reset(self, request: web.Request) -> web.Response:
         blocks = await asyncio.wrap_future(self._engine.clear_cache())

@@ -59,6 +59,7 @@ class Engine:
         context_tokens = _context(ready, settings.context_tokens)
         _warm(ready, context_tokens)
         self.publisher: KVPublisher | None = None
+        sources: list[dict[str, object]] = []
         self.caches = PrefixCaches(
             ready.model, ready.tokenizer, settings.cache_bytes, settings.block_tokens, settings.policy
         )
@@ -66,6 +67,8 @@ class Engine:
             topic = f"kv@{settings.host}@{self.name}"
             self.publisher = KVPublisher(settings.kv_events, settings.kv_replay, topic)
             self.caches.on_events = self.publisher.publish
+            at, replay_at = self.publisher.at, self.publisher.replay_at
+            sources = [{"data_parallel_rank": 0, "endpoint": at, "replay_endpoint": replay_at, "topic": topic}]
         tally = Tally(self.name)
         self.thread = EngineThread(
             ready.model, ready.tokenizer, self.caches, tally,
@@ -77,7 +80,7 @@ class Engine:
         )  # fmt: skip
         vocabulary = ready.model.get_input_embeddings().weight.shape[0]
         reader = RequestReader(self.name, ready.tokenizer, vocabulary, context_tokens)
-        self.application = OpenAIEngine(reader, self.thread, tally).application
+        self.application = OpenAIEngine(reader, self.thread, tally, sources).application
 
     def close(self) -> None:
         """Stop computing; what waits is told so. May be repeated."""
