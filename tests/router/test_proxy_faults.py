@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import socket
@@ -228,3 +229,25 @@ def test_an_end_that_only_closing_marks_stays_such_an_end(run: Run) -> None:
     running = run(engines=1)
     came = raw_stream(running, {"events": 2, "open_end": True})
     assert came.endswith(b"data: [DONE]\n\n") and b"chunked" not in came.lower() and b"Connection: close" in came
+
+
+def test_a_few_bytes_that_hold_gigabytes_hold_nobody_up(run: Callable[..., Running]) -> None:
+    running = run(engines=1)
+    bomb = gzip.compress(bytes(200 << 20), 9)
+    assert len(bomb) < 1 << 18
+
+    def thrown() -> bytes:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as client:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: {len(bomb)}"
+            client.sendall(head.encode() + b"\r\n\r\n" + bomb)
+            return client.recv(12)
+
+    with ThreadPoolExecutor(1) as one:
+        throwing = [one.submit(thrown) for _ in range(3)]
+        waits_s = []
+        while not all(each.done() for each in throwing):
+            began_s = time.monotonic()
+            assert running.ask("GET", "/health").status == 200
+            waits_s.append(time.monotonic() - began_s)
+        assert {each.result() for each in throwing} == {b"HTTP/1.1 413"}
+    assert max(waits_s) < 1.0, "unpacking what was refused takes 2 s"

@@ -70,6 +70,9 @@ def told() -> Iterator[tuple[Door, Listener]]:
     settings = EngineSettings(cache_bytes=10 * (BLOCK_BYTES + 128), kv_events=ANYWHERE, kv_replay=ANYWHERE)
     with open_door(settings) as door, zmq.Context() as context:
         assert door.engine.publisher is not None
+        (told,) = door.ask("/kv_event_sources").body
+        assert (told["endpoint"], told["data_parallel_rank"]) == (door.engine.publisher.at, 0)
+        assert told["replay_endpoint"] == door.engine.publisher.replay_at and told["topic"].startswith("kv@")
         socket = context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
         socket.subscribe(b"kv@")

@@ -34,13 +34,25 @@ async def read_request_body(incoming: web.BaseRequest, most_bytes: int, timeout_
             while piece := await content.readany():
                 size += len(piece)
                 if size > most_bytes:
+                    _leave_packed(incoming)
                     raise _too_large(most_bytes)
                 pieces.append(piece)
+                if hdrs.CONTENT_ENCODING in incoming.headers:
+                    await asyncio.sleep(0)  # what is unpacked is there at once, and would let nobody else in between
     except TimeoutError as error:
         raise BadRequest(408, f"the body did not come in {timeout_s:g} s") from error
     except web.RequestPayloadError as error:
         raise BadRequest(400, f"the body cannot be read: {error}") from error
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _leave_packed(incoming: web.BaseRequest) -> None:
+    """Unpack no more of a body that is packed: a few bytes may hold gigabytes, and to read them only so that their
+    sender sees the refusal would hold up everybody.
+    """
+    if hdrs.CONTENT_ENCODING in incoming.headers and incoming.transport is not None:
+        incoming.content.feed_eof()
+        incoming.transport.pause_reading()
 
 
 def _too_large(most_bytes: int) -> BadRequest:
