@@ -126,12 +126,26 @@ def test_a_line_through_estimates_tells_what_batches_can_hold() -> None:
     batches = Batches()
     assert batches.most_tokens(0.1) == float("inf")
     for _ in range(100):
-        batches.entered(1_000, 0.02 + batches.tokens * 1e-6 + 1_000 * 1e-6)
+        batches.entered(1_000, 0.02 + batches.tokens * 1e-6 + 1_000 * 1e-6, now_s=0.0)
     assert batches.most_tokens(0.1) == pytest.approx(80_000, rel=0.01)
     for _ in range(100):
-        batches.left(1_000, 7.0)
+        batches.left(1_000, now_s=7.0)
     assert batches.tokens == 0
-    assert batches.stay_s == pytest.approx(7.0)
+
+
+def test_those_that_stay_count_in_how_long_one_stays() -> None:
+    batches = Batches()
+    for at in range(100):
+        batches.entered(1, 0.01, now_s=at * 1.0)
+        if at % 2:
+            batches.left(1, now_s=at * 1.0)  # half end in 1 s, the others never do
+    assert batches.stay_s > 20.0, "by those alone that ended it would be 1 s"
+    steady = Batches()
+    for at in range(3000):
+        steady.entered(1, 0.01, now_s=at * 1.0)
+        if at >= 40:
+            steady.left(1, now_s=at * 1.0)
+    assert steady.stay_s == pytest.approx(40.0, rel=0.05)
 
 
 def test_the_error_of_estimates_is_bounded_and_small_ones_teach_nothing() -> None:

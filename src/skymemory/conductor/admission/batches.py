@@ -22,11 +22,15 @@ class Batches:
         self._mean_tokens = self._mean_tbt_s = self._var = self._cov = 0.0
         self._line: tuple[float, float] | None = None
         """Seconds between tokens without any context, and per token of it."""
-        self._stay_s = 0.0
-        self._stays = 0
+        self._inside = 0
+        self._since_s = 0.0
+        self._waited_s = self._ended = 0.0
+        """Seconds that all have been inside, and how many of them ended; both forget alike."""
 
-    def entered(self, tokens: int, tbt_s: float) -> None:
+    def entered(self, tokens: int, tbt_s: float, now_s: float) -> None:
         """One was let in; ``tbt_s`` is estimated with it."""
+        self._count(now_s)
+        self._inside += 1
         self.tokens += tokens
         self._seen += 1
         weight = max(_FORGETTING, 1 / self._seen)
@@ -39,17 +43,27 @@ class Batches:
             slope = self._cov / self._var
             self._line = (self._mean_tbt_s - slope * self._mean_tokens, slope)
 
-    def left(self, tokens: int, stayed_s: float | None) -> None:
-        """One is over, ``stayed_s`` after it was let in; None: it was cut short."""
+    def left(self, tokens: int, now_s: float) -> None:
+        """One is over."""
+        self._count(now_s)
+        self._inside -= 1
         self.tokens -= tokens
-        if stayed_s is not None:
-            self._stays += 1
-            self._stay_s += max(_FORGETTING, 1 / self._stays) * (stayed_s - self._stay_s)
+        self._waited_s *= 1 - _FORGETTING
+        self._ended = self._ended * (1 - _FORGETTING) + 1
 
     @property
     def stay_s(self) -> float:
-        """From being let in to the last token, usually."""
-        return self._stay_s
+        """From being let in to the end, usually; 0 while none has ended.
+
+        Those that are inside count with the time they have had: of the first that end one would think that all are
+        short.
+        """
+        return self._waited_s / self._ended if self._ended else 0.0
+
+    def _count(self, now_s: float) -> None:
+        if self._inside:
+            self._waited_s += self._inside * (now_s - self._since_s)
+        self._since_s = now_s
 
     def most_tokens(self, limit_s: float) -> float:
         """Tokens with which the time between tokens would be ``limit_s``; infinite while that is not known."""

@@ -36,7 +36,7 @@ class GoodputSettings:
     """Of the servers' time, what can be had for prefills."""
     fill: float = 0.9
     """Of the tokens that the decoding servers can have within the promise, what they are held at under overload."""
-    broken: float = 0.05
+    broken: float = 0.1
     """Of requests that decode near the limit, how many may break their promise."""
     least_headroom: float = 0.7
     """The limit never falls below this part of the promise."""
@@ -84,7 +84,7 @@ class Goodput:
     def accepted(self, case: Case, now_s: float) -> None:
         self._asked(case, now_s)
         if case.decode is not None and case.decode.estimated_tbt_s is not None:
-            self._batches.entered(case.request.prompt.tokens, case.decode.estimated_tbt_s)
+            self._batches.entered(case.request.prompt.tokens, case.decode.estimated_tbt_s, now_s)
 
     def prefilled(self, case: Case, now_s: float) -> None:
         if case.prefill.estimated_ttft_s is not None:
@@ -92,7 +92,7 @@ class Goodput:
 
     def ended(self, case: Case, now_s: float, met: bool | None) -> None:
         if case.decode is not None and case.decode.estimated_tbt_s is not None:
-            self._batches.left(case.request.prompt.tokens, None if met is None else now_s - case.prefill.at_s)
+            self._batches.left(case.request.prompt.tokens, now_s)
             if met is not None:
                 self._headroom.ended(case.decode.estimated_tbt_s / self.slo.tbt_s, met)
 
