@@ -47,11 +47,11 @@ def _admission(rows: list[dict[str, Any]], path: Path) -> Path:
         for axes, slo in zip(line, slos, strict=True):
             for rule, colour in zip(dict.fromkeys(row["rule"] for row in rows), COLOURS, strict=False):
                 mine = [row for row in rows if (row["size"], row["slo"], row["rule"]) == (size, slo, rule)]
-                axes.plot([r["rate"] for r in mine], [r["goodput_per_s"] for r in mine], "o-", color=colour, label=rule)
+                axes.plot([r["rate"] for r in mine], [r["met"] for r in mine], "o-", color=colour, label=rule)
             axes.set_title(f"{size}, {slo}", fontsize=9)
             axes.set_ylim(bottom=0)
     for axes in panels[:, 0]:
-        axes.set_ylabel("goodput, requests/s")
+        axes.set_ylabel("requests within both SLOs")
     for axes in panels[-1]:
         axes.set_xlabel("times the trace's rate")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
