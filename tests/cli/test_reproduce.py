@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from skymemory.cli.main import main
+from skymemory.view.drawing import save_csv
 
 
 def test_prints_paper_and_ours_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +67,11 @@ def test_mooncake_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["experiment"] == "layer-wise"
     assert told["rows"][0]["thousand_tokens"] == 8
     assert told["told"][0]["ours"] == 1.25
+
+
+def test_a_name_with_a_comma_is_one_cell(tmp_path: Path) -> None:
+    path = save_csv(tmp_path / "a.csv", ("name", "x, s"), [("coupled, chunked", 0.5), ("none", None)])
+    assert path.read_text("utf-8") == 'name,"x, s"\n"coupled, chunked",0.5\nnone,\n'
 
 
 def test_mooncake_as_a_page(capsys: pytest.CaptureFixture[str]) -> None:

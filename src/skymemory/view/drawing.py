@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,11 +84,12 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def save_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
-    """Write the numbers behind a figure."""
+    """Write the numbers behind a figure; what holds a comma is quoted."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [",".join(header)]
-    lines += [",".join(f"{value:.9g}" if isinstance(value, float) else str(value) for value in row) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        lines = csv.writer(stream, lineterminator="\n")
+        lines.writerow(header)
+        lines.writerows([f"{value:.9g}" if isinstance(value, float) else value for value in row] for row in rows)
     return path
 
 

@@ -90,7 +90,9 @@ def _scheduling(told: Experiment) -> Figure:
         axes.set_xticks(list(at), [str(r["scheduler"]) for r in records], rotation=15, fontsize=8)
         axes.set_ylabel(label)
     left.set_yscale("log")
+    left.set_ylim(bottom=0.5)
     left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("")
     left.legend()
     return figure
 
