@@ -92,10 +92,11 @@ def test_chunks_go_with_decoding() -> None:
 
 
 def test_prompts_under_way_have_their_memory_too() -> None:
-    # There is memory for one of them at a time, and room for both in a step.
-    requests = [TraceRequest(0.0, 60, 40, ()), TraceRequest(0.0, 60, 2, ())]
+    # Two come while a step is done. There is memory for one of them at a time, and room for both in the next step.
+    three = ((0.0, 10, 1), (0.001, 60, 40), (0.002, 60, 2))
+    requests = [TraceRequest(at_s, tokens, output, ()) for at_s, tokens, output in three]
     setup = replace(ALONE, mixed_tokens=1_000, kv_tokens=51_200 + 120)
-    first, second = run_cluster(requests, setup, HERE).outcomes
+    _, first, second = run_cluster(requests, setup, HERE).outcomes
     assert second.at_s + second.queue_s == pytest.approx(first.end_s)
 
 
