@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Decision
+from skymemory.router.afterwards import Afterwards
 
 
 class Booking:
     """Keeps the picker's account right, whatever order things are told in, or left untold.
 
-    Made when the request goes out. Whatever is told twice counts once; ``close`` ends what is still open.
+    Made when the request goes out. Whatever is told twice counts once; ``close`` ends what is still open. The entries
+    themselves are made ``after`` answers are out, in order: learning a prompt takes as long as picking for it.
     """
 
-    def __init__(self, picker: Picker, decision: Decision, now_s: float) -> None:
+    def __init__(self, picker: Picker, decision: Decision, now_s: float, after: Afterwards | None = None) -> None:
         self._picker = picker
+        self._after = Afterwards() if after is None else after
         self.decision = decision
         self._open = True
         self._answered = False
-        picker.routed(decision, now_s)
+        self._after.do(partial(self._picker.routed, decision, now_s))
 
     @property
     def waits(self) -> bool:
@@ -33,7 +37,7 @@ class Booking:
         """
         if not self.waits or server == self.decision.server:
             return False
-        self._picker.failed(self.decision, now_s)
+        self._after.do(partial(self._picker.failed, self.decision, now_s))
         reasons = (*self.decision.reasons, f"{self.decision.server} did not take it, {server} did")
         rest = tuple(name for name in self.decision.fallbacks if name != server)
         self.decision = replace(
@@ -44,13 +48,13 @@ class Booking:
             estimated_ttft_s=None,
             reasons=reasons,
         )
-        self._picker.routed(self.decision, now_s)
+        self._after.do(partial(self._picker.routed, self.decision, now_s))
         return True
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
         if self.waits:
             self._answered = True
-            self._picker.succeeded(self.decision, now_s, cached_tokens)
+            self._after.do(partial(self._picker.succeeded, self.decision, now_s, cached_tokens))
 
     def ended(self, now_s: float, cached_tokens: int | None) -> None:
         """Its last byte has come, and with it perhaps what the server had cached of the prompt."""
@@ -59,13 +63,13 @@ class Booking:
             cached_tokens = None
         if self._open:
             self._open = False
-            self._picker.ended(self.decision, now_s, cached_tokens)
+            self._after.do(partial(self._picker.ended, self.decision, now_s, cached_tokens))
 
     def failed(self, now_s: float) -> None:
         """No answer, or one that says nothing of the prompt: an error."""
         if self.waits:
             self._open = False
-            self._picker.failed(self.decision, now_s)
+            self._after.do(partial(self._picker.failed, self.decision, now_s))
 
     def close(self, now_s: float) -> None:
         """Nobody waits for more of it."""

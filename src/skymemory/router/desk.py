@@ -12,6 +12,7 @@ from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Prompt, Request
 from skymemory.conductor.strategies.loads import requests_at
 from skymemory.metrics import Counters
+from skymemory.router.afterwards import Afterwards
 from skymemory.router.bad_request import BadRequest
 from skymemory.router.ejection import Ejection
 
@@ -71,8 +72,11 @@ class Desk:
     serving: Callable[[Request], Collection[str] | None] = lambda _: None
     """Servers that may have a request, for what it asks of; None: all."""
 
+    after: Afterwards = field(init=False)
+
     def __post_init__(self) -> None:
         self.ejection = Ejection(self.picker.fleet)
+        self.after = Afterwards(lambda: self.counters.add("faults_total"))
 
     def read(self, headers: Mapping[str, str], body: bytes) -> Request:
         """
@@ -100,6 +104,7 @@ class Desk:
         Raises:
             Refusal: no server may have it (503), or all have enough (429).
         """
+        self.after.settle()
         self.ejection.review(now_s)
         serving = self.serving(request)
         if serving is not None:

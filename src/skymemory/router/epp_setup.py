@@ -60,7 +60,7 @@ def desk_settings(settings: Settings) -> DeskSettings:
 
 def needs_restart(now: Settings, then: Settings) -> list[str]:
     """What differs between the two, and cannot be taken up by a picker that runs."""
-    parts = ("strategy", "options", "prompts", "seed", "state", "replicas", "admission")
+    parts = ("strategy", "options", "prompts", "seed", "state", "cost", "replicas", "admission")
     fixed = [name for name in parts if getattr(now, name) != getattr(then, name)]
     if now.limits.max_body_bytes > then.limits.max_body_bytes:
         fixed.append("limits: max_body, above what it was at the start")

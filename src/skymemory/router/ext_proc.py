@@ -142,7 +142,7 @@ class Exchange:
         except Refusal as refusal:
             return self._refuse(refusal)
         self._answered = True
-        self._booking = Booking(self._desk.picker, decision, now_s)
+        self._booking = Booking(self._desk.picker, decision, now_s, self._desk.after)
         self._desk.counters.add("picks_total", label=decision.server)
         self._desk.counters.add("prompt_tokens_total", request.prompt.tokens)
         self._desk.counters.add("matched_tokens_total", decision.matched_tokens)

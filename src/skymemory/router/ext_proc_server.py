@@ -70,6 +70,7 @@ class PickerServer:
         most = self._desk.settings
         self._tell_ready(False)
         self._health.set(LIVENESS, SERVING)
+        self._desk.after.when = asyncio.get_running_loop().call_soon
         methods = {**self._health.methods(), f"/{SERVICE}/Process": lambda answers: _Stream(self._desk, answers)}
         # Envoy's pieces are at most what it buffers, 1 MiB unless it is told otherwise.
         door = self._door(methods, most.most_body_bytes + (1 << 16), most.most_streams + STREAMS_BEYOND)
@@ -90,6 +91,8 @@ class PickerServer:
         for listener in self._listeners:
             listener.close()
         await asyncio.gather(*(door.close(grace_s) for door in self._doors))
+        self._desk.after.settle()
+        self._desk.after.when = None
 
     def _door(self, methods: Mapping[str, Callable[[Answers], Call]], most_bytes: int, most_streams: int) -> Door:
         door = Door(methods, most_bytes, most_streams, lambda: self._desk.counters.add("faults_total"))

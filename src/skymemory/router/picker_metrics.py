@@ -44,6 +44,7 @@ class DeskCollector:
         self._desk = desk
 
     def collect(self) -> Iterator[Metric]:
+        self._desk.after.settle()
         read: dict[str, dict[str, int]] = {name: {} for name in COUNTERS}
         for key, value in self._desk.counters.as_dict().items():
             name, _, label = key.partition("{")
