@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from tests.conductor.scheduling.worlds import Quadratic, Told, a_request, centric, fleet_of
+from tests.conductor.scheduling.worlds import Busy, Quadratic, Told, a_request, centric, fleet_of
 
 from skymemory.conductor.cost_model.transfer import Medium
 from skymemory.conductor.picker import Picker
@@ -13,20 +10,6 @@ from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCac
 from skymemory.conductor.scheduling.sources import Links, Source, deepest, undominated
 
 NETWORK = Medium("network", 2.0)
-
-
-@dataclass
-class Busy:
-    """Ways whose business is told."""
-
-    out_s: dict[int, float]
-    in_s: dict[int, float]
-
-    def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
-        return [self.out_s.get(slot, 0.0) for slot in slots]
-
-    def waits_in_s(self, slots: Sequence[int], now_s: float) -> list[float]:
-        return [self.in_s.get(slot, 0.0) for slot in slots]
 
 
 def on_ways(held: dict[int, int], out_s: dict[int, float], in_s: dict[int, float]) -> KvCacheCentric:
@@ -84,3 +67,10 @@ def test_sources_that_are_worse_in_every_way_are_left_out() -> None:
     worse = Source("s1", 1, 4, 0.0, 0.1, 1.0)
     equal = Source("s2", 2, 5, 0.0, 0.1, 1.0)
     assert undominated([worse, near, far, equal]) == [far, near]
+
+
+def test_a_way_that_is_busy_is_not_worse_than_one_that_is_long() -> None:
+    """Where the receiver is busy for 5 s itself, it waits for the first 5 s and for the second 9."""
+    busy, long = Source("s0", 0, 5, 5.0, 0.0, 1.0), Source("sky", -1, 5, 0.0, 4.0, 1.0)
+    assert undominated([busy, long]) == [long, busy]
+    assert (busy.load_s(1, 5.0), long.load_s(1, 5.0)) == (6.0, 10.0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conductor.scheduling.worlds import BLOCK, Quadratic, a_request, centric, fleet_of
+from tests.conductor.scheduling.worlds import BLOCK, Busy, Quadratic, Tiers, Told, a_request, centric, fleet_of
 
 from skymemory.conductor.cost_model.transfer import Medium, loaded_s
+from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings
 from skymemory.conductor.scheduling.split import best_split, finish_s
 
 _SECONDS = st.floats(0.0, 100.0, allow_nan=False)
@@ -103,3 +104,52 @@ def test_splits_are_looked_for_where_they_save_enough() -> None:
     far = [("sky", 8, Medium("sky", 1.0))]
     without = centric({}, far=far, split_gain=0.9).rank(a_request(10), list(fleet_of(1)), 0.0)
     assert without.estimated_ttft_s == [100.0]
+
+
+_SERVER = st.tuples(st.integers(0, 12), st.floats(0.0, 150.0), st.floats(0.0, 40.0), st.floats(0.0, 40.0))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(_SERVER, min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(1, 11), st.floats(0.1, 20.0), st.floats(0.0, 30.0)), max_size=2),
+    st.floats(0.1, 20.0),
+    st.floats(0.0, 0.02),
+    st.sampled_from([1, 8]),
+)
+def test_the_server_that_is_chosen_is_the_best_of_all_splits_of_all(
+    rows: list[tuple[int, float, float, float]],
+    tiers: list[tuple[int, float, float]],
+    network_rate: float,
+    pair_s: float,
+    layers: int,
+) -> None:
+    """Servers that are not looked at for a split could not have won by one."""
+    cost, network = Quadratic(1.0, pair_s), Medium("network", network_rate, 0.5)
+    far = [
+        (f"tier{number}", blocks, Medium("tier", rate, late_s)) for number, (blocks, rate, late_s) in enumerate(tiers)
+    ]
+    held = {slot: blocks for slot, (blocks, *_) in enumerate(rows)}
+    ways = Busy({slot: row[2] for slot, row in enumerate(rows)}, {slot: row[3] for slot, row in enumerate(rows)})
+    chosen = KvCacheCentricSettings(layers=layers, split_gain=0.0, delay_weight=0.0)
+    scorer = KvCacheCentric(Told(held), cost, 1.0, {"network": network}, Tiers(far), settings=chosen, ways=ways)
+    for slot, (_, wait_s, *_) in enumerate(rows):
+        scorer._queues.add(slot, wait_s, 0.0)
+    request = a_request(12, extra_tokens=3)
+    ranking = scorer.rank(request, list(fleet_of(len(rows))), 0.0)
+    ends = []
+    for slot, (blocks, wait_s, _, in_s) in enumerate(rows):
+        end_s = wait_s + cost.prefill_s(123, blocks * BLOCK)
+        for other, (there, _, out_s, _) in enumerate(rows):
+            if other != slot and there > blocks:
+                late_s = max(out_s, in_s) + network.latency_s
+                end_s = min(end_s, by_trying(cost, 123, wait_s, blocks, there, 1 / network_rate, late_s, layers))
+        for _, there, medium in far:
+            if there > blocks:
+                late_s = in_s + medium.latency_s
+                end_s = min(end_s, by_trying(cost, 123, wait_s, blocks, there, 1 / medium.bytes_per_s, late_s, layers))
+        ends.append(end_s)
+    assert ranking.estimated_ttft_s is not None
+    assert abs(-max(ranking.scores) - min(ends)) <= 1e-9 * min(ends)
+    for estimate, end_s in zip(ranking.estimated_ttft_s, ends, strict=True):
+        assert estimate >= end_s * (1 - 1e-9)

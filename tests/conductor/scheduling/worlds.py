@@ -60,6 +60,20 @@ class Tiers:
         return self.tiers
 
 
+@dataclass
+class Busy:
+    """Ways whose business is told."""
+
+    out_s: dict[int, float]
+    in_s: dict[int, float]
+
+    def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
+        return [self.out_s.get(slot, 0.0) for slot in slots]
+
+    def waits_in_s(self, slots: Sequence[int], now_s: float) -> list[float]:
+        return [self.in_s.get(slot, 0.0) for slot in slots]
+
+
 def fleet_of(servers: int) -> Fleet:
     fleet = Fleet()
     for number in range(servers):

@@ -46,8 +46,10 @@ def undominated(sources: Sequence[Source]) -> list[Source]:
     """Without those that another is as good as in everything; of equal ones the first is kept."""
     kept: list[Source] = []
     for one in sorted(sources, key=lambda one: (-one.blocks, one.wait_s + one.latency_s, one.token_s)):
-        begin_s = one.wait_s + one.latency_s
-        if not any(other.wait_s + other.latency_s <= begin_s and other.token_s <= one.token_s for other in kept):
+        if not any(
+            other.wait_s <= one.wait_s and other.latency_s <= one.latency_s and other.token_s <= one.token_s
+            for other in kept
+        ):
             kept.append(one)
     return kept
 
