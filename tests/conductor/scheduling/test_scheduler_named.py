@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conductor.scheduling.worlds import Told, a_request, fleet_of
+from tests.conductor.scheduling.worlds import Quadratic, Told, a_request, fleet_of
 
 from skymemory.conductor.admission.base import Case, Refusal, Unlearning
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
@@ -176,3 +176,8 @@ def _advance(scheduler: Scheduler, live: dict[int, tuple[Placement, str]], key: 
     elif step == "ended" and state == "decoding":
         scheduler.ended(placed, now_s, met=True)
         del live[key]
+
+
+def test_machines_in_a_pipeline_have_a_cost_of_their_own() -> None:
+    placed = made("cache-aware", prefill_cost=Quadratic(7.0)).place(a_request(1), 0.0, {"s2"})
+    assert isinstance(placed, Placement) and placed.prefill.estimated_ttft_s == 70.0
