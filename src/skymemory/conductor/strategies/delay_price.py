@@ -4,7 +4,8 @@ A server's queue of ``w`` seconds delays, as long as it lasts, everyone who come
 rate ``r`` and keep the server busy for a part ``b`` of its time, by ``r·w² / (2·(1 − b))`` seconds in all (the value
 function of such a queue; Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with queue-specific
 job sizes", 2012). So ``e`` seconds more cost them ``r / (1 − b) · e · (w + e / 2)``. The formula takes later requests
-to come whatever the queue is; ours look at it and go elsewhere, so a part ``weight`` of it counts.
+to come whatever the queue is; ours look at it and go elsewhere, which makes it less, and estimates of waiting err,
+which makes caches worth more: so ``weight`` times it counts, as tuned.
 
 Rate and business are those of the requests sent lately: nothing is configured, and with little traffic the price is
 nothing.
