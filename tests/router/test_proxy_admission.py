@@ -131,14 +131,14 @@ def test_a_flood_of_one_tenant_leaves_room_for_another(run: Run) -> None:
         until(lambda: statuses.count(429) >= 4)
         running.complete({"x-tenant": "gold"}, mock=SLOW, prompt=f"first {PROMPT}", stream=True)
         served = 0
-        for number in range(8):
-            time.sleep(0.15)
+        for number in range(6):
+            time.sleep(0.1)
             answer = running.complete({"x-tenant": "gold"}, mock=SLOW, prompt=f"{number} {PROMPT}", stream=True)
             served += answer.status == 200
     finally:
         stop.set()
         thread.join(20)
-    assert served >= 5
+    assert served >= 4
     assert figure(running, 'skymemory_router_refusals_total{reason="share",tenant="other"}') >= 1
     assert figure(running, 'skymemory_router_refusals_total{reason="ttft",tenant="flood"}') == 0, (
         "no label from clients"
