@@ -166,9 +166,11 @@ class EngineThread:
             self._guarded(self._prefilling, self._prefill_more)
 
     def _begin(self, job: Job) -> None:
+        began_s = time.thread_time()
         try:
             prompt = self._caches.open(job.generation.salt, job.generation.ids)
             sequence = Sequence(job.generation, prompt, self._model, self._tokenizer, self._eos)
+            self._tally.spent(prefill_s=time.thread_time() - began_s)
         except Exception as error:
             self._end(job, Step("", 0, 0, error=f"{type(error).__name__}: {error}"), "error")
             return
@@ -176,7 +178,9 @@ class EngineThread:
         self._prefilling = _Running(job, sequence)
 
     def _prefill_more(self, one: _Running) -> None:
+        began_s = time.thread_time()
         step = one.sequence.prefill(PREFILL_TOKENS)
+        self._tally.spent(prefill_s=time.thread_time() - began_s)
         if step is None:
             return
         self._prefilling = None
@@ -188,7 +192,10 @@ class EngineThread:
             self._caches.keep(one.sequence.prompt)
 
     def _decode(self, one: _Running) -> None:
-        self._say(one, one.sequence.decode())
+        began_s = time.thread_time()
+        step = one.sequence.decode()
+        self._tally.spent(decode_s=time.thread_time() - began_s)
+        self._say(one, step)
 
     def _say(self, one: _Running, step: Step) -> None:
         self._tally.generated()

@@ -24,6 +24,16 @@ class Tally:
         self._hits = counter("prefix_cache_hits", "Of those, the ones the cache supplied.").labels(**self._labels)
         self._prompt = counter("prompt_tokens", "Tokens of prompts.").labels(**self._labels)
         self._generation = counter("generation_tokens", "Tokens generated.").labels(**self._labels)
+        # Not vLLM's: what computing took of a processor, which other programs on the computer do not lengthen.
+        self._spent = {
+            name: Counter(f"skymemory:{name}_processor_seconds", words, names, registry=self._registry).labels(
+                **self._labels
+            )
+            for name, words in (
+                ("prefill", "Processor time of the engine's thread for prompts, up to their first tokens."),
+                ("decode", "Processor time of the engine's thread for the tokens after the first."),
+            )
+        }
         self._ended = counter("request_success", "Requests ended, by how.", "finished_reason")
         self._ttft = Histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token.", names, buckets=_TTFT_S,
@@ -54,6 +64,10 @@ class Tally:
 
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
+
+    def spent(self, prefill_s: float = 0.0, decode_s: float = 0.0) -> None:
+        self._spent["prefill"].inc(prefill_s)
+        self._spent["decode"].inc(decode_s)
 
     def generated(self) -> None:
         self._generation.inc()

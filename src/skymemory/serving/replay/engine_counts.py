@@ -32,14 +32,20 @@ class EngineCounts:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
-def counts_of(text: str) -> EngineCounts:
-    """By what /metrics says, over all labels."""
+def samples_of(text: str) -> dict[str, float]:
+    """What /metrics says, by name, over all labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+    return samples
+
+
+def counts_of(text: str) -> EngineCounts:
+    """By what /metrics says."""
+    samples = samples_of(text)
     told = {
         what: next((samples[name] for name in names if name in samples), None)
         for what, names in NAMES.items()
