@@ -71,6 +71,13 @@ def test_who_leaves_is_heard_no_more_and_who_comes_is(run: Callable[..., Running
     held = publishers[1].order(publish=5)
     until(lambda: running.metric("server_events_blocks", server="e1") == len(held))
 
+    async def take_its_events_away() -> None:
+        assert server is not None
+        server.reset(settings_from({**table, "backends": [{**both[1], "events": ""}]}))
+
+    running.loop.run(take_its_events_away())
+    until(lambda: not server.events.feeds)
+
 
 def test_a_server_without_events_is_named_once(run: Callable[..., Running], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "skymemory.router"):

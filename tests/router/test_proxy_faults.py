@@ -121,7 +121,9 @@ def test_no_first_byte_in_time_is_said_and_not_tried_again(run: Run) -> None:
     running = run(engines=2, timeouts={"first_byte": "200ms"})
     answer = running.complete(mock={"first_byte_s": 1.0})
     assert answer.status == 504 and "no first byte in 0.2 s" in answer.json["error"]["message"]
-    assert sum(len(engine.seen) for engine in running.engines) == 1
+    # On a busy computer the time may be up before the engine, which has the same loop, has read the request.
+    assert sum(len(engine.seen) for engine in running.engines) <= 1
+    assert not any(running.metric("retries_total", server=engine.name) for engine in running.engines)
     until(lambda: account_is_closed(running))
 
 

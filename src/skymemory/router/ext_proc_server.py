@@ -103,7 +103,12 @@ class PickerServer:
         host, port = host_and_port(listen)
         try:
             listener = await asyncio.get_running_loop().create_server(
-                door.connect, host, port, ssl=context, backlog=1024
+                door.connect,
+                host,
+                port,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else door.preface_s,
+                backlog=1024,
             )
         except OSError as error:
             raise SkyMemoryError(f"cannot listen on {listen}: is the port taken? ({error})") from error

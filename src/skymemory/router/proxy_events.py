@@ -119,7 +119,8 @@ class EventsWatch:
     def follow(self) -> None:
         """Hear those that are there now, and nobody else."""
         events = self._events
-        for name in [name for name in self._followed if name not in self._backends.known]:
+        known_now = self._backends.known
+        for name in [each for each in self._followed if each not in known_now or not known_now[each].backend.events]:
             del self._followed[name]
             if events is not None:
                 events.unfollow(name)
