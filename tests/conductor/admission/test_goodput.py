@@ -77,6 +77,17 @@ def test_broken_promises_between_tokens_lower_the_limit() -> None:
     assert rule.on_arrival(case(1.0, tbt_s=0.09), 10.0) is None
 
 
+def test_a_late_first_token_is_not_held_against_decoding() -> None:
+    rule = Goodput(SLO)
+    for _ in range(5):
+        near = case(1.0, tbt_s=0.099)
+        rule.accepted(near, 0.0)
+        rule.prefilled(near, 10.5)
+        rule.ended(near, 19.0, met=False)
+    assert rule.before_decode(case(1.0, tbt_s=0.099), 20.0) is None
+    assert not rule._late
+
+
 def test_large_contexts_are_refused_where_decoding_is_short() -> None:
     """Each of 2 servers gives tokens every 1 µs per token of context; what asks is 100,000 tokens or 2,000."""
     rule = Goodput(SLO)

@@ -62,6 +62,8 @@ class Goodput:
         self._batches = Batches()
         self._ttft = LearntTtft(slo.ttft_s)
         self._headroom = LearntHeadroom(settings.least_headroom, settings.broken)
+        self._late: set[int] = set()
+        """Requests inside whose first token was late, by their cases: their promise was not broken by decoding."""
 
     def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
         estimated_s = case.prefill.estimated_ttft_s
@@ -89,12 +91,15 @@ class Goodput:
     def prefilled(self, case: Case, now_s: float) -> None:
         if case.prefill.estimated_ttft_s is not None:
             self._ttft.came(case.prefill.estimated_ttft_s, now_s - case.prefill.at_s)
+        if case.decode is not None and now_s - case.prefill.at_s > self.slo.ttft_s:
+            self._late.add(id(case))  # the scheduler keeps the case, and this number, until it tells of its end
 
     def ended(self, case: Case, now_s: float, met: bool | None) -> None:
         if case.decode is not None and case.decode.estimated_tbt_s is not None:
             self._batches.left(case.request.prompt.tokens, now_s)
-            if met is not None:
+            if met is not None and id(case) not in self._late:
                 self._headroom.ended(case.decode.estimated_tbt_s / self.slo.tbt_s, met)
+        self._late.discard(id(case))
 
     def _asked(self, case: Case, now_s: float) -> None:
         self._prefills.asked(case.prefill.estimated_compute_s or 0.0, now_s)
