@@ -181,3 +181,30 @@ def _advance(scheduler: Scheduler, live: dict[int, tuple[Placement, str]], key: 
 def test_machines_in_a_pipeline_have_a_cost_of_their_own() -> None:
     placed = made("cache-aware", prefill_cost=Quadratic(7.0)).place(a_request(1), 0.0, {"s2"})
     assert isinstance(placed, Placement) and placed.prefill.estimated_ttft_s == 70.0
+
+
+class TwoMachines(Quadratic):
+    """Half of what a prefill takes, the first machine is free."""
+
+    def drain_s(self, tokens: float, cached: float) -> float:
+        return self.prefill_s(tokens, cached) / 2
+
+
+def test_the_next_begins_when_the_first_machine_of_a_pipeline_is_free() -> None:
+    scheduler = made("cache-aware", prefill_cost=TwoMachines())
+    sent = []
+    for seed in range(3):
+        placed = scheduler.place(a_request(10, seed=seed), 0.0, {"s2"})
+        assert isinstance(placed, Placement)
+        scheduler.begin(placed, 0.0)
+        sent.append(placed)
+    assert [one.prefill.plan.queue_s for one in sent if one.prefill.plan] == [0.0, 50.0, 100.0]
+    scorer, server = scheduler.prefill.scorer, scheduler.prefill.fleet.servers["s2"]
+    assert isinstance(scorer, PrefillScheduler)
+    # The second began at 50 and the third at 100; the first is done at 100, the second at 150.
+    assert [scorer.load_s(server, now_s) for now_s in (20.0, 60.0, 99.0)] == [130.0, 90.0, 51.0]
+    scheduler.prefilled(sent[0], 100.0)
+    assert [scorer.load_s(server, now_s) for now_s in (100.0, 140.0)] == [50.0, 10.0]
+    scheduler.prefilled(sent[1], 150.0)
+    assert scorer.load_s(server, 170.0) == 0.0
+    assert scorer.load_s(server, 300.0) > 0.0, "it should have been done at 200"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from typing import NamedTuple, Protocol, overload, runtime_checkable
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
@@ -72,6 +72,15 @@ class Outlay:
         return Plan(held, split, end - split, source, wait_s, load.load_s, load.compute_s)
 
 
+@runtime_checkable
+class PipelineCost(Protocol):
+    """What the cost of several machines in a row says beside ``prefill_s``."""
+
+    def drain_s(self, tokens: float, cached: float) -> float:
+        """Of a prefill's seconds, those in which the first machine is free for the next already."""
+        ...
+
+
 class Plans(Sequence[Plan]):
     """The plans of an outlay, each made when it is asked for: one of them is."""
 
@@ -121,6 +130,7 @@ class PrefillScheduler(Indexed):
     ) -> None:
         super().__init__(index)
         self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
+        self._pipeline = cost if isinstance(cost, PipelineCost) else None
         self._queues = PrefillQueues(overdue)
         self._under_way = UnderWay(under_way_blocks)
         self._sent: Tickets[_Sent] = Tickets()
@@ -156,7 +166,11 @@ class PrefillScheduler(Indexed):
         at = last.slots.index(slot)
         plan, blocks = last.plan(at), request.prompt.blocks
         self._believed.note(request, server, last.known[at])
-        prefill = self._queues.add(slot, last.ttfts_s[at] - last.waits_s[at], now_s)
+        work_s = last.ttfts_s[at] - last.waits_s[at]
+        drain_s = 0.0
+        if self._pipeline is not None:
+            drain_s = min(work_s, self._pipeline.drain_s(request.prompt.tokens, plan.cached_tokens))
+        prefill = self._queues.add(slot, work_s - drain_s, now_s, drain_s)
         chain = self._under_way.add(slot, blocks) if len(blocks) else None
         self._sent.note(request, server, _Sent(prefill, chain, plan))
         self.booked(last, at, now_s)

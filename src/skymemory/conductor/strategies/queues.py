@@ -16,6 +16,8 @@ class Prefill:
 
     work_s: float
     routed_s: float
+    drain_s: float = 0.0
+    """After ``work_s`` the next begins, and so much later this one is done: in a pipeline of machines."""
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class _Queue:
     """Work of all but the first."""
     first_s: float = 0.0
     """Work of the first."""
+    drain_s: float = 0.0
+    """Of the first."""
     since_s: float = 0.0
     """When the first began."""
     others: tuple[float, int] = (-1.0, 0)
@@ -57,7 +61,11 @@ class PrefillQueues:
             if queue is not None and queue.waiting:
                 elapsed = now_s - queue.since_s
                 left, least = queue.first_s - elapsed, elapsed * overdue
-                wait = queue.rest_s + (left if left > least else least)
+                if queue.drain_s:  # Those behind it may have begun.
+                    least = least if left < -queue.drain_s else -queue.drain_s
+                    wait = max(0.0, queue.rest_s + max(left, least))
+                else:
+                    wait = queue.rest_s + (left if left > least else least)
             report = server.reported
             if report is not None and report.waiting and now_s - report.at_s <= STALE_S:
                 others = report.waiting if queue is None else _of_others(queue, report)
@@ -65,13 +73,13 @@ class PrefillQueues:
             waits.append(wait)
         return waits
 
-    def add(self, slot: int, work_s: float, now_s: float) -> Prefill:
+    def add(self, slot: int, work_s: float, now_s: float, drain_s: float = 0.0) -> Prefill:
         queue = self._queues.setdefault(slot, _Queue())
-        prefill = Prefill(work_s, now_s)
+        prefill = Prefill(work_s, now_s, drain_s)
         if queue.waiting:
             queue.rest_s += work_s
         else:
-            queue.first_s, queue.rest_s, queue.since_s = work_s, 0.0, now_s
+            queue.first_s, queue.rest_s, queue.since_s, queue.drain_s = work_s, 0.0, now_s, drain_s
         queue.waiting[prefill] = None
         self._usual_s += (work_s - self._usual_s) * (0.1 if self._usual_s else 1.0)
         return prefill
@@ -87,7 +95,9 @@ class PrefillQueues:
         if not first:
             queue.rest_s -= prefill.work_s
         elif queue.waiting:
-            queue.first_s, queue.since_s = next(iter(queue.waiting)).work_s, now_s
+            following = next(iter(queue.waiting))
+            queue.first_s, queue.drain_s = following.work_s, following.drain_s
+            queue.since_s = max(following.routed_s, now_s - prefill.drain_s)
             queue.rest_s -= queue.first_s
         queue.ended.append((prefill.routed_s, now_s))
         while queue.ended[0][1] < now_s - STALE_S and len(queue.ended) > 1:

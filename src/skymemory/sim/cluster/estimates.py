@@ -31,6 +31,11 @@ class Estimates:
             seconds += pipelined_s(chunks_s, machines) - sum(chunks_s) * machines
         return seconds
 
+    def drain_s(self, tokens: float, cached: float) -> float:
+        """Of that, the seconds in which the first machine is free already."""
+        chunks_s = self._pipeline.chunks_s(max(0, min(int(cached), int(tokens) - 1)), int(tokens))
+        return (self._pipeline.machines - 1) * max(chunks_s, default=0.0)
+
 
 class ErringSpeeds(GivenSpeeds):
     """Each estimate is off by a factor of its own, drawn from the seed for every server and length of prompt.
