@@ -116,7 +116,7 @@ def test_the_less_urgent_are_refused_first(run: Run) -> None:
 
 def test_a_flood_of_one_tenant_leaves_room_for_another(run: Run) -> None:
     running = taught(
-        run, rule="early", ttft="600ms", fair=True, tenant_header="X-Tenant", options={"weights": {"gold": 2}}
+        run, rule="early", ttft="600ms", fair=True, tenant_header="X-Tenant", options={"weights": "gold=2"}
     )
     stop = threading.Event()
     statuses: list[int] = []
@@ -151,6 +151,8 @@ def test_a_flood_of_one_tenant_leaves_room_for_another(run: Run) -> None:
         ({"rule": "godput", "ttft": 1}, "did you mean 'goodput'"),
         ({"rule": "early"}, "needs `ttft`"),
         ({"fair": True}, "needs `ttft`"),
+        ({"rule": "goodput+fair", "ttft": 1}, "say 'goodput', and `fair = true`"),
+        ({"rule": "early", "ttft": 1, "fair": True, "options": {"weights": "gold=many"}}, "expected a number"),
         ({"rule": "goodput", "ttft": 1, "options": {"windows": 1}}, "did you mean 'window_s'"),
         ({"rule": "predicted", "ttft": 1, "options": {"weights": {}}}, "it has none"),
     ],

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from skymemory.conductor.admission.base import Admission, AdmitAll, Refusal, Slo
-from skymemory.conductor.admission.named import FAIR, admission
+from skymemory.conductor.admission.named import FAIR, admission, weights_of
 from skymemory.conductor.admission.probing import Probing
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.named import DEFAULT, ESTIMATES
@@ -79,6 +79,8 @@ def rule_of(settings: Settings) -> Admission:
     said = settings.admission
     if said.rule == "all" and not said.fair and not said.options:
         return AdmitAll()
+    if said.rule.endswith(FAIR):
+        raise InvalidInput(f"admission: for rule {said.rule!r} say {said.rule.removesuffix(FAIR)!r}, and `fair = true`")
     name = said.rule + (FAIR if said.fair else "")
     slo = promised(settings)
     rule = admission(name, slo or Slo(1.0, 1.0), **said.options)
@@ -95,7 +97,7 @@ def rule_of(settings: Settings) -> Admission:
 
 def count(refused: TurnedAway, settings: Settings, metrics: ProxyMetrics) -> None:
     """By reason and by class of tenant: those with a weight by name, all others together."""
-    weights = settings.admission.options.get("weights", {})
+    weights = weights_of("weights", settings.admission.options.get("weights", {}))
     tenant = refused.request.tenant
-    named = isinstance(weights, dict) and tenant in weights
-    metrics.refusals.labels(refused.refusal.kind, tenant if named else "other" if tenant else "unknown").inc()
+    known = tenant if tenant in weights else "other" if tenant else "unknown"
+    metrics.refusals.labels(refused.refusal.kind, known).inc()

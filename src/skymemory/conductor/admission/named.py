@@ -71,7 +71,7 @@ def admission(name: str, slo: Slo, **options: object) -> Admission:
             there = f"; there are {', '.join(known)}" if known else "; it has none"
             raise InvalidInput(f"admission rule {name!r} has no option {option!r}{nearest(option, known)}{there}")
         what = f"option {option!r} of admission rule {name!r}"
-        given[option] = _weights(what, value) if option == "weights" else converted(what, value, known[option])
+        given[option] = weights_of(what, value) if option == "weights" else converted(what, value, known[option])
     found = RULES[name.removesuffix(FAIR)]
     own = {field.name for field in fields(found.settings)}
     rule = found.build(slo, found.settings(**{option: given[option] for option in given if option in own}))
@@ -94,7 +94,12 @@ def options_of(name: str) -> dict[str, object]:
     return {field.name: getattr(each, field.name) for each in settings for field in fields(each)}
 
 
-def _weights(what: str, value: object) -> dict[str, float]:
+def weights_of(what: str, value: object) -> dict[str, float]:
+    """Weights of tenants from a table or words; ``what`` begins the sentence of an error.
+
+    Raises:
+        InvalidInput: it is neither, or a weight is no number.
+    """
     if isinstance(value, str):
         value = dict(part.partition("=")[::2] for part in value.split(",") if part)
     if not isinstance(value, Mapping):
