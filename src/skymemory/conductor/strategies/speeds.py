@@ -115,42 +115,54 @@ def fit(points: Sequence[Point], bend: float = 0.0) -> Line:
     """
     tokens, cached, seconds = np.array(points, dtype=np.float64).T
     at = BENDS.index(bend)
+    tried = BENDS[max(0, at - 1) : at + 2]
+    work = (tokens - cached) * (1.0 + np.array(tried)[:, None] * (tokens + cached))
+    lines = _lines(work, seconds)
     kept = len(points) - len(points) // 16
-    best: Line | None = None
-    best_error = 0.0
-    for tried in BENDS[max(0, at - 1) : at + 2]:
-        work = (tokens - cached) * (1.0 + tried * (tokens + cached))
-        fixed_s, per_token_s = _line(work, seconds)
-        error = float(np.sort(np.abs(seconds - fixed_s - per_token_s * work))[:kept].mean())
-        if best is None or error < 0.95 * best_error:
-            best, best_error = (fixed_s, per_token_s, tried), error
-    assert best is not None
-    return best
+    errors = np.sort(np.abs(seconds - lines[:, :1] - lines[:, 1:] * work), axis=1)[:, :kept].mean(axis=1).tolist()
+    best = 0
+    for other in range(1, len(tried)):
+        if errors[other] < 0.95 * errors[best]:
+            best = other
+    fixed_s, per_token_s = lines[best].tolist()
+    return fixed_s, per_token_s, tried[best]
 
 
-Column = NDArray[np.float64]
+Columns = NDArray[np.float64]
+"""A row for each bend that is tried."""
 
 
-def _line(work: Column, seconds: Column) -> tuple[float, float]:
-    """Least squares, then again without points more than three usual errors off the line.
+def _lines(work: Columns, seconds: Columns) -> Columns:
+    """Least squares, then again without points more than three usual errors off the line: fixed, per work.
 
     An error is usual for the point's size: three seconds are much for a short prompt and little for a long one.
     """
-    fixed_s, per_work_s = _least_squares(work, seconds)
+    lines = _least_squares(work, seconds, np.ones(work.shape))
     for _ in range(2):
-        errors = np.abs(seconds - fixed_s - per_work_s * work) / (fixed_s + per_work_s * work)
-        near = errors <= 3.0 * np.median(errors) + 1e-9
-        fixed_s, per_work_s = _least_squares(work[near], seconds[near])
-    return fixed_s, per_work_s
+        there = lines[:, :1] + lines[:, 1:] * work
+        errors = np.abs(seconds - there) / there
+        near = errors <= 3.0 * _medians(errors) + 1e-9
+        lines = _least_squares(work, seconds, near.astype(np.float64))
+    return lines
 
 
-def _least_squares(work: Column, seconds: Column) -> tuple[float, float]:
+def _medians(rows: Columns) -> Columns:
+    """As ``np.median``, which takes as long as all else here together."""
+    half = rows.shape[1] // 2
+    ordered = np.sort(rows, axis=1)
+    return (ordered[:, half : half + 1] + ordered[:, (rows.shape[1] - 1) // 2, None]) / 2.0
+
+
+def _least_squares(work: Columns, seconds: Columns, near: Columns) -> Columns:
     """Never a negative part: prompts of one length only say what a token takes, not what is fixed."""
-    work_mean, seconds_mean = float(work.mean()), float(seconds.mean())
-    spread = float(((work - work_mean) ** 2).mean())
-    through_zero = (0.0, max(1e-9, seconds_mean / work_mean))
-    if spread < (0.1 * work_mean) ** 2:
-        return through_zero
-    per_work_s = float(((work - work_mean) * (seconds - seconds_mean)).mean()) / spread
+    count = near.sum(axis=1)
+    work_mean, seconds_mean = (near * work).sum(axis=1) / count, (near * seconds).sum(axis=1) / count
+    off = (work - work_mean[:, None]) * near
+    spread = (off * off).sum(axis=1) / count
+    lean = (off * (seconds - seconds_mean[:, None])).sum(axis=1) / count
+    wide = spread >= (0.1 * work_mean) ** 2
+    per_work_s = np.where(wide, lean, 0.0) / np.where(wide, spread, 1.0)
     fixed_s = seconds_mean - per_work_s * work_mean
-    return (fixed_s, per_work_s) if fixed_s >= 0.0 and per_work_s > 0.0 else through_zero
+    straight = wide & (fixed_s >= 0.0) & (per_work_s > 0.0)
+    through_zero = np.maximum(1e-9, seconds_mean / work_mean)
+    return np.stack([np.where(straight, fixed_s, 0.0), np.where(straight, per_work_s, through_zero)], axis=1)
