@@ -253,3 +253,31 @@ def test_a_few_bytes_that_hold_gigabytes_hold_nobody_up(run: Callable[..., Runni
             waits_s.append(time.monotonic() - began_s)
         assert {each.result() for each in throwing} == {b"HTTP/1.1 413"}
     assert max(waits_s) < 1.0, "unpacking what was refused takes 2 s"
+
+
+@pytest.mark.parametrize(
+    ("told", "body"),
+    [("succeeded", {}), ("ended", {}), ("ended", {"stream": True, "mock": {"events": 3, "gap_s": 0.05}})],
+)
+def test_an_error_of_ours_after_the_answer_began_sends_no_second_one(
+    run: Callable[..., Running], told: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = run(engines=1)
+    assert running.server is not None
+
+    def fails(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(running.server.picker, told, fails)
+    data = json.dumps({"model": "small", "prompt": "abc", **body}).encode()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        client.sendall((head.encode() + data) * 2)
+        came = b""
+        try:
+            while piece := client.recv(65536):
+                came += piece
+        except ConnectionResetError:
+            pass
+    assert came.count(b"HTTP/1.1 ") == 1 and b"the router failed" not in came
+    assert running.metric("requests_total", server="e0", outcome="failed") >= 1

@@ -133,6 +133,10 @@ class Proxy:
                 raise
             except Exception:
                 log.exception("%s %s", incoming.method, path)
+                if told.relayed is not None and told.relayed.prepared:
+                    told.outcome = "failed"
+                    told.relayed.cut()  # another answer behind this one would be taken for its rest, or for the next
+                    return told.relayed
                 told.outcome, told.status = "failed", 500
                 return _refusal(BadRequest(500, "the router failed; its log says why"))
         finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from skymemory.conductor.request import Decision
 from skymemory.conductor.scheduler import Placement, Scheduler
 from skymemory.router.proxy_usage import Usage
+from skymemory.router.relayed import Relayed
 
 
 class Unanswered(Exception):
@@ -65,3 +66,5 @@ class Told:
     retries: int = 0
     why: str = ""
     bytes_out: int = 0
+    relayed: Relayed | None = None
+    """The answer on its way to the client, once a server has begun one."""

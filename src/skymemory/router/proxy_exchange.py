@@ -158,7 +158,7 @@ class Exchanges:
             told.ttft_s = time.monotonic() - told.began_s
         told.status = answer.status
         framed = is_framed(answer.headers, answer.status)
-        relayed = Relayed(answer.status, answer.reason or "", headers_for_client(answer.headers), framed)
+        relayed = told.relayed = Relayed(answer.status, answer.reason or "", headers_for_client(answer.headers), framed)
         if DECISION_HEADER in incoming.headers:
             relayed.headers[DECISION_HEADER] = json.dumps(attempt.decision.as_json())
         reader = UsageReader(answer.headers.get("Content-Type", ""), answer.headers.get("Content-Encoding", ""))
