@@ -1,0 +1,50 @@
+"""``skymemory replay`` and ``skymemory fit`` against a real vLLM: its own counts are the referee."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm.server import MODEL, PYTHON, Vllm
+
+from skymemory.cli.main import main
+from skymemory.router.cost_file import read_cost
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-vllm does it"),
+]
+
+
+@pytest.mark.parametrize("how", [("--prompt-unit", "tokens"), ("--prompt-unit", "ids"), ("--api", "chat")])
+def test_what_answers_say_is_what_vllm_counts(
+    vllm: Vllm, capsys: pytest.CaptureFixture[str], how: tuple[str, ...]
+) -> None:
+    words = ("--workload", "tenants", "--requests", "12", "--rate", "2", "--scale-lengths", "0.02", "--max-tokens", "3")
+    seed = ("--seed", str(len("".join(how))))
+    code = main(["replay", "--url", vllm.url, "--model", "small", "--metrics", vllm.url, *words, *how, *seed, "--json"])
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == 0 and told["completed"] == 12 and not told["faults"]
+    counted = told["engines"]
+    assert counted["requests"] == 12
+    assert counted["prompt_tokens"] == told["prompt_tokens"]
+    assert counted["cached_tokens"] == told["cached_tokens"]
+    assert counted["output_tokens"] == told["output_tokens"] == 36
+    assert abs(told["length_errors"]["mean"]) < (0.02 if "ids" in how else 0.08)
+
+
+def test_its_prefills_are_measured_and_written(vllm: Vllm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No figure is asked for: vLLM and the tests share this computer's processors."""
+    out = tmp_path / "cost.json"
+    words = ("--url", vllm.url, "--model", "small", "--shape", str(MODEL / "config.json"), "--out", str(out))
+    assert (
+        main(["fit", *words, "--lengths", "64-1024", "--shares", "0,0.5", "--repeats", "2", "--no-decode", "--json"])
+        == 0
+    )
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert max(one["cached"] for one in told["prefills"]) >= 448
+    assert read_cost(out).prefill_s(512) > read_cost(out).prefill_s(128) > 0
