@@ -10,6 +10,9 @@ from typing import Any
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.strategies.plain import AtRandom
+from skymemory.router.desk import Desk
+from skymemory.router.picker_metrics import COUNTERS, PREFIX, DeskCollector
+from skymemory.router.prompts import PromptReader
 from skymemory.router.proxy_backends import Backends
 from skymemory.router.proxy_events import EventsWatch
 from skymemory.router.proxy_metrics import OUTCOMES, ProxyMetrics
@@ -26,7 +29,12 @@ _TABLES = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 def page() -> str:
     """The page as it should be."""
-    tables = {"settings": _settings(), "metrics": _metrics(), "outcomes": ", ".join(f"`{each}`" for each in OUTCOMES)}
+    tables = {
+        "settings": _settings(),
+        "metrics": _metrics(),
+        "outcomes": ", ".join(f"`{each}`" for each in OUTCOMES),
+        "picker": _picker_metrics(),
+    }
     text = PAGE.read_text("utf-8")
     return _TABLES.sub(lambda found: f"<!-- {found[1]} -->\n\n{tables[found[1]]}\n\n<!-- end -->", text)
 
@@ -75,6 +83,18 @@ def _metrics() -> str:
             labels = ("server",) if family.name.startswith("skymemory_router_server_") else ()
         name = family.name + ("_total" if family.type == "counter" else "")
         rows.append(f"| `{name}` | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |")
+    return "\n".join(rows)
+
+
+def _picker_metrics() -> str:
+    fleet = Fleet()
+    fleet.add("s")
+    rows = ["| name | labels | what |", "| --- | --- | --- |"]
+    for family in DeskCollector(Desk(Picker(fleet, AtRandom()), PromptReader())).collect():
+        counter = family.type == "counter"
+        name = family.name.removeprefix(PREFIX) + "_total" * counter
+        label = COUNTERS[name][0] if counter else "server" if name.startswith("server_") else ""
+        rows.append(f"| `{PREFIX}{name}` | {f'`{label}`' if label else ''} | {family.documentation} |")
     return "\n".join(rows)
 
 

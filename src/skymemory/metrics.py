@@ -21,6 +21,10 @@ class Counters:
     def get(self, name: str, label: str = "") -> int:
         return self._values.get((name, label), 0)
 
+    def forget(self, name: str, label: str) -> None:
+        """What the label stands for is gone: its count goes too, lest labels gather."""
+        self._values.pop((name, label), None)
+
     def total(self, name: str) -> int:
         """Sum over all labels of ``name``."""
         return sum(value for (key, _), value in list(self._values.items()) if key == name)

@@ -101,8 +101,10 @@ def test_endpoints_tell_their_load_and_come_and_go() -> None:
         pool.now = None  # not to be learnt: the last word stands
         await asyncio.sleep(0.1)
         assert name in desk.picker.fleet.servers
+        desk.counters.add("picks_total", label=name)
         pool.now = ()
         await until(lambda: not len(desk.picker.fleet))
+        assert name not in await page(picker), "nothing gathers of those that come and go"
         await runner.cleanup()
 
     async def _answer() -> web.Response:

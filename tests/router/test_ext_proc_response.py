@@ -130,6 +130,11 @@ def test_the_endpoint_that_served_gets_the_request_in_its_account(how: str) -> N
     assert scorer.told == [("failed", chosen, 1.0), ("succeeded", other, 2.0, None)] and in_flight(desk) == {}
     assert desk.counters.get("fallbacks_total", other) == 1
 
+    exchange, chosen = sent(desk)
+    exchange.receive(response_headers(kind=SSE, **{how: "192.0.2.1:1"}), 3.0)
+    exchange.closed(4.0)
+    assert desk.counters.get("fallbacks_total", "other") == 1, "no label but those of servers that are known"
+
 
 def test_a_server_that_never_takes_its_requests_is_left_alone_for_a_while() -> None:
     desk = a_desk(servers=2, fallbacks=1)

@@ -18,6 +18,7 @@ from skymemory.router.ejection import Ejection
 
 PROMPT_PATHS = ("/v1/completions", "/v1/chat/completions")
 """The ends of paths that have prompts: what a gateway strips from their beginning it strips after us."""
+COUNTED_BY_SERVER = ("picks_total", "fallbacks_total", "ejections_total")
 _NOTHING = Prompt(np.empty(0, np.uint64), np.empty(0, np.uint64), block_tokens=16.0, tokens=0)
 NO_PROMPT = Request(_NOTHING)
 """What is sent to a server by load alone: a list of models, an embedding, whatever has no prompt that we know of."""
@@ -77,6 +78,12 @@ class Desk:
     def __post_init__(self) -> None:
         self.ejection = Ejection(self.picker.fleet)
         self.after = Afterwards(lambda: self.counters.add("faults_total"))
+
+    def forget(self, server: str) -> None:
+        """It left: what was counted of it goes."""
+        self.ejection.forget(server)
+        for name in COUNTED_BY_SERVER:
+            self.counters.forget(name, server)
 
     def read(self, headers: Mapping[str, str], body: bytes) -> Request:
         """

@@ -104,7 +104,7 @@ class EndpointPicker:
                 told = [completed(backend, self.settings.picker) for backend in endpoints]
                 came, left = self._endpoints.update(told)
                 for name in left:
-                    self.desk.ejection.forget(name)
+                    self.desk.forget(name)
                     self._watch.unfollow(name)
                 for name in came:
                     self._ask_load(name)

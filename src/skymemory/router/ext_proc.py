@@ -186,7 +186,9 @@ class Exchange:
     def _response_begins(self, booking: Booking, status: str, message: ProcessingRequest, now_s: float) -> None:
         chosen, served, by_envoy = booking.decision.server, say.served_of(message), say.is_envoys_own(message)
         if served and booking.served_by(served, now_s):
-            self._desk.counters.add("fallbacks_total", label=served)
+            # A label only of what we know: what Envoy says may be an address that has left, or never was one of ours.
+            label = served if served in self._desk.picker.fleet.servers else "other"
+            self._desk.counters.add("fallbacks_total", label=label)
             self._refused_by(chosen, now_s)
         if by_envoy or (by_envoy is None and status in UNAVAILABLE):
             # The server that it names is then the last that was tried, and did not answer.
