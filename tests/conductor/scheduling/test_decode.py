@@ -149,3 +149,11 @@ def test_impossible_settings_are_refused() -> None:
     for kv_tokens, decode_s in ((0, None), (None, 0.0)):
         with pytest.raises(InvalidInput, match="a KV cache holds tokens, and decoding takes more than 0 s"):
             LeastTbt(Steps(), fleet_of(1), kv_tokens, decode_s)
+
+
+def test_sums_begin_anew_with_an_empty_batch() -> None:
+    """0.1 + 0.2 + 0.3 - 0.1 - 0.2 - 0.3 is not 0."""
+    picker, scorer = a_picker(1)
+    for decision in [sent(picker, "s0", now_s) for now_s in (0.1, 0.2, 0.3)]:
+        picker.ended(decision, 1.0)
+    assert scorer._batches[0].joined_at_s == 0.0

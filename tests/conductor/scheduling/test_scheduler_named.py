@@ -123,7 +123,7 @@ def test_all_counters_return_to_nothing(name: str, apart: bool, steps: list[tupl
     live: dict[int, tuple[Placement, str]] = {}
     now_s = 0.0
     for number, (step, which) in enumerate(steps):
-        now_s += 0.25
+        now_s += 0.1
         moody.at_arrival, moody.before = step == "refused", step == "spurned"
         if step in ("place", "again", "refused"):
             same = (
@@ -139,7 +139,7 @@ def test_all_counters_return_to_nothing(name: str, apart: bool, steps: list[tupl
     for key in list(live):
         for step in ("prefilled", "decoding", "ended"):
             if key in live:
-                now_s += 0.25
+                now_s += 0.1
                 _advance(scheduler, live, key, step, now_s)
     assert not live and moody.open == 0
     fleets: list[Fleet] = [scheduler.prefill.fleet] + ([scheduler.decode.fleet] if scheduler.decode else [])

@@ -74,3 +74,36 @@ def test_a_way_that_is_busy_is_not_worse_than_one_that_is_long() -> None:
     busy, long = Source("s0", 0, 5, 5.0, 0.0, 1.0), Source("sky", -1, 5, 0.0, 4.0, 1.0)
     assert undominated([busy, long]) == [long, busy]
     assert (busy.load_s(1, 5.0), long.load_s(1, 5.0)) == (6.0, 10.0)
+
+
+def test_what_is_booked_is_the_request_that_was_sent_not_the_last_that_was_asked_about() -> None:
+    fleet = fleet_of(2)
+    scorer = centric({0: 8}, network=NETWORK, cake=False, fleet=fleet)
+    picker = Picker(fleet, scorer)
+    first = picker.pick(a_request(10), 0.0, {"s1"})
+    picker.pick(a_request(50, seed=5), 0.0)
+    picker.routed(first, 0.0)
+    assert scorer.load_s(fleet.servers["s1"], 0.0) == 60.0
+    assert scorer._links.in_s == {1: 40.0}
+
+
+def test_speeds_are_learnt_from_prefills_that_waited_for_no_load() -> None:
+    """A second per token; loads of 40 s would make 20 tokens look three times as slow."""
+    fleet = fleet_of(2)
+    settings = KvCacheCentricSettings(cake=False)
+    scorer = KvCacheCentric(Told({0: 8}), None, 1.0, {"network": NETWORK}, None, fleet, settings)
+    picker = Picker(fleet, scorer)
+    now_s = 0.0
+    for number in range(8):
+        decision = picker.pick(a_request(4 + number, seed=number), now_s, {"s0"})
+        picker.routed(decision, now_s)
+        now_s += max(1, 40 + 10 * number - 80)
+        picker.succeeded(decision, now_s)
+    before = scorer.speeds.prefills_s([1], 100, [0])
+    decision = picker.pick(a_request(10), now_s, {"s1"})
+    assert decision.plan is not None and decision.plan.loaded_tokens == 80
+    for _ in range(5):
+        picker.routed(decision, now_s)
+        now_s += 60.0
+        picker.succeeded(decision, now_s)
+    assert scorer.speeds.prefills_s([1], 100, [0]) == before
