@@ -68,7 +68,7 @@ class Tables(RuleBasedStateMachine):
 
 TestTables = Tables.TestCase
 TestTables.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

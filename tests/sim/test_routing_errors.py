@@ -34,7 +34,7 @@ def asks(number: int, blocks: int = 2) -> Request:
     return as_routed(TraceRequest(0.0, 512 * blocks, 5, ids))
 
 
-def estimates(picker: Picker, count: int = 1500) -> np.ndarray:
+def estimates(picker: Picker, count: int = 800) -> np.ndarray:
     servers = list(picker.fleet)
     return np.array([picker.scorer.rank(asks(number), servers, 1.0).estimated_ttft_s for number in range(count)])
 
