@@ -198,9 +198,10 @@ class KvCacheCentric(PrefillScheduler):
                 if ttft_s < ttfts[at]:
                     ttfts[at] = ttft_s
                     outlay.loads[at] = Load(source, held, end, load_s, rest_s)
-                # Of a load that comes while the request waits there is nothing to win.
-                if cake and load_s - wait_s > gain * ttft_s and source.blocks > outlay.blocks[at] + 1:
-                    could.append(_Chance(wait_s + rest_s, at, source, end, ways_in_s[at], load_s, rest_s))
+                # Of a load that comes while the request waits, or hidden by computing, there is nothing to win.
+                floor_s = wait_s + rest_s
+                if cake and floor_s < (1.0 - gain) * ttfts[at] and source.blocks > outlay.blocks[at] + 1:
+                    could.append(_Chance(floor_s, at, source, end, ways_in_s[at], load_s, rest_s))
         if could:
             self._split(outlay, could)
 

@@ -71,10 +71,14 @@ class Links:
 
     def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
         until_s = self.out_s
+        if not until_s:
+            return [0.0] * len(slots)
         return [max(0.0, until_s.get(slot, now_s) - now_s) for slot in slots]
 
     def waits_in_s(self, slots: Sequence[int], now_s: float) -> list[float]:
         until_s = self.in_s
+        if not until_s:
+            return [0.0] * len(slots)
         return [max(0.0, until_s.get(slot, now_s) - now_s) for slot in slots]
 
     def take(self, source: int, target: int, seconds: float, now_s: float) -> None:
