@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from skymemory.cli._demo_conductor import SCHEDULERS, _play
 from skymemory.cli._demo_conductor_table import WIDTH, final, frame
 from skymemory.cli.main import main
+from skymemory.conductor.cost_model import LLAMA_70B_8xA800
+from skymemory.conductor.cost_model.written import dump
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.metrics import measured
 from skymemory.sim.cluster.moments import Playback
@@ -46,3 +49,18 @@ def test_orders_the_schedulers_as_published(capsys: pytest.CaptureFixture[str]) 
     told = json.loads(capsys.readouterr().out)["schedulers"]
     means = [told[name]["ttft_s"]["mean"] for name in SCHEDULERS]
     assert means == sorted(means, reverse=True)
+
+
+@pytest.mark.slow
+def test_machines_may_be_those_that_were_fitted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A machine ten times as fast keeps what it promises to more, and is called by its name."""
+    file = tmp_path / "cost.json"
+    fast = replace(LLAMA_70B_8xA800.machine, name="fast", flops_per_s=3e16)
+    file.write_text(dump(replace(LLAMA_70B_8xA800, machine=fast)))
+    within = []
+    for words in ([], ["--cost", str(file)]):
+        assert main(["demo", "conductor", "--quick", "--no-play", "--json", "--rate", "0.3", *words]) == 0
+        said = capsys.readouterr()
+        within.append(json.loads(said.out)["schedulers"]["random"]["ttft_s"]["mean"])
+    assert within[1] < within[0] / 3 and "LLaMA-70B on fast" in said.err
+    assert main(["demo", "conductor", "--cost", str(tmp_path / "none.json")]) == 2

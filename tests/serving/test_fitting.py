@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.router.cost_file import read_cost
 from skymemory.serving.fitting.grid import decode_cells, prefill_cells
-from skymemory.serving.fitting.measure import Measuring, common_gaps, cut
+from skymemory.serving.fitting.measure import Measuring, cut, step_s
 from skymemory.serving.replay.client import Client
 from skymemory.serving.replay.outcome import Outcome, Status
 
@@ -93,11 +94,15 @@ def test_an_engine_that_tells_no_hits_is_asked_nothing_twice() -> None:
         asyncio.run(measuring(silent).prefills(prefill_cells(32, 128, (0.5,)), 1, "median"))
 
 
-def test_only_gaps_while_all_answer_count() -> None:
-    one = Outcome(0, Status.COMPLETED, 0, 0, 1, 4, first_s=1.0, gaps_s=(1.0, 1.0, 1.0))  # 1 2 3 4
-    other = replace(one, first_s=1.5, gaps_s=(1.5, 0.5, 2.0))  # 1.5 3 3.5 5.5
-    assert common_gaps([one, other]) == [1.0, 1.0, 1.5, 0.5]
-    assert common_gaps([one, replace(one, first_s=9.0)]) == []
+def test_only_the_time_while_all_answer_counts() -> None:
+    one = Outcome(0, Status.COMPLETED, 0, 0, 1, 4, first_s=1.0, gaps_s=(1.0, 1.0, 1.0))  # at 1 2 3 4
+    other = replace(one, first_s=1.5, gaps_s=(1.5, 0.5, 2.0))  # at 1.5 3 3.5 5.5
+    assert step_s([one, other]) == pytest.approx((2.0 + 2.0) / 4)  # from 2 to 4, and from 1.5 to 3.5
+    assert math.isnan(step_s([one, replace(one, first_s=9.0)]))
+    # What came in one go was several steps all the same, and so were pieces of two tokens.
+    burst = replace(one, gaps_s=(0.0, 0.0, 3.0, 0.0, 0.0, 3.0))
+    assert step_s([burst]) == pytest.approx(1.0)
+    assert step_s([replace(burst, output_tokens=13)]) == pytest.approx(0.5)
 
 
 def test_lengths_held_out_lie_between_those_fitted_on() -> None:

@@ -11,7 +11,9 @@ from typing import TextIO
 
 from skymemory.cli._demo_conductor_table import WIDTH, final, frame, line
 from skymemory.cli._demo_motion_screen import Screen
+from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.router.cost_file import read_cost
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.chrome_trace import write_chrome_trace
 from skymemory.sim.cluster.metrics import ClusterMetrics, measured
@@ -38,10 +40,12 @@ def run_conductor(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--trace {args.trace}: there is no such file")
     source = Source(args.trace, args.seed, quick=True)
     spans = args.chart is not None
-    setup = ClusterSetup(prefill=PREFILL, decode=DECODE, rate=args.rate, seed=args.seed, spans=spans)
+    cost = LLAMA_70B_8xA800 if args.cost is None else read_cost(args.cost)
+    setup = ClusterSetup(prefill=PREFILL, decode=DECODE, cost=cost, rate=args.rate, seed=args.seed, spans=spans)
+    machines = "LLaMA-70B on 8×A800 each" if args.cost is None else f"{cost.shape.name} on {cost.machine.name}"
     part = QUICK_PART if args.quick else PART
     cells = [ClusterCell(source, setup, name, admission=args.admission, until_part=part) for name in SCHEDULERS]
-    _say(stream, f"{PREFILL} machines prefill, {DECODE} decode (LLaMA-70B on 8×A800 each, modelled); {source.name}, "
+    _say(stream, f"{PREFILL} machines prefill, {DECODE} decode ({machines}, modelled); {source.name}, "
          f"at {args.rate:g} times its rate; promised: {setup.slo.ttft_s:g} s to the first token, "
          f"{setup.slo.tbt_s:g} s a token; admission: {args.admission}")  # fmt: skip
     began_s = time.monotonic()

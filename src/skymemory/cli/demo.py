@@ -141,6 +141,9 @@ def _add_conductor(others: Subparsers) -> None:
     add("--rate", type=float, default=2.0, metavar="X", help="times the workload's own rate (default: 2)")
     add("--admission", default="early", metavar="RULE", help="who is let in (default: early)")
     add("--trace", type=Path, metavar="FILE", help="the released conversation trace (default: a seeded generator)")
+    add(
+        "--cost", type=Path, metavar="FILE", help="machines as `skymemory fit` found one (default: LLaMA-70B on 8×A800)"
+    )
     add("--no-play", action="store_true", help="only the table")
     add(
         "--report",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-import statistics
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from skymemory.conductor.cost_model.fit import DecodePoint, PrefillPoint
 from skymemory.errors import SkyMemoryError
@@ -108,12 +108,11 @@ class Measuring:
                 before_s = 0.0 if self._spent is None else (await self._spent())[1]
                 asked = [self._client.probe(prompt, steps, self._clock) for _ in range(cell.batch)]
                 outcomes = [_good(outcome) for outcome in await asyncio.gather(*asked)]
-                gaps = common_gaps(outcomes)
-                if len(gaps) < _LEAST_GAPS:
+                seconds = step_s(outcomes)
+                if math.isnan(seconds):
                     continue
                 never.pop(cell, None)
                 context = (first.prompt_tokens or cell.context) + steps / 2
-                seconds = statistics.median(gaps)
                 if self._spent is not None:
                     # Of an engine that computes its answers one after the other: what a token took, so many times.
                     tokens = sum((outcome.output_tokens or steps) - 1 for outcome in outcomes)
@@ -129,16 +128,25 @@ class Measuring:
         return _good(await self._client.probe(prompt, output_tokens, self._clock))
 
 
-def common_gaps(outcomes: Sequence[Outcome]) -> list[float]:
-    """Seconds between pieces while all of ``outcomes`` were being answered."""
+def step_s(outcomes: Sequence[Outcome]) -> float:
+    """Seconds of a step while all of ``outcomes`` were being answered; nan where they hardly ever were at once.
+
+    The mean over that time: pieces that come in one go are as many steps as they are, and a piece of several tokens is
+    as many steps as tokens.
+    """
     times = [list(accumulate((outcome.first_s, *outcome.gaps_s))) for outcome in outcomes]
     begin_s, end_s = max(one[0] for one in times), min(one[-1] for one in times)
-    return [
-        then - now
-        for one in times
-        for now, then in pairwise(one)
-        if now >= begin_s and then <= end_s
-    ]  # fmt: skip
+    spent_s, gaps = 0.0, 0
+    for one in times:
+        within = [at_s for at_s in one if begin_s <= at_s <= end_s]
+        if len(within) > 1:
+            spent_s += within[-1] - within[0]
+            gaps += len(within) - 1
+    if gaps < _LEAST_GAPS or not spent_s > 0:
+        return math.nan
+    pieces = sum(len(one) - 1 for one in times)
+    tokens = sum((outcome.output_tokens or len(outcome.gaps_s) + 1) - 1 for outcome in outcomes)
+    return spent_s / gaps * (pieces / tokens if tokens > 0 else 1.0)
 
 
 def _good(outcome: Outcome) -> Outcome:
