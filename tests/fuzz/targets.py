@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 
 from tests.fuzz.engine_targets import EventsTarget, metrics
+from tests.fuzz.grpc_target import GrpcTarget
 from tests.fuzz.mutations import mutate, resealed
 from tests.properties.wire_traffic import (
     CHUNK_BYTES,
@@ -232,9 +233,9 @@ def _values(part: object) -> list[object]:
 
 
 TARGETS: dict[str, tuple[Callable[[], Target], float]] = {
-    "satellite": (SatelliteTarget, 0.33), "client": (ClientTarget, 0.23), "bodies": (lambda: bodies, 0.19),
+    "satellite": (SatelliteTarget, 0.31), "client": (ClientTarget, 0.23), "bodies": (lambda: bodies, 0.19),
     "journal": (lambda: journal, 0.08), "snapshot": (lambda: snapshot, 0.07), "plan": (lambda: plan, 0.05),
-    "events": (EventsTarget, 0.03), "metrics": (lambda: metrics, 0.02),
+    "events": (EventsTarget, 0.03), "metrics": (lambda: metrics, 0.02), "grpc": (GrpcTarget, 0.02),
 }  # fmt: skip
 """Each with its share of the inputs."""
 
