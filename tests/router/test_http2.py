@@ -48,7 +48,7 @@ class Peer:
         assert self.heard() == [(h.SETTINGS, h.ACK, 0, b"")]
 
     def opened(self, stream: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.told.append(("opened", stream, dict(headers)[b":path"]))
+        self.told.append(("opened", stream, dict(headers).get(b":path")))
 
     def came(self, stream: int, data: bytes) -> None:
         self.told.append(("came", stream, data))
