@@ -81,7 +81,9 @@ def _play(runs: Sequence[ClusterRun], setup: ClusterSetup, stream: TextIO, playe
     try:
         while (now_s := (time.monotonic() - began_s) * speed) < last_s:
             moments = [player.at(now_s) for player in players]
-            screen.show(frame(SCHEDULERS, moments, now_s, speed), line(SCHEDULERS, moments, now_s))
+            screen.show(
+                frame(SCHEDULERS, moments, now_s, speed), [] if screen.live else line(SCHEDULERS, moments, now_s)
+            )
             time.sleep(1 / FRAMES_PER_S)
         moments = [player.at(last_s) for player in players]
         if screen.live:

@@ -12,7 +12,7 @@ WIDTH = 118
 LATELY = 100
 """First tokens over whose times the mean of the moment is taken."""
 _BARS = " ▁▂▃▄▅▆▇█"
-_LINE_STEP, _BATCH_STEP = 2, 12
+_LINE_STEP, _BATCH_STEP = 2, 1
 """Requests of one step of a bar."""
 
 
