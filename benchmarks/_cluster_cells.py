@@ -11,11 +11,13 @@ from typing import Any
 from skymemory.conductor.admission.base import Slo
 from skymemory.sim.cluster.cells import ClusterCell
 from skymemory.sim.cluster.setup import ClusterSetup
+from skymemory.sim.mooncake.overload import overload_cell
 from skymemory.sim.sources import Source
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric", "least-ttft")
 RATES, QUICK_RATES = (0.5, 0.75, 1.0, 1.25), (1.0,)
-GRID_RULES = ("baseline", "early", "predicted", "goodput")
+GRID_RULES = ("baseline", "early", "predicted", "predicted, long", "goodput")
+"""``predicted, long``: nobody is taken to end decoding while another prefills (``sim.mooncake.overload``)."""
 OURS = "goodput"
 GRID_RATES, QUICK_GRID_RATES = (1.5, 2.0, 3.0), (2.0,)
 GRID_SIZES = ((8, 8), (12, 4), (6, 2))
@@ -52,9 +54,8 @@ def admission_cells(source: Source, time: str, quick: bool) -> list[tuple[dict[s
                         "size": f"{prefill}P+{decode}D", "rate": rate, "slo": f"{slo.ttft_s:g} s, {slo.tbt_s:g} s",
                         "rule": rule,
                     }  # fmt: skip
-                    cell = ClusterCell(
-                        source, setup, admission=rule, begin_part=GRID_BEGINS if time == "report" else 0.0
-                    )
+                    cell = overload_cell(source, setup, rule)
+                    cell = replace(cell, curves=False, begin_part=GRID_BEGINS if time == "report" else 0.0)
                     cells.append((label, timed(cell, time)))
     return cells
 
