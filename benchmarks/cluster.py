@@ -194,7 +194,8 @@ def main() -> None:
             ["scheduler", "processor seconds", "MB at most", "the same again"],
             [[r["scheduler"], f"{r['seconds']:.2f}", f"{r['mb']:.0f}", str(r["same"])] for r in found["speed"]],
         )
-    write_json(options.json, "cluster", options.seed, found)
+    rows = [{"part": part, **row} for part, mine in found.items() for row in mine]
+    write_json(options.json, "cluster", options.seed, rows)
     if options.plots is not None:
         from _cluster_plots import draw
 
