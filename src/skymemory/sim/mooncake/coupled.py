@@ -141,8 +141,9 @@ def real(setting: Setting) -> Experiment:
         rows.append((*label, "capacity", one.rate, *_promises(one.metrics)))
     for (label, rate), answer in zip(flat, measured, strict=True):
         rows.append((*label, "measured", rate, *_promises(answer.metrics)))
+    at_one = {label: answer.metrics for (label, rate), answer in zip(flat, measured, strict=True) if rate == 1.0}
     at_two = {label: answer.metrics for (label, rate), answer in zip(flat, measured, strict=True) if rate == 2.0}
-    told = [line for decoding in costs for line in _real_told(decoding, rates, at_two)]
+    told = [line for decoding in costs for line in _real_told(decoding, rates, at_one, at_two)]
     return Experiment(
         name="real",
         published_as="arXiv figure 13",
@@ -167,24 +168,32 @@ def real(setting: Setting) -> Experiment:
 
 
 def _real_told(
-    decoding: str, rates: dict[tuple[str, str], float], at_two: dict[tuple[str, str], ClusterMetrics]
+    decoding: str,
+    rates: dict[tuple[str, str], float],
+    at_one: dict[tuple[str, str], ClusterMetrics],
+    at_two: dict[tuple[str, str], ClusterMetrics],
 ) -> list[Told]:
     apart, plain, chunked = PUBLISHED_SYSTEMS
     ours, rival, kinder = (rates[decoding, name] for name in PUBLISHED_SYSTEMS)
     split = max((apart, "14P+6D", "16P+4D"), key=lambda name: rates[decoding, name])
     best = rates[decoding, split]
-    tbt = f"{decoding}: TBT met at twice the rate"
+    smooth, stalled = (at_one[decoding, name].longest_tbt_met for name in (apart, plain))
     return [
-        Told(f"{decoding}: {apart} against {plain}", "% more requests", 75.0, _gain(ours, rival), _REAL_WHY[decoding],
-             digits=0),
-        Told(f"{decoding}: best split ({split}) against {plain}", "% more requests", None, _gain(best, rival),
-             digits=0),
-        Told(f"{decoding}: best split ({split}) against {chunked}", "% more requests", None, _gain(best, kinder),
-             digits=0),
-        Told(f"{tbt}, {apart}", "%", 100.0, 100 * at_two[decoding, apart].tbt_met, digits=1),
-        Told(f"{tbt}, {plain}", "%", 57.0, 100 * at_two[decoding, plain].tbt_met, "of their mean TBT", digits=1),
-        Told(f"{tbt}, {plain}, longest TBT", "%", 57.0, 100 * at_two[decoding, plain].longest_tbt_met,
-             "of each request's longest TBT", digits=1),
+        Told(f"{decoding}: no stall above 0.1 s, {apart}, the trace's rate", "% of requests", 100.0, 100 * smooth,
+             digits=1),
+        Told(f"{decoding}: no stall above 0.1 s, {plain}, the trace's rate", "% of requests", 57.0, 100 * stalled,
+             "TTFT is met by 99.5 % of either, as published", digits=1),
+        Told(f"{decoding}: one over the other", "% more requests", 75.0, _gain(smooth, stalled),
+             "100 over 57 is 1.75: the published figure seems to be this ratio", digits=0),
+        Told(f"{decoding}: mean TBT met at twice the rate, {apart}", "%", None, 100 * at_two[decoding, apart].tbt_met,
+             digits=1),
+        Told(f"{decoding}: mean TBT met at twice the rate, {plain}", "%", None, 100 * at_two[decoding, plain].tbt_met,
+             digits=1),
+        Told(f"{decoding}: rate that {apart} takes, against {plain}", "% more", None, _gain(ours, rival),
+             _REAL_WHY[decoding], digits=0),
+        Told(f"{decoding}: rate that the best split ({split}) takes, against {plain}", "% more", None,
+             _gain(best, rival), digits=0),
+        Told(f"{decoding}: the same against {chunked}", "% more", None, _gain(best, kinder), digits=0),
     ]  # fmt: skip
 
 
