@@ -59,16 +59,16 @@ def scheduling(setting: Setting) -> Experiment:
 
 def bandwidth(setting: Setting) -> Experiment:
     """Mean time to first token by the rate of the network between nodes."""
-    cells = []
+    alone = ClusterCell(setting.source, ClusterSetup(seed=setting.seed), "cache-aware")
+    cells = [alone]  # Nothing is moved for a prefill there: the network's rate makes no difference to it.
     for gbit in NETWORK_GBIT:
         cost = ClusterSetup().cost
         machine = replace(cost.machine, network_bytes_per_s=gbit * GBIT_BYTES)
         setup = ClusterSetup(cost=replace(cost, machine=machine), seed=setting.seed)
-        cells += [ClusterCell(setting.source, setup, name) for name in ("cache-aware", "kvcache-centric")]
-    found = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
+        cells.append(ClusterCell(setting.source, setup, "kvcache-centric"))
+    local, *others = (answer.metrics for answer in sweep(run_cell, cells, setting.way, setting.jobs, setting.progress))
     rows = []
-    for at, gbit in enumerate(NETWORK_GBIT):
-        local, everywhere = found[2 * at].metrics, found[2 * at + 1].metrics
+    for gbit, everywhere in zip(NETWORK_GBIT, others, strict=True):
         remote = sum(part for source, part in everywhere.hits.tokens_by_source.items() if source != "local")
         rows.append((gbit, local.ttft_s.mean, everywhere.ttft_s.mean, everywhere.ttft_s.p90, remote))
     above = max(row[2] for row in rows if row[0] >= 100)
