@@ -39,3 +39,11 @@ def test_the_order_holds_and_the_goal_where_machines_are_busy(rate: float) -> No
     over_random = means[-1] / means[0]
     assert f"{over_random:.3f}" in PAGE
     assert (over_random <= PAPERS_BEST) == (rate > 0.5)
+
+
+def test_the_whole_trace_is_quick_and_repeatable() -> None:
+    runs = [row for row in FOUND if row["part"] == "speed"]
+    assert [row["scheduler"] for row in runs] == list(ORDER)
+    assert all(row["same"] and row["seconds"] < 6 and row["mb"] < 500 for row in runs)
+    low, high = min(row["seconds"] for row in runs), max(row["seconds"] for row in runs)
+    assert f"takes {low:.1f} to {high:.1f} s of a processor and {runs[0]['mb']:.0f} MB" in PAGE

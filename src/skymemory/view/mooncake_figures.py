@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.sim.mooncake.base import Experiment, plain
+from skymemory.sim.mooncake.base import Experiment
 from skymemory.view.drawing import INK, new_figure, save, save_csv
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 def write_mooncake_csv(told: Experiment, folder: Path) -> Path:
     """The numbers behind an experiment."""
-    return save_csv(folder / f"mooncake-{told.name}.csv", told.header, [tuple(map(plain, row)) for row in told.rows])
+    return save_csv(folder / f"mooncake-{told.name}.csv", told.header, told.rows)
 
 
 def write_mooncake_figure(told: Experiment, folder: Path) -> Path | None:
