@@ -13,7 +13,9 @@ import pytest
 from tests.router.running import Loop, Running, until
 from tests.store.redis_server import RedisServer
 
+import skymemory
 from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.errors import InvalidInput
 from skymemory.keys import first_ring
 from skymemory.router import knowledge
@@ -146,6 +148,15 @@ def test_places_of_blocks_are_another_routers_secret(strategy: str, monkeypatch:
         made = Knowledge(settings_from({"strategy": strategy, "options": {"blocks_per_server": 77}}), Fleet())
         assert isinstance(made._index, Index) and made._index.capacity_of(0) == 77
     assert len(set(secrets)) == 2 and all(secret & 1 for secret in secrets)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("precise", {}), ("least-ttft", {"events": True})])
+def test_so_are_those_of_blocks_that_engines_tell_of(strategy: str, options: dict[str, Any]) -> None:
+    tokenizer = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
+    settings = settings_from({"strategy": strategy, "options": options, "prompts": {"tokenizer": str(tokenizer)}})
+    indices = [Knowledge(settings, Fleet(), None).scorer.index for _ in range(2)]  # type: ignore[attr-defined]
+    assert all(isinstance(index, PreciseIndex) and index.block_tokens == 16 for index in indices)
+    assert indices[0].secret != indices[1].secret and all(index.secret & 1 for index in indices)
 
 
 def test_blocks_of_another_kind_are_another_kind(tmp_path: Path) -> None:

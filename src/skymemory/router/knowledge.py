@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
+from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.prefix_index.shared import SharedPrefixIndex
 from skymemory.conductor.prefix_index.snapshot import Held, Snapshot
 from skymemory.conductor.strategies.base import Scorer
@@ -26,7 +27,7 @@ from skymemory.keys import KeyRing
 from skymemory.router.cost_file import read_cost
 from skymemory.router.gossip import GossipReplicas
 from skymemory.router.index_file import load_index, write_snapshot
-from skymemory.router.proxy_events import check_events, strategy_options
+from skymemory.router.proxy_events import check_events, event_index, strategy_options
 from skymemory.router.replicas import Replicas, ReplicaStatus
 from skymemory.router.replicas_redis import RedisReplicas
 from skymemory.router.settings import Settings
@@ -132,14 +133,17 @@ class Knowledge:
             raise InvalidInput(
                 f"replicas: strategy {name!r} has nothing to share, or goes by events, as each of them can"
             )
+        secret = int.from_bytes(os.urandom(8), "little") | 1  # whoever sends prompts cannot foresee their places
         if not learns:
             scorer = named(name, cost=cost, **options)
             check_events(settings, scorer)
-            return scorer
+            if event_index(scorer) is None:
+                return scorer
+            own = PreciseIndex(int(options["block_tokens"]), secret=secret)
+            return named(name, index=own, cost=cost, **options)
         named(name, **options)  # an option that does not exist is said before its value is used
         blocks = int(options.get("blocks_per_server", known["blocks_per_server"]))
         most = int(options.get("max_match_blocks", known.get("max_match_blocks", 0))) or None
-        secret = int.from_bytes(os.urandom(8), "little") | 1  # whoever sends prompts cannot foresee their places
         index = (
             SharedPrefixIndex(self._name_of, self._slot_of, blocks, most, secret)
             if shares

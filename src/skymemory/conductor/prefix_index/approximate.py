@@ -45,6 +45,7 @@ class ApproximatePrefixIndex:
         except (ValueError, OverflowError) as error:
             raise InvalidInput(f"blocks per server: {error}") from None
         self.max_match = max_match
+        self.secret = secret
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
         return self._table.match(self._chain(blocks).data, slots)

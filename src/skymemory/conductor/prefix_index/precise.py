@@ -60,6 +60,7 @@ class PreciseIndex:
         if block_tokens < 1:
             raise InvalidInput(f"blocks of {block_tokens} tokens: expected 1 or more")
         self.block_tokens = block_tokens
+        self.secret = secret
         self.counters = Counters()
         self._weights = {name.upper(): weight for name, weight in weights.items()}
         self._engines: dict[int, _Engine] = {}

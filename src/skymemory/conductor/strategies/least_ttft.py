@@ -93,7 +93,7 @@ class LeastTtft(Indexed):
         self._guard = ShareGuard(settings.guard())
         self._price = DelayPrice(settings.delay_weight)
         self._queues = PrefillQueues(settings.overdue)
-        self._under_way = UnderWay(settings.under_way_blocks)
+        self._under_way = UnderWay(settings.under_way_blocks, getattr(index, "secret", None))
         self._sent: Tickets[_Sent] = Tickets()
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:

@@ -68,11 +68,11 @@ def _key(chain: Blocks) -> bytes:
 
 
 class UnderWay:
-    """Chains by slot. ``most_blocks``: of one chain, no more are kept."""
+    """Chains by slot. ``most_blocks``: of one chain, no more are kept. ``secret``: see ``native.PrefixTable``."""
 
-    def __init__(self, most_blocks: int) -> None:
+    def __init__(self, most_blocks: int, secret: int | None = None) -> None:
         self._most_blocks = most_blocks
-        self._table = native.HolderTable()
+        self._table = native.HolderTable() if secret is None else native.HolderTable(secret)
         """Slots in whose chains a block is."""
         self._lines: dict[int, _Line] = {}
 
