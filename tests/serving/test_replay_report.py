@@ -73,7 +73,20 @@ def test_a_client_that_sends_late_makes_no_server_look_better() -> None:
     assert report.within_both == 0 and not report.client_kept_up
     assert "DID NOT KEEP UP" in "\n".join(lines_of(report))
     assert report_of([GOOD], 1, Slo()).client_kept_up
-    assert not report_of([GOOD], 1, Slo(), stalls_s=[0.5]).client_kept_up
+    stalled = report_of([GOOD], 1, Slo(), stalls_s=[0.5])
+    assert not stalled.client_kept_up and stalled.sent_in_time
+    assert "it saw answers late" in "\n".join(lines_of(stalled))
+
+
+def test_hits_beyond_what_the_prompts_share_are_another_replays() -> None:
+    """32 of 110 tokens hit where nothing is shared: they were there before."""
+    assert "take another --seed" in "\n".join(lines_of(report_of([GOOD], 1, Slo(), reusable=0.0)))
+    for share in (0.29, math.nan):
+        assert "--seed" not in "\n".join(lines_of(report_of([GOOD], 1, Slo(), reusable=share)))
+
+
+def test_an_interrupted_replay_went_on_until_it_was_interrupted() -> None:
+    assert report_of([GOOD], 5, Slo(1.0), seconds=4.0).goodput_per_s == pytest.approx(0.25)
 
 
 def test_what_the_cap_held_up_is_told_and_is_not_the_clients_lateness() -> None:

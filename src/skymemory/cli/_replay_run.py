@@ -48,6 +48,8 @@ class _Replay:
     model: str = ""
     before: EngineCounts | None = None
     after: EngineCounts | None = None
+    cut_at_s: float | None = None
+    """When it was interrupted."""
 
     def report(self) -> Report:
         args = self.args
@@ -57,7 +59,7 @@ class _Replay:
         share = reusable_share(sent, BLOCK_TOKENS * args.scale_lengths)
         in_tokens = args.prompt_unit != "characters"
         slo = Slo(args.ttft_slo, args.tbt_slo)
-        return report_of(self.outcomes, len(self.asks.asks), slo, stalls, share, in_tokens)
+        return report_of(self.outcomes, len(self.asks.asks), slo, stalls, share, in_tokens, self.cut_at_s)
 
 
 def replay(args: argparse.Namespace, key: str | None) -> int:
@@ -122,6 +124,7 @@ async def _interruptible(
     except asyncio.CancelledError:
         if one.player is None:
             raise KeyboardInterrupt from None
+        one.cut_at_s = one.player.clock()
         return one, True
     return one, False
 

@@ -102,8 +102,24 @@ class Report:
     def client_kept_up(self) -> bool:
         """What it measured of the server is not in doubt: it sent, and saw what came, with 1 % of exceptions within
         10 ms or a tenth of the median time to the first token."""
-        most_s = max(0.010, 0.1 * _or_zero(self.ttft.p50))
-        return not any(one.count and one.p99 > most_s for one in (self.late, self.stall))
+        return self.sent_in_time and self.looked_in_time
+
+    @property
+    def sent_in_time(self) -> bool:
+        return not self.late.count or self.late.p99 <= self._most_late_s
+
+    @property
+    def looked_in_time(self) -> bool:
+        return not self.stall.count or self.stall.p99 <= self._most_late_s
+
+    @property
+    def already_cached(self) -> bool:
+        """Caches supplied more than these prompts have in common: the server was sent them before."""
+        return (self.hit_ratio or 0.0) > self.reusable + 0.05
+
+    @property
+    def _most_late_s(self) -> float:
+        return max(0.010, 0.1 * _or_zero(self.ttft.p50))
 
 
 def report_of(
@@ -113,10 +129,12 @@ def report_of(
     stalls_s: Sequence[float] = (),
     reusable: float = math.nan,
     wanted_in_tokens: bool = True,
+    seconds: float | None = None,
 ) -> Report:
     """``asked``: how many were to be sent, of which ``outcomes`` tells of those that were.
 
     Without ``wanted_in_tokens`` prompts were made by characters, and their lengths are held against nothing.
+    ``seconds``: how long it went on, where that is not until the last answer's end.
     """
     by = Counter(outcome.status for outcome in outcomes)
     done = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
@@ -129,7 +147,9 @@ def report_of(
         refused=by[Status.REFUSED],
         failed=by[Status.FAILED],
         interrupted=by[Status.INTERRUPTED],
-        seconds=max((outcome.end_s for outcome in outcomes if not math.isnan(outcome.end_s)), default=0.0),
+        seconds=max((one.end_s for one in outcomes if not math.isnan(one.end_s)), default=0.0)
+        if seconds is None
+        else seconds,
         ttft=spread(outcome.ttft_s for outcome in done),
         due_ttft=spread(outcome.due_ttft_s for outcome in done),
         tbt_gaps=spread(gap for outcome in done for gap in outcome.gaps_s),

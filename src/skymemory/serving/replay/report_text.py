@@ -37,13 +37,15 @@ def _lateness(report: Report) -> Iterator[str]:
             f"{report.held_up:,} requests were held up by --concurrency, the longest {_time(report.held_up_s)}: "
             "times from their sending flatter the server",
         )
-    if not report.client_kept_up:
-        yield _line("", "THE CLIENT DID NOT KEEP UP: times from sending flatter the server; see those from due")
+    if not report.sent_in_time:
+        yield _line("", "THE CLIENT DID NOT KEEP UP: it sent late, and times from sending flatter the server")
+    if not report.looked_in_time:
+        yield _line("", "THE CLIENT DID NOT KEEP UP: it saw answers late, and its times are longer than the server's")
 
 
 def _times(report: Report) -> Iterator[str]:
     yield _line("TTFT", _spread(report.ttft))
-    if not report.client_kept_up or report.held_up:
+    if not report.sent_in_time or report.held_up:
         yield _line("TTFT from due", _spread(report.due_ttft))
     yield _line("TBT of pieces", _spread(report.tbt_gaps))
     yield _line("TBT of requests", _spread(report.tbt_means))
@@ -73,6 +75,8 @@ def _tokens(report: Report) -> Iterator[str]:
             "hits",
             f"{report.cached_tokens:,} of {report.cached_of_tokens:,} prompt tokens, {report.hit_ratio:.1%}{few}{most}",
         )
+        if report.already_cached:
+            yield _line("", "MORE THAN THESE PROMPTS SHARE: the server was sent them before; take another --seed")
     if report.seconds > 0:
         prompts = (
             f"{report.prompt_tokens / report.seconds:,.0f} prompt" if report.told_prompts else "unknown of prompts"
