@@ -127,6 +127,18 @@ def test_requests_are_sent_when_due_whatever_became_of_those_before(
     assert report["seconds"] < 2.0 and report["late_s"]["p50"] < 0.1
 
 
+def test_no_more_are_under_way_than_may_be_and_those_held_up_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three at once, one allowed, each given up after 0.3 s: the last waits for two."""
+    with odd_server("hangs") as server:
+        words = ("--url", server.url, "--scale-lengths", "0.05", "--patience", "0.3s", "--concurrency", "1")
+        _, report = told(capsys, str(a_trace(tmp_path, 3, 1)), *words)
+    assert report["failed"] == 3 and report["held_up"] == 2
+    assert 0.55 < report["held_up_s"] < report["seconds"]
+    assert report["late_s"]["most"] < 0.3, "what the cap held up is not the client's own lateness"
+
+
 def test_a_key_is_sent_and_never_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ class Player:
         self._concurrency = concurrency
         self._bodies: deque[bytes] = deque()
         self._made = 0
+        self._full: deque[tuple[float, float]] = deque()
         self._free = asyncio.Event()
         self._began_s = time.perf_counter()
         self.under_way = 0
@@ -56,11 +57,10 @@ class Player:
                 for ask in self._asks:
                     await self._until(ask.due_s)
                     body = self._next_body()
-                    since_s = self.clock()
-                    held_up = await self._until_free()
+                    await self._until_free()
                     self.under_way += 1
                     self.begun += 1
-                    group.create_task(self._one(ask, body, self.clock() - since_s if held_up else 0.0))
+                    group.create_task(self._one(ask, body, self._held_up_s(ask.due_s)))
         finally:
             watch.cancel()
 
@@ -71,13 +71,20 @@ class Player:
             self.under_way -= 1
             self._free.set()
 
-    async def _until_free(self) -> bool:
-        held_up = False
-        while self._concurrency is not None and self.under_way >= self._concurrency:
-            held_up = True
+    async def _until_free(self) -> None:
+        if self._concurrency is None or self.under_way < self._concurrency:
+            return
+        since_s = self.clock()
+        while self.under_way >= self._concurrency:
             self._free.clear()
             await self._free.wait()
-        return held_up
+        self._full.append((since_s, self.clock()))
+
+    def _held_up_s(self, due_s: float) -> float:
+        """Since then, how long all places were taken: also while one that was due before waited for its own."""
+        while self._full and self._full[0][1] <= due_s:
+            self._full.popleft()
+        return sum(until_s - max(since_s, due_s) for since_s, until_s in self._full)
 
     async def _until(self, due_s: float) -> None:
         """Sleep until then, making bodies ahead while there is time."""
