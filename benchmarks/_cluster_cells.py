@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,11 +43,11 @@ def scheduler_cells(source: Source, time: str) -> list[tuple[tuple[float, str], 
     ]
 
 
-def admission_cells(source: Source, time: str, quick: bool) -> list[tuple[dict[str, Any], ClusterCell]]:
+def admission_cells(source: Source, time: str, rates: Sequence[float]) -> list[tuple[dict[str, Any], ClusterCell]]:
     cost = replace(ClusterSetup().cost, decode_fixed_s=DECODE_FIXED_S, memory_share=MEMORY_SHARE)
     cells = []
     for prefill, decode in GRID_SIZES:
-        for rate in QUICK_GRID_RATES if quick else GRID_RATES:
+        for rate in rates:
             for slo in GRID_SLOS:
                 setup = ClusterSetup(prefill=prefill, decode=decode, rate=rate, slo=slo, cost=cost, seed=source.seed)
                 for rule in GRID_RULES:

@@ -19,12 +19,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from _bench import print_table, write_json
-from _cluster_cells import GRID_RULES, OURS, admission_cells, scheduler_cells, speed
+from _cluster_cells import GRID_RATES, GRID_RULES, OURS, QUICK_GRID_RATES, admission_cells, scheduler_cells, speed
 from skymemory.sim.cluster.cells import CellAnswer, run_cell
 from skymemory.sim.mooncake.base import Experiment, Setting
 from skymemory.sim.mooncake.coupled import real, simulated
@@ -75,8 +76,8 @@ def schedulers(source: Source, time: str, jobs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def admission(source: Source, time: str, jobs: int, quick: bool) -> list[dict[str, Any]]:
-    labels, cells = zip(*admission_cells(source, time, quick), strict=True)
+def admission(source: Source, time: str, jobs: int, rates: Sequence[float]) -> list[dict[str, Any]]:
+    labels, cells = zip(*admission_cells(source, time, rates), strict=True)
     rows = []
     for label, answer in zip(labels, sweep(run_cell, cells, jobs=jobs, told=told("admission")), strict=True):
         rows.append({**label, **row_of(answer)})
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE, metavar="FILE")
     parser.add_argument("--only", default=",".join(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--time", choices=("report", "tune"), default="report")
+    parser.add_argument("--rates", metavar="X,Y", help="of the admission grid (default: 1.5,2,3)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--quick", action="store_true")
@@ -184,7 +186,8 @@ def main() -> None:
     if "schedulers" in parts:
         found["schedulers"] = schedulers(source, options.time, options.jobs)
     if "admission" in parts:
-        found["admission"] = admission(source, options.time, options.jobs, options.quick)
+        rates = [float(rate) for rate in options.rates.split(",")] if options.rates else GRID_RATES
+        found["admission"] = admission(source, options.time, options.jobs, QUICK_GRID_RATES if options.quick else rates)
     if "coupled" in parts:
         found["coupled"] = coupled(source, options.jobs)
     if "speed" in parts:
