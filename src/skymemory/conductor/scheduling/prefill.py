@@ -6,6 +6,7 @@ pipeline is one server whose cost model says what the group takes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, overload, runtime_checkable
@@ -116,7 +117,7 @@ class _Sent:
     plan: Plan
 
 
-class PrefillScheduler(Indexed):
+class PrefillScheduler(Indexed, ABC):
     """A scorer of servers that prefill. ``cost`` None: what prefills take is learnt."""
 
     name = ""
@@ -148,9 +149,9 @@ class PrefillScheduler(Indexed):
             plans=Plans(outlay),
         )
 
+    @abstractmethod
     def scores(self, outlay: Outlay) -> list[float]:
         """Higher is better."""
-        raise NotImplementedError
 
     def fetch(self, outlay: Outlay) -> None:
         """Put into ``outlay`` what servers would load, and when they would be done with that."""
