@@ -63,7 +63,7 @@ demo-conductor: $(VENV)/.installed ## a cluster of 16 machines in virtual time, 
 test: $(VENV)/.installed-dev ## the tests, in at most 10 minutes
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.installed-dev ## the tests marked slow, two minutes more
+test-slow: $(VENV)/.installed-dev ## the tests marked slow, ten minutes more
 	@$(BIN)/python -m pytest -m "slow and not vllm" $(ARGS)
 
 # vLLM has an environment of its own, since it wants other versions than we do. It comes for Linux on x86-64 only; where it
