@@ -62,7 +62,7 @@ def admission_cells(source: Source, time: str, rates: Sequence[float]) -> list[t
 
 
 _ALONE = """
-import resource, sys, time
+import sys, time
 from pathlib import Path
 from skymemory.sim.cluster.metrics import measured
 from skymemory.sim.cluster.run import run_cluster
@@ -74,7 +74,7 @@ requests, setup = source.requests(), ClusterSetup(seed=int(seed))
 began = time.process_time()
 run = run_cluster(requests, setup, name)
 seconds = time.process_time() - began
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+peak = int(Path("/proc/self/status").read_text("ascii").split("VmHWM:")[1].split()[0]) / 1024
 print(seconds, peak, hash((tuple(map(repr, run.outcomes)), repr(measured(run, setup.slo)))))
 """
 

@@ -14,7 +14,8 @@ SLACK = 3.0
 REQUESTS = 12_031
 """Of the trace, to which the generator's hour is scaled."""
 CODE = """
-import resource, time
+import time
+from pathlib import Path
 from skymemory.sim.cluster.run import run_cluster
 from skymemory.sim.workload import CONVERSATIONS, generate
 requests = generate(CONVERSATIONS, 3537.0, seed=1)
@@ -22,11 +23,14 @@ begun_s = time.process_time()
 run = run_cluster(requests, None, "kvcache-centric")
 took_s = time.process_time() - begun_s
 assert sum(run.gap_tokens) == sum(one.output_tokens - 1 for one in run.outcomes)
-print(len(requests), took_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+# getrusage would tell the peak of the test's own process, which this one began as a copy of.
+status = Path("/proc/self/status").read_text("ascii")
+print(len(requests), took_s, status.split("VmHWM:")[1].split()[0])
 """
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks of memory are read from Linux's /proc")
 def test_an_hour_of_conversations_with_every_step_takes_seconds() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ran = subprocess.run(
@@ -34,4 +38,4 @@ def test_an_hour_of_conversations_with_every_step_takes_seconds() -> None:
     )
     requests, took_s, memory = ran.stdout.split()
     assert float(took_s) * REQUESTS / int(requests) < MOST_S * SLACK
-    assert int(memory) * (1 if sys.platform == "darwin" else 1024) < MOST_BYTES
+    assert int(memory) * 1024 < MOST_BYTES
