@@ -68,8 +68,12 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
     fixed_s, per_token_s, per_pair_s, *per_cached_s = _fitted(parts, seconds)
     weights = shape.layers * shape.weight_flops * shape.width**2
     attention = shape.layers * shape.width
+    cached_s = per_cached_s[0] if per_cached_s else 0.0
+    # Without what the cached tokens took: from a slow store they may take longer than computing as many, and then a
+    # prompt of which much is cached takes longer than one that is computed.
+    computing_s = seconds - cached_s * cached
     by_work = np.argsort(tokens - cached)
-    if not per_token_s > 0 or seconds[by_work[-1]] <= seconds[by_work[0]]:
+    if not per_token_s > 0 or computing_s[by_work[-1]] <= computing_s[by_work[0]]:
         raise InvalidInput("times do not grow with the tokens that are computed: measure longer prompts, or more often")
     speed = weights / per_token_s
     if machine is None:
@@ -79,7 +83,6 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
             f"it computes {speed:.3g} operations per second, more than the {machine.flops_per_s:.3g} of {machine.name}"
         )
     effective = replace(shape, attention_flops=per_pair_s * speed / attention)
-    cached_s = per_cached_s[0] if per_cached_s else 0.0
     return CostModel(effective, machine, speed / machine.flops_per_s, fixed_s=fixed_s, cached_token_s=cached_s)
 
 

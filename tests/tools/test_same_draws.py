@@ -1,0 +1,34 @@
+"""The default run draws the same examples whatever else was imported; drawing anew does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+DRAWN = Path(__file__).with_name("drawn.py")
+
+
+def drawn(*options: str, **environment: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", str(DRAWN), *options],
+        capture_output=True, text=True, cwd=DRAWN.parents[2], env={**os.environ, **environment}, timeout=60,
+    )  # fmt: skip
+    found = re.search(r"drawn: ([0-9a-f]{64})", ran.stdout)
+    assert ran.returncode == 0 and found is not None, ran.stdout + ran.stderr
+    return found[1]
+
+
+def test_the_same_everywhere() -> None:
+    alone = drawn(PYTHONHASHSEED="1", CI="")
+    beside_others = drawn("-p", "skymemory.protocol.satellite", "-p", "skymemory.constellation.orbit",
+                          PYTHONHASHSEED="2", CI="true")  # fmt: skip
+    assert alone == beside_others
+
+
+def test_anew_by_its_seed() -> None:
+    anew = ("--hypothesis-profile=anew", "--hypothesis-seed")
+    first = drawn(*anew, "1")
+    assert first == drawn(*anew, "1") != drawn(*anew, "2")
