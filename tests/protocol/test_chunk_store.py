@@ -16,8 +16,23 @@ KEYS = [bytes([n]) * 32 for n in range(4)]
 
 
 def ref_of(key: bytes, index: int, payload: bytes, version: int = 1) -> bytes:
+    """Of a value of ten chunks, each for a server of its own."""
     tag = PlacementTag(3, 10, index % 10, 0, 0)
-    return ChunkRef(key, index, 100, len(payload), zlib.crc32(payload), 5000, version, tag).pack()
+    return ChunkRef(key, index, 10, len(payload), zlib.crc32(payload), 5000, version, tag).pack()
+
+
+def part(key: bytes, chunks: int, servers: int = 1, server: int = 0, version: int = 1) -> list[tuple[int, bytes]]:
+    """Indices and packed references of what one server has of a value of so many chunks: 100 bytes, the last one 40."""
+    sizes = [100] * (chunks - 1) + [40]
+    return [
+        (index, ChunkRef(key, index, chunks, sizes[index], 0, sum(sizes), version,
+                         PlacementTag(3, servers, server, 0, 0)).pack())
+        for index in range(server, chunks, servers)
+    ]  # fmt: skip
+
+
+def put_part(store: ChunkStore, refs: list[tuple[int, bytes]]) -> list[bool]:
+    return [store.put((ref[:32], at), ref, bytes(ChunkRef.unpack(ref).length_bytes)).stored for at, ref in refs]
 
 
 def put(store: ChunkStore, key: bytes, index: int, payload: bytes, version: int = 1) -> bool:
@@ -59,11 +74,10 @@ def test_budget_contents_and_indexes_always_agree(steps, limit):
             after = dict(store.items())
             gone = before.keys() - after.keys() - {(key, index)}
             assert len(gone) == outcome.evicted
-            if len(payload) + CHUNK_REF_BYTES > limit:
-                assert before == after and not outcome.stored and outcome.replaced == 0
+            if outcome.stored:
+                assert (key, index) in after and outcome.replaced == int((key, index) in before)
             else:
-                assert ((key, index) in after) == outcome.stored
-                assert outcome.replaced == int((key, index) in before)
+                assert before == after and (outcome.replaced, outcome.evicted) == (0, 0)
         elif verb == "get":
             chunks, missing = store.get_run(key, rest)
             assert len(chunks) + len(missing) == 1
@@ -176,3 +190,56 @@ def test_what_is_told_of_a_key_is_its_latest_placement():
         assert store.put((KEYS[0], index), ref, payload).stored
     told = store.presence(KEYS[0])
     assert (told.index, told.held, told.tag.slot_moves, told.tag.plane_moves) == (3, 4, -3, -1)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("as_run", [True, False])
+def test_a_value_that_cannot_fit_evicts_nothing(fits: bool, servers: int, as_run: bool):
+    """Its other chunks are counted before the first of them pushes anything out."""
+    store = room(20)
+    for number in range(20):
+        assert put(store, number.to_bytes(32, "big"), 0, b"x" * 100)
+    refs = part(b"big" * 10 + b"!!", 20 * servers + (0 if fits else 1), servers)
+    if as_run:
+        chunks = [(ref, bytes(ChunkRef.unpack(ref).length_bytes)) for _, ref in refs]
+        size = sum(len(payload) + CHUNK_REF_BYTES for _, payload in chunks)
+        outcome = store.put_run(refs[0][1][:32], [at for at, _ in refs], chunks, size)
+        assert outcome is not None if fits else outcome is None
+    if not as_run or not fits:
+        assert put_part(store, refs) == [fits] * len(refs)
+    assert len(store) == 20 and (len(store.keys_after(b"", 99)) == 1) is fits
+
+
+@pytest.mark.parametrize("chunks, fits", [(10, True), (11, False)])
+def test_a_value_that_fits_beside_no_pins_evicts_nothing_beside_them(chunks: int, fits: bool):
+    store = room(20)
+    for number in range(20):
+        key = number.to_bytes(32, "big")
+        assert put(store, key, 0, b"x" * 100)
+        if number % 2:
+            store.shield(key)
+    assert put_part(store, part(b"k" * 32, chunks)) == [fits] * chunks
+    assert len(store.keys_after(b"", 99)) == (11 if fits else 20)
+
+
+def test_a_value_stored_again_in_a_full_memory_takes_its_own_place():
+    store = room(10)
+    refs = part(b"k" * 32, 10)
+    assert put_part(store, refs) == [True] * 10
+    assert put_part(store, refs) == [True] * 10
+    assert put_part(store, part(b"k" * 32, 10, version=2)) == [True] * 10 and len(store) == 10
+
+
+def test_a_shielded_key_that_outgrows_its_share_of_the_memory_is_shielded_no_longer():
+    store = room(10)
+    store.shield_limit_bytes = 5 * (100 + CHUNK_REF_BYTES)
+    outgrown: list[bytes] = []
+    store.unshielded = outgrown.append
+    small, large = part(KEYS[0], 2), part(KEYS[0], 9, version=2)
+    assert put_part(store, small) == [True] * 2
+    store.shield(KEYS[0])
+    assert put_part(store, part(KEYS[0], 4, version=2)) == [True] * 4 and store.is_shielded(KEYS[0])
+    assert put_part(store, large) == [True] * 9
+    assert outgrown == [KEYS[0]] and store.shielded_bytes == 0 and not store.is_shielded(KEYS[0])
+    assert put(store, KEYS[1], 0, b"x" * 100) and put(store, KEYS[1], 1, b"x" * 100), "it may be evicted again"

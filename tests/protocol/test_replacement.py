@@ -169,7 +169,7 @@ def test_a_block_never_outlives_the_one_before_it(name, prompts, room):
 def put(store: ChunkStore, key: bytes, index: int, version: int = 1) -> bool:
     payload = bytes([index, version]) * 50
     tag = PlacementTag(3, 10, index % 10, 0, 0)
-    ref = ChunkRef(key, index, 100, 100, zlib.crc32(payload), 5000, version, tag).pack()
+    ref = ChunkRef(key, index, 10, 100, zlib.crc32(payload), 5000, version, tag).pack()
     return store.put((key, index), ref, payload).stored
 
 
@@ -218,7 +218,7 @@ def test_what_is_shielded_stays_and_the_rest_is_full():
         put(store, KEYS[0], index)
     store.shield(KEYS[0])
     assert not put(store, KEYS[1], 0)
-    chunk = (ChunkRef(KEYS[1], 0, 100, 100, 0, 5000, 1, PlacementTag(3, 10, 0, 0, 0)).pack(), bytes(100))
+    chunk = (ChunkRef(KEYS[1], 0, 10, 100, 0, 5000, 1, PlacementTag(3, 10, 0, 0, 0)).pack(), bytes(100))
     assert store.put_run(KEYS[1], [0], [chunk], 100 + CHUNK_REF_BYTES) is None
     assert put(store, KEYS[0], 2), "replacing a chunk of a shielded key leaves it shielded"
     assert store.is_shielded(KEYS[0]) and len(store) == 4

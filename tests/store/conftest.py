@@ -39,6 +39,18 @@ def store_over(
 
 
 @contextmanager
+def cut_off(constellation: SimulatedConstellation, ground: int = 1) -> Iterator[None]:
+    """No satellite hears this ground host, nor it them; then they have all answered its probes again."""
+    client = ("ground", ground)
+    for satellite in constellation.satellites:
+        constellation.cut(client, satellite)
+    yield
+    for satellite in constellation.satellites:
+        constellation.mend(client, satellite)
+    constellation.settle(constellation.now_s + 30.0)
+
+
+@contextmanager
 def udp_store(index: SharedIndex | None = None, authority: Authority | None = None) -> Iterator[ConstellationStore]:
     """All 95 satellites behind real sockets, their event loop in a thread of this process."""
     plan = make_plan(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.store.conftest import simulated, store_over, udp_store
+from tests.store.conftest import cut_off, simulated, store_over, udp_store
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
@@ -203,3 +203,62 @@ def test_an_interrupted_read_lets_go_of_its_buffer(monkeypatch: pytest.MonkeyPat
                 store.get_many(KEYS)
         assert client.machine.next_timer_s() is None
         assert same(store.get_many(KEYS), VALUES)
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_a_deletion_that_nobody_heard_is_none_and_can_be_asked_for_again(with_index: bool) -> None:
+    sky = simulated()
+    store = store_over(sky, 1, SharedIndex() if with_index else None)
+    assert all(store.put_many(ITEMS[:3]))
+    with cut_off(sky):
+        assert store.delete(KEYS[:2]) == [None, None]
+        assert store.delete(KEYS[10:11]) == [False if with_index else None], "a complete index knows what is absent"
+    assert same(store.get_many(KEYS[:3]), VALUES[:3])
+    assert store.delete(KEYS[:3]) == [True] * 3 and store.delete(KEYS[:1]) == [False]
+    assert store.lookup(KEYS[:3]) == [Presence.MISS] * 3 and not any(len(one.store) for one in sky.satellites.values())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_deletion_is_confirmed_as_soon_as_nobody_can_read_the_value(replicas: int) -> None:
+    """One satellite of its ten is dead: the shares of the other nine are gone by their own word, with all copies."""
+    sky = simulated()
+    store = store_over(sky, 1, SharedIndex(), replicas=replicas, chunk_bytes=500)
+    key, value = bytes(32), os.urandom(20_000)
+    assert store.put_many([(key, value)]) == [True]
+    holder = next(here for here, one in sky.satellites.items() if key in one.store.shares)
+    sky.kill(holder)
+    assert store.delete([key]) == [True] and store.lookup([key]) == [Presence.MISS]
+    left = {here for here, one in sky.satellites.items() if key in one.store.shares}
+    assert left <= {holder}
+
+
+def test_a_value_whose_only_satellite_is_silent_is_not_said_to_be_deleted() -> None:
+    sky = simulated()
+    store = store_over(sky, 1, SharedIndex())
+    key = bytes(32)
+    assert store.put_many([(key, b"of one chunk")]) == [True]
+    holder = next(here for here, one in sky.satellites.items() if key in one.store.shares)
+    sky.kill(holder)
+    assert store.delete([key]) == [None]
+
+
+def test_calls_in_an_outage_leave_nothing_behind() -> None:
+    sky = simulated()
+    store = store_over(sky, 1, SharedIndex())
+    driver, machine = store._driver, store._driver.machine
+    assert all(store.put_many(ITEMS))
+
+    def kept() -> list[int]:
+        unclaimed = driver._unclaimed  # type: ignore[attr-defined]
+        return [len(unclaimed), len(machine._events), len(machine._operations), len(machine._in_flight._requests)]
+
+    before = kept()
+    with cut_off(sky):
+        store.get_many(KEYS)
+        for _ in range(50):
+            store.touch(KEYS)
+            store.pin(KEYS[:2], 10.0)
+            store.put_many(ITEMS[:1])
+    assert kept() == before and not machine._outages.unclaimed
+    store.touch(KEYS)
+    assert kept() == before and same(store.get_many(KEYS), VALUES)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.contract.store_contract import key, value
 
 from skymemory.errors import InvalidInput
+from skymemory.store.base import Presence
 from skymemory.store.disk.store import DiskStore
 
 BUDGET_BYTES = 1 << 20
@@ -59,3 +62,95 @@ def test_names_that_are_not_ours_stay(tmp_path: Path) -> None:
     (tmp_path / "values" / f"{key(1).hex()}.7.part").write_text("x")
     DiskStore(tmp_path, BUDGET_BYTES).close()
     assert sorted(os.listdir(tmp_path / "values")) == ["A" * 64, "README", "z" * 64]
+
+
+def test_others_can_neither_read_nor_list_it(tmp_path: Path) -> None:
+    (tmp_path / "found" / "values").mkdir(parents=True, mode=0o755)
+    for path in (tmp_path / "made" / "deep", tmp_path / "found"):
+        store = DiskStore(path, BUDGET_BYTES)
+        store.put_many([(key(1), value(1))])
+        modes = [one.stat().st_mode & 0o777 for one in (path, path / "values", path / "lock", path / "format")]
+        assert modes == [0o700, 0o700, 0o600, 0o600]
+        assert (path / "values" / key(1).hex()).stat().st_mode & 0o777 == 0o600
+        store.close()
+
+
+def test_a_directory_with_other_things_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    tmp_path.chmod(0o755)
+    with pytest.raises(InvalidInput):
+        DiskStore(tmp_path, BUDGET_BYTES)
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("name", ["lock", "format", "values"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_in_its_place_is_neither_followed_nor_written_through(tmp_path: Path, name: str, there: bool) -> None:
+    victim = tmp_path / "victim"
+    if there:
+        victim.mkdir() if name == "values" else victim.write_text("dear to somebody")
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "format").write_text("skymemory disk store 1\n")
+    (store / name).unlink(missing_ok=True)
+    (store / name).symlink_to(victim)
+    with pytest.raises(InvalidInput, match=name):
+        DiskStore(store, BUDGET_BYTES)
+    assert victim.exists() is there and (name == "values" or not there or victim.read_text() == "dear to somebody")
+
+
+@pytest.mark.parametrize("name", ["lock", "format"])
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "format").write_text("skymemory disk store 1\n")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InvalidInput, match=f"{name} is no plain file"):
+        DiskStore(tmp_path, BUDGET_BYTES)
+
+
+def _pipe(path: Path, elsewhere: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(path: Path, elsewhere: Path) -> None:
+    path.symlink_to(elsewhere)
+
+
+def _socket(path: Path, elsewhere: Path) -> None:
+    os.mknod(path, 0o600 | stat.S_IFSOCK)
+
+
+@pytest.mark.parametrize("plant", [_pipe, _link, _socket])
+@pytest.mark.parametrize("running", [True, False])
+def test_what_is_no_plain_file_among_the_values_is_a_miss_and_goes(
+    tmp_path: Path, plant: Callable[[Path, Path], None], running: bool
+) -> None:
+    store = DiskStore(tmp_path / "store", BUDGET_BYTES)
+    store.put_many([(key(1), value(1)), (key(2), value(2))])
+    place, elsewhere = tmp_path / "store" / "values" / key(1).hex(), tmp_path / "elsewhere"
+    place.rename(elsewhere)
+    whole = elsewhere.read_bytes()
+    plant(place, elsewhere)
+    os.utime(elsewhere, ns=(5, 5))
+    if not running:
+        store.close()
+        store = DiskStore(tmp_path / "store", BUDGET_BYTES)
+    store.touch([key(1), key(2)])
+    assert store.get_many([key(1), key(2)]) == [None, value(2)]
+    assert store.lookup([key(1)]) == [Presence.MISS] and not os.path.lexists(place)
+    assert elsewhere.read_bytes() == whole and elsewhere.stat().st_mtime_ns == 5
+    assert store.put_many([(key(1), value(3))]) == [True] and store.get_many([key(1)]) == [value(3)]
+    store.close()
+
+
+def test_a_value_that_cannot_be_removed_is_not_said_to_be_deleted(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "store", BUDGET_BYTES)
+    store.put_many([(key(1), value(1)), (key(2), value(2))])
+    place = tmp_path / "store" / "values" / key(1).hex()
+    place.rename(tmp_path / "elsewhere")
+    place.mkdir()  # whoever is root may remove any file, but a directory is not one
+    assert store.delete([key(1), key(2), key(3)]) == [None, True, False]
+    place.rmdir()
+    (tmp_path / "elsewhere").rename(place)
+    assert store.get_many([key(1)]) == [value(1)] and store.delete([key(1)]) == [True]
+    store.close()

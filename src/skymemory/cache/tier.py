@@ -6,6 +6,7 @@ miss. Programming errors still surface.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -23,6 +24,7 @@ FAILING_REASONS = frozenset({"unreachable", "timeout"})
 """Misses that say that the tier, and not the value, was not there."""
 
 _SETTLED_AT_ONCE = 1024
+_SETTLE_AGAIN_S, _SETTLE_LAST_S = 0.1, 30.0
 _DOUBTS_LIMIT = 1 << 18
 """About 30 MB of keys; with blocks of 3 MB, 800 GB written past a tier that is down."""
 
@@ -72,6 +74,8 @@ class Tier:
         self.breaker = TierBreaker(settings.breaker)
         self._lock = Lock()
         self._probe_key: bytes | None = None
+        self._settle_wait_s = 0.0
+        self._settle_at_s = -math.inf
         self.mean_value_bytes = 1e6
         """Of the values it has lately supplied: what the next ones are expected to be."""
 
@@ -212,17 +216,21 @@ class Tier:
         told = self.ask(lambda: self.store.prefix(keys[:trusted]))
         return min(max(told or 0, 0), trusted)
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         """What it did not hear of, or did not confirm, is in doubt from now on."""
         told = self.ask(lambda: self.store.delete(keys), changes=keys) if self.usable(keys) else None
-        if told is None:
-            self.doubts.add(keys)
         if told is None or len(told) != len(keys):
-            return [False] * len(keys)
-        return [there and key not in self.doubts for key, there in zip(keys, told, strict=True)]
+            self.doubts.add(keys)
+            return [None] * len(keys)
+        self.doubts.add(key for key, gone in zip(keys, told, strict=True) if gone is None)
+        return [None if key in self.doubts else gone for key, gone in zip(keys, told, strict=True)]
 
     def settle_doubts(self) -> bool:
-        """Delete copies in doubt; whether there is more to do that can be done now."""
+        """Delete copies in doubt; whether there is more to do that can be done now. What cannot be deleted is tried
+        again after a while, and each time after twice that.
+        """
+        if self.clock() < self._settle_at_s:
+            return False
         if not (keys := self.doubts.to_delete(_SETTLED_AT_ONCE)) or not self.usable(keys):
             return False
         with self._guard.moving(keys) as held:
@@ -230,11 +238,15 @@ class Tier:
             if not mine:
                 return False
             told = self.ask(lambda: self.store.delete(mine), changes=mine)
-            if told is None:
-                return False
-            self.doubts.settle(mine)
-            self.counters.add("tier_doubts_settled_total", len(mine), self.name)
-        return bool(self.doubts)
+            settled = [key for key, gone in zip(mine, told or (), strict=False) if gone is not None]
+            self.doubts.settle(settled)
+            self.counters.add("tier_doubts_settled_total", len(settled), self.name)
+        if told is None or len(settled) == len(mine):
+            self._settle_wait_s = 0.0
+            return told is not None and bool(self.doubts)
+        self._settle_wait_s = min(max(2 * self._settle_wait_s, _SETTLE_AGAIN_S), _SETTLE_LAST_S)
+        self._settle_at_s = self.clock() + self._settle_wait_s
+        return False
 
     def close(self) -> None:
         self._workers.close()

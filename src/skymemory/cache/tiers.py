@@ -211,13 +211,17 @@ class TieredStore(TwoPhase):
         told = [self._ask(tier, lambda tier=tier: tier.store.pin(keys, ttl_s), keys) for tier in self.tiers]  # type: ignore[misc]
         return [any(answers) for answers in zip(*told, strict=True)]
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """None where a tier has not confirmed it: its copy is not read here, and deleted once the tier answers."""
         keys = self._check(keys)
         with self._guard.changing(keys):
             told = [tier.delete(keys) for tier in self.tiers]
             moving = self._outbound.discard(keys)
         self._outbound.poke()
-        return [any(answers) or key in moving for key, *answers in zip(keys, *told, strict=True)]
+        return [
+            None if None in answers else any(answers) or key in moving
+            for key, *answers in zip(keys, *told, strict=True)
+        ]  # fmt: skip
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
         """As near as each tier can have it; True where one will."""

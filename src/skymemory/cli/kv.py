@@ -212,7 +212,12 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
 def _delete(args: argparse.Namespace, store: Store) -> int:
     from skymemory.store.named import named_key
 
-    if not store.delete([named_key(args.key)])[0]:
+    deleted = store.delete([named_key(args.key)])[0]
+    if deleted is None:
+        raise NotStored(
+            f"{_called(store)} has not confirmed that {args.key} is gone: delete it again when all of it answers"
+        )
+    if not deleted:
         raise NotStored(f"{args.key} is not in {_called(store)}")
     return _say(args, {"key": args.key, "deleted": True}, f"deleted {args.key}")
 

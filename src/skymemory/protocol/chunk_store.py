@@ -7,10 +7,11 @@ grow old together too, and where room is needed the oldest share goes chunk by c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+from skymemory.protocol.key_order import OrderedKeys
 from skymemory.protocol.ledger import Cause, Ledger
 from skymemory.protocol.messages import Presence
 from skymemory.protocol.replacement import LeastRecentlyUsed, Replacement
@@ -39,6 +40,10 @@ class ChunkStore:
         self.used_bytes = 0
         self.shielded_bytes = 0
         """Of these, what shielded keys have."""
+        self.shield_limit_bytes = limit_bytes
+        """A shielded key that grows beyond what all of them may have is shielded no longer."""
+        self.unshielded: Callable[[bytes], None] | None = None
+        """Told of each key that lost its shield by growing."""
         self.ledger = Ledger()
         self.evicted: dict[bytes, bytes] | None = None
         """Where somebody set a dictionary: keys that lost chunks to eviction and were not stored since, with the packed
@@ -51,6 +56,7 @@ class ChunkStore:
         self._shares: dict[bytes, Share] = {}
         self._replacement: Replacement = replacement if replacement is not None else LeastRecentlyUsed()
         self._shielded: set[bytes] = set()
+        self._ordered = OrderedKeys()
         self._count = 0
 
     @property
@@ -64,7 +70,7 @@ class ChunkStore:
         """
         self._note(key)
         self._count += chunks
-        self._grow(key, size_bytes)
+        self._came(key, size_bytes)
         self.ledger.came(size_bytes + replaced_bytes, migrated=False)
         self.ledger.went(replaced_bytes, "replaced")
 
@@ -106,6 +112,16 @@ class ChunkStore:
         if key in self._shielded:
             self.shielded_bytes += size_bytes
 
+    def _came(self, key: bytes, size_bytes: int) -> None:
+        """``_grow`` by chunks that came."""
+        self._grow(key, size_bytes)
+        if len(self._shares) > len(self._ordered):  # else the key was here already: that costs no search
+            self._ordered.add(key)
+        if key in self._shielded and self.shielded_bytes > self.shield_limit_bytes:
+            self.unshield(key)
+            if self.unshielded is not None:
+                self.unshielded(key)
+
     def _note(self, key: bytes, migrated: bool = False) -> None:
         if self.evicted:
             self.evicted.pop(key, None)
@@ -129,27 +145,23 @@ class ChunkStore:
     def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
         """Store a chunk; its key becomes the most recently used one; others are evicted as needed.
 
-        Refused is a chunk that could not fit even alone (nothing is evicted for it), and one for which another chunk
-        of the same value or a shielded one would have to go: the value does not fit, and half of it is worth nothing.
-        Storing what is there already replaces it: every operation is idempotent. ``migrated`` is for the ledger.
+        Refused, with nothing changed, is a chunk for which more would have to go than may: this one and the chunks of
+        its value that are to stand beside it do not fit beside what is shielded. The value cannot be stored here, and
+        half of it is worth nothing. Storing what is there already replaces it: every operation is idempotent.
+        ``migrated`` is for the ledger.
         """
         key, index = name
         size = len(payload) + CHUNK_REF_BYTES
-        outcome = PutOutcome(stored=size <= self.limit_bytes)
+        outcome = PutOutcome(stored=self._has_room(name, ref, size))
         if not outcome.stored:
             return outcome
         self.met += others_met(key, self._shares.get(key, {}), [(index, ref)])
         outcome.replaced = int(self._take(name, "replaced"))
         while self.used_bytes + size > self.limit_bytes:
-            victim = self._victim(key, ref)
-            if victim is None:
-                outcome.stored = False
-                self._tidy(key)
-                return outcome
-            self._evict(victim)
+            self._evict(self._victim(key, ref))
             outcome.evicted += 1
         self._shares.setdefault(key, {})[index] = (ref, payload)
-        self._grow(key, size)
+        self._came(key, size)
         self.ledger.came(size, migrated)
         self._count += 1
         self._note(key, migrated)
@@ -169,11 +181,10 @@ class ChunkStore:
             own_bytes = 0 if key in self._shielded else size_bytes_of(share)
             if old or own_bytes + self.shielded_bytes + size_bytes > self.limit_bytes:
                 return None
+            if not self._has_room((key, indices[0]), chunks[0][0], len(chunks[0][1]) + CHUNK_REF_BYTES):
+                return None
             while self.used_bytes + size_bytes > self.limit_bytes:
-                victim = self._replacement.victim(key)
-                if victim is None:
-                    return None
-                self._evict((victim, max(self._shares[victim])))
+                self._evict(self._victim(key, chunks[0][0]))
                 outcome.evicted += 1
         if old:
             self.met += others_met(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
@@ -181,7 +192,7 @@ class ChunkStore:
         self._shares[key] = share
         self._note(key, migrated)
         replaced_bytes = sum(map(len, map(itemgetter(1), old))) + CHUNK_REF_BYTES * len(old)
-        self._grow(key, size_bytes - replaced_bytes)
+        self._came(key, size_bytes - replaced_bytes)
         self.ledger.came(size_bytes, migrated)
         self.ledger.went(replaced_bytes, "replaced")
         self._count += len(indices) - len(old)
@@ -192,14 +203,35 @@ class ChunkStore:
         self.ledger.came(payload_bytes + CHUNK_REF_BYTES, migrated=True)
         self.ledger.went(payload_bytes + CHUNK_REF_BYTES, "replaced")
 
-    def _victim(self, key: bytes, ref: bytes) -> ChunkName | None:
-        """What goes next to make room for a chunk of ``key``: never a chunk of the same value."""
+    def _has_room(self, name: ChunkName, packed: bytes, size_bytes: int) -> bool:
+        """Whether a chunk that counts so much fits, once all that may go for it has gone.
+
+        Where something would have to go, its whole part of the value must fit: the chunks of it that are here, and
+        those that its server is yet to get.
+        """
+        key, index = name
+        share = self._shares.get(key, {})
+        replaced_bytes = len(share[index][1]) + CHUNK_REF_BYTES if index in share else 0
+        if self.used_bytes - replaced_bytes + size_bytes <= self.limit_bytes:
+            return True
+        ref = ChunkRef.unpack(packed)
+        same = {
+            at: len(payload) + CHUNK_REF_BYTES
+            for at, (its_ref, payload) in share.items()
+            if at != index and its_ref[_VERSION] == packed[_VERSION]
+        }
+        others_bytes = self.shielded_bytes - (self.share_bytes(key) if key in self._shielded else 0)
+        return others_bytes + sum(same.values()) + size_bytes + _coming_bytes(ref, same) <= self.limit_bytes
+
+    def _victim(self, key: bytes, ref: bytes) -> ChunkName:
+        """What goes next to make room for a chunk of ``key``: never a chunk of the same value. There is one, as
+        ``_has_room`` found.
+        """
         victim = self._replacement.victim(key)
         if victim is not None:
             return victim, max(self._shares[victim])
-        share = self._shares.get(key, {})
-        other = [index for index, (its_ref, _) in share.items() if its_ref[_VERSION] != ref[_VERSION]]
-        return (key, max(other)) if other else None
+        share = self._shares[key]
+        return key, max(index for index, (its_ref, _) in share.items() if its_ref[_VERSION] != ref[_VERSION])
 
     def _evict(self, victim: ChunkName) -> None:
         key, index = victim
@@ -259,6 +291,7 @@ class ChunkStore:
         """An empty share is none."""
         if key in self._shares and not self._shares[key]:
             del self._shares[key]
+            self._ordered.remove(key)
             self._shielded.discard(key)
             self._replacement.gone(key, evicted)
             if self.gone is not None:
@@ -286,4 +319,18 @@ class ChunkStore:
 
     def keys_after(self, after: bytes, limit: int) -> list[bytes]:
         """Up to ``limit`` keys greater than ``after``, ascending: a page of a listing that tolerates changes."""
-        return sorted(key for key in self._shares if key > after)[:limit]
+        return self._ordered.after(after, limit)
+
+
+def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
+    """What the chunks of a server's part count that are neither ``ref``'s own nor ``here``."""
+    servers, last = max(1, ref.tag.servers), ref.chunks - 1
+    part = range(ref.index % servers, ref.chunks, servers)
+    missing = len(part) - sum(at in part for at in here) - 1
+    if missing <= 0:
+        return 0
+    full_bytes = ref.length_bytes if ref.index < last else max(0, ref.value_bytes - ref.length_bytes) // last
+    short_bytes = 0
+    if last in part and last != ref.index and last not in here:
+        short_bytes = min(max(0, full_bytes * ref.chunks - ref.value_bytes), full_bytes)
+    return missing * (full_bytes + CHUNK_REF_BYTES) - short_bytes

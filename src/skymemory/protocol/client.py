@@ -122,10 +122,12 @@ class ClientMachine:
         return self.ask(Op.PING, b"", satellite, now_s, once=once)
 
     def cancel(self, number: int) -> None:
-        """Forget an operation; what still comes for it is ignored."""
+        """Forget an operation; what still comes for it is ignored, and how it ended, if it has, is not told."""
         operation = self._operations.pop(number, None)
         if operation is not None:
             self._in_flight.drop(operation)
+        elif self._events:
+            self._events = deque(event for event in self._events if event.number != number)
 
     def take_gone(self) -> list[Dead]:
         """Values that satellites have said since the last time are dead (GONE), unasked."""

@@ -101,6 +101,7 @@ class Retention:
         self._awaited: set[tuple[SatelliteId, bytes]] = set()
         """Whom we have told what, and wait for the answer."""
         store.gone = self._gone
+        store.shield_limit_bytes, store.unshielded = self._pin_bytes, self._outgrown
         self._next_request_id = 0x40000000
 
     @property
@@ -133,6 +134,11 @@ class Retention:
         self._pins[key] = until_s
         self._next_s = min(self._next_s, until_s)
         return Kept.DONE
+
+    def _outgrown(self, key: bytes) -> None:
+        """What is stored under a pinned key has become more than may be pinned."""
+        self._pins.pop(key, None)
+        self._counters.add("pins_refused")
 
     def _expire(self, key: bytes, until_s: float, now_s: float) -> Kept:
         if not until_s:

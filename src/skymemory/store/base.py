@@ -140,8 +140,10 @@ class Store(Protocol):
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Protect from eviction for ``ttl_s`` seconds (0 unpins). False: absent, or over the pin budget."""
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove, leases and pins notwithstanding (views handed out stay true). True where it was there."""
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """Remove, leases and pins notwithstanding (views handed out stay true). True where it was there and nobody can
+        read it any more, False where it was not there, None where that is not known: who may hold it has not answered.
+        """
 
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges, units in their names."""

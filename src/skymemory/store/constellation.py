@@ -194,8 +194,7 @@ class ConstellationStore(TwoPhase):
             self._counters.add("requests", outcome.report.requests)
             if not outcome.ok:
                 self._counters.add("failures", label=outcome.report.failure)
-        if failed:
-            self._upkeep.evict(failed)
+        self._upkeep.delete(failed)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
         self._catalog.add(infos, self._driver.now_s())
         self._upkeep.evict_replaced(before, infos)
@@ -237,12 +236,17 @@ class ConstellationStore(TwoPhase):
         """Have values forgotten after ``ttl_s`` seconds (infinite: no more). True where all their satellites will."""
         return self._upkeep.expire(self._check(keys), ttl_s)
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """True where satellites have confirmed so much that nobody can put the value together any more; what did not
+        answer may keep useless chunks of it. None: it may be there still, and can be deleted again.
+        """
         keys = self._check(keys)
         infos = self._catalog.find(keys)
-        if infos:
-            self._upkeep.evict(list(infos.values()))
-        return [key in infos for key in keys]
+        gone = self._upkeep.delete(list(infos.values()))
+        index = self._catalog.index
+        nobody_knows = self._driver.machine.breaker.is_open and (index is None or not index.complete)
+        absent = None if nobody_knows else False
+        return [(True if key in gone else None) if key in infos else absent for key in keys]
 
     def synchronise(self) -> bool:
         """Ask satellites how far the box has moved (an operator may have pushed it); whether any answered."""

@@ -109,7 +109,7 @@ class MemoryStore(ShelfStore):
             self._shelf.chains.learn(keys)
             self._shelf.touch(keys)
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         keys = check_keys(keys)
         with self._open():
             return [self._shelf.remove(key) and self._values.pop(key) is not None for key in keys]

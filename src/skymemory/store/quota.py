@@ -77,7 +77,7 @@ class TenantStore(Selecting):
                     self._sizes.move_to_end(key)
         return values
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         with self._lock:
             self._forget(check_keys(keys))
             return self.store.delete(keys)

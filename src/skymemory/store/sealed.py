@@ -207,7 +207,7 @@ class SealedStore(TwoPhase):
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         return self._store.pin(keys, ttl_s)
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         return self._store.delete(keys)
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:

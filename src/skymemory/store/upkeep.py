@@ -69,11 +69,34 @@ class Upkeep:
         self._evict(self._pages(infos, nearby=True))
         self._catalog.remove([info.key for info in infos])
 
-    def _evict(self, pages: Sequence[tuple[SatelliteId, list[bytes]]]) -> None:
+    def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
+        """``evict``, and the keys of those that nobody can read any more: all who may hold one server's share of them
+        have said that they hold nothing. Only these leave the index.
+        """
+        let_go = self._evict(self._pages(infos, nearby=True)) if infos else {}
+        gone = {
+            info.key
+            for info in infos
+            if any(let_go.get(info.key, set()).issuperset(share) for share in self._holders(info, nearby=True))
+        }
+        self._catalog.remove(list(gone))
+        return gone
+
+    def _evict(self, pages: Sequence[tuple[SatelliteId, list[bytes]]]) -> dict[bytes, set[SatelliteId]]:
+        """For each key the satellites that confirmed to hold nothing of it."""
         machine, now_s = self._driver.machine, self._driver.now_s()
         with self._driver.lock:
-            asked = [machine.ask(Op.EVICT, messages.pack_keys(page), satellite, now_s) for satellite, page in pages]
-            self._driver.run(asked)
+            asked = {
+                machine.ask(Op.EVICT, messages.pack_keys(page), satellite, now_s): (satellite, page)
+                for satellite, page in pages
+            }
+            answers = self._driver.run(asked)
+        let_go: dict[bytes, set[SatelliteId]] = {}
+        for number, answer in answers.items():
+            satellite, page = asked[number]
+            for key in page if answer.ok else ():
+                let_go.setdefault(key, set()).add(satellite)
+        return let_go
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The first key becomes the most recently used. A hint: nobody answers, nothing is repeated."""
@@ -150,12 +173,16 @@ class Upkeep:
 
     def _places(self, info: ValueInfo, nearby: bool) -> dict[SatelliteId, None]:
         """Where its chunks are, each once; ``nearby``: and where they were before the last move."""
+        return dict.fromkeys(place for share in self._holders(info, nearby) for place in share)
+
+    def _holders(self, info: ValueInfo, nearby: bool) -> list[list[SatelliteId]]:
+        """For each server that has chunks of it, where these may be: its copies, each ``nearby`` as above."""
         r, p = self._driver.machine.moves(self._driver.now_s())
-        found: dict[SatelliteId, None] = {}
-        for moves, replica in product([(r, p), (r - 1, p), (r, p - 1)] if nearby else [(r, p)], self._replicas):
-            servers = self._sky.servers_at(info.strategy, info.servers, info.set_moves, moves, replica)
-            found.update(dict.fromkeys(servers[: info.chunks]))
-        return found
+        every = [
+            self._sky.servers_at(info.strategy, info.servers, info.set_moves, moves, replica)[: info.chunks]
+            for moves, replica in product([(r, p), (r - 1, p), (r, p - 1)] if nearby else [(r, p)], self._replicas)
+        ]
+        return [list(share) for share in zip(*every, strict=True)]
 
 
 def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:

@@ -44,7 +44,7 @@ class Wrapped(TwoPhase):
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         return self.store.pin(keys, ttl_s)
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         return self.store.delete(keys)
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:

@@ -2,19 +2,22 @@
 
 ``format`` names the layout, ``lock`` is held by the one process that has the store open, ``values/`` has one file per
 value. A file's time of change is when its value was last used, so that a new process knows what to evict first.
+Others may have put things in the way: nothing is followed, waited for, or written through that is not a plain file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from skymemory.errors import InvalidInput
-from skymemory.store.disk.value_file import PART, file_name, key_of, stored_bytes
+from skymemory.store.disk.value_file import PART, PLAIN, file_name, key_of, stored_bytes
 
 _FORMAT = "skymemory disk store 1\n"
 _OURS = {"format", "lock", "values"}
@@ -44,7 +47,8 @@ class StoreDirectory:
         """Files that a scan removed because they were not whole."""
         self._lock_fd = -1
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
             strangers = sorted(set(os.listdir(self.path)) - _OURS)
             if strangers and not (self.path / "format").exists():
                 raise InvalidInput(
@@ -52,7 +56,11 @@ class StoreDirectory:
                 )
             self._lock()
             self._check_format()
-            self.values.mkdir(exist_ok=True)
+            if self.values.is_symlink():
+                raise InvalidInput(f"{self.values} is a link: a disk store keeps its values in a directory of its own")
+            self.values.mkdir(mode=0o700, exist_ok=True)
+            _close_to_others(self.path)
+            _close_to_others(self.values)
         except OSError as error:
             self.close()
             raise InvalidInput(
@@ -63,7 +71,7 @@ class StoreDirectory:
             raise
 
     def _lock(self) -> None:
-        self._lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_fd = _open_own(self.path / "lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -78,13 +86,17 @@ class StoreDirectory:
 
     def _check_format(self) -> None:
         path = self.path / "format"
-        found = path.read_text(errors="replace") if path.exists() else ""
-        if found and found != _FORMAT:
-            raise InvalidInput(
-                f"{path} says {found.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory"
-            )
-        if not found:
-            path.write_text(_FORMAT)
+        fd = _open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            found = os.pread(fd, 2 * len(_FORMAT), 0).decode(errors="replace")
+            if found and found != _FORMAT:
+                raise InvalidInput(
+                    f"{path} says {found.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory"
+                )
+            if not found:
+                os.pwrite(fd, _FORMAT.encode(), 0)
+        finally:
+            os.close(fd)
 
     def scan(self) -> Iterator[FoundValue]:
         """What is there, in no order. Parts and torn files are removed, names that are not ours left alone."""
@@ -119,12 +131,16 @@ class StoreDirectory:
     def stamp(self, key: bytes, used_ns: int) -> None:
         """Note that the value was used; who cannot be stamped is only evicted earlier by the next process."""
         with contextlib.suppress(OSError):
-            os.utime(self.path_text_of(key), ns=(used_ns, used_ns))
+            os.utime(self.path_text_of(key), ns=(used_ns, used_ns), follow_symlinks=False)
 
     @staticmethod
-    def remove(path: Path) -> None:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    def remove(path: Path) -> bool:
+        """Whether it is gone."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            return False
+        return True
 
     def sync(self) -> None:
         """Names on the disk itself: renames and removals so far outlive a power cut."""
@@ -139,3 +155,24 @@ class StoreDirectory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def _close_to_others(path: Path) -> None:
+    """Nobody else reads or lists the directory, if it is ours to say."""
+    status = path.stat()
+    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+        path.chmod(status.st_mode & 0o700)
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """A file of the store itself. InvalidInput for a link, a pipe, or whatever else stands there in its place."""
+    try:
+        fd = os.open(path, flags | PLAIN, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise InvalidInput(f"{path} is no plain file: remove it, or give the store another directory") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InvalidInput(f"{path} is no plain file: remove it, or give the store another directory")
+    return fd

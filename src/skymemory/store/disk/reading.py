@@ -9,8 +9,10 @@ from pathlib import Path
 
 from skymemory.store.disk.value_file import read_value, stored_bytes
 
-_FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO)
-"""Of no other error does the file seem to be the cause: there may be too many open ones, or too little memory."""
+_FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
+"""It is not there, not readable, or a link, a pipe or a socket. Of no other error does the file seem to be the cause:
+there may be too many open ones, or too little memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,23 +189,27 @@ class DiskStore(ShelfStore):
             self._shelf.chains.learn(keys)
             self._stamp(self._shelf.touch(keys))
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         keys = check_keys(keys)
         with self._open():
             return [self._drop(key) for key in keys]
 
-    def _drop(self, key: bytes) -> bool:
-        there = self._shelf.remove(key)
-        if there:
-            self._directory.remove(self._directory.path_of(key))
-        return there
+    def _drop(self, key: bytes) -> bool | None:
+        """Whether it was here and is gone; None where its file cannot be removed: it stays."""
+        if key not in self._shelf.entries:
+            return False
+        if not self._directory.remove(self._directory.path_of(key)):
+            self._counters.add("unremoved")
+            return None
+        return self._shelf.remove(key)
 
     def _evict(self, victims: Sequence[bytes]) -> None:
         """Their files go. With the lock held, so that nobody puts or deletes one of them before it was told of."""
         for key in victims:
             if self.on_evict is not None and (value := whole_value(self._directory.path_text_of(key), key)) is not None:
                 self.on_evict(key, value)
-            self._directory.remove(self._directory.path_of(key))
+            if not self._directory.remove(self._directory.path_of(key)):
+                self._counters.add("unremoved")
         self._counters.add("evicted", len(victims))
 
     def _stamp(self, keys: Sequence[bytes]) -> None:

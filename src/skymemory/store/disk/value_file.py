@@ -20,6 +20,8 @@ _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ8xII")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"SKYVAL\x00\x01"
 PART = ".part"
+PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""How files in the store's directory are opened: no link is followed, no pipe waited for."""
 
 
 def file_name(key: bytes) -> str:
@@ -70,10 +72,10 @@ def read_value(path: str, key: bytes, out: memoryview) -> bool:
     """The value of ``key`` into ``out``, which is just as long; False if the file does not hold just that.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
+        OSError: there is no such file, it is no plain one, or it cannot be read.
     """
     header = bytearray(HEADER_BYTES)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         # One call for both: the value lands where it is wanted, the header beside it.
         got = os.preadv(fd, [header, out] if out.nbytes else [header], 0)
@@ -92,7 +94,7 @@ def read_value(path: str, key: bytes, out: memoryview) -> bool:
 
 def stored_bytes(path: Path, key: bytes) -> int | None:
     """Size of the value in the file by header and length of the file, without reading it; None if they are at odds."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         header = os.pread(fd, HEADER_BYTES, 0)
         found = _open_header(header) if len(header) == HEADER_BYTES else None

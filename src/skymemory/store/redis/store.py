@@ -170,8 +170,9 @@ class RedisStore(TwoPhase):
         """Never: what the server evicts is not ours to say."""
         return [False] * len(self._check(keys))
 
-    def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        return [reply == 1 for reply in self._ask_each(b"DEL", self._check(keys))]
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
+        replies = self._ask_each(b"DEL", self._check(keys))
+        return [reply == 1 if isinstance(reply, int) else None for reply in replies]
 
     def _ask_each(self, verb: bytes, keys: Sequence[bytes]) -> list[object]:
         replies = self._link.ask([pack(verb, NAMESPACE + key) for key in keys], _QUESTIONS_AT_ONCE)
