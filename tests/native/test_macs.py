@@ -89,6 +89,18 @@ def test_a_time_far_off_another_key_or_any_changed_byte_is_not_authentic(impl: M
         assert check(signed[:at] + bytes([signed[at] ^ 1]) + signed[at + 1 :]) == [NOW_US], at
 
 
+def test_clocks_at_the_end_of_all_numbers_are_compared_alike(impl: ModuleType) -> None:
+    headers, width, _, _ = packets(Op.EVICT)
+    signed = impl.sign_packets(headers, width, 8, KEYS[1], 1, 5)
+    least, last = -(2**63), 2**63 - 1
+    for now_us in (least, least + 7, -1, 0, 5, last - 7, last):
+        for skew_us in (least, -1, 0, 5, 2**31, last):
+            found = impl.check_macs(signed, len(signed), 8, KEYS, now_us, skew_us)
+            assert found == twin.check_macs(signed, len(signed), 8, KEYS, now_us, skew_us), (now_us, skew_us)
+    assert impl.check_macs(signed, len(signed), 8, KEYS, 5, least) == [None]
+    assert impl.check_macs(signed, len(signed), 8, KEYS, 5, last) == [5]
+
+
 def test_a_packet_without_room_for_a_mac_is_said_to_be_so(impl: ModuleType) -> None:
     headers, width, _, sky = packets(Op.EVICT)
     long = headers[:4] + (65_507 - 7 - 15).to_bytes(2, "big") + headers[6:]

@@ -57,6 +57,14 @@ def test_any_packets_are_made_alike(fast: ModuleType, prefix: bytes, sequence: i
     assert fast.command_packets(prefix, sequence, rows) == twin.command_packets(prefix, sequence, rows)
 
 
+def test_sequence_counts_go_round_at_the_end_of_all_numbers(impl: ModuleType) -> None:
+    rows = [(1, 2, 3, b""), (1, 2, 3, b"")]
+    counts = [packet[2:4].hex() for packet in impl.command_packets(bytes(52), 2**63 - 1, rows)]
+    assert counts == ["ffff", "c000"]
+    burst = impl.bulk_headers(bytes(60), bytes(144), 2**63 - 1, 16)
+    assert [burst[at + 2 : at + 4].hex() for at in (0, 132)] == counts
+
+
 def ack(body: bytes, status: Status = Status.OK, op: Op = Op.ACK, **changes: int) -> bytes:
     said = {"timestamp_us": 5, "slot_moves": -2, "plane_moves": 1, "credit": 300} | changes
     header = SkyHeader(op, Address(1, 2, 0xFF), Address(3, 4), 7, 9, status, **said)

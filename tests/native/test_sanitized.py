@@ -1,4 +1,4 @@
-"""The compiled helper under AddressSanitizer and UndefinedBehaviorSanitizer, fed with hostile bytes."""
+"""The compiled helper under AddressSanitizer and UndefinedBehaviorSanitizer, fed with hostile bytes and absurd numbers."""
 
 from __future__ import annotations
 
@@ -235,6 +235,59 @@ for bad in (lambda: fast.PrefixTable(5, 4), lambda: fast.PrefixTable(-1),
 print("sound")
 """
 
+ABSURD = """
+import importlib.util, itertools, socket, struct, sys
+spec = importlib.util.spec_from_file_location("_fast", sys.argv[1])
+fast = importlib.util.module_from_spec(spec); spec.loader.exec_module(fast)
+numbers = (0, 1, 2, 7, 52, 124, -1, 2**31 - 1, 2**31, -(2**31), 2**32, 2**62)
+numbers += (2**63 - 2, 2**63 - 1, -(2**63), 1 - 2**63, 2**64)
+a, b = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+a.bind(("127.0.0.1", 0)); a.setblocking(False); port = a.getsockname()[1]
+key, value, out, room = bytes(32), bytes(209), (bytearray(209), bytearray(5), bytearray(20)), memoryview(bytearray(2 * 65536))
+command = bytes((0x18, 0xC0, 0xC0, 0, 0, 61, 0, 0, 1, 6)) + bytes(42)
+signed = bytes(fast.sign_packets(command, 52, 8, key, 1, 5))
+terms, guarded = (0, 0, 9, 1, 2, 3), (room, 2, bytes(8), {}, {}, set(), 99)
+def guard(now, skew):
+    b.sendto(signed, ("127.0.0.1", port))
+    fast.serve(a.fileno(), *guarded, terms, ({1: key}, now, skew, bool))
+def table(slot, number):
+    table = fast.PrefixTable(5); table.learn(slot, bytes(16)); table.drop(slot, number); table.set_capacity(slot, number)
+    table.match(bytes(8), [slot]); table.held(slot); table.capacity(slot); table.dump(slot); table.forget(slot)
+def holders(medium, slot, number):
+    table = fast.HolderTable(); table.add(medium, slot, number); table.match(bytes(8), [slot], [(medium, 1.0)])
+    table.take(medium, slot, number)
+calls = [
+    (lambda n: fast.crc32(b"abc", n), 1), (fast.crc32_combine, 3), (lambda n: fast.crc32_chunks(value, n), 1),
+    (lambda c, s: fast.crc32_join(out[2], c, s), 2), (lambda c, s: fast.crc32_join(bytes(8), c, s), 2),
+    (lambda n, s: fast.chain_hashes(value, n, s), 2), (lambda n, s: fast.piece_hashes(value, n, s), 2),
+    (lambda w, s: fast.seal_headers(bytearray(104), w, s), 2),
+    (lambda w, s: fast.sign_packets(command * 2, w, s, key, 1, 5), 2),
+    (lambda k, t: fast.sign_packets(command * 2, 52, 8, key, k, t), 2),
+    (lambda n, k: fast.check_macs(signed, 68, 8, {1: key}, n, k), 2),
+    (lambda w, s: fast.check_macs(signed, w, s, {1: key}, 5, 9), 2),
+    (lambda w, s: fast.strip_macs(signed, w, s, b"1"), 2), (lambda w: fast.verify_segments(signed * 3, w), 1),
+    (lambda w, n, c, s: fast.place_segments(signed, w, key, n, c, s, 0, *out), 4),
+    (lambda n, c, s: fast.place_runs([(signed, 68)], 0, {0: (key, n, c, s, 0, *out)}), 3),
+    (lambda w, f: fast.place_runs([(signed, w)], f, {}), 2), (lambda w, f: fast.open_runs([(signed, w)], f), 2),
+    (lambda q, s: fast.bulk_headers(bytes(60), bytes(144), q, s), 2),
+    (lambda *some: fast.answer_get(signed, {}, (*some, 0, 0)), 4),
+    (lambda s, c: fast.recv_runs(a.fileno(), room, s, c, 0, {}), 2), (lambda s: fast.recv_batch(a.fileno(), room, s), 1),
+    (lambda s, n: fast.serve(a.fileno(), room, s, bytes(8), {}, {}, set(), n, terms), 2), (guard, 2),
+    (lambda p, w: fast.send_batch(b.fileno(), "127.0.0.1", p, bytes(24), w, None), 2),
+    (lambda p, f: fast.send_each(b.fileno(), [(b"x", "127.0.0.1", p)], f), 2),
+    (lambda w, c, f, s: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), w, value, c, f, s), 4),
+    (lambda q, n: fast.command_packets(bytes(52), q, [(n, n, n, b"")] * 3), 2),
+    (lambda c, s: fast.PrefixTable(c, s), 2), (table, 2), (holders, 3),
+]
+for call, arguments in calls:
+    for given in itertools.product(numbers, repeat=arguments):
+        try:
+            call(*given)
+        except (TypeError, ValueError, OverflowError, MemoryError, OSError):
+            continue
+print("sound")
+"""
+
 
 def _built(folder: Path) -> tuple[Path, dict[str, str]]:
     compiler = shutil.which("gcc")
@@ -259,15 +312,24 @@ def _built(folder: Path) -> tuple[Path, dict[str, str]]:
         check=False,
     )
     assert built.returncode == 0, built.stderr
-    environment = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
-    return library, os.environ | environment
+    options = "detect_leaks=0,allocator_may_return_null=1"
+    return library, os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, "PYTHONMALLOC": "malloc"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The helper, compiled with both sanitizers, and the environment in which Python can load it."""
+    return _built(tmp_path_factory.mktemp("sanitized"))
 
 
 @pytest.mark.slow
-def test_hostile_bytes_touch_no_memory_but_their_own(tmp_path: Path) -> None:
-    library, environment = _built(tmp_path)
+@pytest.mark.parametrize("source", [FUZZ, ABSURD], ids=["hostile bytes", "absurd numbers"])
+def test_hostile_input_touches_no_memory_but_its_own(
+    built: tuple[Path, dict[str, str]], tmp_path: Path, source: str
+) -> None:
+    library, environment = built
     script = tmp_path / "fuzz.py"
-    script.write_text(FUZZ)
+    script.write_text(source)
     ran = subprocess.run(
         [sys.executable, str(script), str(library)], env=environment, capture_output=True, text=True, check=False
     )

@@ -90,7 +90,7 @@ PyObject *sky_py_seal_headers(PyObject *self, PyObject *args)
 }
 
 /* Row i: the prefix with its own sequence count and length, the i-th reference, and the CRC over both. */
-static int fill_headers(uint8_t *rows, const Py_buffer *prefix, const Py_buffer *refs, Py_ssize_t sequence, size_t sky)
+static int fill_headers(uint8_t *rows, const Py_buffer *prefix, const Py_buffer *refs, uint32_t sequence, size_t sky)
 {
     size_t head = (size_t)prefix->len, width = head + REF_BYTES;
     const uint8_t *ref = refs->buf, *end = ref + refs->len;
@@ -100,7 +100,7 @@ static int fill_headers(uint8_t *rows, const Py_buffer *prefix, const Py_buffer 
             return 0;
         memcpy(row, prefix->buf, head);
         memcpy(row + head, ref, REF_BYTES);
-        put16(row + 2, UNSEGMENTED << 14 | ((uint32_t)sequence & 0x3FFF));
+        put16(row + 2, UNSEGMENTED << 14 | (sequence & 0x3FFF));
         put16(row + 4, (uint32_t)length);
         put32(row + sky + CRC_AT, sky_header_crc(row, sky, width));
     }
@@ -120,7 +120,8 @@ PyObject *sky_py_bulk_headers(PyObject *self, PyObject *args)
     } else {
         Py_ssize_t size = refs.len / REF_BYTES * (prefix.len + REF_BYTES);
         headers = PyByteArray_FromStringAndSize(NULL, size);
-        if (headers && !fill_headers((uint8_t *)PyByteArray_AS_STRING(headers), &prefix, &refs, sequence, (size_t)sky)) {
+        if (headers && !fill_headers((uint8_t *)PyByteArray_AS_STRING(headers), &prefix, &refs, (uint32_t)sequence,
+                                     (size_t)sky)) {
             PyErr_SetString(PyExc_ValueError, "a chunk that no packet carries");
             Py_CLEAR(headers);
         }

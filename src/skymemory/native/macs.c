@@ -63,9 +63,10 @@ int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sk
     if (sky == COMMAND_BYTES) { /* the low half of the time is sent, the other is that which brings it nearest to now */
         uint32_t low = be32(packet + sky + TIMESTAMP_AT) - (uint32_t)(unsigned long long)check->now_us;
         long long ahead_us = (long long)low - (low >= 1u << 31 ? 1LL << 32 : 0);
-        if (ahead_us < -check->skew_us || ahead_us > check->skew_us)
+        if ((ahead_us < 0 ? -ahead_us : ahead_us) > check->skew_us)
             return 0;
-        *sent_us = check->now_us + ahead_us;
+        if (__builtin_add_overflow(check->now_us, ahead_us, sent_us)) /* a clock at the end of all numbers */
+            return *sent_us = 0;
     }
     int known = find_key(check, (long)be16(packet + sky + KEY_ID_AT));
     if (known != 1)

@@ -6,7 +6,7 @@
 
 enum { PACKETS_A_CALL = 64 };
 
-static PyObject *command_packet(const uint8_t *prefix, PyObject *row, Py_ssize_t sequence)
+static PyObject *command_packet(const uint8_t *prefix, PyObject *row, uint32_t sequence)
 {
     unsigned long destination, source, request;
     Py_buffer body;
@@ -25,7 +25,7 @@ static PyObject *command_packet(const uint8_t *prefix, PyObject *row, Py_ssize_t
         size_t size = head + (size_t)body.len;
         memcpy(out, prefix, head);
         memcpy(out + head, body.buf, (size_t)body.len);
-        put16(out + 2, UNSEGMENTED << 14 | ((uint32_t)sequence & 0x3FFF));
+        put16(out + 2, UNSEGMENTED << 14 | (sequence & 0x3FFF));
         put16(out + 4, (uint32_t)size - 7);
         put32(out + COMMAND_BYTES + DESTINATION_AT, (uint32_t)destination);
         put32(out + COMMAND_BYTES + SOURCE_AT, (uint32_t)source);
@@ -49,7 +49,7 @@ PyObject *sky_py_command_packets(PyObject *self, PyObject *args)
     } else {
         packets = PyList_New(0);
         for (Py_ssize_t i = 0; packets && i < PyList_GET_SIZE(rows); i++) {
-            PyObject *packet = command_packet(prefix.buf, PyList_GET_ITEM(rows, i), sequence + i);
+            PyObject *packet = command_packet(prefix.buf, PyList_GET_ITEM(rows, i), (uint32_t)sequence + (uint32_t)i);
             if (!packet || PyList_Append(packets, packet) < 0)
                 Py_CLEAR(packets);
             Py_XDECREF(packet);

@@ -37,6 +37,7 @@ TIMESTAMP_AT, KEY_ID_AT = 24, 38
 MOST_SIGNED_CHUNK_BYTES = 65_507 - TELEMETRY_BYTES - SKY_BYTES - REF_BYTES - MAC_BYTES
 """What fits into an answer beside its MAC; a larger chunk is none of ours."""
 _LONGEST_PACKET = 65_507
+_LEAST_TIME_US, _LAST_TIME_US = -(1 << 63), (1 << 63) - 1
 _COMMAND_BIT = 0x10
 _BLOCK_BYTES = 64
 
@@ -117,9 +118,9 @@ def _sent_us(packet: memoryview, sky: int, keys: Mapping[int, bytes], now_us: in
     if sky == COMMAND_BYTES:
         low = int.from_bytes(packet[sky + TIMESTAMP_AT : sky + TIMESTAMP_AT + 4], "big")
         ahead_us = (low - now_us + (1 << 31)) % (1 << 32) - (1 << 31)
-        if not -skew_us <= ahead_us <= skew_us:
-            return None
         sent_us = now_us + ahead_us
+        if abs(ahead_us) > skew_us or not _LEAST_TIME_US <= sent_us <= _LAST_TIME_US:
+            return None
     key = keys.get(int.from_bytes(packet[sky + KEY_ID_AT : sky + KEY_ID_AT + 2], "big"))
     if key is None:
         return None
