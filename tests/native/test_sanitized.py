@@ -1,4 +1,4 @@
-"""The compiled helper under AddressSanitizer and UndefinedBehaviorSanitizer, fed with hostile bytes and absurd numbers."""
+"""The compiled helper under AddressSanitizer and UndefinedBehaviorSanitizer, fed with hostile input."""
 
 from __future__ import annotations
 
@@ -243,7 +243,8 @@ numbers = (0, 1, 2, 7, 52, 124, -1, 2**31 - 1, 2**31, -(2**31), 2**32, 2**62)
 numbers += (2**63 - 2, 2**63 - 1, -(2**63), 1 - 2**63, 2**64)
 a, b = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
 a.bind(("127.0.0.1", 0)); a.setblocking(False); port = a.getsockname()[1]
-key, value, out, room = bytes(32), bytes(209), (bytearray(209), bytearray(5), bytearray(20)), memoryview(bytearray(2 * 65536))
+key, value, room = bytes(32), bytes(209), memoryview(bytearray(2 * 65536))
+out = bytearray(209), bytearray(5), bytearray(20)
 command = bytes((0x18, 0xC0, 0xC0, 0, 0, 61, 0, 0, 1, 6)) + bytes(42)
 signed = bytes(fast.sign_packets(command, 52, 8, key, 1, 5))
 terms, guarded = (0, 0, 9, 1, 2, 3), (room, 2, bytes(8), {}, {}, set(), 99)
@@ -251,8 +252,9 @@ def guard(now, skew):
     b.sendto(signed, ("127.0.0.1", port))
     fast.serve(a.fileno(), *guarded, terms, ({1: key}, now, skew, bool))
 def table(slot, number):
-    table = fast.PrefixTable(5); table.learn(slot, bytes(16)); table.drop(slot, number); table.set_capacity(slot, number)
-    table.match(bytes(8), [slot]); table.held(slot); table.capacity(slot); table.dump(slot); table.forget(slot)
+    table = fast.PrefixTable(5); table.learn(slot, bytes(16)); table.drop(slot, number)
+    table.set_capacity(slot, number); table.match(bytes(8), [slot]); table.held(slot)
+    table.capacity(slot); table.dump(slot); table.forget(slot)
 def holders(medium, slot, number):
     table = fast.HolderTable(); table.add(medium, slot, number); table.match(bytes(8), [slot], [(medium, 1.0)])
     table.take(medium, slot, number)
@@ -271,7 +273,8 @@ calls = [
     (lambda w, f: fast.place_runs([(signed, w)], f, {}), 2), (lambda w, f: fast.open_runs([(signed, w)], f), 2),
     (lambda q, s: fast.bulk_headers(bytes(60), bytes(144), q, s), 2),
     (lambda *some: fast.answer_get(signed, {}, (*some, 0, 0)), 4),
-    (lambda s, c: fast.recv_runs(a.fileno(), room, s, c, 0, {}), 2), (lambda s: fast.recv_batch(a.fileno(), room, s), 1),
+    (lambda s, c: fast.recv_runs(a.fileno(), room, s, c, 0, {}), 2),
+    (lambda s: fast.recv_batch(a.fileno(), room, s), 1),
     (lambda s, n: fast.serve(a.fileno(), room, s, bytes(8), {}, {}, set(), n, terms), 2), (guard, 2),
     (lambda p, w: fast.send_batch(b.fileno(), "127.0.0.1", p, bytes(24), w, None), 2),
     (lambda p, f: fast.send_each(b.fileno(), [(b"x", "127.0.0.1", p)], f), 2),

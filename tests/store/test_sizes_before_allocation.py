@@ -11,6 +11,7 @@ import pytest
 from tests.store.conftest import simulated, store_over
 
 from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.files import MAX_SETTINGS_BYTES
 from skymemory.index.journal import decode_records
 from skymemory.index.snapshot import unpack_snapshot
 from skymemory.kv.value import unpack_header, unpack_value
@@ -20,7 +21,7 @@ from skymemory.protocol.selection import Selection
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import ChunkRef, PlacementTag
 from skymemory.testbed.key_file import read_keys
-from skymemory.testbed.plan_file import MAX_FILE_BYTES, load_plan
+from skymemory.testbed.plan_file import load_plan
 
 KEY = bytes(range(32))
 MODEST_BYTES = 4 << 20
@@ -114,7 +115,7 @@ def test_an_index_entry_that_cannot_be_is_refused_before_the_buffers_are_made() 
 def test_files_are_measured_before_they_are_read(read, tmp_path) -> None:
     path = tmp_path / "huge"
     with path.open("wb") as file:
-        file.truncate(MAX_FILE_BYTES * 100)
+        file.truncate(MAX_SETTINGS_BYTES * 100)
     path.chmod(0o600)
     with modest(), pytest.raises(InvalidInput, match="larger than"):
         read(path)

@@ -44,6 +44,13 @@ def test_the_default_follows_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert default_run_directory().name == f"skymemory-{os.getuid()}"
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_directory_that_others_may_write_in_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(InvalidInput, match="chmod 700"):
+        RunDirectory(tmp_path).create()
+
+
 def test_a_record_tells_the_living_from_the_dead(directory: RunDirectory, sleeper: subprocess.Popen[bytes]) -> None:
     directory.write_record("host-0", sleeper.pid)
     record = directory.read_record("host-0")

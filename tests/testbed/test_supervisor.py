@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,20 @@ def test_up_then_down(behave: Behaviours, directory: RunDirectory, plan: Constel
     assert supervisor.stop(directory) == (0, 0)
     with pytest.raises(NoConstellation):
         supervisor.inspect(directory)
+
+
+def test_what_is_in_the_run_directory_is_for_its_owner_only(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    before = os.umask(0)
+    try:
+        supervisor.start(directory, replace(plan, auth="on", keys_file=str(directory.keys_path)))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.path.iterdir() if path.suffix != ".pid"}
+    assert modes.keys() >= {"constellation.json", "keys", "index", "host-0.log", "lock"}
+    assert set(modes.values()) == {0o600}, modes
 
 
 def test_up_twice_is_told_and_changes_nothing(

@@ -16,6 +16,7 @@ from typing import Any
 from skymemory.cache.habit import KEPT_DAYS, Habit
 from skymemory.cache.predictor import Predictor
 from skymemory.errors import InvalidInput
+from skymemory.files import open_file
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 64 << 20
@@ -64,7 +65,7 @@ def load_habits(predictor: Predictor, path: Path) -> None:
 def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
     """The time zone and the habits in the file. Raises ``InvalidInput``."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error

@@ -32,6 +32,7 @@ from skymemory.conductor.cost_model.shapes import Machine, ModelShape, shape_of
 from skymemory.conductor.cost_model.written import dump
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.errors import InvalidInput
+from skymemory.files import read_bounded
 from skymemory.serving.fitting.grid import DecodeCell, decode_cells, prefill_cells
 from skymemory.serving.fitting.measure import MakePrompt, Measuring, Spent
 from skymemory.serving.replay.client import Client, Target, base_url
@@ -85,7 +86,7 @@ def fit(args: argparse.Namespace, key: str | None) -> int:
 def _shape(args: argparse.Namespace) -> ModelShape:
     file = args.shape or Path(SMALL_MODEL_FOLDER) / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_bounded(file))
     except (OSError, ValueError) as error:
         raise InvalidInput(f"--shape {file}: {error}") from error
     if not isinstance(config, dict):

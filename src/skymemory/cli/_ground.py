@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from skymemory.cli._options import argument
 from skymemory.errors import InvalidInput
+from skymemory.files import MAX_TABLE_BYTES, read_bounded
 
 if TYPE_CHECKING:
     from skymemory.constellation.trajectory import Waypoint
@@ -60,7 +61,7 @@ def ground_of(args: argparse.Namespace) -> Ground:
     waypoints: tuple[Waypoint, ...] = ()
     if args.host_path is not None:
         try:
-            lines = args.host_path.read_text("utf-8").splitlines()
+            lines = read_bounded(args.host_path, MAX_TABLE_BYTES).decode("utf-8").splitlines()
         except OSError as error:
             raise InvalidInput(f"cannot read the waypoints {args.host_path}: {error.strerror}") from error
         except UnicodeDecodeError as error:

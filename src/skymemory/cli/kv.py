@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 from skymemory.cli._ground import ACCESS_CHOICES
 from skymemory.cli._options import add_json, add_run_dir, argument
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.files import read_bounded
 from skymemory.units import format_duration, format_size, parse_duration
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 class NotStored(SkyMemoryError):
     """A key that the store does not hold (or no longer holds whole)."""
+
+
+_MAX_VALUE_BYTES = 2**32 - 1
+"""A value's size is a 32-bit number on the wire."""
 
 
 def _lifetime(text: str) -> float:
@@ -119,7 +124,7 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     from skymemory.store.named import named_key, put_named
 
     try:
-        data = args.file.read_bytes()
+        data = read_bounded(args.file, _MAX_VALUE_BYTES, pipes=True)
     except OSError as error:
         raise InvalidInput(f"cannot read {args.file}: {error.strerror}") from error
     key = args.file.name if args.key is None else args.key

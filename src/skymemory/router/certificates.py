@@ -11,6 +11,7 @@ import ipaddress
 from pathlib import Path
 
 from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.files import read_bounded
 from skymemory.router.ext_proc_server import Certificate
 
 DAYS = 365
@@ -64,7 +65,7 @@ def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> Certif
         if path is None:
             continue
         try:
-            parts.append(path.read_bytes())
+            parts.append(read_bounded(path))
         except OSError as error:
             raise InvalidInput(f"{str(path)!r} cannot be read: {error.strerror}") from error
         if b"-----BEGIN " not in parts[-1] or word not in parts[-1]:

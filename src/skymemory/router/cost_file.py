@@ -7,6 +7,7 @@ from pathlib import Path
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.cost_model.written import parse
 from skymemory.errors import InvalidInput
+from skymemory.files import read_bounded
 
 
 def read_cost(file: Path) -> CostModel:
@@ -16,7 +17,7 @@ def read_cost(file: Path) -> CostModel:
         InvalidInput: it cannot be read, or is none.
     """
     try:
-        return parse(file.read_text(encoding="utf-8"))
+        return parse(read_bounded(file).decode("utf-8"))
     except (OSError, UnicodeDecodeError, InvalidInput) as error:
         words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InvalidInput(f"cost model {file}: {words}") from error

@@ -15,6 +15,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from skymemory.errors import InvalidInput
+from skymemory.files import MAX_TABLE_BYTES, read_bounded
 from skymemory.router.picker_settings import PickerSettings
 from skymemory.router.setting_values import texts, yes_or_no
 from skymemory.router.settings import Backend
@@ -122,7 +123,7 @@ class FileSource:
         status = self._path.stat()
         self._seen = (status.st_mtime_ns, status.st_size)
         found: dict[str, Backend] = {}
-        for number, line in enumerate(self._path.read_text("utf-8").splitlines(), 1):
+        for number, line in enumerate(read_bounded(self._path, MAX_TABLE_BYTES).decode("utf-8").splitlines(), 1):
             if text := line.partition("#")[0].strip():
                 try:
                     backend = _of_line(text)

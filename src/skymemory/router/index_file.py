@@ -21,6 +21,7 @@ from skymemory.conductor.prefix_index.snapshot import (
     unpack_snapshot,
 )
 from skymemory.errors import InvalidInput
+from skymemory.files import read_bounded
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -68,9 +69,7 @@ def load_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapp
             then, and a router says so and goes on.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidInput(f"{path} is larger than any index: {path.stat().st_size} bytes")
-        data = path.read_bytes()
+        data = read_bounded(path, MAX_FILE_BYTES)
     except FileNotFoundError:
         return 0
     except OSError as error:

@@ -23,6 +23,7 @@ from skymemory.conductor.prefix_index.snapshot import Held, Snapshot
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import DEFAULT, NAMES, named, options_of
 from skymemory.errors import InvalidInput
+from skymemory.files import MAX_TOKENIZER_BYTES, read_bounded
 from skymemory.keys import KeyRing
 from skymemory.router.cost_file import read_cost
 from skymemory.router.gossip import GossipReplicas
@@ -180,7 +181,7 @@ def kind_of_blocks(settings: Settings) -> str:
         return f"bytes-{prompts.block_bytes}"
     file = prompts.tokenizer / "tokenizer.json" if prompts.tokenizer.is_dir() else prompts.tokenizer
     try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256(read_bounded(file, MAX_TOKENIZER_BYTES)).hexdigest()[:16]
     except OSError as error:
         raise InvalidInput(f"no tokenizer at {file}: {error.strerror}") from None
     return f"tokens-{prompts.block_tokens}-{digest}"

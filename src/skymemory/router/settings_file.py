@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skymemory.errors import InvalidInput
+from skymemory.files import read_bounded
 from skymemory.router.picker_settings import PickerSettings
 from skymemory.router.settings import (
     AdmissionSettings,
@@ -102,7 +103,7 @@ def _backend(value: object) -> Mapping[str, Any]:
 
 def _toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text("utf-8"))
+        return tomllib.loads(read_bounded(file).decode("utf-8"))
     except OSError as error:
         raise InvalidInput(f"{str(file)!r} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

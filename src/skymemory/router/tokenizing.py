@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.files import MAX_TABLE_BYTES, MAX_TOKENIZER_BYTES, read_bounded
 from skymemory.router.bodies import token_bytes
 from skymemory.router.token_pieces import PIECE_LETTERS, NotKnown, Pieces, can_cut
 
@@ -52,7 +53,8 @@ class PromptTokenizer:
         config = _json(file.parent / "tokenizer_config.json")
         self._words = {name: _word(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         self._template = _template(file.parent, config)
-        self._pieces = Pieces(self._encode, can_cut(file.read_text("utf-8")), piece_letters)
+        described = read_bounded(file, MAX_TOKENIZER_BYTES).decode("utf-8")
+        self._pieces = Pieces(self._encode, can_cut(described), piece_letters)
         self._around = self._special_around()
 
     @property
@@ -131,7 +133,7 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        read = json.loads(file.read_text("utf-8"))
+        read = json.loads(read_bounded(file, MAX_TABLE_BYTES))
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{str(file)!r} cannot be read: {error}") from error
     return read if isinstance(read, dict) else {}

@@ -11,6 +11,7 @@ its blocks that was seen before, and to a new one where that is only the block w
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skymemory.errors import InvalidInput
+from skymemory.files import open_file
 
 BLOCK_TOKENS = 512
 BATCH_S = 3.0
@@ -49,7 +51,7 @@ def read_trace(path: Path, most: int | None = None) -> list[TraceRequest]:
     """
     requests: list[TraceRequest] = []
     owners: dict[int, int] = {}
-    with path.open(encoding="utf-8") as lines:
+    with io.TextIOWrapper(open_file(path), encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if len(requests) == most:
                 break

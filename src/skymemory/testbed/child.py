@@ -63,7 +63,7 @@ def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
     # A linear algebra library would otherwise start a thread per core, with its buffers, in every process.
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     try:
-        with directory.log_path(host.name).open("ab") as log:
+        with directory.open_log(host.name) as log:
             process = subprocess.Popen(
                 host_command(host, plan_path, directory, theirs.fileno()),
                 stdin=subprocess.DEVNULL,

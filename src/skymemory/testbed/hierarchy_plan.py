@@ -40,6 +40,7 @@ from skymemory.cache.tier import TierSettings
 from skymemory.cache.tier_breaker import BreakerConfig
 from skymemory.cache.value import is_sound_block
 from skymemory.errors import InvalidInput
+from skymemory.files import read_bounded
 from skymemory.units import parse_duration, parse_size
 
 
@@ -167,7 +168,7 @@ def read_file(path: Path) -> HierarchyPlan:
         InvalidInput: it cannot be read, or something in it is not what was expected, which the message names.
     """
     try:
-        content = tomllib.loads(path.read_text("utf-8"))
+        content = tomllib.loads(read_bounded(path).decode("utf-8"))
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

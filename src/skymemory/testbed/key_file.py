@@ -10,11 +10,11 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from skymemory.errors import InvalidInput
+from skymemory.files import open_file, write_private
 from skymemory.keys import SECRET_BYTES, KeyRing, SecretKey, first_ring
 from skymemory.protocol.authentication import Authority
 
@@ -63,7 +63,7 @@ def from_json(text: str, where: str) -> KeyRing:
 def read_keys(path: Path) -> KeyRing:
     """Read and check a key file; one that others may read is refused, for then it is no secret."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             status = os.fstat(file.fileno())
             if stat.S_IMODE(status.st_mode) & 0o077:
                 raise InvalidInput(f"{path} can be read by others: make new keys, or `chmod 600 {path}` if none has")
@@ -83,25 +83,11 @@ def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
     """Write a key file, readable by its owner only; a reader sees the old ring or the new one."""
     if not path.name:
         raise InvalidInput(f"cannot write the keys to {path}: it is a folder, expected a file's name")
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.unlink(missing_ok=True)  # of one that was killed here and had our number
-        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(to_json(ring))
-            file.flush()
-            os.fsync(file.fileno())  # before it takes the place of the old one: keys that are gone open nothing
-        if replace:
-            scratch.replace(path)
-        else:
-            os.link(scratch, path)
-            scratch.unlink()
+        write_private(path, to_json(ring), replace=replace, durable=True)  # keys that are gone open nothing
     except FileExistsError:
-        scratch.unlink(missing_ok=True)
         raise InvalidInput(f"{path} exists: `skymemory keys rotate` adds a key to it") from None
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink(missing_ok=True)
         raise InvalidInput(f"cannot write the keys to {path}: {error.strerror}") from error
 
 

@@ -6,13 +6,13 @@ What should be dead is written down, so a host that starts later knows it too; S
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Collection, Iterable
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.files import read_bounded, write_private
 from skymemory.testbed.child import send_signal
 from skymemory.testbed.control import ping_these
 from skymemory.testbed.plan import ConstellationPlan
@@ -28,11 +28,11 @@ def read_outages(directory: RunDirectory) -> frozenset[SatelliteId]:
     """The satellites that are to be dead. Raises ``InvalidInput`` for a damaged file."""
     path = directory.outages_path
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise InvalidInput(f"{path}: larger than {_MAX_FILE_BYTES} bytes, which no list of satellites is")
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_bounded(path, _MAX_FILE_BYTES))
     except FileNotFoundError:
         return frozenset()
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path}: not JSON: {error}; `skymemory constellation enable --all` replaces it") from error
     match found:
@@ -70,9 +70,7 @@ def _change(directory: RunDirectory, satellites: Collection[SatelliteId] | None,
             changed, before = satellites, read_outages(directory)
         hosts = _hosts_of(plan, changed, directory, everywhere=satellites is None)
         dead = before - set(changed) if alive else before | set(changed)
-        scratch = directory.outages_path.with_name(f".{directory.outages_path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps({"disabled": sorted(dead)}) + "\n", "utf-8")
-        scratch.replace(directory.outages_path)
+        write_private(directory.outages_path, json.dumps({"disabled": sorted(dead)}) + "\n")
         living = directory.living()
         for host in hosts & living.keys():
             send_signal(living[host], signal.SIGHUP)

@@ -9,20 +9,20 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.trajectory import Waypoint
 from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.files import read_bounded, write_private
 from skymemory.testbed.ground import Ground
 from skymemory.testbed.memory_policy import MemoryPolicy
 from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare
 
 Part = TypeVar("Part", ConstellationPlan, HostShare, Faults, MemoryPolicy, Ground)
 FORMAT_VERSION = 1
-MAX_FILE_BYTES = 2**20
 _POLL_S = 0.02
 
 
@@ -137,9 +137,7 @@ def _ground(value: Any, where: str) -> Ground:
 def load_plan(path: Path) -> ConstellationPlan:
     """Read and check a plan file."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, which no plan is")
-        plan = from_json(path.read_text("utf-8"), str(path))
+        plan = from_json(read_bounded(path).decode("utf-8"), str(path))
         keys_file = path.absolute().parent / plan.keys_file
         return dataclasses.replace(plan, keys_file=str(keys_file)) if plan.keys_file else plan
     except OSError as error:
@@ -177,11 +175,7 @@ def save_plan(plan: ConstellationPlan, path: Path) -> None:
     keys_file = Path(plan.keys_file)
     if plan.keys_file and keys_file.parent == path.absolute().parent:  # they may be copied elsewhere together
         plan = dataclasses.replace(plan, keys_file=keys_file.name)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.write_text(to_json(plan), "utf-8")
-        scratch.replace(path)
+        write_private(path, to_json(plan))
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink(missing_ok=True)
         raise InvalidInput(f"cannot write the plan {path}: {error.strerror}") from error

@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import json
 import os
+import stat
 import subprocess
 import tempfile
 import time
@@ -18,8 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
+from skymemory.files import read_bounded, write_private
 from skymemory.testbed.key_file import new_keys
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.plan_file import load_plan, save_plan
@@ -29,6 +32,7 @@ INDEX_NAME = "index"
 OUTAGES_NAME = "outages.json"
 KEYS_NAME = "keys"
 LOG_TAIL_BYTES = 2048
+_MAX_PID_FILE_BYTES = 4096
 _POLL_S = 0.02
 
 
@@ -49,14 +53,14 @@ def process_start(pid: int) -> str | None:
     Clock ticks since boot with the boot's id from ``/proc``; where there is none, what ``ps`` says.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        line = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except FileNotFoundError:
         return None if Path("/proc/self/stat").exists() else _process_start_by_ps(pid)
     except (ProcessLookupError, PermissionError):
         return None
     # The command's name stands in brackets and may hold anything, so count the fields after its last bracket.
-    fields = stat.rpartition(")")[2].split()
+    fields = line.rpartition(")")[2].split()
     state, start_ticks = fields[0], fields[19]
     return None if state in ("Z", "X") else f"{boot}/{start_ticks}"
 
@@ -111,16 +115,26 @@ class RunDirectory:
         return self.path / f"{host}.pid"
 
     def create(self) -> None:
-        """Make the directory; one that belongs to another user is refused, for it decides what we would
-        kill.
+        """Make the directory; one of another user, or that others may write in, is refused, for it decides what we
+        would kill.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            owner = self.path.stat().st_uid
+            status = self.path.stat()
         except OSError as error:
             raise InvalidInput(f"cannot use {self.path} as run directory: {error.strerror}") from error
-        if owner != os.getuid():
-            raise InvalidInput(f"{self.path} belongs to user {owner}: choose another with --run-dir")
+        if status.st_uid != os.getuid():
+            raise InvalidInput(f"{self.path} belongs to user {status.st_uid}: choose another with --run-dir")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise InvalidInput(
+                f"others may write in {self.path}, and what is there says which processes we stop: "
+                f"`chmod 700 {self.path}`, or choose another with --run-dir"
+            )
+
+    def open_log(self, host: str) -> BinaryIO:
+        """A host's log, to be written on."""
+        how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(self.log_path(host), how, 0o600), "ab")
 
     @contextmanager
     def locked(self, patience_s: float = 0.0) -> Iterator[None]:
@@ -189,16 +203,14 @@ class RunDirectory:
         start = process_start(pid)
         if start is None:
             raise ConstellationError(f"process {pid} of {host} is gone already")
-        scratch = self.path / f".{host}.pid.{os.getpid()}"
-        scratch.write_text(json.dumps({"pid": pid, "start": start}) + "\n", "utf-8")
-        scratch.replace(self.pid_path(host))
+        write_private(self.pid_path(host), json.dumps({"pid": pid, "start": start}) + "\n")
 
     def read_record(self, host: str) -> ProcessRecord | None:
         """The process noted for ``host``, alive or not; None where none is noted. Where the file is damaged, the
         process that runs as this host, if there is one.
         """
         try:
-            found = json.loads(self.pid_path(host).read_text("utf-8"))
+            found = json.loads(read_bounded(self.pid_path(host), _MAX_PID_FILE_BYTES))
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError):

@@ -1,0 +1,84 @@
+"""Files that users name: regular ones of bounded size, or an error that says what was wrong with them.
+
+``Path.read_text`` of a pipe waits for a writer that may never come, and of ``/dev/zero`` it never ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from skymemory.units import format_size
+
+_PIECE_BYTES = 2**20
+
+MAX_SETTINGS_BYTES = 2**20
+"""No file of settings that people write is larger."""
+MAX_TABLE_BYTES = 64 * 2**20
+"""For files with one line per thing: a waypoint, an endpoint."""
+MAX_TOKENIZER_BYTES = 512 * 2**20
+"""The largest ``tokenizer.json`` of the models that are served today has 33 MB."""
+
+
+def write_private(path: Path, text: str, *, replace: bool = True, durable: bool = False) -> None:
+    """Write a file that only its owner may read, whole or not at all: a reader sees the old one or the new one.
+
+    Without ``replace`` there must be none yet. ``durable``: what the new one replaces stays until it is on the disk.
+
+    Raises:
+        FileExistsError: there is one, and ``replace`` is False.
+        OSError: it cannot be written.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.unlink(missing_ok=True)  # of a process that was killed here and had our number
+        with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(text.encode("utf-8"))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if replace:
+            scratch.replace(path)
+        else:
+            os.link(scratch, path)
+    finally:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
+
+
+def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
+    """Open a regular file for reading, or a pipe where ``pipes`` are welcome; symbolic links are followed.
+
+    Raises:
+        OSError: it cannot be opened, or is something else: ``strerror`` says what.
+    """
+    # Without O_NONBLOCK the open of a pipe that nobody writes to waits before we can see that it is one.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | (0 if pipes else os.O_NONBLOCK))
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode) or (pipes and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))):
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, expected a file", str(path))
+    raise OSError(errno.EINVAL, "it is a device or a pipe, expected a regular file", str(path))
+
+
+def read_bounded(path: Path, most_bytes: int = MAX_SETTINGS_BYTES, *, pipes: bool = False) -> bytes:
+    """All of a file that ``open_file`` opens.
+
+    Raises:
+        OSError: as ``open_file``; and for more than ``most_bytes``.
+    """
+    data = bytearray()
+    with open_file(path, pipes=pipes) as file:
+        too_large = os.fstat(file.fileno()).st_size > most_bytes
+        while not too_large and (piece := file.read(_PIECE_BYTES)):
+            data += piece
+            too_large = len(data) > most_bytes
+    if too_large:
+        raise OSError(errno.EFBIG, f"it is larger than {format_size(most_bytes)}, the most it may have", str(path))
+    return bytes(data)
