@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from skymemory import native
 from skymemory.errors import ConstellationError
-from skymemory.store.base import Buffer, LoadTicket, Presence, StoreTicket
+from skymemory.store.base import Buffer, LoadTicket, Places, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
 
 TROUBLES = ("raise", "slow", "lie", "spoil")
@@ -70,9 +70,9 @@ class FaultyTier(MemoryStore):
         raw[self._dice.randrange(len(raw))] ^= 1 << self._dice.randrange(8)
         return memoryview(bytes(raw))[: self._dice.choice([None, len(raw) // 2])]
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         self._enter()
-        return super().prepare_store(items)
+        return super().prepare_store(items, places)
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         self._enter()

@@ -123,7 +123,7 @@ def test_what_a_disk_evicts_goes_to_the_next(tmp_path: Path) -> None:
 
 def test_who_tells_somebody_else_is_refused_and_nobody_is_taken_over() -> None:
     near, middle, far = MemoryStore(2000, name="near"), MemoryStore(2000, name="middle"), MemoryStore(name="far")
-    middle.on_evict = heard = lambda evicted, data: None
+    middle.on_evict = heard = lambda evicted, data, place: None
     with pytest.raises(InvalidInput, match="the middle store tells somebody else"):
         over(near, middle, far)
     assert near.on_evict is None and middle.on_evict is heard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.contract.store_contract import StoreContract, Tier
@@ -12,6 +13,7 @@ from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.tier import TierSettings
 from skymemory.cache.tiered_load import OUTBOUND
 from skymemory.cache.tiers import TieredStore
+from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.shared_index import SharedIndex
 
@@ -48,10 +50,16 @@ class TestThreeStores(StoreContract):
 @pytest.mark.parametrize("write_back", [False, True], ids=["through", "back"])
 class TestMemoryOverTheSky(StoreContract):
     @pytest.fixture
-    def tier(self, write_back: bool) -> Iterator[Tier]:
+    def tier(self, write_back: bool, tmp_path: Path) -> Iterator[Tier]:
+        sky, journal = simulated(), tmp_path / "index"
         store = TieredStore(
-            [(MemoryStore(100_000), LOCAL), (store_over(simulated(), index=SharedIndex()), REMOTE)],
+            [(MemoryStore(100_000), LOCAL), (store_over(sky, index=SharedIndex(journal, born=True)), REMOTE)],
             HierarchySettings(write_back=write_back),
         )
-        yield Tier(store, supplied_by=("memory", "constellation", OUTBOUND))
+
+        def another() -> Store:
+            assert store.flush(5.0)
+            return store_over(sky, 2, SharedIndex(journal))
+
+        yield Tier(store, supplied_by=("memory", "constellation", OUTBOUND), another=another)
         store.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.contract.store_contract import key, value
+from tests.contract.store_contract import chain, key, value
 
+from skymemory.kv.block import Place
 from skymemory.store.base import Evicting, Presence, Store
 
 SIZE = 1000
@@ -23,7 +24,7 @@ class EvictingContract:
     def told(self, tier: Store) -> list[tuple[bytes, bytes]]:
         assert isinstance(tier, Evicting) and tier.on_evict is None
         heard: list[tuple[bytes, bytes]] = []
-        tier.on_evict = lambda evicted, data: heard.append((evicted, data))
+        tier.on_evict = lambda evicted, data, place: heard.append((evicted, data))
         return heard
 
     def put(self, tier: Store, *numbers: int) -> None:
@@ -38,6 +39,17 @@ class EvictingContract:
         self.put(tier, 20)
         assert told == [(key(3), value(3, SIZE)), (key(2), value(2, SIZE))], "the end of the chain goes first"
         assert tier.stats()["evicted_total"] == 2
+
+    def test_what_goes_is_told_with_the_place_that_its_writer_said(self, tier: Store) -> None:
+        assert isinstance(tier, Evicting)
+        keys, places = chain(2)
+        heard: list[tuple[bytes, Place | None]] = []
+        tier.on_evict = lambda evicted, data, place: heard.append((evicted, place))
+        assert tier.put_many([(k, value(1, SIZE)) for k in keys], places) == [True] * 2
+        self.put(tier, 8)
+        tier.put_many([(keys[1], value(2, SIZE))])  # again, without: what is known stays
+        self.put(tier, 9, 10, 11)
+        assert heard == [(key(8), None), (keys[1], places[1])]
 
     def test_what_is_deleted_replaced_or_closed_away_is_not_told(
         self, tier: Store, told: list[tuple[bytes, bytes]]
@@ -64,7 +76,7 @@ class EvictingContract:
         order: list[str] = []
         telling = threading.Event()
 
-        def hears(evicted: bytes, data: bytes) -> None:
+        def hears(evicted: bytes, data: bytes, place: object) -> None:
             telling.set()
             deleting.join(0.2)  # it has to wait for the tier's lock
             order.append("told")

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from skymemory.errors import ConstellationError
-from skymemory.store.base import Buffer, LoadTicket, Presence, StoreTicket
+from skymemory.store.base import Buffer, LoadTicket, Places, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
 
 FAULTS = ("drop", "truncate", "extend", "flip", "swap", "empty", "garbage")
@@ -38,9 +38,9 @@ class HostileStore(MemoryStore):
         self._fail("prepare_load")
         return super().prepare_load(keys)
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         self._fail("prepare_store")
-        return super().prepare_store(items)
+        return super().prepare_store(items, places)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool]:
         self._fail("delete")

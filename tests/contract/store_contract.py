@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 import random
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 
 from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.kv.block import Place, places_in
 from skymemory.store.base import Presence, Store
 
 
@@ -35,6 +38,20 @@ class Tier:
     """Value sizes to try."""
     supplied_by: tuple[str, ...] = ()
     """What a hit may be attributed to; empty: the store itself."""
+    another: Callable[[], Store] | None = None
+    """Opens the same values once more, as another process would; it may close ``store``, which is then not used any
+    more. None: nobody else can have them.
+    """
+
+    @contextmanager
+    def asked_by_another(self) -> Iterator[Store]:
+        """Another object over the same values, or where there can be none this one."""
+        if self.another is None:
+            yield self.store
+            return
+        other = self.another()
+        yield other
+        other.close()
 
 
 def key(number: int) -> bytes:
@@ -43,6 +60,12 @@ def key(number: int) -> bytes:
 
 def value(number: int, size_bytes: int = 1000) -> bytes:
     return random.Random(number).randbytes(size_bytes)
+
+
+def chain(blocks: int) -> tuple[list[bytes], list[Place]]:
+    """The keys of a prompt, and where each stands."""
+    keys = [key(number) for number in range(blocks)]
+    return keys, places_in(keys, range(blocks))
 
 
 class StoreContract:
@@ -284,3 +307,61 @@ class StoreContract:
         for number in range(9, 14):
             tier.store.put_many([(key(number), value(number, size))])
         assert tier.store.lookup([key(1)]) == [Presence.MISS]
+
+    # --- what is stored is found, whatever was asked before ---
+
+    @pytest.mark.parametrize("placed", [True, False], ids=["placed", "unplaced"])
+    def test_what_was_stored_in_several_calls_is_one_prefix_for_everybody(self, tier: Tier, placed: bool) -> None:
+        """Nobody has looked any of it up before."""
+        keys, places = chain(16)
+        for part in (slice(0, 5), slice(5, 11), slice(11, 16)):
+            items = [(key, value(1)) for key in keys[part]]
+            assert all(tier.store.put_many(items, places[part] if placed else ()))
+        assert tier.store.prefix(keys) == 16 and tier.store.prefix(keys[4:]) == 12
+        with tier.asked_by_another() as other:
+            assert other.prefix(keys) == 16 and other.prefix(keys[4:]) == 12
+            assert other.lookup(keys) == [Presence.HIT] * 16
+            assert other.prefix([*keys, key(99)]) == 16
+
+    @pytest.mark.parametrize("placed", [True, False], ids=["placed", "unplaced"])
+    def test_what_goes_on_from_a_stored_prefix_is_found_with_it(self, tier: Tier, placed: bool) -> None:
+        """As an engine does: it asks for what is missing, and may ask a farther tier for the end alone."""
+        keys, places = chain(12)
+        for blocks in (5, 12):
+            missing = [at for at, one in enumerate(tier.store.lookup(keys[:blocks])) if one is Presence.MISS]
+            tier.store.lookup([keys[at] for at in missing]), tier.store.prefix([keys[at] for at in missing])
+            items = [(keys[at], value(at)) for at in missing]
+            assert all(tier.store.put_many(items, [places[at] for at in missing] if placed else ()))
+        with tier.asked_by_another() as other:
+            assert other.prefix(keys) == 12
+
+    @pytest.mark.parametrize("placed", [True, False], ids=["placed", "unplaced"])
+    def test_a_tail_without_its_head_is_no_prefix_until_the_head_is_there(self, tier: Tier, placed: bool) -> None:
+        keys, places = chain(10)
+        for part, whole in ((slice(7, 10), 0), (slice(4, 7), 0), (slice(0, 4), 10)):
+            items = [(key, value(1)) for key in keys[part]]
+            assert all(tier.store.put_many(items, places[part] if placed else ()))
+            assert tier.store.prefix(keys) == whole
+        with tier.asked_by_another() as other:
+            assert other.prefix(keys) == 10 and other.prefix(keys[7:]) == 3
+
+    def test_to_store_again_heals_what_was_stored_without_places_or_in_others(self, tier: Tier) -> None:
+        keys, places = chain(8)
+        tier.store.lookup(keys[3:]), tier.store.prefix(keys[5:])
+        assert all(tier.store.put_many([(key, value(1)) for key in keys[3:6]]))
+        assert all(tier.store.put_many([(key, value(1)) for key in keys[6:]], places_in(keys[6:], range(2))))
+        assert all(tier.store.put_many([(key, value(2)) for key in keys], places))
+        assert tier.store.delete([keys[4]]) == [True]
+        with tier.asked_by_another() as other:
+            assert other.prefix(keys) == 4 and other.prefix(keys[5:]) == 3
+            assert all(other.put_many([(keys[4], value(2))], [places[4]]))
+            assert other.prefix(keys) == 8
+            assert other.get_many(keys) == [value(2)] * 8
+
+    def test_as_many_places_as_items(self, store: Store) -> None:
+        keys, places = chain(2)
+        with pytest.raises(InvalidInput, match="places"):
+            store.put_many([(keys[0], b"x")], places)
+        with pytest.raises(InvalidInput, match="place"):
+            store.put_many([(keys[0], b"x")], [(0, None)])  # type: ignore[list-item]
+        assert store.lookup(keys) == [Presence.MISS] * 2

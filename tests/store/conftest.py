@@ -15,7 +15,7 @@ from skymemory.protocol.motion import SkyMap
 from skymemory.store.constellation import ConstellationStore
 from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
-from skymemory.testbed.plan import local_hosts, make_plan
+from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.ports import free_base_port
 from skymemory.testbed.wiring import clock_of, host_spec, sky_of
 from skymemory.transport.simulated import SimulatedConstellation
@@ -53,6 +53,27 @@ def cut_off(constellation: SimulatedConstellation, ground: int = 1) -> Iterator[
 @contextmanager
 def udp_store(index: SharedIndex | None = None, authority: Authority | None = None) -> Iterator[ConstellationStore]:
     """All 95 satellites behind real sockets, their event loop in a thread of this process."""
+    with udp_sky(authority) as plan:
+        store = store_on(plan, index, authority)
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+def store_on(
+    plan: ConstellationPlan, index: SharedIndex | None = None, authority: Authority | None = None, ground: int = 9
+) -> ConstellationStore:
+    """One more host on the ground of a constellation that runs."""
+    client = UdpClient(ClientConfig(ground, authority=authority), sky_of(plan), clock_of(plan), plan.addresses())
+    return ConstellationStore(
+        client, sky_of(plan), SkySettings(memory_per_satellite_bytes=plan.memory_per_satellite_bytes), index=index
+    )
+
+
+@contextmanager
+def udp_sky(authority: Authority | None = None) -> Iterator[ConstellationPlan]:
+    """The satellites of ``udp_store`` alone."""
     plan = make_plan(
         PRESET, hosts=local_hosts(PRESET, 1, free_base_port(95)), delay_scale=0.0, memory_per_satellite_bytes=8 << 20
     )
@@ -69,14 +90,9 @@ def udp_store(index: SharedIndex | None = None, authority: Authority | None = No
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     assert ready.wait(10)
-    client = UdpClient(ClientConfig(9, authority=authority), sky_of(plan), clock_of(plan), plan.addresses())
-    store = ConstellationStore(
-        client, sky_of(plan), SkySettings(memory_per_satellite_bytes=plan.memory_per_satellite_bytes), index=index
-    )
     try:
-        yield store
+        yield plan
     finally:
-        store.close()
         loop.call_soon_threadsafe(hosts[0].close)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)

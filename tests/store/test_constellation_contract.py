@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.contract.store_contract import StoreContract, Tier
-from tests.store.conftest import simulated, store_over, udp_store
+from tests.store.conftest import simulated, store_on, store_over, udp_sky
 
 from skymemory.protocol.pointing import ACCESS_MODES
 from skymemory.store.shared_index import SharedIndex
@@ -16,6 +16,15 @@ from skymemory.testbed.virtual import VirtualConstellation
 
 
 class TestSimulatedWithIndex(StoreContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        sky, journal = simulated(), tmp_path / "index"
+        store = store_over(sky, index=SharedIndex(journal, born=True))
+        yield Tier(store, pins=False, leases=False, another=lambda: store_over(sky, 2, SharedIndex(journal)))
+        store.close()
+
+
+class TestSimulatedWithAnIndexOfItsOwn(StoreContract):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         store = store_over(simulated(), index=SharedIndex())
@@ -26,30 +35,47 @@ class TestSimulatedWithIndex(StoreContract):
 class TestSimulatedWithoutIndex(StoreContract):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        store = store_over(simulated())
-        yield Tier(store, pins=False, leases=False, knows_absence=False)
+        sky = simulated()
+        store = store_over(sky)
+        yield Tier(store, pins=False, leases=False, knows_absence=False, another=lambda: store_over(sky, 2))
         store.close()
 
 
 class TestUdpWithIndexFile(StoreContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        with udp_store(SharedIndex(tmp_path / "index", born=True)) as store:
-            yield Tier(store, pins=False, leases=False)
+        with udp_sky() as plan:
+            store = store_on(plan, SharedIndex(tmp_path / "index", born=True))
+            yield Tier(
+                store,
+                pins=False,
+                leases=False,
+                another=lambda: store_on(plan, SharedIndex(tmp_path / "index"), None, 8),
+            )
+            store.close()
 
 
 class TestUdpWithIncompleteIndexFile(StoreContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        with udp_store(SharedIndex(tmp_path / "index")) as store:
-            yield Tier(store, pins=False, leases=False, knows_absence=False)
+        with udp_sky() as plan:
+            store = store_on(plan, SharedIndex(tmp_path / "index"))
+            yield Tier(
+                store, pins=False, leases=False, knows_absence=False,
+                another=lambda: store_on(plan, SharedIndex(tmp_path / "other"), None, 8),
+            )  # fmt: skip
+            store.close()
 
 
 class TestUdpWithoutIndex(StoreContract):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        with udp_store() as store:
-            yield Tier(store, pins=False, leases=False, knows_absence=False)
+        with udp_sky() as plan:
+            store = store_on(plan)
+            yield Tier(
+                store, pins=False, leases=False, knows_absence=False, another=lambda: store_on(plan, None, None, 8)
+            )
+            store.close()
 
 
 @pytest.mark.parametrize("access", [mode for mode in ACCESS_MODES if mode != "los"])

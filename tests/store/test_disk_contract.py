@@ -19,7 +19,12 @@ class TestDisk(StoreContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         store = DiskStore(tmp_path / "disk", 256_000)
-        yield Tier(store, budget_bytes=256_000)
+
+        def another() -> DiskStore:
+            store.close()
+            return DiskStore(tmp_path / "disk", 256_000)
+
+        yield Tier(store, budget_bytes=256_000, another=another)
         store.close()
 
 
@@ -44,7 +49,7 @@ def test_a_file_that_was_spoiled_or_is_gone_is_evicted_and_not_told(tmp_path: Pa
     """Nobody could take it."""
     store = DiskStore(tmp_path / "disk", 2000 + size_bytes)
     told: list[bytes] = []
-    store.on_evict = lambda evicted, data: told.append(evicted)
+    store.on_evict = lambda evicted, data, place: told.append(evicted)
     store.put_many([(key(0), value(0, size_bytes)), (key(1), value(1, 1000)), (key(2), value(2, 1000))])
     spoiled, gone = (tmp_path / "disk" / "values" / key(number).hex() for number in (2, 1))
     spoiled.write_bytes(spoiled.read_bytes()[:-1] + b"?")

@@ -49,7 +49,7 @@ class TestRedis(StoreContract):
         raw.ask([pack(b"FLUSHALL")], 1)
         raw.close()
         store = RedisStore(shared_server.url)
-        yield Tier(store, pins=False, leases=False)
+        yield Tier(store, pins=False, leases=False, another=lambda: RedisStore(shared_server.url))
         store.close()
 
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.store_contract import StoreContract, Tier
-from tests.store.conftest import udp_store
+from tests.store.conftest import store_on, udp_sky
 
 from skymemory import open_store
 from skymemory.errors import InvalidInput
@@ -42,8 +42,14 @@ class TestSealedMemory(StoreContract):
 class TestSealedConstellation(StoreContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        with udp_store(SharedIndex(tmp_path / "index", born=True)) as store:
-            yield Tier(sealed(store), pins=False, leases=False)
+        with udp_sky() as plan:
+            store = sealed(store_on(plan, SharedIndex(tmp_path / "index", born=True)))
+
+            def another() -> SealedStore:
+                return sealed(store_on(plan, SharedIndex(tmp_path / "index"), None, 8))
+
+            yield Tier(store, pins=False, leases=False, another=another)
+            store.close()
 
 
 def test_the_bytes_below_are_what_the_library_alone_would_open() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from skymemory.index.block_info import BlockInfo
 from skymemory.store.shared_index import SharedIndex, found_journal, look_at_journal
@@ -147,3 +150,69 @@ def test_what_probing_brought_is_written_down(tmp_path: Path) -> None:
     index.note_probed(10, 3)
     SharedIndex(path).note_probed(5, 1)
     assert (index.standing.keys_probed, index.standing.values_adopted) == (15, 4)
+
+
+def test_a_value_without_a_place_is_entered_though_what_follows_it_says_where_it_stands(tmp_path: Path) -> None:
+    index = SharedIndex(tmp_path / "index")
+    index.add([key(6), key(7)], [INFO, INFO], 6, key(5))
+    index.add_unplaced([key(5)], [INFO])
+    index.add([key(4)], [INFO], 0, None)  # by a writer that does not know better
+    for one in (index, SharedIndex(tmp_path / "index")):
+        assert one.infos([key(4), key(5)]) == [INFO, INFO]
+        assert one.longest_prefix([key(4), key(5), key(6), key(7)]) == 4
+        assert one.longest_prefix([key(3), key(4), key(5)]) == 0
+    index.add([key(4), key(5)], [INFO, INFO], 4, key(3))
+    assert index.before(key(7), 9) == [key(6), key(5), key(4), key(3)] and index.before(key(7), 2) == [key(6), key(5)]
+    index.add_unplaced([key(5)], [INFO])
+    assert index.before(key(5), 9) == [key(4), key(3)], "a place that is known stays"
+
+
+TREE = {0: None} | {n: (n - 1) // 2 if n % 3 else n - 1 for n in range(1, 24)}
+"""Blocks and the one before each: a prompt's key names all before it."""
+
+
+def path_to(number: int) -> list[int]:
+    before = TREE[number]
+    return [*(path_to(before) if before is not None else ()), number]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["placed", "unplaced", "wrong", "remove"]), st.integers(0, 23), st.integers(1, 5),
+            st.integers(0, 4),
+        ),
+        max_size=25,
+    )
+)  # fmt: skip
+def test_what_was_added_is_found_whatever_was_said_of_its_place(steps) -> None:
+    """Against a plain set of keys; also for another process, and for one that comes later."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "index"
+        index, other = SharedIndex(path), SharedIndex(path)
+        there: set[int] = set()
+        for what, last, blocks, depth in steps:
+            chain = path_to(last)
+            part = chain[-blocks:]
+            first = len(chain) - len(part)
+            keys, infos = [key(n) for n in part], [INFO] * len(part)
+            if what == "placed":
+                index.add(keys, infos, first, key(chain[first - 1]) if first else None)
+            elif what == "unplaced":
+                index.add_unplaced(keys, infos)
+            elif what == "wrong":  # a chain that another one hangs under, but somewhere else
+                index.add(keys, infos, depth, key(99) if depth else None)
+            else:
+                index.remove(keys)
+            there = there - set(part) if what == "remove" else there | set(part)
+            for reader in (index, other):
+                assert len(reader) == len(there)
+                for n in range(24):
+                    asked = path_to(n)
+                    expected = next((at for at, one in enumerate(asked) if one not in there), len(asked))
+                    assert reader.longest_prefix([key(one) for one in asked]) == expected
+        late = SharedIndex(path)
+        assert [info is not None for info in late.infos([key(n) for n in range(24)])] == [n in there for n in range(24)]
+        for one in (index, other, late):
+            one.close()

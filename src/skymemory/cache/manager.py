@@ -15,13 +15,13 @@ from skymemory.cache.placing import WRONG, place_block
 from skymemory.cache.results import LoadResult
 from skymemory.cache.value import PAYLOAD_AT, block_header
 from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge
-from skymemory.kv.block import BlockHash, Tokens, hash_blocks
+from skymemory.kv.block import BlockHash, Tokens, hash_blocks, places_in
 from skymemory.kv.codec.base import Codec
 from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 from skymemory.metrics import Counters
-from skymemory.store.base import KeyReport, LoadTicket, Presence, Store
+from skymemory.store.base import KeyReport, LoadTicket, Places, Presence, Store
 from skymemory.store.sealed import NOT_AUTHENTIC
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
@@ -163,7 +163,7 @@ class BlockCache:
                         break
                     items.append((hashes[index], value))
             with phase("store"):
-                done = self._put(items)
+                done = self._put(items, places_in(hashes, part[: len(items)]))
             stored += sum(done)
             size_bytes += sum(len(value) for (_, value), ok in zip(items, done, strict=True) if ok)
             if len(items) < len(part):
@@ -240,9 +240,9 @@ class BlockCache:
             return None
         return memoryview(block_header(block_hash, self.layout, self.codec, payload) + payload)
 
-    def _put(self, items: list[tuple[bytes, memoryview]]) -> list[bool]:
+    def _put(self, items: list[tuple[bytes, memoryview]], places: Places) -> list[bool]:
         try:
-            return self.store.put_many(items) if items else []
+            return self.store.put_many(items, places) if items else []
         except ValueTooLarge:
             raise
         except TIER_FAILURES:

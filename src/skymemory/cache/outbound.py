@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from skymemory.kv.block import Place
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moving:
@@ -19,6 +21,8 @@ class Moving:
     value: bytes
     to: tuple[int, ...]
     dirty: bool = False
+    place: Place | None = None
+    """Where it stands in its prompt, if its writer said."""
 
 
 class Outbound:

@@ -68,7 +68,7 @@ class TierMover:
         stored = {tier.number: set[bytes]() for tier in tiers}
         all_certain = True
         for tier in tiers:
-            outcome, certain = write(tier, items)
+            outcome, certain = write(tier, items, [moving.place for moving in movings])
             all_certain = all_certain and certain
             stored[tier.number] = {key for key, ok in zip(keys, outcome, strict=True) if ok}
         taken = set[bytes]().union(*stored.values())
@@ -85,11 +85,10 @@ class TierMover:
             tier = self._tiers[number]
             keys = [moving.key for moving in movings]
             lacking = [
-                (moving.key, moving.value)
-                for moving, there in zip(movings, tier.lookup(keys), strict=True)
-                if there is not Presence.HIT
+                moving for moving, there in zip(movings, tier.lookup(keys), strict=True) if there is not Presence.HIT
             ]
-            stored = sum(write(tier, lacking)[0]) if lacking else 0
+            items = [(moving.key, moving.value) for moving in lacking]
+            stored = sum(write(tier, items, [moving.place for moving in lacking])[0]) if lacking else 0
             self._counters.add("moved_total", stored, tier.name)
             self._counters.add("not_moved_total", len(lacking) - stored, tier.name)
         return movings

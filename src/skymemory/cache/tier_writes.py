@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from skymemory.cache.tier import Tier
 from skymemory.cache.tier_workers import Call
 from skymemory.errors import ValueTooLarge
-from skymemory.store.base import Buffer, StoreTicket
+from skymemory.store.base import Buffer, Places, StoreTicket
 
 Items = Sequence[tuple[bytes, Buffer]]
 _Prepared = tuple[list[tuple[StoreTicket, list[int]]], dict[int, ValueTooLarge]]
 
 
 class TierWrite:
-    """``items`` on their way into ``tier``. ``too_large`` are the places of those that could never fit it."""
+    """``items`` on their way into ``tier``. ``too_large`` are the positions of those that could never fit it."""
 
-    def __init__(self, tier: Tier, items: Items) -> None:
+    def __init__(self, tier: Tier, items: Items, places: Places) -> None:
         self.tier = tier
         self.items = items
+        self._places = places or (None,) * len(items)
         self.answered = False
         """Whether the tier could be asked for room at all."""
         self.certain = False
@@ -28,14 +29,14 @@ class TierWrite:
         self._call: Call[list[list[bool]]] | None = None
 
     @classmethod
-    def prepare(cls, tier: Tier, items: Items) -> TierWrite:
+    def prepare(cls, tier: Tier, items: Items, places: Places = ()) -> TierWrite:
         """Set room aside for those of ``items`` that are not in doubt there."""
-        self = cls(tier, items)
+        self = cls(tier, items, places)
         keys = [key for key, _ in items]
-        places = [place for place, key in enumerate(keys) if key not in tier.doubts]
-        if not places or not tier.usable(keys):
+        wanted = [at for at, key in enumerate(keys) if key not in tier.doubts]
+        if not wanted or not tier.usable(keys):
             return self
-        told = tier.ask(lambda: _prepare(tier, items, places))
+        told = tier.ask(lambda: _prepare(tier, items, self._places, wanted))
         if told is not None:
             self.answered = True
             self._tickets, self.too_large = told
@@ -59,31 +60,31 @@ class TierWrite:
         if told is None:
             self.tier.doubts.add(keys)
             return done
-        self.certain = len(self.too_large) + sum(len(places) for _, places in self._tickets) == len(self.items)
-        for (_, places), outcomes in zip(self._tickets, told, strict=True):
-            for place, ok in zip(places, outcomes, strict=False):
-                done[place] = bool(ok) and keys[place] not in self.tier.doubts
+        self.certain = len(self.too_large) + sum(len(positions) for _, positions in self._tickets) == len(self.items)
+        for (_, positions), outcomes in zip(self._tickets, told, strict=True):
+            for at, ok in zip(positions, outcomes, strict=False):
+                done[at] = bool(ok) and keys[at] not in self.tier.doubts
         self.tier.counters.add("tier_stored_total", sum(done), self.tier.name)
         return done
 
 
-def _prepare(tier: Tier, items: Items, places: list[int]) -> _Prepared:
+def _prepare(tier: Tier, items: Items, places: Places, wanted: list[int]) -> _Prepared:
     try:
-        return [(tier.store.prepare_store([items[place] for place in places]), places)], {}
+        return [(tier.store.prepare_store([items[at] for at in wanted], [places[at] for at in wanted]), wanted)], {}
     except ValueTooLarge:
         pass
     tickets: list[tuple[StoreTicket, list[int]]] = []
     too_large: dict[int, ValueTooLarge] = {}
-    for place in places:
+    for at in wanted:
         try:
-            tickets.append((tier.store.prepare_store([items[place]]), [place]))
+            tickets.append((tier.store.prepare_store([items[at]], [places[at]]), [at]))
         except ValueTooLarge as error:
-            too_large[place] = error
+            too_large[at] = error
     return tickets, too_large
 
 
-def write(tier: Tier, items: Items) -> tuple[list[bool], bool]:
+def write(tier: Tier, items: Items, places: Places = ()) -> tuple[list[bool], bool]:
     """Both phases: per item whether it was stored, and whether all of that is certain (``TierWrite.certain``)."""
-    one = TierWrite.prepare(tier, items)
+    one = TierWrite.prepare(tier, items, places)
     one.start()
     return one.end(tier.clock() + tier.settings.store_deadline_s), one.certain

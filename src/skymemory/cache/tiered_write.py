@@ -7,20 +7,23 @@ from collections.abc import Iterable, Sequence
 from skymemory.cache.outbound import Moving, Outbound
 from skymemory.cache.tier import Tier
 from skymemory.cache.tier_writes import TierWrite
-from skymemory.store.base import Buffer
+from skymemory.kv.block import Place
+from skymemory.store.base import Buffer, Places
 
 
 class TieredWrite:
     """Room set aside for ``items``. Raises ValueTooLarge for one that fits none of the tiers that answer."""
 
     def __init__(
-        self, items: Sequence[tuple[bytes, Buffer]], tiers: Sequence[Tier], outbound: Outbound, write_back: bool
-    ) -> None:
+        self, items: Sequence[tuple[bytes, Buffer]], places: Places, tiers: Sequence[Tier], outbound: Outbound,
+        write_back: bool,
+    ) -> None:  # fmt: skip
         self._tiers = tiers
         self._outbound = outbound
         self._lower = tuple(range(1, len(tiers)))
         self._write_back = write_back and bool(self._lower)
         self._items: dict[bytes, Buffer] = dict(items)
+        self._places: dict[bytes, Place | None] = {key: at for (key, _), at in zip(items, places, strict=True)}
         if self._write_back:  # one copy, shared by the nearest tier and what is on its way
             self._items = {key: bytes(value) for key, value in items}
         self._stored: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
@@ -31,10 +34,13 @@ class TieredWrite:
             return
         every = list(self._items.items())
         first = tiers[:1] if self._write_back else tiers
-        self._writes = [TierWrite.prepare(tier, every) for tier in first]
+        self._writes = [self._prepare(tier, every) for tier in first]
         if self._write_back and (oversize := [every[place] for place in self._writes[0].too_large]):
-            self._writes += [TierWrite.prepare(tier, oversize) for tier in tiers[1:]]
+            self._writes += [self._prepare(tier, oversize) for tier in tiers[1:]]
         self._refuse_what_fits_nowhere()
+
+    def _prepare(self, tier: Tier, items: Sequence[tuple[bytes, Buffer]]) -> TierWrite:
+        return TierWrite.prepare(tier, items, [self._places[key] for key, _ in items])
 
     def _refuse_what_fits_nowhere(self) -> None:
         answered = [write for write in self._writes if write.answered]
@@ -54,7 +60,7 @@ class TieredWrite:
             rest = [(key, value) for key, value in self._items.items() if key not in dirty]
             rest = [item for item in rest if not self._stored_below(item[0])]
             if rest:
-                self._run([TierWrite.prepare(tier, rest) for tier in self._tiers[1:]])
+                self._run([self._prepare(tier, rest) for tier in self._tiers[1:]])
                 taken = taken.union(*self._stored.values())
         for tier in self._tiers:
             outdated = taken - self._stored[tier.number]
@@ -63,7 +69,7 @@ class TieredWrite:
         return taken
 
     def _leave_to_mover(self, key: bytes) -> bool:
-        return self._outbound.add(Moving(key, bytes(self._items[key]), self._lower, dirty=True))
+        return self._outbound.add(Moving(key, bytes(self._items[key]), self._lower, True, self._places[key]))
 
     def _stored_below(self, key: bytes) -> bool:
         return any(key in self._stored[number] for number in self._lower)

@@ -22,6 +22,7 @@ from skymemory.cache.tier_writes import write
 from skymemory.cache.tiered_load import OUTBOUND, TieredLoad
 from skymemory.cache.tiered_write import TieredWrite
 from skymemory.errors import InvalidInput
+from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters
 from skymemory.store.admission import Sketch
 from skymemory.store.base import (
@@ -29,6 +30,7 @@ from skymemory.store.base import (
     Buffer,
     Evicting,
     LoadTicket,
+    Places,
     Presence,
     Store,
     StoreTicket,
@@ -36,6 +38,7 @@ from skymemory.store.base import (
     bring_near,
     check_items,
     check_keys,
+    check_places,
 )
 from skymemory.store.tickets import OpenTickets
 
@@ -81,9 +84,10 @@ class TieredStore(TwoPhase):
     def name(self) -> str:
         return self._name
 
-    def _demoting(self, tier: Tier) -> Callable[[bytes, bytes], object]:
-        def evicted(key: bytes, value: bytes) -> None:
-            if key not in tier.doubts and not self._outbound.add(Moving(key, value, (tier.number + 1,))):
+    def _demoting(self, tier: Tier) -> Callable[[bytes, bytes, Place | None], object]:
+        def evicted(key: bytes, value: bytes, place: Place | None) -> None:
+            moving = Moving(key, value, (tier.number + 1,), place=place)
+            if key not in tier.doubts and not self._outbound.add(moving):
                 self._counters.add("not_moved_total", label=self.tiers[tier.number + 1].name)
 
         return evicted
@@ -168,11 +172,12 @@ class TieredStore(TwoPhase):
 
     # --- storing ---
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         items = check_items(items)
         self._check(())
-        state = TieredWrite(items, self.tiers, self._outbound, self.settings.write_back)
-        ticket = StoreTicket(items, self._clock() + LEASE_S, state=state)
+        places = check_places(items, places)
+        state = TieredWrite(items, places, self.tiers, self._outbound, self.settings.write_back)
+        ticket = StoreTicket(items, self._clock() + LEASE_S, state=state, places=places)
         self._stores.add(ticket, self._clock())
         return ticket
 

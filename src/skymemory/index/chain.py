@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.kv.block import HASH_BYTES
+from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
 from skymemory.kv.chunk import Buffer
-
-MAX_DEPTH = 2**32 - 1
 
 
 def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:

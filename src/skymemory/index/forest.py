@@ -66,6 +66,10 @@ class Forest:
         at = self.rows.get(key)
         return None if at is None else (self.depths[at], self._parent_of(at))
 
+    def depth_below(self, key: bytes) -> int | None:
+        """Depth of what follows a block, which may be absent; None where nothing does."""
+        return next((run.start for run in self._hanging.get(key, ())), None)
+
     def insert(self, key: bytes, depth: int, previous: bytes | None) -> int:
         """Puts a new block behind ``previous``, at the end of its run or as its own; returns its row."""
         run = None

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from skymemory import native
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.index.block_info import ROW_BYTES, BlockInfo, InfoTable, pack_groups, unpack_groups
-from skymemory.index.chain import MAX_DEPTH, check_chain, split_hashes
-from skymemory.kv.block import HASH_BYTES
+from skymemory.index.chain import check_chain, split_hashes
+from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
 from skymemory.kv.chunk import Buffer
 
 JOURNAL_VERSION = 1

@@ -104,6 +104,15 @@ class RadixIndex:
         """Depth of a block in its prompt, and the hash before it; None if it is not present."""
         return self._forest.place_of(block_hash)
 
+    def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
+        """A place for an absent block of which nobody says where it stands: one that contradicts nothing known.
+
+        That is a beginning of its own; or, where blocks are known to follow it, before those and behind a block that
+        nobody has, so that no prefix reaches it by the index alone.
+        """
+        below = self._forest.depth_below(block_hash)
+        return (0, None) if below is None or below == 1 else (below - 1, bytes(0xFF - byte for byte in block_hash))
+
     def remove(self, block_hash: bytes) -> bool:
         """Forgets one block; what follows it stays, out of reach until it is added again. False if absent."""
         return self._forest.remove(block_hash)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from skymemory import native
 from skymemory.errors import MalformedPacket
 from skymemory.index.block_info import ROW_BYTES, InfoTable, pack_groups, unpack_groups
-from skymemory.index.chain import MAX_DEPTH
-from skymemory.kv.block import HASH_BYTES
+from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
 from skymemory.kv.chunk import Buffer
 
 SNAPSHOT_VERSION = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,38 @@ from skymemory.errors import InvalidInput
 BlockHash = bytes
 """32 bytes, SHA-256. Because hashes are chained, one hash names its whole prefix."""
 HASH_BYTES = 32
+MAX_DEPTH = 2**32 - 1
 TOKEN_BYTES = 4
 _MAX_TOKEN = 2**32 - 1
 _KEY_TAG = b"skymemory general key, version 1"
 _POSITION = struct.Struct("<I")
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block stands in its prompt: ``depth`` blocks are before it, ``parent`` is the last of them.
+
+    Raises InvalidInput for a depth that is none, and unless ``parent`` is None exactly at depth 0.
+    """
+
+    depth: int
+    parent: BlockHash | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.depth <= MAX_DEPTH or (self.depth == 0) != (self.parent is None):
+            raise InvalidInput(
+                f"a block at depth {self.depth} with {'no' if self.parent is None else 'a'} parent: depth 0 has none, "
+                "every other has one"
+            )
+        if self.parent is not None:
+            _check_digest(self.parent, "parent")
+
+
+def places_in(hashes: Sequence[BlockHash], indices: Sequence[int]) -> list[Place]:
+    """The places of the blocks ``indices`` of a prompt whose blocks are ``hashes``, the first one first."""
+    return [Place(index, hashes[index - 1] if index else None) for index in indices]
 
 
 def hash_blocks(

@@ -15,7 +15,7 @@ from skymemory.cache.value import PAYLOAD_AT
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import SkyCache
-from skymemory.kv.block import BlockHash
+from skymemory.kv.block import BlockHash, Place
 from skymemory.serving.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, event_hash
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
@@ -128,7 +128,7 @@ class PrefixCaches:
         for salt in idle[: max(0, len(self._managers) - keep)]:
             self._managers.pop(salt).close()
 
-    def _evicted(self, key: bytes, value: bytes) -> None:
+    def _evicted(self, key: bytes, value: bytes, place: Place | None) -> None:
         self.evicted_blocks += 1
         if key in self._held:
             del self._held[key]

@@ -6,6 +6,9 @@ hold for all of them:
 - **Keys** are ``bytes`` of length 32 (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
 - **Order matters.** A sequence of keys is a chain: an earlier key is worth more than a later one, so that
   eviction takes the last blocks of a chain first and presence stays prefix-closed.
+- **The writer says where a block stands**: ``places``, one for each item, from the block's depth in its prompt and the
+  block before it; None (or no places at all) where that is not known, or the value is no block. Only an index needs
+  it, to be fast; what is found never depends on it, nor on what was asked before.
 - **A miss is a value.** Absent, evicted, corrupt and unreachable all come back as ``None``; ``complete_load``
   raises for none of them. What went wrong is in the ticket's report and a counter in ``stats()``.
 - **Views are snapshots.** A returned view never changes while the caller holds it, whatever is put, deleted
@@ -24,9 +27,13 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from skymemory.errors import InvalidInput
+from skymemory.kv.block import Place
 
 Buffer = bytes | bytearray | memoryview
 """What a value may be passed as; always C-contiguous bytes."""
+
+Places = Sequence[Place | None]
+"""Of each item of a store its place in its prompt; empty: of none."""
 
 KEY_BYTES = 32
 LEASE_S = 30.0
@@ -94,6 +101,11 @@ class StoreTicket:
     seconds: float = 0.0
     """Time that ``complete_store`` took, once it has returned."""
     state: object = field(default=None, repr=False)
+    places: tuple[Place | None, ...] = ()
+    """As many as ``items``."""
+
+    def __post_init__(self) -> None:
+        self.places = self.places or (None,) * len(self.items)
 
 
 @runtime_checkable
@@ -122,7 +134,7 @@ class Store(Protocol):
     def release(self, ticket: LoadTicket) -> None:
         """Give up a lease, or the views of a completed load. May be repeated."""
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         """Set room aside. A value that could never fit raises ValueTooLarge naming the limit."""
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
@@ -131,7 +143,7 @@ class Store(Protocol):
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         """Both phases of a load."""
 
-    def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+    def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
         """Both phases of a store."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -177,9 +189,9 @@ def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> 
 class Evicting(Protocol):
     """What some tiers can do beside: tell what they evict for want of room, so that another tier may take it."""
 
-    on_evict: Callable[[bytes, bytes], object] | None
-    """Called with key and value, just before it is gone and with the tier's lock held: it must be quick, and must not
-    call the tier. What is deleted, replaced or forgotten by closing is not evicted.
+    on_evict: Callable[[bytes, bytes, Place | None], object] | None
+    """Called with key, value and place (None: not known), just before it is gone and with the tier's lock held: it must
+    be quick, and must not call the tier. What is deleted, replaced or forgotten by closing is not evicted.
     """
 
 
@@ -192,7 +204,7 @@ class TwoPhase:
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         raise TypeError(f"{type(self).__name__} does not define complete_load")
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         raise TypeError(f"{type(self).__name__} does not define prepare_store")
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
@@ -201,8 +213,8 @@ class TwoPhase:
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         return self.complete_load(self.prepare_load(keys))
 
-    def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        return self.complete_store(self.prepare_store(items))
+    def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
+        return self.complete_store(self.prepare_store(items, places))
 
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
@@ -223,3 +235,13 @@ def check_items(items: Sequence[tuple[bytes, Buffer]]) -> tuple[tuple[bytes, Buf
         if isinstance(value, memoryview) and not value.c_contiguous:
             raise InvalidInput("a stored value must be contiguous: copy the memoryview with bytes() first")
     return tuple(items)
+
+
+def check_places(items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple[Place | None, ...]:
+    """``places`` as a tuple, one for each of ``items``; else InvalidInput."""
+    if places and len(places) != len(items):
+        raise InvalidInput(f"{len(places)} places for {len(items)} items: expected one for each, or none at all")
+    for place in places:
+        if not (place is None or isinstance(place, Place)):
+            raise InvalidInput(f"a place must be a kv.block.Place or None, got {type(place).__name__}")
+    return tuple(places) or (None,) * len(items)

@@ -5,10 +5,12 @@ know all there is, probing fills it (``rebuilding``).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from skymemory.index.block_info import BlockInfo
+from skymemory.kv.block import Place
 from skymemory.protocol.motion import STRATEGY_CODES, STRATEGY_NAMES
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.store.probing import Prober
@@ -17,6 +19,7 @@ from skymemory.store.shared_index import SharedIndex
 
 _REMEMBERED_LINKS = 1 << 17
 _LONGEST_CHAIN = 4096
+_NOWHERE: Mapping[bytes, Place] = {}
 
 
 class Catalog:
@@ -28,11 +31,12 @@ class Catalog:
         self._rebuilding = Rebuilding(index, prober, self._enter) if index is not None else None
         self._chunk_bytes = chunk_bytes
         self._known: OrderedDict[bytes, ValueInfo] = OrderedDict()
-        self._links: OrderedDict[bytes, tuple[int, bytes | None]] = OrderedDict()
+        self._neighbours: OrderedDict[bytes, bytes] = OrderedDict()
+        """What stands before a key, by the calls of this process: good enough for a touch, never for the index."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         """Leading keys that are all there."""
-        self._remember_chain(keys)
+        self._remember_neighbours(keys)
         if self.index is not None and self._rebuilding is not None:
             return self._rebuilding.prefix(keys, self.index.longest_prefix(keys))
         count, known = self._prober.prefix(keys)
@@ -41,7 +45,7 @@ class Catalog:
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
         """What is known of the keys that are there; the satellites are asked for what the index cannot know."""
-        self._remember_chain(keys)
+        self._remember_neighbours(keys)
         if self._rebuilding is None:
             found = self._prober.find(keys) if keys else {}
             self._remember(found)
@@ -88,16 +92,15 @@ class Catalog:
         while len(self._known) > _REMEMBERED_LINKS:
             self._known.popitem(last=False)
 
-    def _remember_chain(self, keys: Sequence[bytes]) -> None:
-        """A sequence of keys is a chain (see ``base``): the index needs to know which key follows which."""
-        if len(keys) < 2:
-            return
-        parent: bytes | None = None
-        for depth, key in enumerate(keys):
-            self._links.setdefault(key, (depth, parent))
-            parent = key
-        while len(self._links) > _REMEMBERED_LINKS:
-            self._links.popitem(last=False)
+    def _remember_neighbours(self, keys: Sequence[bytes]) -> None:
+        """A sequence of keys is a chain (see ``base``), or a piece of one, and may have holes."""
+        for before, key in pairwise(keys):
+            self._neighbours.setdefault(key, before)
+        self._trim_neighbours()
+
+    def _trim_neighbours(self) -> None:
+        while len(self._neighbours) > _REMEMBERED_LINKS:
+            self._neighbours.popitem(last=False)
 
     def settled(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
         """What is known here of these keys, without asking anybody."""
@@ -109,10 +112,12 @@ class Catalog:
     def before(self, key: bytes) -> list[ValueInfo]:
         """What is known of the blocks before ``key`` in its chain, the first one first; no further than is known."""
         chain: list[bytes] = []
-        parent = self._links.get(key, (0, None))[1]
+        parent = self._neighbours.get(key)
         while parent is not None and len(chain) < _LONGEST_CHAIN:
             chain.append(parent)
-            parent = self._links.get(parent, (0, None))[1]
+            parent = self._neighbours.get(parent)
+        if self.index is not None:
+            chain += self.index.before(chain[-1] if chain else key, _LONGEST_CHAIN - len(chain))
         chain.reverse()
         if self.index is not None:
             return list(self.settled(chain).values()) if chain else []
@@ -129,35 +134,43 @@ class Catalog:
             found.update(self._prober.find(unknown) if unknown else {})
         return {key: found[key] for key in wanted if key in found}
 
-    def add(self, infos: Sequence[ValueInfo], now_s: float) -> None:
-        """These have been stored."""
+    def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place]) -> None:
+        """These have been stored. ``places``: where they stand, of those whose writer said."""
+        for key, place in places.items():
+            if place.parent is not None:
+                self._neighbours[key] = place.parent
+        self._trim_neighbours()
         if self._rebuilding is not None:
-            self._enter(infos, now_s)
+            self._enter(infos, now_s, places)
             self._rebuilding.there(info.key for info in infos)
 
-    def _enter(self, infos: Iterable[ValueInfo], now_s: float) -> None:
-        """Enter values in runs of one chain, so that one record describes each run."""
+    def _enter(self, infos: Iterable[ValueInfo], now_s: float, places: Mapping[bytes, Place] = _NOWHERE) -> None:
+        """Enter values in runs of one chain, so that one record describes each run; those without a place by
+        themselves.
+        """
         if self.index is None:
             return
-        run: list[bytes] = []
-        entries: list[BlockInfo] = []
-        start, parent = 0, None
+        unplaced: dict[bytes, BlockInfo] = {}
+        run: dict[bytes, BlockInfo] = {}
+        first, last = Place(0), b""
         for info in infos:
-            depth, before = self._links.get(info.key, (0, None))
-            if run and (before != run[-1] or depth != start + len(run)):
-                self.index.add(run, entries, start, parent)
-                run, entries = [], []
-            if not run:
-                start, parent = depth, before
-            run.append(info.key)
-            entries.append(
-                BlockInfo(
-                    info.chunks, info.value_bytes, info.value_crc, now_s, *info.set_moves,
-                    STRATEGY_NAMES[info.strategy], info.servers,
-                )
+            entry = BlockInfo(
+                info.chunks, info.value_bytes, info.value_crc, now_s, *info.set_moves,
+                STRATEGY_NAMES[info.strategy], info.servers,
             )  # fmt: skip
+            place = places.get(info.key)
+            if place is None:
+                unplaced[info.key] = entry
+                continue
+            if run and place != Place(first.depth + len(run), last):
+                self.index.add(list(run), list(run.values()), first.depth, first.parent)
+                run = {}
+            first = first if run else place
+            run[info.key], last = entry, info.key
         if run:
-            self.index.add(run, entries, start, parent)
+            self.index.add(list(run), list(run.values()), first.depth, first.parent)
+        if unplaced:
+            self.index.add_unplaced(list(unplaced), list(unplaced.values()))
 
     def switch(self, old: ValueInfo, new: ValueInfo, now_s: float) -> bool:
         """Make ``new`` the entry of a value that has been copied elsewhere; False if it is not ``old`` any more."""

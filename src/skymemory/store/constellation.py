@@ -23,11 +23,13 @@ from skymemory.store.base import (
     KeyReport,
     LoadReport,
     LoadTicket,
+    Places,
     Presence,
     StoreTicket,
     TwoPhase,
     check_items,
     check_keys,
+    check_places,
 )
 from skymemory.store.catalog import Catalog
 from skymemory.store.clocks import ask_the_clocks
@@ -169,12 +171,12 @@ class ConstellationStore(TwoPhase):
 
     # --- storing ---
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         items = check_items(items)
         self._check(())
         for _, value in items:
             self.settings.check_size(memoryview(value).nbytes)
-        ticket = StoreTicket(items, self._driver.now_s() + LEASE_S)
+        ticket = StoreTicket(items, self._driver.now_s() + LEASE_S, places=check_places(items, places))
         self._stores.add(ticket, self._driver.now_s())
         return ticket
 
@@ -196,7 +198,8 @@ class ConstellationStore(TwoPhase):
                 self._counters.add("failures", label=outcome.report.failure)
         self._upkeep.delete(failed)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
-        self._catalog.add(infos, self._driver.now_s())
+        places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
+        self._catalog.add(infos, self._driver.now_s(), places)
         self._upkeep.evict_replaced(before, infos)
         if ticket.items:
             self._upkeep.touch_before(ticket.items[0][0])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from skymemory.errors import InvalidInput
+from skymemory.kv.block import Place
 from skymemory.metrics import Counters
 from skymemory.store.base import (
     LEASE_S,
@@ -17,6 +18,7 @@ from skymemory.store.base import (
     KeyReport,
     LoadReport,
     LoadTicket,
+    Places,
     StoreTicket,
     check_keys,
 )
@@ -53,7 +55,7 @@ class MemoryStore(ShelfStore):
         self._values: dict[bytes, bytes] = {}
         """What the shelf accounts for."""
         self._counters = Counters()
-        self.on_evict: Callable[[bytes, bytes], object] | None = None
+        self.on_evict: Callable[[bytes, bytes, Place | None], object] | None = None
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         with self._open():
@@ -78,13 +80,13 @@ class MemoryStore(ShelfStore):
         with self._lock:
             self._shelf.close_load(ticket)
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         with self._open():
-            ticket, given, victims = self._shelf.open_store(items, self._clock(), self._lease_s, self._name)
+            ticket, given, victims = self._shelf.open_store(items, places, self._clock(), self._lease_s, self._name)
             for key in victims:
-                value = self._values.pop(key)
+                value, place = self._values.pop(key), self._shelf.take_place(key)
                 if self.on_evict is not None:
-                    self.on_evict(key, value)
+                    self.on_evict(key, value, place)
             self._counters.add("evicted", len(victims))
             self._counters.add("refused", given.count(False))
             return ticket
@@ -93,10 +95,10 @@ class MemoryStore(ShelfStore):
         with self._open():
             started_s = self._clock()
             given = self._shelf.take_store(ticket, started_s)
-            for (key, value), yes in zip(ticket.items, given, strict=True):
+            for (key, value), place, yes in zip(ticket.items, ticket.places, given, strict=True):
                 if yes:
                     self._values[key] = bytes(value)
-                    self._shelf.put(key, len(self._values[key]))
+                    self._shelf.put(key, len(self._values[key]), place)
             self._shelf.end_store(ticket)
             self._shelf.touch([key for key, _ in ticket.items])
             self._counters.add("stored", given.count(True))

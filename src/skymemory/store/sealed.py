@@ -24,6 +24,7 @@ from skymemory.store.base import (
     KeyReport,
     LoadReport,
     LoadTicket,
+    Places,
     Presence,
     Store,
     StoreTicket,
@@ -169,7 +170,7 @@ class SealedStore(TwoPhase):
 
     # --- storing ---
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         items = check_items(items)
         views = [(key, memoryview(value).cast("B")) for key, value in items]
         room = self._rooms.take(sum(len(value) + OVERHEAD_BYTES for _, value in views))
@@ -179,8 +180,8 @@ class SealedStore(TwoPhase):
             at += len(out)
             self._seal(key, value, out)
             sealed.append((key, out))
-        below = self._store.prepare_store(sealed)
-        return StoreTicket(items, below.expires_s, state=_Sealed(below, room))
+        below = self._store.prepare_store(sealed, places)
+        return StoreTicket(items, below.expires_s, state=_Sealed(below, room), places=below.places)
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         state = ticket.state

@@ -77,9 +77,22 @@ class SharedIndex:
             self._reopen()
             self._follow()
             count = self._index.longest_prefix(keys)
-            if count == 0 and keys and keys[0] in self._index:  # they do not begin at a chain's first block
-                return next((at for at, key in enumerate(keys) if key not in self._index), len(keys))
+            # By search that is as far as places are known. From there key by key: they may not begin at a chain's first
+            # block, and of some blocks nobody has said where they stand.
+            while count < len(keys) and keys[count] in self._index:
+                count += 1
             return count
+
+    def before(self, key: bytes, most: int) -> list[bytes]:
+        """Up to ``most`` blocks before ``key``, the nearest first, as far as places of blocks that are here tell."""
+        found: list[bytes] = []
+        with self._lock:
+            self._reopen()
+            self._follow()
+            while len(found) < most and (place := self._index.place_of(key)) is not None and place[1] is not None:
+                key = place[1]
+                found.append(key)
+        return found
 
     def infos(self, keys: Sequence[bytes]) -> list[BlockInfo | None]:
         """What is known of each key."""
@@ -89,28 +102,37 @@ class SharedIndex:
             return [self._index.get(key) for key in keys]
 
     def add(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> None:
-        """Add a chain. Depths are a caller's hint: a chain that contradicts what is known replaces it, and where its
-        parent contradicts it too, it is entered as a chain of its own.
+        """Add a chain by its writer's word, which is believed more than what is known of the same blocks. Those that
+        it cannot be true of, as other blocks stand, are entered without a place.
         """
 
-        def attempt(depth: int, before: bytes | None) -> bytes:
-            self._index.add(keys, infos, depth, before)
-            return encode_record(RecordOp.ADD, keys, infos, start=depth, parent=before)
-
         def change() -> bytes:
-            try:
-                return attempt(start, parent)
-            except InvalidInput:
-                gone = [key for key in keys if self._index.remove(key)]
-                removal = encode_record(RecordOp.REMOVE, gone) if gone else b""
-            for depth, before in ((start, parent), (0, None)):
+            with suppress(InvalidInput):
+                return self._enter(keys, infos, start, parent)
+            gone = [key for key in keys if self._index.remove(key)]
+            record = encode_record(RecordOp.REMOVE, gone) if gone else b""
+            with suppress(InvalidInput):
+                return record + self._enter(keys, infos, start, parent)
+            for at, (key, info) in enumerate(zip(keys, infos, strict=True)):
                 try:
-                    return removal + attempt(depth, before)
+                    record += self._enter([key], [info], start + at, keys[at - 1] if at else parent)
                 except InvalidInput:
-                    continue
-            return removal
+                    record += self._enter_unplaced(key, info)
+            return record
 
         self._write(change)
+
+    def add_unplaced(self, keys: Sequence[bytes], infos: Sequence[BlockInfo]) -> None:
+        """Add values of which nobody says where they stand. Places that are known stay."""
+        self._write(lambda: b"".join(self._enter_unplaced(*entry) for entry in zip(keys, infos, strict=True)))
+
+    def _enter_unplaced(self, key: bytes, info: BlockInfo) -> bytes:
+        return self._enter([key], [info], *(self._index.place_of(key) or self._index.free_place(key)))
+
+    def _enter(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
+        """In the index here, and the record for the others; InvalidInput, and nothing done, for a contradiction."""
+        self._index.add(keys, infos, start, parent)
+        return encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
 
     def replace(
         self, key: bytes, still: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skymemory.errors import ValueTooLarge
-from skymemory.store.base import Buffer, LoadTicket, StoreTicket, check_items, check_keys
+from skymemory.kv.block import Place
+from skymemory.store.base import Buffer, LoadTicket, Places, StoreTicket, check_items, check_keys, check_places
 from skymemory.store.chains import Chains
 from skymemory.store.policies import DEFAULT_POLICY, policy_named
 from skymemory.store.tickets import OpenTickets
@@ -38,7 +39,9 @@ class Shelf:
         self.used_bytes = 0
         self.entries: dict[bytes, Entry] = {}
         self.chains = Chains(self._may_go)
-        self._policy = policy_named(policy, self.chains.depth)
+        self._places: dict[bytes, Place] = {}
+        """What writers said of what is here."""
+        self._policy = policy_named(policy, self._depth)
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._leases: dict[LoadTicket, list[bytes]] = {}
@@ -58,11 +61,17 @@ class Shelf:
     def _may_go(self, key: bytes, yes: bool) -> None:
         (self._policy.free if yes else self._policy.hold)(key)
 
+    def _depth(self, key: bytes) -> int:
+        place = self._places.get(key)
+        return self.chains.depth(key) if place is None else place.depth
+
     # --- what is here ---
 
-    def put(self, key: bytes, size_bytes: int) -> None:
-        """A value is here, in place of what was; a pin on that is gone with it."""
+    def put(self, key: bytes, size_bytes: int, place: Place | None = None) -> None:
+        """A value is here, in place of what was; a pin on that is gone with it. A place that is known stays so."""
         self._unpin(key)
+        if place is not None:
+            self._places[key] = place
         old = self.entries.get(key)
         self.used_bytes += size_bytes - (old.size_bytes if old else 0)
         self.entries[key] = Entry(size_bytes)
@@ -78,11 +87,16 @@ class Shelf:
         if entry is None:
             return False
         self._unpin(key)
+        self.take_place(key)
         del self.entries[key]
         self.used_bytes -= entry.size_bytes
         self._policy.gone(key, evicted)
         self.chains.left(key)
         return True
+
+    def take_place(self, key: bytes) -> Place | None:
+        """The place of one that had to go, if a writer said it; forgotten here with that."""
+        return self._places.pop(key, None)
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
         """They were asked for. Returns those that are here, in the order of their use: the first of ``keys`` last."""
@@ -117,7 +131,7 @@ class Shelf:
         self.end_lease(ticket)
 
     def open_store(
-        self, items: Sequence[tuple[bytes, Buffer]], now_s: float, lease_s: float, store_name: str
+        self, items: Sequence[tuple[bytes, Buffer]], places: Places, now_s: float, lease_s: float, store_name: str
     ) -> tuple[StoreTicket, list[bool], list[bytes]]:
         """Room for ``items``: per item whether there is, and who had to go for it.
 
@@ -130,7 +144,7 @@ class Shelf:
                     f"a value of {format_size(size_bytes)} does not fit the {store_name} store's budget of "
                     f"{format_size(self.budget_bytes)}: raise the budget or store smaller values"
                 )
-        ticket = StoreTicket(items, now_s + lease_s)
+        ticket = StoreTicket(items, now_s + lease_s, places=check_places(items, places))
         self._stores.add(ticket, now_s)
         given, gone = self.set_aside(ticket, now_s)
         ticket.state = given
@@ -197,7 +211,7 @@ class Shelf:
         goes for it.
         """
         self._expire(now_s)
-        self.chains.learn([key for key, _ in ticket.items])
+        self._learn(ticket)
         self._rooms[ticket] = []
         given: list[bool] = []
         gone: list[bytes] = []
@@ -210,6 +224,15 @@ class Shelf:
                 self._reserved_bytes += size_of(value)
                 self.chains.hold(key)
         return given, gone
+
+    def _learn(self, ticket: StoreTicket) -> None:
+        """What is before each item: by the writer's word, or else the item before it in the call."""
+        above: bytes | None = None
+        for (key, _), place in zip(ticket.items, ticket.places, strict=True):
+            before = above if place is None else place.parent
+            if before is not None:
+                self.chains.learn((before, key))
+            above = key
 
     def shrink(self, now_s: float) -> list[bytes]:
         """Evict what is over the budget, as far as that can be."""

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skymemory.store.base import Buffer, LoadTicket, Presence, Store, StoreTicket, TwoPhase, bring_near
+from skymemory.store.base import (
+    Buffer,
+    LoadTicket,
+    Places,
+    Presence,
+    Store,
+    StoreTicket,
+    TwoPhase,
+    bring_near,
+    check_places,
+)
 
 
 class Wrapped(TwoPhase):
@@ -32,8 +42,8 @@ class Wrapped(TwoPhase):
     def release(self, ticket: LoadTicket) -> None:
         self.store.release(ticket)
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
-        return self.store.prepare_store(items)
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        return self.store.prepare_store(items, places)
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         return self.store.complete_store(ticket)
@@ -74,10 +84,14 @@ class Selecting(Wrapped):
     def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         """These were stored."""
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         chosen = self.select(items)
-        inner = self.store.prepare_store([item for item, go in zip(items, chosen, strict=True) if go])
-        ticket = StoreTicket(tuple(items), inner.expires_s)
+        places = check_places(items, places)
+        inner = self.store.prepare_store(
+            [item for item, go in zip(items, chosen, strict=True) if go],
+            [place for place, go in zip(places, chosen, strict=True) if go],
+        )
+        ticket = StoreTicket(tuple(items), inner.expires_s, places=places)
         self._opened[ticket] = (inner, chosen)
         return ticket
 

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from skymemory.errors import InvalidInput
+from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters
 from skymemory.store.base import (
     LEASE_S,
@@ -22,6 +23,7 @@ from skymemory.store.base import (
     KeyReport,
     LoadReport,
     LoadTicket,
+    Places,
     StoreTicket,
     check_keys,
 )
@@ -72,7 +74,7 @@ class DiskStore(ShelfStore):
         self._counters = SharedCounters()
         self._bytes_per_s = 1e9
         self._used_ns = 0
-        self.on_evict: Callable[[bytes, bytes], object] | None = None
+        self.on_evict: Callable[[bytes, bytes, Place | None], object] | None = None
         """What goes is read for it, before it goes: whoever asks this of a disk reads about as much as it writes."""
         self._directory = StoreDirectory(path)
         try:
@@ -146,9 +148,9 @@ class DiskStore(ShelfStore):
 
     # --- storing ---
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         with self._open():
-            ticket, given, victims = self._shelf.open_store(items, self._clock(), self._lease_s, self._name)
+            ticket, given, victims = self._shelf.open_store(items, places, self._clock(), self._lease_s, self._name)
             self._counters.add("refused", given.count(False))
             self._evict(victims)
             return ticket
@@ -158,6 +160,7 @@ class DiskStore(ShelfStore):
             started_s = self._clock()
             given = self._shelf.take_store(ticket, started_s)
             items = [item for item, yes in zip(ticket.items, given, strict=True) if yes]
+        places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
         done: set[bytes] = set()
         parts = Parts(self._directory, self._synced, lambda error: self._counters.add("failed", label=error))
         try:
@@ -165,7 +168,7 @@ class DiskStore(ShelfStore):
             with self._lock:
                 if not self._closed and self._shelf.has_room(ticket, self._clock()):
                     for key, size_bytes in parts.settle():
-                        self._shelf.put(key, size_bytes)
+                        self._shelf.put(key, size_bytes, places[key])
                         done.add(key)
                     self._stamp(self._shelf.touch([key for key, _ in ticket.items]))
             if self._synced and done:
@@ -206,8 +209,9 @@ class DiskStore(ShelfStore):
     def _evict(self, victims: Sequence[bytes]) -> None:
         """Their files go. With the lock held, so that nobody puts or deletes one of them before it was told of."""
         for key in victims:
+            place = self._shelf.take_place(key)
             if self.on_evict is not None and (value := whole_value(self._directory.path_text_of(key), key)) is not None:
-                self.on_evict(key, value)
+                self.on_evict(key, value, place)
             if not self._directory.remove(self._directory.path_of(key)):
                 self._counters.add("unremoved")
         self._counters.add("evicted", len(victims))

@@ -19,11 +19,13 @@ from skymemory.store.base import (
     KeyReport,
     LoadReport,
     LoadTicket,
+    Places,
     Presence,
     StoreTicket,
     TwoPhase,
     check_items,
     check_keys,
+    check_places,
 )
 from skymemory.store.redis.link import Link, Unreachable, pack
 from skymemory.store.tickets import OpenTickets
@@ -133,7 +135,7 @@ class RedisStore(TwoPhase):
     def release(self, ticket: LoadTicket) -> None:
         self._loads.discard(ticket)
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]]) -> StoreTicket:
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         items = check_items(items)
         self._check(())
         for _, value in items:
@@ -142,7 +144,7 @@ class RedisStore(TwoPhase):
                     f"a value of {format_size(size_bytes)} does not fit a string of Redis, at most "
                     f"{format_size(_LARGEST_BYTES)}: store smaller values"
                 )
-        ticket = StoreTicket(items, self._clock() + LEASE_S)
+        ticket = StoreTicket(items, self._clock() + LEASE_S, places=check_places(items, places))
         self._stores.add(ticket, self._clock())
         return ticket
 
