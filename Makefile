@@ -1,11 +1,11 @@
 # SkyMemory. `make` says what there is to make; every target does the set-up it needs by itself.
 #
-# PYTHON=...  the Python to use (3.11 or newer)        ARGS=...  passed on to `demo`, `test`, `fuzz`, `soak`
+# PYTHON=...  the Python to use (3.11 or newer)        ARGS=...  passed on to `demo`, `test`, `fuzz`, `soak`, `mutants`
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm fuzz soak small-model check bench docs clean
+.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm fuzz soak mutants small-model check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -86,6 +86,9 @@ fuzz: $(VENV)/.installed-dev ## a million hostile inputs and every property, dra
 
 soak: $(VENV)/.installed-dev ## 30 days in virtual time, about 40 minutes (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP)
 	@$(BIN)/python -m tests.soak $(ARGS)
+
+mutants: $(VENV)/.installed-dev ## seeded faults, and whether the tests notice: about 15 minutes (ARGS="--sample 20 --only protocol")
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 small-model: $(VENV)/.installed-dev ## train the small model anew: up to an hour (needs Debian's documentation; says which)
 	@$(BIN)/python -m tools.small_model $(ARGS)

@@ -114,6 +114,23 @@ def test_a_tier_that_missed_a_put_or_a_delete_is_not_believed_when_it_is_back() 
     tiers.close()
 
 
+def test_a_tier_that_a_write_back_missed_is_not_believed_when_it_is_back() -> None:
+    """Another took what was written back, so it is not tried again: the old value must not come back to life."""
+    near, middle, far = MemoryStore(name="near"), FaultyTier("middle"), FaultyTier("far")
+    tiers = over(near, middle, far, write_back=True, promote="never")
+    far.put_many([(key(1), sealed(key(1), b"old"))])
+    far.trouble = "raise"
+    assert tiers.put_many([(key(1), sealed(key(1), b"new"))]) == [True] and tiers.flush(5.0)
+    assert middle.lookup([key(1)]) == [Presence.HIT]
+    near.delete([key(1)])
+    middle.delete([key(1)])
+    far.trouble = ""
+    assert soon(lambda: tiers.tiers[2].breaker.closed)
+    assert tiers.get_many([key(1)]) == [None]
+    assert soon(lambda: far.lookup([key(1)]) == [Presence.MISS])
+    tiers.close()
+
+
 def test_a_write_that_lands_after_it_was_given_up_is_not_believed() -> None:
     tiers, near, far = near_and_far(promote="never")
     far.trouble, far.slow_s = "slow", 0.15

@@ -267,6 +267,25 @@ def test_a_notice_goes_no_further_than_its_hops(world, value_of):
         assert sky.counted("notices_sent") <= {0: 0, 1: 4, 9: 24}[hops]
 
 
+def test_a_notice_reaches_all_of_its_region_from_wherever_it_comes(world, value_of):
+    """A chunk that has not been handed over yet is evicted anywhere: the satellite whose value it was must hear of it,
+    at the end of the longest way there is.
+    """
+    sky = world(eviction=GOSSIP)
+    infos = {}
+    for origin in sky.torus.satellites():
+        _, infos[origin] = sky.put(f"{origin}", value_of(900), 1000, servers=1)
+        store = sky.sim.satellites[origin].store
+        (home,) = sky.holders(infos[origin])[0]
+        if origin != home:
+            store.put((infos[origin].key, 0), *sky.sim.satellites[home].store.peek((infos[origin].key, 0)))
+            store._evict((infos[origin].key, 0))
+            sky.ask(Op.HAS, messages.pack_keys([infos[origin].key]), origin)
+    sky.settle(5.0)
+    (home,) = sky.homes(infos[SatelliteId(0, 0)], (0, 0))[0]
+    assert [origin for origin, info in infos.items() if sky.holders(info)[0]] == [home]
+
+
 def test_regions_wrap_and_may_be_wider_than_the_torus():
     torus = Torus(5, 19)
     region = Region(SatelliteId(0, 0), 1, 1, 2, 1)

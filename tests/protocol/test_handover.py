@@ -41,6 +41,14 @@ def test_bursts_have_one_key_and_a_window():
     assert second.names == names(3, OTHER) and second.destination == THERE
 
 
+def test_after_four_billion_bursts_ids_begin_again():
+    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
+    handover._next_request_id = 0xFFFFFFFE
+    for number in range(4):
+        handover.enqueue(THERE, [(bytes([number]) * 32, 0)])
+    assert [burst.request_id for burst in handover.bursts_to_send(0.0)] == [0xFFFFFFFE, 0xFFFFFFFF, 1, 2]
+
+
 def test_what_is_not_acknowledged_is_sent_again_and_then_later():
     handover = Handover(2, 0.1, 1.0)
     handover.enqueue(THERE, names(3))

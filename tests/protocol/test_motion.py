@@ -67,6 +67,19 @@ def test_a_followed_clock_takes_over_what_it_is_told_unless_it_is_merely_late():
     assert {(7, -2), (9, -2), (8, -1), (8, -3)} <= set(clock.nearby(20.0))
 
 
+def test_no_single_satellite_moves_the_clock_and_a_majority_does():
+    clock = FollowedClock(MoveClock())
+    for turn in range(3):
+        clock.told(SatelliteId(0, 0), (5 + turn, 0), 0.0, 0.0)
+        assert clock.moves(0.0) == (0, 0) and (5 + turn, 0) in clock.nearby(0.0)
+    clock.told(SatelliteId(0, 1), (0, 0), 0.0, 0.0)
+    clock.told(SatelliteId(0, 2), (0, 0), 0.0, 0.0)
+    clock.told(SatelliteId(0, 3), (7, 0), 0.0, 0.0)
+    assert clock.moves(0.0) == (0, 0), "two of four"
+    clock.told(SatelliteId(0, 4), (7, 0), 0.0, 0.0)
+    assert clock.moves(0.0) == (7, 0), "three of five"
+
+
 def test_flapping_between_two_counts_forgets_neither():
     clock = FollowedClock(MoveClock())
     told(clock, (5, 0), 0.0)

@@ -44,6 +44,29 @@ def test_a_late_handover_does_not_replace_what_was_set_since(world, value_of, mo
     assert ledger.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}
 
 
+def test_a_late_handover_does_not_replace_what_was_set_since_and_handed_over(world, value_of):
+    """Neither of the two was set by the count of moves of now: the one of more moves is the later."""
+    sky = world()
+    _, old = sky.put("v", value_of(900), 900, servers=1)
+    here = only_holder(sky, old)
+    for neighbour in sky.torus.neighbours(here):
+        sky.sim.cut(here, neighbour)
+    sky.advance(1)
+    sky.settle(0.05)
+    value = value_of(900, 1)
+    stored, new = sky.put("v", value, 900, servers=1)
+    sky.advance(2)
+    sky.settle(0.5)
+    there = sky.homes(new, (2, 0))[0][0]
+    assert stored.ok and sky.sim.satellites[there].store.peek((new.key, 0)).payload == value
+    for neighbour in sky.torus.neighbours(here):
+        sky.sim.mend(here, neighbour)
+    sky.settle(60.0)
+    read, out = sky.get(new)
+    assert read.ok and out == value and only_holder(sky, new) == there
+    assert ledger.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}
+
+
 def test_a_copy_that_comes_back_does_not_replace_what_was_set_since(world, value_of):
     """There and back within the time that a satellite keeps what it believes to be sent too early."""
     sky = world()

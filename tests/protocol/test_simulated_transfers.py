@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from skymemory.errors import InvalidInput, ValueTooLarge
@@ -232,3 +234,27 @@ def test_putting_the_same_again_changes_nothing(world, value_of):
     assert again.ok and read.ok and out == value
     assert sky.holders(info) == sky.homes(info, (0, 0))
     assert sky.counted("chunks_replaced") == info.chunks
+
+
+def test_sound_chunks_that_do_not_make_the_value_they_claim_are_a_miss(world, value_of):
+    """Every chunk is what its reference says; that all of them together are not, only the whole checksum tells."""
+    sky = world()
+    number, info = sky.begin_put("v", value_of(40_000))
+    wrong = info.value_crc ^ 1
+    refs = sky.host.machine._operations[number].transfer.refs
+    refs[:, 52:56] = np.frombuffer(wrong.to_bytes(4, "big"), np.uint8)
+    assert sky.host.run([number])[number].ok
+    read, _ = sky.get(replace(info, value_crc=wrong))
+    assert not read.ok and read.report.failure == "corrupt" and read.report.corrupt_chunks == 0
+
+
+@pytest.mark.parametrize("access", ["los", "gateway"])
+def test_after_four_billion_requests_ids_begin_again(world, value_of, access):
+    sky = world(access)
+    values = {name: value_of(100_000, at) for at, name in enumerate("abc")}
+    sky.host.machine._in_flight._next_request_id = 0xFFFFFFFF - 5
+    for name, value in values.items():
+        stored, info = sky.put(name, value)
+        read, out = sky.get(info)
+        assert stored.ok and read.ok and out == value
+    assert 1 <= sky.host.machine._in_flight._next_request_id < 100

@@ -168,6 +168,16 @@ def test_a_torn_index_tail_is_cut_off_by_the_next_writer(tmp_path: Path) -> None
     assert store_over(sky, 3, SharedIndex(path)).lookup(KEYS[:6]) == [Presence.HIT] * 5 + [Presence.MISS]
 
 
+@pytest.mark.parametrize("chunk_bytes", [500, 1000, 3000])
+def test_a_writer_with_chunks_of_another_size_is_read_by_the_index(chunk_bytes: int) -> None:
+    """The index knows how many there are: where that is not our number, they are another writer's, of one length."""
+    sky, index = simulated(), SharedIndex()
+    values = [os.urandom(chunk_bytes * number) for number in range(3, 10)]
+    items = list(zip(KEYS, values, strict=False))
+    assert all(store_over(sky, 1, index, chunk_bytes=chunk_bytes).put_many(items))
+    assert same(store_over(sky, 2, index).get_many(KEYS[: len(items)]), values)
+
+
 def test_buffers_are_used_again_only_after_release() -> None:
     with udp_store(SharedIndex()) as store:
         store.put_many(ITEMS)

@@ -41,3 +41,22 @@ def test_the_largest_few_are_kept_and_handed_out_again() -> None:
         rooms.give_back(room)
     assert rooms.take(600) is given[5]
     assert all(rooms.take(1) is not room for room in given[:2]), "the two smallest were let go"
+
+
+def test_what_was_handed_out_is_nobody_elses_until_it_is_given_back() -> None:
+    rooms = Rooms()
+    rooms.give_back(rooms.take(1000))
+    held = [rooms.take(size) for size in (1000, 1000, 500)]
+    assert not any(np.shares_memory(one, other) for at, one in enumerate(held) for other in held[:at])
+
+
+def test_values_that_were_handed_out_do_not_change_while_others_are_loaded(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "disk", 1 << 20)
+    items = [(key(number), value(number, 1000)) for number in range(4)]
+    store.put_many(items)
+    tickets = [store.prepare_load([one]) for one, _ in items]
+    got = [store.complete_load(ticket)[0] for ticket in tickets]
+    assert got == [data for _, data in items]
+    store.release(tickets[0])
+    assert store.get_many([items[3][0]]) == [items[3][1]] and got[1:] == [data for _, data in items[1:]]
+    store.close()

@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,25 @@ def test_threads_that_share_an_index_lose_nothing(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(index) == len(SharedIndex(tmp_path / "index")) == 200
+
+
+def test_while_one_process_writes_no_other_does(tmp_path: Path) -> None:
+    """An index of its own stands for another process: the lock is that of the open file. What the one writes while the
+    other is between its look at the journal and its record would else be skipped by the other for ever.
+    """
+    index, other = SharedIndex(tmp_path / "index"), SharedIndex(tmp_path / "index")
+    add(index, 1)
+    writing = threading.Thread(target=add, args=(other, 2))
+
+    def meanwhile(entry: BlockInfo) -> bool:
+        writing.start()
+        writing.join(0.2)
+        return True
+
+    assert index.replace(key(1), meanwhile, lambda entry: replace(entry, value_bytes=11))
+    writing.join()
+    for one in (index, other, SharedIndex(tmp_path / "index")):
+        assert one.infos([key(1), key(2)]) == [replace(INFO, value_bytes=11), INFO]
 
 
 def test_a_record_that_was_not_written_whole_is_forgotten_and_cut_off(
