@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.protocol import checks, chunk_store, dead, link_state, messages, notices, retention, selection, wire
+from skymemory.protocol import (
+    capabilities,
+    checks,
+    chunk_store,
+    dead,
+    link_state,
+    messages,
+    notices,
+    retention,
+    selection,
+    wire,
+)
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.space_packet import COMMAND_BYTES, MAX_PACKET_BYTES, TELEMETRY_BYTES, pack_command
@@ -60,6 +71,7 @@ STRUCTS = {
     "Retain": retention._RETAIN,
     "Check": checks._CHECK,
     "Links": link_state._LINKS,
+    "Unsupported": capabilities._UNSUPPORTED,
     "Primary header": struct.Struct(">HHH"),
 }
 

@@ -17,6 +17,7 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.native import twin
 from skymemory.protocol import messages
+from skymemory.protocol.capabilities import Capabilities
 from skymemory.protocol.checks import Check, Found, pack_checks, pack_found
 from skymemory.protocol.dead import pack_dead, pack_setting, unpack_dead
 from skymemory.protocol.link_state import Declaration, LinksBody
@@ -64,6 +65,8 @@ DEAD = ((KEY, pack_setting(0xDEADBEEF, -2, 1)), (OTHER_KEY, pack_setting(5, 3, -
 SOME = Selection.of(KEY, [1, 11, 31], 10)
 HOUSEKEEPING = messages.pack_housekeeping({name: (i + 1) << i for i, name in enumerate(HOUSEKEEPING_FIELDS)})
 """Of these the golden packet has the 22 that there were at first: fields are only ever appended."""
+WITH_WORD = messages.pack_housekeeping({"chunks_held": 7} | Capabilities(1, 2, 0x1FFE, 0x701).figures())[: 4 + 40 * 8]
+"""Of these, the 40 that there were when the word came."""
 
 BUILT = {
     "set": chunk(Op.SET),
@@ -87,6 +90,7 @@ BUILT = {
     "evicted": control(Op.EVICTED, messages.pack_count(470)),
     "advanced": control(Op.ADVANCED, messages.pack_moves(-3, 1)),
     "pong": control(Op.PONG, struct.pack(">HH", 22, 0) + HOUSEKEEPING[4 : 4 + 22 * 8]),
+    "pong-word": control(Op.PONG, struct.pack(">HH", 40, 0) + WITH_WORD[4:]),
     "notice": control(Op.NOTICE, Notice(HERE, 77, Region(SatelliteId(2, 9), 1, 1, 2, 1), 6, True, DEAD).pack()),
     "retain": control(Op.RETAIN, pack_retain(Retain.PIN, 1_700_000_060.5, [KEY, OTHER_KEY])),
     "retained": control(Op.RETAINED, pack_retained([Kept.DONE, Kept.REFUSED])),
@@ -94,6 +98,7 @@ BUILT = {
     "checked": control(Op.CHECKED, pack_found([Found.WHOLE, Found.LACKING, Found.NO_ROOM])),
     "gone": control(Op.GONE, pack_dead(DEAD[:1])),
     "unreachable": control(Op.UNREACHABLE, b"", Status.HOP_LIMIT),
+    "unsupported": control(Op.UNSUPPORTED, Capabilities(1, 2, 0x1FFE, 0x701).pack_unsupported(0x2A)),
 }
 
 
@@ -142,6 +147,9 @@ def test_bodies_are_read_back():
     assert unpack_retained(body("retained")) == [Kept.DONE, Kept.REFUSED]
     assert unpack_dead(body("gone")) == list(DEAD[:1])
     assert list(messages.unpack_housekeeping(body("pong")).values()) == [(i + 1) << i for i in range(22)]
+    word = Capabilities.of_figures(messages.unpack_housekeeping(body("pong-word")))
+    assert word == Capabilities(1, 2, 0x1FFE, 0x701)
+    assert Capabilities.unpack_unsupported(body("unsupported")) == (0x2A, Capabilities(1, 2, 0x1FFE, 0x701))
     for name, index in (("set", 1), ("migrate", 1), ("data", 1), ("data-last-chunk", 2)):
         ref, payload = ChunkRef.unpack(body(name)), bytes(body(name)[CHUNK_REF_BYTES:])
         tag = PlacementTag(3, 10, index, -2, 1)

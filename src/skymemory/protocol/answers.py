@@ -12,6 +12,7 @@ from skymemory.metrics import Counters
 from skymemory.native import Ack, Tally
 from skymemory.protocol import messages
 from skymemory.protocol.authentication import FLAG_AUTHENTICATED
+from skymemory.protocol.capabilities import Capabilities
 from skymemory.protocol.dead import Dead, unpack_dead
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
@@ -112,6 +113,7 @@ class Answers:
             self._clock.told(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
             if header.op is Op.PONG:
                 request.operation.report.clock_ahead_s = made_at_s(view, now_s) - (now_s - round_trip_s / 2)
+                request.peer.told(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)
             return self._control(request, header, packet.body, now_s)
         except MalformedPacket:
             self._counters.add("packets_malformed")
@@ -123,6 +125,11 @@ class Answers:
             if header.status is Status.REFUSED:
                 return Verdict(request.operation, "refused")
             return self.lost(request, "unreachable")
+        if header.op is Op.UNSUPPORTED:
+            _, known = Capabilities.unpack_unsupported(body)
+            request.peer.told(known, now_s)
+            request.peer.cannot(request.op, now_s)
+            return self.lost(request, "unsupported")
         if header.op is Op.BUSY:
             request.window.lost(now_s, self._links.round_trip(request.satellite).smoothed_s)
         elif isinstance(transfer, WriteTransfer) and header.op is Op.ACK:

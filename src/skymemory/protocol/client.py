@@ -114,6 +114,9 @@ class ClientMachine:
         if op not in ALWAYS_ASKED and self._outages.refuses(satellite):
             self._finish(Verdict(operation, "unreachable"), now_s)
             return operation.number
+        if op not in ALWAYS_ASKED and self._links.peer(satellite).lacks(op, now_s):
+            self._finish(Verdict(operation, "unsupported"), now_s)
+            return operation.number
         self._point_beam(now_s)
         self._in_flight.send(operation, satellite, op, [], body, 0, self.moves(now_s), now_s, once)
         return operation.number
@@ -231,6 +234,8 @@ class ClientMachine:
                 self._point_beam(now_s)
             if failure := self._in_flight.give_up_or_repeat(request, self.moves(now_s), now_s):
                 self._finish(self._answers.lost(request, failure), now_s)
+            elif request.operation.transfer is None and request.op not in ALWAYS_ASKED:
+                self._outages.check(request.satellite, now_s)
         if now_s >= self._outages.next_s:
             self._outages.handle_timer(self._centre(now_s), now_s)
 

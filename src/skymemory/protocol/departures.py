@@ -10,6 +10,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
+from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.forwarding import LinkEnd, Router
 from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
@@ -21,6 +22,7 @@ from skymemory.protocol.wire import (
     CREDIT_UNIT_BYTES,
     GROUND_SHELL,
     MOST_CREDIT,
+    SKY_BYTES,
     TELEMETRY_PREFIX_BYTES,
     Address,
     Op,
@@ -98,6 +100,13 @@ class Departures:
             header = self._answer(SkyHeader.unpack(command, COMMAND_BYTES), Op.UNREACHABLE, Status.REFUSED)
             packet = messages.build_packet(header, b"", self._take_sequence(1), now_s)
             self._outgoing.append((self._signed(single(packet), now_s), link))
+
+    def unsupported(self, command: memoryview, now_s: float) -> None:
+        """Tell who sent a sound command whose operation this release does not know, and what it does know."""
+        op_at = COMMAND_BYTES + 1
+        op, known = command[op_at], bytearray(command[: COMMAND_BYTES + SKY_BYTES])
+        known[op_at] = Op.PING
+        self.reply(SkyHeader.unpack(known, COMMAND_BYTES), Op.UNSUPPORTED, OURS.pack_unsupported(op), now_s)
 
     def command(self, op: Op, there: SatelliteId, request_id: int, body: bytes, now_s: float) -> None:
         """One control packet of our own to another satellite."""

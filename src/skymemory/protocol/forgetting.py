@@ -60,7 +60,8 @@ class Forgetting:
         self._swept_moves = whereabouts.moves
         self.handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.NOTICE: self._notices.receive, Op.RETAIN: self.retention.receive,
-            Op.RETAINED: self.retention.answered, Op.PRESENCE: self._presence,
+            Op.RETAINED: self.retention.answered, Op.UNSUPPORTED: self.retention.unsupported,
+            Op.PRESENCE: self._presence,
             Op.CHECK: checks.receive, Op.CHECKED: self._checked,
         }  # fmt: skip
 

@@ -24,6 +24,10 @@ _MOST_PATIENCE = 10
 _MOST_BACKOFF = 4
 """Repetitions come at 1, 2, 4, 4 … timeouts: the windows already slow us down, and a lossy path needs many tries."""
 
+_PASSED_OVER = 3
+"""A satellite that has answered so many PINGs sent with repetitions of a question, and not the question, does not know
+it. At 2 % of loss each way one question in 390,000 comes to that by chance; it is then only not asked for a while."""
+
 _MODEST_BYTES_PER_S = 200e6
 """A busy satellite (or we) may take what is queued as slowly as this before it looks like loss."""
 
@@ -162,6 +166,10 @@ class InFlight:
                 self.retire(request)
                 return ""
         satellite = request.satellite
+        passed_over = transfer is None and self._passed_over(request)
+        if passed_over and request.passed_over >= _PASSED_OVER:
+            request.peer.cannot(request.op, now_s)
+            return "unsupported"
         silent_until_s = self._links.silent_since_s(satellite, request.begun_s) + self._give_up_s
         if now_s >= silent_until_s or now_s >= request.begun_s + _MOST_PATIENCE * self._give_up_s:
             self._suspect_all(request.operation, now_s)
@@ -169,9 +177,19 @@ class InFlight:
             return "timeout"
         if satellite in self._links.suspects and request.op not in ALWAYS_ASKED:
             return "unreachable"  # it was found silent meanwhile by somebody who had asked before us
-        if not self._still_queued(request, now_s):
+        if passed_over or not self._still_queued(request, now_s):
             self._repeat(request, wanted, moves, silent_until_s, now_s)
         return ""
+
+    def _passed_over(self, request: Request) -> bool:
+        """Whether a satellite that may not know this operation has answered what was sent with the question, or since.
+        The first sending does not count: nothing was sent with it.
+        """
+        if not request.peer.ignores(request.op) or request.attempts == 1 or request.op in ALWAYS_ASKED:
+            return False
+        passed_over = self._links.answered_since(request.satellite, request.sent_s)
+        request.passed_over += passed_over
+        return passed_over
 
     def _suspect_all(self, operation: Operation, now_s: float) -> None:
         """An operation ends for want of an answer: whoever else has left it waiting for as long is as suspect."""
@@ -195,7 +213,8 @@ class InFlight:
     def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:
         round_trip = self._links.round_trip(request.satellite)
         request.window.lost(now_s, round_trip.smoothed_s)
-        wait_s = round_trip.timeout_s() * min(2 ** (request.attempts - 1), _MOST_BACKOFF)
+        backoff = 1 if request.passed_over else min(2 ** (request.attempts - 1), _MOST_BACKOFF)
+        wait_s = round_trip.timeout_s() * backoff
         request.attempts += 1
         request.gap_seen = False
         request.deadline_s = min(now_s + wait_s, silent_until_s)

@@ -6,8 +6,10 @@ import math
 from collections.abc import Container
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.capabilities import ASK_AGAIN_S, Capabilities
 from skymemory.protocol.pacing import RoundTrip, Window
 from skymemory.protocol.suspects import Suspects
+from skymemory.protocol.wire import Op
 
 _WINDOW_FLOOR_BYTES = 64 * 1024
 _CLOCK_GRAIN_S = 2e-6
@@ -17,11 +19,15 @@ _CLOCK_GRAIN_S = 2e-6
 class Peer:
     """One satellite. Times before anything happened lie before all others."""
 
-    __slots__ = ("_name", "_suspects", "answered_sent_s", "heard_s", "round_trip")
+    __slots__ = ("_lacks", "_name", "_suspects", "answered_sent_s", "capabilities", "heard_s", "round_trip")
 
     def __init__(self, name: SatelliteId, expected_rtt_s: float, suspects: Suspects) -> None:
         self.round_trip = RoundTrip(expected_rtt_s)
         self.heard_s = self.answered_sent_s = -math.inf
+        self.capabilities: Capabilities | None = None
+        """What its last PONG said; None before any."""
+        self._lacks: dict[Op, float] = {}
+        """What it cannot do, each until when that is believed."""
         self._name = name
         self._suspects = suspects
 
@@ -35,6 +41,26 @@ class Peer:
             sent_s = now_s - round_trip_s
             if sent_s > self.answered_sent_s:
                 self.answered_sent_s = sent_s
+
+    def told(self, capabilities: Capabilities, now_s: float) -> None:
+        """It has said what it understands. What it does not name is not asked of it for a while."""
+        self.capabilities = capabilities
+        if capabilities.stated:
+            lacking = (op for op in Op if op.is_command and not capabilities.serves(op))
+            self._lacks = dict.fromkeys(lacking, now_s + ASK_AGAIN_S)
+
+    def cannot(self, op: Op, now_s: float) -> None:
+        """It has said so of ``op``, or has answered all but this."""
+        self._lacks[op] = now_s + ASK_AGAIN_S
+
+    def lacks(self, op: Op, now_s: float) -> bool:
+        """Whether there is no use in asking it for ``op`` now."""
+        return bool(self._lacks) and now_s < self._lacks.get(op, -math.inf)
+
+    def ignores(self, op: Op) -> bool:
+        """Whether it may leave ``op`` unanswered because it does not know it: it has not said otherwise."""
+        known = self.capabilities
+        return known is not None and not (known.stated and known.serves(op))
 
 
 class Links:
@@ -81,6 +107,10 @@ class Links:
     def overtaken(self, satellite: SatelliteId, sent_s: float) -> bool:
         """Whether something sent later than ``sent_s`` has been answered: satellites serve in order of arrival."""
         return self.peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
+
+    def answered_since(self, satellite: SatelliteId, sent_s: float) -> bool:
+        """Whether something sent then, or later, has been answered."""
+        return self.peer(satellite).answered_sent_s > sent_s - _CLOCK_GRAIN_S
 
     def heard_anybody_since(self, time_s: float, but: Container[SatelliteId] = ()) -> bool:
         """Whether any satellite, ``but`` these, has answered since then. Looks at all: for when something is wrong."""

@@ -42,6 +42,8 @@ class Outages:
         self._counters = counters
         self._doubted_s = -math.inf
         self._scouted_s: dict[SatelliteId, float] = {}
+        self._checked: dict[SatelliteId, int] = {}
+        """Whom we have asked for a sign of life, and by which operation."""
 
     def refuses(self, satellite: SatelliteId | None) -> bool:
         """Whether to fail at once, because the constellation (or this satellite) has been silent of late."""
@@ -93,6 +95,12 @@ class Outages:
         self._pointing.silent(self._outbox, request.satellite, now_s)
         self._call_witnesses(request.satellite, centre, now_s, once=False)
         return True
+
+    def check(self, satellite: SatelliteId, now_s: float) -> None:
+        """A question to it is overdue, which need not mean that it is silent: it is asked for a sign of life."""
+        if self._checked.get(satellite) not in self.unclaimed:
+            self._checked[satellite] = number = self._ping(satellite, now_s, False)
+            self.unclaimed.add(number)
 
     def ended(self, operation: Operation, failure: str, now_s: float) -> bool:
         """An operation has ended; whether it was one of ours."""

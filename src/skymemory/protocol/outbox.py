@@ -76,6 +76,8 @@ class Request:
     """When it was last transmitted."""
     hedged: bool = False
     """The next copy has been asked for it too."""
+    passed_over: int = 0
+    """Of a question: how often it was left unanswered while what was sent with it was answered."""
     gap_seen: bool = False
     """Later parts of its answer are here, earlier ones are not."""
 

@@ -15,6 +15,7 @@ from enum import IntEnum
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
+from skymemory.protocol.capabilities import Capabilities
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, Packet
@@ -209,6 +210,14 @@ class Retention:
     def answered(self, packet: Packet, now_s: float) -> None:
         """RETAINED: whatever it says, the promise has arrived."""
         unpack_retained(packet.body)
-        handed = self._handed.pop(packet.header.request_id, None)
+        self._settle(packet.header.request_id)
+
+    def unsupported(self, packet: Packet, now_s: float) -> None:
+        """A satellite of another release does not know what we asked of it: of a promise, that is the end."""
+        Capabilities.unpack_unsupported(packet.body)
+        self._settle(packet.header.request_id)
+
+    def _settle(self, request_id: int) -> None:
+        handed = self._handed.pop(request_id, None)
         if handed is not None:
             self._awaited.discard((handed.there, handed.body))

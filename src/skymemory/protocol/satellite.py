@@ -16,6 +16,7 @@ from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.authentication import claims_mac
+from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.chunk_service import ChunkService
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
@@ -34,7 +35,15 @@ from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, SKY_BYTES, Address, Op, SkyHeader, Status
+from skymemory.protocol.wire import (
+    COMMAND_PREFIX_BYTES,
+    SKY_BYTES,
+    Address,
+    Op,
+    SkyHeader,
+    Status,
+    UnknownOperation,
+)
 
 __all__ = ["SatelliteConfig", "SatelliteMachine"]
 _CARRIERS = (Op.SET, Op.MIGRATE)
@@ -235,6 +244,14 @@ class SatelliteMachine:
     def _handle(self, segment: memoryview, now_s: float) -> None:
         try:
             packet = messages.parse_packet(segment)
+        except UnknownOperation:
+            self.counters.add("packets_unsupported")
+            self._departures.unsupported(segment, now_s)
+            return
+        except MalformedPacket:
+            self.counters.add("packets_malformed")
+            return
+        try:
             if packet.header.op not in self._handlers:
                 raise MalformedPacket(f"{packet.header.op.name}: nothing that satellites are told")
             self._handlers[packet.header.op](packet, now_s)
@@ -277,7 +294,7 @@ class SatelliteMachine:
             chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
             migrations_retransmitted=self.handover.retransmitted, pinned_bytes=self.store.shielded_bytes,
             pushed_slot_moves=self._whereabouts.pushed[0], pushed_plane_moves=self._whereabouts.pushed[1],
-            **self.store.ledger.figures(), **self.transport_figures(),
+            **OURS.figures(), **self.store.ledger.figures(), **self.transport_figures(),
         )  # fmt: skip
 
     # --- neighbours ---

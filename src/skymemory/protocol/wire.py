@@ -50,6 +50,9 @@ MAX_MOVES = 1 << 30
 """Moves beyond this, either way, are refused: sums of two stay within the 32 bits of the wire."""
 
 
+_FIRST_ANSWER = 0x40
+
+
 class Op(IntEnum):
     """Operations. Below 0x40 requests (commands), above answers (telemetry)."""
 
@@ -78,10 +81,15 @@ class Op(IntEnum):
     RETAINED = 0x4B
     GONE = 0x4C
     CHECKED = 0x4D
+    UNSUPPORTED = 0x4E
 
     @property
     def is_command(self) -> bool:
-        return self < 0x40
+        return self < _FIRST_ANSWER
+
+
+class UnknownOperation(MalformedPacket):
+    """A command of an operation that this release does not know: a later one may have sent it."""
 
 
 class Status(IntEnum):
@@ -200,7 +208,9 @@ class SkyHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview, offset: int = 0) -> SkyHeader:
-        """Raises ``MalformedPacket`` for another version, an unknown operation or status, or too few bytes."""
+        """Raises ``MalformedPacket`` for another version, an unknown operation or status, or too few bytes; of a
+        command its subclass ``UnknownOperation``.
+        """
         if len(data) < offset + SKY_BYTES:
             raise MalformedPacket(f"{len(data)} bytes: too short for a SKY header at {offset}")
         (version, op, flags, status, destination, source, ground, request_id, hop_limit, hop_count, congestion,
@@ -208,6 +218,8 @@ class SkyHeader(NamedTuple):
         if version != VERSION:
             raise MalformedPacket(f"protocol version {version}: expected {VERSION}")
         known_op, known_status = _OPS.get(op), _STATUSES.get(status)
+        if known_op is None and op < _FIRST_ANSWER and known_status is not None:
+            raise UnknownOperation(f"operation {op:#x}: not known to this release")
         if known_op is None or known_status is None:
             raise MalformedPacket(f"operation {op:#x}, status {status}: not known to version {VERSION}")
         if not (-MAX_MOVES <= slot_moves <= MAX_MOVES and -MAX_MOVES <= plane_moves <= MAX_MOVES):
