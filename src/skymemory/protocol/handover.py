@@ -47,6 +47,8 @@ class Handover:
         self.fresh_from_s = 0.0
         """Nothing is sent for the first time before then: it is not known yet whether it is worth it."""
         self.retransmitted = 0
+        self.chunks_planned = 0
+        """Chunks looked at so far by plans: work that nothing sent or received shows."""
         self._window_bursts = window_bursts
         self._timeout_s = timeout_s
         self._pacer = pacer or Pacer()
@@ -94,6 +96,7 @@ class Handover:
         self._retries.clear()
         on_its_way = {name for burst in self._in_flight.values() for name in burst.names}
         leaving: dict[bytes, list[tuple[SatelliteId, ChunkName]]] = {}
+        self.chunks_planned += len(store)
         for tag, names in names_by_tag(store.shares).items():
             destination = where(tag)
             if destination == here:

@@ -89,6 +89,8 @@ class LinkState:
         self._declared: dict[SatelliteId, Declaration] = {}
         self._down: set[tuple[SatelliteId, SatelliteId]] = set()
         self._onward: dict[tuple[SatelliteId, SatelliteId], SatelliteId | None] = {}
+        self.satellites_searched = 0
+        """Satellites looked at so far to find ways: work that nothing sent or received shows."""
         self._next_expiry_s: float | None = math.inf
         """None: to be worked out when somebody asks, which is more often than it changes."""
 
@@ -164,6 +166,7 @@ class LinkState:
                 if neighbour not in hops and self.is_up(at, neighbour):
                     hops[neighbour] = hops[at] + 1
                     queue.append(neighbour)
+        self.satellites_searched += len(hops)
         if here not in hops:
             return None
         nearer = [
@@ -176,6 +179,7 @@ class LinkState:
     def _work_out(self) -> None:
         self._onward.clear()
         self._down.clear()
+        self.satellites_searched += len(self._declared)
         for origin, down, _ in self._declared.values():
             for bit, neighbour in enumerate(self._torus.neighbours(origin)):
                 if down >> bit & 1:

@@ -96,6 +96,11 @@ class SatelliteMachine:
     def moves(self) -> Moves:
         return self._whereabouts.moves
 
+    @property
+    def hidden_work(self) -> tuple[int, int]:
+        """Satellites looked at to find ways and chunks looked at by plans so far: work that no packet shows."""
+        return self.neighbourhood.links.satellites_searched, self.handover.chunks_planned
+
     # --- the verbs of the transport ---
 
     def receive_datagram(self, data: Buffer, source: LinkEnd, now_s: float) -> None:

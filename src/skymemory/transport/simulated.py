@@ -1,7 +1,8 @@
 """The same machines over virtual time: a constellation in one object, exact to the event and the same for a seed.
 
 Every link has its one-way delay; faults are drawn per datagram from a seeded injector. What is simulated here is what
-flies: the satellites and clients are the very objects that the UDP transport drives.
+flies: the satellites and clients are the very objects that the UDP transport drives. Work costs no time, unless hosts
+are given limits: then satellites share the processors of their hosts (``simulated_host``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import count
 from threading import RLock
 from typing import NamedTuple, cast
@@ -18,6 +20,7 @@ from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.protocol.authentication import Authority
 from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.eviction import EvictionConfig
+from skymemory.protocol.forwarding import LinkEnd
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.replacement import DEFAULT_REPLACEMENT
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
@@ -25,6 +28,8 @@ from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.space_packet import MAX_PACKET_BYTES
 from skymemory.transport.fault_schedule import FaultEvent
 from skymemory.transport.faults import FaultInjector
+from skymemory.transport.simulated_host import HostLimits, SimulatedHost
+from skymemory.transport.udp_host import PATIENCE_S
 
 GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
@@ -56,9 +61,11 @@ class SimulatedConstellation:
         faults: FaultInjector | None = None, routing: RoutingMode = "greedy", offload: bool = True,
         replacement: str = DEFAULT_REPLACEMENT, eviction: EvictionConfig | None = None,
         clocks: Mapping[SatelliteId, MoveClock] | None = None, authority: Authority | None = None,
+        limits: HostLimits | None = None,
     ) -> None:  # fmt: skip
         """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks`` are
-        of satellites whose clocks are wrong. ``authority`` is the satellites'; a client's is in its config.
+        of satellites whose clocks are wrong. ``authority`` is the satellites'; a client's is in its config. ``limits``
+        None: work takes no time, and every buffer is endless.
         """
         self.sky = sky
         self.clock = clock or MoveClock()
@@ -75,6 +82,7 @@ class SimulatedConstellation:
         self._replacement = replacement
         self._eviction = eviction or EvictionConfig()
         self._authority = authority
+        self._limits = limits
         self._arrivals: list[_Arrival] = []
         self._order = count()
         self.satellites = {here: self._new_satellite(here) for here in sky.torus.satellites()}
@@ -88,12 +96,25 @@ class SimulatedConstellation:
         self._timers: dict[Node, float] = {}
         self._alarms: list[tuple[float, int, Node]] = []
         """A heap of what ``_timers`` held, valid where it still does."""
+        self.hosts: list[SimulatedHost] = []
+        """Where there are limits: the hosts, in their order."""
+        self._host_of: dict[SatelliteId, SimulatedHost] = {}
+        for names in limits.hosts if limits is not None else ():
+            machines = {name: self.satellites[name] for name in names}
+            host = SimulatedHost(limits, machines, delay_s, self._depart, faults)  # type: ignore[arg-type]
+            self.hosts.append(host)
+            self._host_of.update(dict.fromkeys(names, host))
 
     def _new_satellite(self, here: SatelliteId) -> SatelliteMachine:
         config = SatelliteConfig(
             here, self._memory_bytes, self._routing, replacement=self._replacement, eviction=self._eviction,
             authority=self._authority,
         )  # fmt: skip
+        if self._limits is not None:
+            longest_s = max(self._delay_s(here, neighbour) for neighbour in self.sky.torus.neighbours(here))
+            config = replace(
+                config, credit_bytes=self._limits.buffer_bytes // 2, neighbour_patience_s=PATIENCE_S + 2 * longest_s
+            )
         return SatelliteMachine(config, self.sky, self._clocks.get(here, self.clock), self.now_s)
 
     def kill(self, satellite: SatelliteId) -> None:
@@ -101,6 +122,8 @@ class SimulatedConstellation:
         self.flush()
         self._dead.add(satellite)
         self._timers.pop(satellite, None)
+        if satellite in self._host_of:
+            self._host_of[satellite].forget(satellite)
 
     def revive(self, satellite: SatelliteId) -> None:
         """It is back, empty; its books go on, with what it held as lost."""
@@ -111,6 +134,8 @@ class SimulatedConstellation:
         self.satellites[satellite].store.ledger = before.ledger
         self.satellites[satellite].neighbourhood.greet(self.now_s)
         self._touched[satellite] = None
+        if satellite in self._host_of:
+            self._host_of[satellite].adopt(satellite, self.satellites[satellite])
 
     @property
     def dead(self) -> frozenset[SatelliteId]:
@@ -164,6 +189,10 @@ class SimulatedConstellation:
         self.flush()
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0].time_s if self._arrivals else math.inf
+        if self.hosts and (found := self._next_host(min(timer_s, arrival_s), limit_s)) is not None:
+            host, self.now_s = found
+            host.step(self.now_s)
+            return True
         if self._events and self._events[0].time_s <= min(timer_s, arrival_s, limit_s):
             self.now_s = max(self.now_s, self._events[0].time_s)
             self._befall(self._events.popleft())
@@ -181,6 +210,15 @@ class SimulatedConstellation:
                 self._machine(node).handle_timer(self.now_s)
                 self._touched[node] = None
         return True
+
+    def _next_host(self, others_s: float, limit_s: float) -> tuple[SimulatedHost, float] | None:
+        """The host that is the next to do something, and when; None if something else happens before."""
+        host, time_s = None, math.inf
+        for each in self.hosts:
+            if (its_s := each.next_s(self.now_s)) < time_s:
+                host, time_s = each, its_s
+        event_s = self._events[0].time_s if self._events else math.inf
+        return (host, time_s) if host is not None and time_s < min(others_s, event_s) and time_s <= limit_s else None
 
     def _next_alarm_s(self) -> float:
         while self._alarms:
@@ -204,6 +242,9 @@ class SimulatedConstellation:
             if client.wants_to_send:
                 self._touched[token] = None
         for node in self._touched:
+            if node in self._host_of:
+                self._host_of[node].nudge(node)
+                continue
             machine = self._machine(node)
             for batch, to in machine.datagrams_to_send(self.now_s):
                 if node not in self._dead:
@@ -216,16 +257,22 @@ class SimulatedConstellation:
                 heapq.heappush(self._alarms, (timer_s, next(self._order), node))
         self._touched.clear()
 
+    def _depart(self, batch: SegmentBatch, sender: SatelliteId, receiver: LinkEnd) -> None:
+        """A host lets go of what it has held for as long as light takes."""
+        if sender not in self._dead:
+            self._send(batch, sender, cast(Node, receiver))
+
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
         """Datagrams of one batch that nothing befalls arrive together, as receive offload delivers them."""
-        link_s = self._delay_s(sender, receiver)
+        link_s = 0.0 if sender in self._host_of else self._delay_s(sender, receiver)
         link = frozenset((sender, receiver)) if self._cut or self._link_faults else frozenset()
         own_faults = self._link_faults.get(link)
+        faults = None if receiver in self._host_of else self._faults  # a host draws its own, from what its sockets take
         run: list[bytes] = []
         for data in batch.datagrams():
             self.datagrams_sent += 1
             self.bytes_sent += len(data)
-            for copy, extra_s in () if link in self._cut else self._flights(data, own_faults):
+            for copy, extra_s in () if link in self._cut else _flights(data, own_faults, faults):
                 if extra_s > 0 or not self._offload:
                     self._arrive([copy], link_s + extra_s, sender, receiver)
                     continue
@@ -236,15 +283,6 @@ class SimulatedConstellation:
         if run:
             self._arrive(run, link_s, sender, receiver)
 
-    def _flights(self, data: bytes, own_faults: FaultInjector | None) -> list[tuple[bytes, float]]:
-        """What becomes of a datagram by the faults of its link, then by those of all links."""
-        if own_faults is None:
-            return [(data, 0.0)] if self._faults is None else self._faults.apply(data)
-        flights = own_faults.apply(data)
-        if self._faults is not None:
-            flights = [(last, before_s + s) for copy, before_s in flights for last, s in self._faults.apply(copy)]
-        return flights
-
     def _arrive(self, run: list[bytes], delay_s: float, sender: Node, receiver: Node) -> None:
         data = run[0] if len(run) == 1 else b"".join(run)
         arrival = _Arrival(self.now_s + delay_s, next(self._order), receiver, sender, data, len(run[0]))
@@ -253,12 +291,24 @@ class SimulatedConstellation:
     def _deliver(self, arrival: _Arrival) -> None:
         _, _, receiver, sender, data, segment_bytes = arrival
         if isinstance(receiver, SatelliteId):
-            if receiver not in self._dead:
+            if receiver in self._host_of:
+                self._host_of[receiver].arrive(receiver, data, segment_bytes, sender)
+            elif receiver not in self._dead:
                 self._touched[receiver] = None
                 self.satellites[receiver].receive_batch(data, segment_bytes, sender, self.now_s)
         else:
             self._touched[receiver] = None
             self._clients[receiver].receive_batch(data, segment_bytes, self.now_s)
+
+
+def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjector | None) -> list[tuple[bytes, float]]:
+    """What becomes of a datagram by the faults of its link, then by those of all links."""
+    if own_faults is None:
+        return [(data, 0.0)] if faults is None else faults.apply(data)
+    flights = own_faults.apply(data)
+    if faults is not None:
+        flights = [(last, before_s + s) for copy, before_s in flights for last, s in faults.apply(copy)]
+    return flights
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:

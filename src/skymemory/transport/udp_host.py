@@ -30,7 +30,7 @@ from skymemory.transport.udp_socket import BatchSocket, Run
 
 _FIGURES_KEPT_S = 0.5
 """Percentiles over many holds are not worked out anew for each of a host's satellites."""
-_PATIENCE_S = 0.05
+PATIENCE_S = 0.05
 """Beside the round trip: how long a neighbour may be busy before its silence counts."""
 RECEIVE_ROUNDS = 4
 """Batches taken from one socket before the others get their turn."""
@@ -79,7 +79,7 @@ class UdpHost:
         config = SatelliteConfig(
             name, self.spec.memory_bytes, routing=self.spec.routing, credit_bytes=sock.receive_buffer_bytes // 2,
             replacement=self.spec.replacement, eviction=self.spec.eviction,
-            neighbour_patience_s=_PATIENCE_S + 2 * max(self._link_s.values()),
+            neighbour_patience_s=PATIENCE_S + 2 * max(self._link_s.values()),
             authority=self.spec.authority,
         )  # fmt: skip
         pushed_at_ms, pushed = self._pushed

@@ -1,0 +1,395 @@
+"""A host process over virtual time: several satellites, one queue, one processor whose work takes its time.
+
+It turns as the event loop of ``udp_host`` does: alarms that are due, then packets that have been held for as long as
+light takes, then each socket that has something, a bounded number of runs of it. Each of these costs processor seconds
+by counts of what was done in it (``WorkCosts``), and while one is done nothing else is: what arrives waits in the
+buffer of its satellite's socket, and is lost when that is full. What a turn sends leaves when its cost is paid.
+
+Nothing is measured while it runs, so a seed gives the same run on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from itertools import count
+from typing import NamedTuple
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import InvalidInput
+from skymemory.protocol.forwarding import LinkEnd, header_start
+from skymemory.protocol.satellite import SatelliteMachine
+from skymemory.protocol.segments import SegmentBatch
+from skymemory.protocol.wire import SKY_BYTES, Address, Op
+from skymemory.transport.faults import FaultInjector
+from skymemory.transport.udp_host import RECEIVE_ROUNDS
+from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, DEFAULT_SLOTS
+
+Depart = Callable[[SegmentBatch, SatelliteId, LinkEnd], None]
+"""Puts a batch of a satellite on the wire to a neighbour or a ground host, now."""
+
+_KERNEL_BYTES = 768
+"""What Linux charges to a socket's buffer for each run of datagrams beside its data: the buffer's own head."""
+_LINKS_HEAD_BYTES = 20
+_DECLARATION_BYTES = 16
+_RUNS_A_TURN = RECEIVE_ROUNDS * DEFAULT_SLOTS
+_CARRIERS = (Op.SET, Op.MIGRATE)
+_ANSWERS_FROM = 0x40
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCosts:
+    """Processor seconds of the satellites' own code, by what is done: measured by ``benchmarks/satellite_work.py`` with
+    the compiled helper on a core of a Xeon of 2021, and what was measured together is parted as said here.
+    """
+
+    wake_s: float = 12e-6
+    """The event loop turns to one socket, or to one batch that was held: half of what a busy host needs for a question
+    and its answer beside all else here.
+    """
+    run_s: float = 2.2e-6
+    """Datagrams that came in one piece are taken from the kernel."""
+    faulty_s: float = 0.7e-6
+    """Faults are drawn for a datagram."""
+    control_s: float = 16e-6
+    """A control packet is checked, understood, done."""
+    links_s: float = 14e-6
+    """A LINKS, without what it declares."""
+    declaration_s: float = 2.2e-6
+    """One declaration of a LINKS that comes or goes."""
+    chunk_s: float = 26e-6
+    """A chunk is stored that came by itself."""
+    run_chunk_s: float = 4e-6
+    """A chunk is stored that came in one piece with others."""
+    forward_s: float = 11e-6
+    """A packet, or packets in one piece, passed on to a neighbour."""
+    alarm_s: float = 6e-6
+    """A satellite's alarm goes off, and is set anew."""
+    searched_s: float = 2.5e-6
+    """A satellite is looked at in a search of routes."""
+    planned_s: float = 0.9e-6
+    """A chunk is looked at: does it belong elsewhere now?"""
+    packed_s: float = 17e-6
+    """A batch of the satellite's own is packed and sealed."""
+    batch_s: float = 2e-6
+    """A batch is handed to the kernel."""
+    packet_s: float = 0.6e-6
+    """Each packet of a batch that comes to be passed on, or leaves."""
+
+    def times(self, factor: float) -> WorkCosts:
+        """A processor that is so many times slower: for a constellation with so much less to do."""
+        return WorkCosts(*(getattr(self, field.name) * factor for field in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """What hosts there are, and what each of them can do. ``share`` is of one core, while nothing slows it down."""
+
+    hosts: tuple[tuple[SatelliteId, ...], ...]
+    share: float = 1.0
+    costs: WorkCosts = WorkCosts()
+    buffer_bytes: int = 2 * DEFAULT_BUFFER_BYTES
+    """Of each satellite's socket, as Linux grants it (twice what is asked)."""
+
+
+class _Held(NamedTuple):
+    """A batch on a link, until its light has got there; or a datagram that a fault delays."""
+
+    due_s: float
+    order: int
+    satellite: SatelliteId
+    batch: SegmentBatch
+    other: LinkEnd
+
+
+class _Inbox:
+    """A socket's receive buffer."""
+
+    __slots__ = ("bytes", "runs")
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.runs: deque[tuple[bytes, int, LinkEnd]] = deque()
+
+
+class SimulatedHost:
+    """``machines`` are its satellites; a dead one is taken out of it by ``forget`` and comes back by ``adopt``."""
+
+    def __init__(
+        self, limits: HostLimits, machines: dict[SatelliteId, SatelliteMachine],
+        hold_s: Callable[[LinkEnd, LinkEnd], float], depart: Depart, faults: FaultInjector | None,
+    ) -> None:  # fmt: skip
+        """``hold_s`` is the one-way time of a link; ``faults`` befall what its sockets take."""
+        self.machines = machines
+        self.work: Counter[str] = Counter()
+        """How often each of ``WorkCosts`` was paid."""
+        self.lost_bytes = 0
+        """Of datagrams for which a buffer had no room."""
+        self.busy_s = 0.0
+        """Processor seconds used so far."""
+        self._limits = limits
+        self._costs = {field.name: getattr(limits.costs, field.name) for field in fields(limits.costs)}
+        self._hold_s = hold_s
+        self._depart = depart
+        self._faults = faults
+        self._share = limits.share
+        self._now_s = 0.0
+        self._left_s = 0.0
+        """Processor seconds that are left of what is being done."""
+        self._working = False
+        self._inboxes = {name: _Inbox() for name in machines}
+        self._filled: dict[SatelliteId, None] = {}
+        """Sockets that have something, in the order in which they got it."""
+        self._order = count()
+        self._alarms: list[tuple[float, int, SatelliteId]] = []
+        self._alarm_s: dict[SatelliteId, float] = {}
+        self._line: list[_Held] = []
+        self._late: list[_Held] = []
+        self._nudged: dict[SatelliteId, None] = {}
+        self._turn: deque[Callable[[], None]] = deque()
+        self._sending: list[tuple[SegmentBatch, SatelliteId, LinkEnd, float]] = []
+        self._hidden = dict.fromkeys(machines, (0, 0))
+
+    # --- what happens to it ---
+
+    def arrive(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd) -> None:
+        """Datagrams reach a satellite's socket in one piece; what its buffer has no room for is lost."""
+        inbox = self._inboxes.get(satellite)
+        if inbox is None:
+            return
+        size = len(data) + _KERNEL_BYTES
+        if inbox.bytes + size > self._limits.buffer_bytes:
+            self.lost_bytes += len(data)
+            return
+        inbox.bytes += size
+        inbox.runs.append((data, segment_bytes, source))
+        self._filled[satellite] = None
+
+    def nudge(self, satellite: SatelliteId) -> None:
+        """Something was done to the machine from outside: it may have something to say, and another alarm."""
+        if satellite in self.machines:
+            self._nudged[satellite] = None
+
+    def forget(self, satellite: SatelliteId) -> None:
+        """It is dead: what it has not sent stays unsent, what waited for it is gone."""
+        for known in (self.machines, self._inboxes, self._filled, self._alarm_s, self._nudged, self._hidden):
+            known.pop(satellite, None)
+        self._line = [held for held in self._line if held.satellite != satellite]
+        self._late = [held for held in self._late if held.satellite != satellite]
+        heapq.heapify(self._line)
+        heapq.heapify(self._late)
+        self._sending = [sent for sent in self._sending if sent[1] != satellite]
+
+    def adopt(self, satellite: SatelliteId, machine: SatelliteMachine) -> None:
+        """It is back."""
+        self.machines[satellite] = machine
+        self._inboxes[satellite] = _Inbox()
+        self._hidden[satellite] = 0, 0
+        self._nudged[satellite] = None
+
+    def set_share(self, share: float, now_s: float) -> None:
+        """From now on it has this share of a core; 0: it stands still, and what it was doing is done later."""
+        if not 0.0 <= share <= 1.0:
+            raise InvalidInput(f"share {share} of a core: expected 0 (paused) to 1")
+        if self._working:
+            self._left_s = max(0.0, self._left_s - (now_s - self._now_s) * self._share)
+        self._now_s, self._share = now_s, share
+
+    # --- time ---
+
+    def next_s(self, now_s: float) -> float:
+        """When it next does something; infinite: not by itself."""
+        if not self._share:
+            return math.inf
+        if self._working:
+            return self._now_s + self._left_s / self._share
+        if self._turn or self._filled or self._nudged:
+            return now_s
+        alarm_s = self._alarms[0][0] if self._alarms else math.inf
+        line_s = self._line[0].due_s if self._line else math.inf
+        late_s = self._late[0].due_s if self._late else math.inf
+        return max(now_s, min(alarm_s, line_s, late_s))
+
+    def step(self, now_s: float) -> None:
+        """What was being done is done: send what came of it, and begin the next thing."""
+        if self._working:
+            self._working = False
+            self._send_off(now_s)
+        self._now_s = now_s
+        if not self._turn and self.next_s(now_s) <= now_s:
+            self._next_turn(now_s)
+        if self._turn:
+            self._turn.popleft()()
+            self.busy_s += self._left_s
+            self._working = True
+
+    def _spend(self, kind: str, times: int = 1) -> None:
+        self.work[kind] += times
+        self._left_s += times * self._costs[kind]
+
+    def _send_off(self, now_s: float) -> None:
+        self._left_s = 0.0
+        sending, self._sending = self._sending, []
+        for batch, satellite, to, hold_s in sending:
+            if hold_s > 0:
+                heapq.heappush(self._line, _Held(now_s + hold_s, next(self._order), satellite, batch, to))
+            else:
+                self._depart(batch, satellite, to)
+
+    # --- a turn of its loop ---
+
+    def _next_turn(self, now_s: float) -> None:
+        """Alarms first: only what is due before the sockets are looked at. Then the delay line, then the sockets."""
+        turn = self._turn
+        for satellite in self._nudged:
+            turn.append(lambda satellite=satellite: self._after(satellite))  # type: ignore[misc]
+        self._nudged.clear()
+        while self._late and self._late[0].due_s <= now_s:
+            held = heapq.heappop(self._late)
+            turn.append(lambda held=held: self._come_late(held))  # type: ignore[misc]
+        while self._alarms and self._alarms[0][0] <= now_s:
+            due_s, _, satellite = heapq.heappop(self._alarms)
+            if self._alarm_s.get(satellite) == due_s:
+                del self._alarm_s[satellite]
+                turn.append(lambda satellite=satellite: self._alarm(satellite))  # type: ignore[misc]
+        turn.append(self._look_at_sockets)
+
+    def _look_at_sockets(self) -> None:
+        if self._line and self._line[0].due_s <= self._now_s:
+            self._turn.append(self._release)
+        for satellite in self._filled:
+            self._turn.append(lambda satellite=satellite: self._read(satellite, _RUNS_A_TURN))  # type: ignore[misc]
+        self._filled.clear()
+
+    def _alarm(self, satellite: SatelliteId) -> None:
+        machine = self.machines.get(satellite)
+        if machine is not None:
+            self._spend("wake_s")
+            self._spend("alarm_s")
+            machine.handle_timer(self._now_s)
+            self._after(satellite)
+
+    def _release(self) -> None:
+        """One batch that was held leaves; the next one after it, before anything else."""
+        held = heapq.heappop(self._line)
+        self._spend("wake_s")
+        self._sending.append((held.batch, held.satellite, held.other, 0.0))
+        if self._line and self._line[0].due_s <= self._now_s:
+            self._turn.appendleft(self._release)
+
+    def _read(self, satellite: SatelliteId, runs_left: int) -> None:
+        """One run of what waits in a socket; the others after it, then what is to be said to all of it."""
+        inbox = self._inboxes.get(satellite)
+        if inbox is None:
+            return
+        if runs_left == _RUNS_A_TURN:
+            self._spend("wake_s")
+        data, segment_bytes, source = inbox.runs.popleft()
+        inbox.bytes -= len(data) + _KERNEL_BYTES
+        self._spend("run_s")
+        if self._faults is None:
+            self._take(satellite, data, segment_bytes, source)
+        else:
+            for at in range(0, len(data), segment_bytes):
+                self._spend("faulty_s")
+                for copy, extra_s in self._faults.apply(data[at : at + segment_bytes]):
+                    if extra_s > 0:
+                        batch = SegmentBatch(copy, max(1, len(copy)))
+                        late = _Held(self._now_s + extra_s, next(self._order), satellite, batch, source)
+                        heapq.heappush(self._late, late)
+                    else:
+                        self._take(satellite, copy, len(copy), source)
+        if inbox.runs and runs_left > 1:
+            self._turn.appendleft(lambda: self._read(satellite, runs_left - 1))
+        else:
+            if inbox.runs:
+                self._filled[satellite] = None
+            else:
+                self._filled.pop(satellite, None)
+            self._turn.appendleft(lambda: self._after(satellite))
+
+    def _come_late(self, held: _Held) -> None:
+        if held.satellite in self.machines:
+            self._spend("wake_s")
+            self._take(held.satellite, bytes(held.batch.headers), held.batch.header_bytes, held.other)
+            self._after(held.satellite)
+
+    def _take(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd) -> None:
+        self._count(satellite, data, segment_bytes)
+        machine = self.machines[satellite]
+        machine.receive_batch(data, segment_bytes, source, self._now_s)
+        self._count_hidden(satellite, machine)
+
+    def _after(self, satellite: SatelliteId) -> None:
+        """What the machine has to say is packed, and its alarm set."""
+        machine = self.machines.get(satellite)
+        if machine is None:
+            return
+        for batch, to in machine.datagrams_to_send(self._now_s):
+            op_at = _op_at(batch.headers)
+            self._spend("batch_s")
+            self._spend("packet_s", batch.count)
+            if batch.headers[op_at + 7 : op_at + 11] == Address(*satellite).pack().to_bytes(4, "big"):
+                self._spend("packed_s")
+                if batch.headers[op_at] == Op.LINKS:
+                    self._spend("declaration_s", _declarations(len(batch.headers), op_at))
+            self._sending.append((batch, satellite, to, self._hold_s(satellite, to)))
+        self._count_hidden(satellite, machine)
+        due_s = machine.next_timer_s()
+        if due_s is None:
+            self._alarm_s.pop(satellite, None)
+        elif self._alarm_s.get(satellite) != due_s:
+            self._alarm_s[satellite] = due_s
+            heapq.heappush(self._alarms, (due_s, next(self._order), satellite))
+
+    # --- what it cost ---
+
+    def _count(self, satellite: SatelliteId, data: bytes, segment_bytes: int) -> None:
+        """What the packets of one piece are, by the first of them."""
+        packets = -(-len(data) // segment_bytes) if segment_bytes > 0 else 1
+        op_at = _op_at(data)
+        if len(data) < op_at - 1 + SKY_BYTES:
+            self._spend("control_s")
+            return
+        op = data[op_at]
+        destination = int.from_bytes(data[op_at + 3 : op_at + 7], "big")
+        if destination != Address(*satellite).pack():
+            self._spend("forward_s")
+            self._spend("packet_s", packets)
+        elif op in _CARRIERS:
+            self._spend("chunk_s" if packets == 1 else "run_chunk_s", packets)
+        elif op == Op.LINKS:
+            self._spend("links_s")
+            self._spend("declaration_s", _declarations(segment_bytes, op_at))
+        else:
+            self._spend("control_s", packets)
+
+    def _count_hidden(self, satellite: SatelliteId, machine: SatelliteMachine) -> None:
+        """What nothing that comes or goes shows."""
+        searched, planned = machine.hidden_work
+        searched_before, planned_before = self._hidden[satellite]
+        self._hidden[satellite] = searched, planned
+        self._spend("searched_s", searched - searched_before)
+        self._spend("planned_s", planned - planned_before)
+
+
+def split_evenly(satellites: Iterable[SatelliteId], hosts: int) -> tuple[tuple[SatelliteId, ...], ...]:
+    """Whole planes to each host, one after the other, as a plan of local hosts deals them."""
+    planes: dict[int, list[SatelliteId]] = {}
+    for satellite in satellites:
+        planes.setdefault(satellite.plane, []).append(satellite)
+    shares: list[list[SatelliteId]] = [[] for _ in range(hosts)]
+    for at, plane in enumerate(sorted(planes)):
+        shares[at * hosts // len(planes)] += planes[plane]
+    return tuple(tuple(share) for share in shares)
+
+
+def _op_at(packet: bytes | bytearray) -> int:
+    return header_start(memoryview(packet)) + 1
+
+
+def _declarations(packet_bytes: int, op_at: int) -> int:
+    return max(0, packet_bytes - (op_at - 1) - SKY_BYTES - _LINKS_HEAD_BYTES) // _DECLARATION_BYTES
