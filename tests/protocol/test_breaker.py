@@ -57,6 +57,15 @@ def test_probes_come_at_growing_intervals():
     assert not breaker.is_open and breaker.next_probe_s == math.inf
 
 
+def test_probes_of_a_breaker_that_opens_again_begin_anew():
+    breaker = CircuitBreaker(Counters())
+    for opened_s in (0.0, 100.0):
+        breaker.timed_out(opened_s)
+        probes = [opened_s + n / 100 for n in range(80) if breaker.probe_due(opened_s + n / 100)]
+        assert [round(at_s - opened_s, 2) for at_s in probes] == pytest.approx([0.0, 0.1, 0.3, 0.7], abs=0.011)
+        assert breaker.answered()
+
+
 @pytest.mark.parametrize("access", ["los", "gateway"])
 def test_with_the_constellation_gone_only_the_first_waits_and_it_heals(world, value_of, access):
     sky = world(access)

@@ -80,6 +80,15 @@ def test_no_single_satellite_moves_the_clock_and_a_majority_does():
     assert clock.moves(0.0) == (7, 0), "three of five"
 
 
+def test_what_a_satellite_said_half_a_minute_ago_is_no_word_of_now():
+    clock = FollowedClock(MoveClock())
+    clock.told(SatelliteId(0, 0), (5, 0), 0.0, 0.0)
+    clock.told(SatelliteId(0, 1), (5, 0), 0.0, 40.0)
+    assert clock.moves(40.0) == (0, 0)
+    clock.told(SatelliteId(0, 2), (5, 0), 0.0, 41.0)
+    assert clock.moves(41.0) == (5, 0)
+
+
 def test_flapping_between_two_counts_forgets_neither():
     clock = FollowedClock(MoveClock())
     told(clock, (5, 0), 0.0)

@@ -43,6 +43,40 @@ def test_the_bursts_of_a_read_are_its_chunks_each_once(chunks: int, servers: int
         assert Selection.unpack(KEY + burst.steps).indices() == list(burst.indices)
 
 
+def moving_read() -> ReadTransfer:
+    """One chunk, on the satellite whose slot is the count of moves."""
+    info = ValueInfo(KEY, 1, 4, 4, 0, 1, 1, (0, 0))
+    return ReadTransfer(
+        info, memoryview(bytearray(4)), lambda moves: (SatelliteId(0, moves[0]),), (0, 0), burst_chunks=1
+    )
+
+
+def asked(read: ReadTransfer) -> list[int]:
+    """The slots of those to be asked now; they have been asked then."""
+    slots = [burst.satellite.slot for burst in read.pending]
+    read.pending.clear()
+    return slots
+
+
+def test_a_chunk_that_moves_while_it_is_looked_for_is_looked_for_where_it_was_again() -> None:
+    """It may be handed over to who was asked first while the second is asked."""
+    read, nearby = moving_read(), [(5, 0), (4, 0), (6, 0)]
+    assert asked(read) == [0]
+    ways = []
+    while read.absent([0], SatelliteId(0, ways[-1] if ways else 5), nearby):
+        ways += asked(read)
+    assert ways == [4, 6, 5]
+
+
+def test_when_the_box_moves_on_the_search_begins_anew_but_not_for_ever() -> None:
+    read, moves, found = moving_read(), 0, []
+    while read.absent([0], SatelliteId(0, moves), [(moves, 0), (moves + 1, 0)]):
+        found += asked(read)
+        if found[-1] == moves:  # all places of this count of moves have been asked
+            moves += 10
+    assert 11 in found and 21 in found and moves == 40
+
+
 def test_a_read_that_takes_its_bursts_leaves_those_of_the_next_alone() -> None:
     one = read_of(40, 3, 8)
     wanted = list(one.pending)

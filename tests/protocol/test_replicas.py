@@ -12,6 +12,8 @@ from skymemory.errors import InvalidInput
 from skymemory.placement.layout import STRATEGIES
 from skymemory.placement.locate import Placement
 from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.protocol.replicas import ReplicatedRead, ReplicatedWrite
+from skymemory.protocol.transfer import ValueInfo, WriteTransfer
 from skymemory.protocol.wire import Op
 
 TORUS = Torus(5, 19)
@@ -49,6 +51,30 @@ class Host:
         out = bytearray(info.value_bytes)
         number = self.sky.host.machine.get(info, memoryview(out), self.sky.now_s, self.replicas)
         return self.sky.host.run([number])[number], bytes(out)
+
+
+def copy_at(replica: int):
+    """Server s of a copy is slot s of the plane of its number."""
+    return lambda moves: tuple(SatelliteId(replica, slot) for slot in range(3))
+
+
+def test_a_write_can_do_without_a_copy_of_a_chunk_and_not_without_both():
+    value, copies = bytes(7), [copy_at(0), copy_at(1)]
+    one = WriteTransfer.of(key_of("v"), value, 1, 3, 3, (0, 0), copies[0])
+    write = ReplicatedWrite.of_copies(one, copies, (0, 0))
+    assert write.waive([0, 3, 6]) and write.missing == 11
+    assert write.acknowledge([8]) == 1 and write.waive([1]) and not write.waive([7])
+
+
+def test_only_chunks_that_have_not_come_are_asked_of_another_copy():
+    info = ValueInfo(key_of("v"), 7, 1, 7, 0, 3, 3, (0, 0))
+    read = ReplicatedRead(info, memoryview(bytearray(7)), [copy_at(0), copy_at(1)], (0, 0), 64, hedge=1.0)
+    read.pending.clear()
+    read.arrived[3] = 1
+    assert read.ask_next([0, 3, 6], SatelliteId(0, 0))
+    assert [(burst.satellite, list(burst.indices)) for burst in read.pending] == [(SatelliteId(1, 0), [0, 6])]
+    read.pending.clear()
+    assert read.redirect([0], SatelliteId(1, 0)) and not read.redirect([6], SatelliteId(0, 0)), "both have failed"
 
 
 @pytest.mark.parametrize("access", ["los", "gateway"])

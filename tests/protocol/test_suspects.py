@@ -43,6 +43,24 @@ def test_when_things_change_all_are_asked_at_once_and_there_is_a_most():
     assert len(suspects) == MOST_SUSPECTS and HERE not in suspects
 
 
+def test_when_the_constellation_is_back_all_suspects_are_asked_at_once(world, value_of):
+    """After a minute of silence each would else be asked every four seconds only."""
+    sky = world()
+    _, info = sky.put("v", value_of(200_000))
+    for satellite in sky.torus.satellites():
+        sky.sim.kill(satellite)
+    assert not sky.get(info)[0].ok
+    sky.settle(60.0)
+    suspects = sky.host.machine._links.suspects
+    assert sky.host.machine.breaker.is_open and len(suspects) >= 5
+    for satellite in sky.torus.satellites():
+        sky.sim.revive(satellite)
+    while sky.host.machine.breaker.is_open:
+        sky.sim.step(math.inf)
+    sky.settle(0.1)
+    assert not len(suspects)
+
+
 @pytest.mark.parametrize("access", ["los", "gateway"])
 def test_with_a_plane_of_the_box_dead_only_the_first_read_waits(world, value_of, access):
     """Reads of a value on all the box, every 0.1 s for 20 s; before, every second one of them waited for 0.8 s."""

@@ -1,12 +1,119 @@
-"""Who says that a satellite cannot be reached is not that satellite."""
+"""Whose answers count, and for what: not another's, not of other chunks, not of another conversation."""
 
 from __future__ import annotations
 
-from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.motion import MoveClock
-from skymemory.protocol.wire import Op
+import math
+
+import pytest
+from tests.protocol.conftest import key_of
+
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.protocol import messages
+from skymemory.protocol.client import ClientConfig, ClientMachine
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.selection import Selection
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, Status
 from skymemory.transport.simulated import SimulatedConstellation
+
+GROUND = 7
+KEY = key_of("v")
+NOW_S = 100.0
+LATER_S = 100.01
+
+
+class Conversation:
+    """A ground host that has begun to write or read seven chunks on two satellites, or asked one something."""
+
+    def __init__(self, what: str) -> None:
+        self.machine = ClientMachine(
+            ClientConfig(GROUND, expected_rtt_s=0.008), SkyMap(Torus(5, 19), SatelliteId(2, 9)), MoveClock()
+        )
+        writing, info = self.machine.put(KEY, bytes(range(7)), 1, 3, 2, NOW_S)
+        if what != "write":
+            self.machine.cancel(writing)
+        if what == "read":
+            self.machine.get(info, memoryview(bytearray(7)), NOW_S)
+        elif what == "ask":
+            self.machine.ask(Op.PING, b"", SatelliteId(2, 9), NOW_S)
+        self.machine.datagrams_to_send(NOW_S)
+        self.requests = list(self.machine._in_flight._requests.values())
+        self.first = self.requests[0]
+
+    def hear(
+        self, op: Op, body: bytes = b"", status: Status = Status.OK, ground: int = GROUND, echo_s: float = NOW_S,
+        speaker: SatelliteId | None = None,
+    ) -> None:  # fmt: skip
+        """An answer to the first request, by the satellite that was asked unless another is named."""
+        here = speaker or self.first.satellite
+        header = SkyHeader(
+            op, Address(*here, GROUND_SHELL), Address(*here), ground, self.first.request_id, status,
+            timestamp_us=int(echo_s * 1e6) & 0xFFFFFFFF, credit=1024,
+        )  # fmt: skip
+        self.machine.receive_datagram(messages.build_packet(header, body, 0, LATER_S), LATER_S)
+
+    @property
+    def is_as_before(self) -> bool:
+        """Nothing has ended, nothing is to be sent, and all that was asked for is still awaited."""
+        its = self.machine._in_flight._requests.values()
+        return (
+            self.machine.next_event() is None
+            and not self.machine.datagrams_to_send(LATER_S)
+            and [list(request.indices) for request in its] == [list(request.indices) for request in self.requests]
+            and all(not sum(request.operation.transfer.acknowledged) for request in its if request.op is Op.SET)
+        )
+
+
+@pytest.mark.parametrize("status", [Status.OK, Status.FULL])
+@pytest.mark.parametrize("indices", [[0, 2, 4, 6], [0, 6]], ids=["plain", "with a gap"])
+def test_an_acknowledgement_of_another_key_counts_for_nothing(status, indices):
+    conversation = Conversation("write")
+    conversation.hear(Op.ACK, Selection.of(key_of("w"), indices, 2).pack(), status)
+    assert conversation.is_as_before
+    conversation.hear(Op.ACK, Selection.of(KEY, indices, 2).pack(), status)
+    assert not conversation.is_as_before
+
+
+@pytest.mark.parametrize(("key", "indices"), [(KEY, [1, 3]), (key_of("w"), [0, 2])])
+def test_a_miss_of_what_was_not_asked_for_counts_for_nothing(key, indices):
+    conversation = Conversation("read")
+    conversation.hear(Op.MISS, Selection.of(key, indices, 2).pack())
+    assert conversation.is_as_before
+    conversation.hear(Op.MISS, Selection.of(KEY, [0, 2], 2).pack())
+    assert not conversation.is_as_before
+
+
+@pytest.mark.parametrize(
+    ("what", "op", "body"),
+    [
+        ("read", Op.MISS, Selection.of(KEY, [0], 2).pack()),
+        ("write", Op.ACK, Selection.of(KEY, [0, 2, 4, 6], 2).pack()),
+        ("write", Op.ACK, Selection.of(KEY, [0, 6], 2).pack()),
+        ("ask", Op.UNREACHABLE, b""),
+    ],
+)
+def test_an_answer_to_another_ground_host_counts_for_nothing(what, op, body):
+    conversation = Conversation(what)
+    conversation.hear(op, body, ground=GROUND + 1)
+    assert conversation.is_as_before and conversation.machine.counters.get("packets_unexpected") == 1
+    conversation.hear(op, body)
+    assert not conversation.is_as_before
+
+
+def test_whoever_cannot_pass_a_packet_on_says_nothing_of_who_was_asked():
+    conversation, neighbour = Conversation("ask"), SatelliteId(2, 8)
+    conversation.hear(Op.UNREACHABLE, status=Status.NO_ROUTE, speaker=neighbour)
+    links = conversation.machine._links
+    assert links.peer(neighbour).heard_s == LATER_S and links.peer(conversation.first.satellite).heard_s == -math.inf
+    assert conversation.machine.next_event().report.failure == "unreachable"
+
+
+@pytest.mark.parametrize("echo_s", [NOW_S + 1.0, NOW_S - 100.0])
+def test_an_echo_that_cannot_be_is_no_round_trip(echo_s):
+    conversation = Conversation("ask")
+    conversation.hear(Op.PONG, messages.pack_housekeeping({}), echo_s=echo_s)
+    assert conversation.machine.next_event().ok
+    peer = conversation.machine._links.peer(conversation.first.satellite)
+    assert peer.heard_s == LATER_S and peer.round_trip.smoothed_s == 0.008
 
 
 def test_a_neighbour_with_a_wrong_clock_does_not_speak_for_all_it_cannot_reach(world):
