@@ -14,6 +14,10 @@ class InvalidInput(SkyMemoryError, ValueError):
     """An argument, option or file that cannot be used as it is."""
 
 
+class LaterFile(InvalidInput):
+    """A file that a later release wrote: it is left as it is."""
+
+
 class UnknownPreset(InvalidInput):
     """A constellation preset by a name we do not know."""
 
@@ -24,6 +28,10 @@ class ValueTooLarge(InvalidInput):
 
 class MalformedPacket(SkyMemoryError, ValueError):
     """Bytes that are not a packet of ours. Receivers count and drop; only parsers raise."""
+
+
+class LaterVersion(MalformedPacket):
+    """Bytes of ours in a version that only a later release reads: a miss, and not to be deleted or written over."""
 
 
 class CodecUnavailable(SkyMemoryError):

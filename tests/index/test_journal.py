@@ -114,12 +114,20 @@ ROW = TABLE.pack(INFOS[0])
 GROUPS = pack_groups(TABLE.groups)
 
 
+@pytest.mark.parametrize("record", [framed(1, b"", version=2), framed(0, b""), framed(9, b""), framed(255, b"x" * 70)])
+def test_intact_records_of_a_later_release_are_passed_over(record: bytes) -> None:
+    records, taken = decode_records(record + encode_record(RecordOp.REMOVE, HASHES))
+    assert [one.op for one in records] == [RecordOp.UNKNOWN, RecordOp.REMOVE] and taken > len(record)
+    index, standing = RadixIndex(), Standing(complete=True)
+    for one in records:
+        index.apply(one)
+        standing.apply(one)
+    assert len(index) == 0 and not standing.complete and standing.unknown_records == 1
+
+
 @pytest.mark.parametrize(
     "record",
     [
-        framed(1, b"", version=2),
-        framed(0, b""),
-        framed(9, b""),
         framed(1, b"short"),
         framed(1, add_body(0, 1, 1, bytes(32), GROUPS + HASHES[0] + ROW[:-1])),
         framed(1, add_body(0, 2, 1, bytes(32), GROUPS + HASHES[0] + ROW)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import tempfile
@@ -186,3 +187,21 @@ def test_blocks_of_another_kind_are_another_kind(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_said(table: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says.replace("(", r"\(")):
         Knowledge(settings_from(table), Fleet())
+
+
+def test_a_file_that_a_later_release_wrote_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    path.write_bytes(b"SKYPREFX\2\0\0\0" + b"whatever a later release makes of it")
+    before = path.read_bytes()
+
+    async def live() -> list[str]:
+        known = Knowledge(settings_from({"strategy": "approximate", "state": str(path)}), Fleet())
+        await known.start()
+        await known._save()
+        troubles = known.troubles()
+        await known.close()
+        return troubles
+
+    (trouble,) = asyncio.run(live())
+    assert "version 2" in trouble and "stays as it is" in trouble
+    assert path.read_bytes() == before

@@ -15,7 +15,7 @@ from typing import Any
 
 from skymemory.cache.habit import KEPT_DAYS, Habit
 from skymemory.cache.predictor import Predictor
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, LaterFile
 from skymemory.files import open_file
 
 FORMAT_VERSION = 1
@@ -54,7 +54,8 @@ def load_habits(predictor: Predictor, path: Path) -> None:
     """Give a fresh predictor what the file knows.
 
     Raises:
-        InvalidInput: the file cannot be read, is no habits file, or was learned in another time zone.
+        InvalidInput: the file cannot be read, is no habits file, or was learned in another time zone; LaterFile if a
+            later release wrote it.
     """
     zone, habits = read_habits(path)
     if zone != predictor.zone:
@@ -74,6 +75,8 @@ def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
     except (ValueError, RecursionError):
         found = None
     match found:
+        case {"version": int(version)} if version > FORMAT_VERSION:
+            raise LaterFile(f"{path}: a habits file of version {version}, which a later release wrote")
         case {"version": 1, "zone": None | str() as zone, "habits": list(entries)}:
             return zone, [_habit(entry, f"{path}, habit {number}") for number, entry in enumerate(entries, start=1)]
     raise InvalidInput(f"{path}: not a habits file of version {FORMAT_VERSION}, or damaged")

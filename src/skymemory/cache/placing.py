@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from skymemory.cache.blocks import BlockSink
 from skymemory.cache.value import ForeignBlock, open_block
-from skymemory.errors import CodecUnavailable, MalformedPacket
+from skymemory.errors import CodecUnavailable, LaterVersion, MalformedPacket
 from skymemory.kv.block import BlockHash
 from skymemory.kv.codec.base import Codec
 from skymemory.kv.codec.raw import RAW
 from skymemory.kv.layout import KVLayout
+from skymemory.kv.value import LATER_VERSION
 
 WRONG = ("corrupt", "foreign")
 """The reasons that say that the bytes are wrong, and not that this reader cannot read them."""
@@ -40,6 +41,8 @@ def place_block(
         return "codec not installed"
     except ForeignBlock:
         return "foreign"
+    except LaterVersion:
+        return LATER_VERSION
     except MalformedPacket:
         return "corrupt"
     return ""

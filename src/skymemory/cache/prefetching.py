@@ -13,7 +13,7 @@ from pathlib import Path
 from skymemory.cache.habits_file import load_habits, save_habits
 from skymemory.cache.manager import TIER_FAILURES
 from skymemory.cache.predictor import Expectation, Predictor
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, LaterFile
 from skymemory.metrics import Counters
 from skymemory.store.base import Prefetching, Store, bring_near
 
@@ -41,7 +41,7 @@ class PrefetchScheduler:
     With ``habits_file`` what was learned outlives the process: it is read now, and written by ``tick`` a minute after
     something was seen and when ``running`` ends (or by ``save``). One process at a time: the last to write wins. A file
     that cannot be used is set aside as ``<name>.bad``, with a warning, and learning begins anew: forecasts are no
-    reason not to serve.
+    reason not to serve. One that a later release wrote stays where it is, and nothing is written then.
     """
 
     def __init__(
@@ -65,6 +65,10 @@ class PrefetchScheduler:
     def _load(self, path: Path) -> None:
         try:
             load_habits(self._predictor, path)
+        except LaterFile as error:
+            self.counters.add("habits_files_later_version_total")
+            self._habits_file = None
+            _log.warning("%s; it stays as it is: habits are learned anew, and not kept", error)
         except InvalidInput as error:
             self.counters.add("habits_files_refused_total")
             aside = path.with_name(path.name + ".bad")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 
 from skymemory import native
-from skymemory.errors import MalformedPacket
+from skymemory.errors import LaterVersion, MalformedPacket
 from skymemory.kv.block import BlockHash
 from skymemory.kv.codec.base import Codec
 from skymemory.kv.layout import KVLayout
@@ -35,9 +35,13 @@ def block_header(block_hash: BlockHash, layout: KVLayout, codec: Codec, payload:
 
 
 def is_sound_block(block_hash: BlockHash, value: memoryview) -> bool:
-    """Whether these bytes are a stored block of this hash, undamaged; of whichever layout."""
+    """Whether these bytes are a stored block of this hash, undamaged; of whichever layout. What a later release wrote
+    passes: it is not for us to judge, and is kept and moved as it is.
+    """
     try:
         header, payload = unpack_value(value)
+    except LaterVersion:
+        return True
     except MalformedPacket:
         return False
     return header.name == block_name(block_hash, native.crc32(payload))
@@ -46,7 +50,8 @@ def is_sound_block(block_hash: BlockHash, value: memoryview) -> bool:
 def open_block(value: memoryview, block_hash: BlockHash, layout: KVLayout) -> tuple[int, memoryview]:
     """Codec id and payload of a stored block, after every check.
 
-    Raises MalformedPacket for damaged bytes, and its subclass ForeignBlock for another block or layout.
+    Raises MalformedPacket for damaged bytes, and its subclasses ForeignBlock for another block or layout, LaterVersion
+    for what a later release wrote.
     """
     header, payload = unpack_value(value)
     if header.layout != layout:

@@ -11,6 +11,9 @@ One record, little-endian::
     BORN            nothing
     LOST            nothing
     PROBED          keys asked for 4 | values adopted 4
+
+The frame of 12 bytes stays in all versions. A record of a later version, or of an operation that is not known, is
+passed over: it may have added blocks, so that what the journal does not name may be there.
 """
 
 from __future__ import annotations
@@ -44,8 +47,13 @@ class RecordOp(enum.IntEnum):
     """The constellation is empty as this is written: what the journal does not say is not there."""
     LOST = 6
     """Records before this one are lost: what the journal does not say may be there all the same."""
+    UNKNOWN = 0
+    """Never written: what a record is read as that only a later release understands."""
     PROBED = 7
     """The satellites were asked, and values found that the journal did not know."""
+
+
+_KNOWN = frozenset(RecordOp) - {RecordOp.UNKNOWN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,7 @@ def decode_records(data: Buffer) -> tuple[list[Record], int]:
     """The records in ``data`` up to the first that is incomplete or damaged, and the bytes they take.
 
     A log's tail may be torn by a crash: what follows the count returned is to be cut off before appending
-    again. An intact record of another version, or one that contradicts itself, is :class:`MalformedPacket`.
+    again. An intact record of a later release is UNKNOWN, one that contradicts itself :class:`MalformedPacket`.
     """
     view = memoryview(data).cast("B")
     records: list[Record] = []
@@ -107,9 +115,8 @@ def decode_records(data: Buffer) -> tuple[list[Record], int]:
         body = view[at + _FRAME.size : end]
         if native.crc32(body, native.crc32(blank)) != crc:
             break
-        if version != JOURNAL_VERSION:
-            raise MalformedPacket(f"index journal of version {version}, this release reads version {JOURNAL_VERSION}")
-        records.append(_decode_body(op, body))
+        known = version == JOURNAL_VERSION and op in _KNOWN
+        records.append(_decode_body(op, body) if known else Record(RecordOp.UNKNOWN))
         at = end
     return records, at
 

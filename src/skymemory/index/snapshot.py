@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 
 from skymemory import native
-from skymemory.errors import MalformedPacket
+from skymemory.errors import LaterVersion, MalformedPacket
 from skymemory.index.block_info import ROW_BYTES, InfoTable, pack_groups, unpack_groups
 from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
 from skymemory.kv.chunk import Buffer
@@ -59,6 +59,8 @@ def unpack_snapshot(data: Buffer) -> Snapshot:
     magic, version, group_count, run_count, blocks, crc, zero = _HEAD.unpack_from(view)
     if magic != _MAGIC:
         raise MalformedPacket(f"not an index snapshot: it begins with {bytes(magic).hex()}")
+    if version > SNAPSHOT_VERSION:
+        raise LaterVersion(f"index snapshot of version {version}, this release reads version {SNAPSHOT_VERSION}")
     if version != SNAPSHOT_VERSION:
         raise MalformedPacket(f"index snapshot of version {version}, this release reads version {SNAPSHOT_VERSION}")
     blank = _HEAD.pack(magic, version, group_count, run_count, blocks, 0, zero)

@@ -13,12 +13,14 @@ class Standing:
     somebody whose records are elsewhere may have stored more.
     """
 
-    __slots__ = ("complete", "keys_probed", "values_adopted")
+    __slots__ = ("complete", "keys_probed", "unknown_records", "values_adopted")
 
     def __init__(self, complete: bool = False) -> None:
         self.complete = complete
         self.keys_probed = 0
         self.values_adopted = 0
+        self.unknown_records = 0
+        """Records of a later release: what they say of blocks is not known here."""
 
     def apply(self, record: Record) -> None:
         """What a record says of its journal; those about blocks say nothing."""
@@ -26,6 +28,9 @@ class Standing:
             self.complete = True
         elif record.op is RecordOp.LOST:
             self.complete = False
+        elif record.op is RecordOp.UNKNOWN:
+            self.complete = False
+            self.unknown_records += 1
         elif record.op is RecordOp.PROBED:
             self.keys_probed += record.probed[0]
             self.values_adopted += record.probed[1]

@@ -6,6 +6,9 @@ Layout, little-endian, 64 bytes, then the name, then the payload::
     8  raw_bytes 8      16   payload_bytes 8
     24 layers 4         28   kv_heads 4    32  head_dim 4   36  block_tokens 4     (all zero: not a KV block)
     40 name_bytes 2     42   zero 18       60  CRC-32 of the header with this field zero, and of the name
+
+A later version keeps the magic and the version's place; all else is its own. A writer writes the oldest version that
+suffices. What has a later version, a dtype that is not known or a reserved byte that is not zero is ``LaterVersion``.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import struct
 from dataclasses import dataclass
 
 from skymemory import native
-from skymemory.errors import InvalidInput, MalformedPacket, ValueTooLarge
+from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueTooLarge
 from skymemory.kv.chunk import Buffer
 from skymemory.kv.layout import KVLayout
 
@@ -23,6 +26,8 @@ HEADER_VERSION = 1
 MAX_NAME_BYTES = 4096
 MAX_RAW_BYTES = 16 * 2**30
 """No value decodes to more than this; checked before anything is allocated."""
+LATER_VERSION = "later version"
+"""The reason of a miss where a value is there that only a later release reads. It stays."""
 BYTES_DTYPE = "bytes"
 """dtype of a value of the general key-value store: any bytes, no layout."""
 
@@ -93,8 +98,8 @@ class ValueHeader:
 def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
     """Header and payload (a view, not a copy) of a stored value.
 
-    Raises :class:`MalformedPacket` for anything else: truncated, foreign, of another version,
-    inconsistent or damaged.
+    Raises :class:`MalformedPacket` for anything else: truncated, foreign, inconsistent or damaged; its subclass
+    :class:`LaterVersion` for what a later release wrote.
     The payload's own integrity is the chunks' and the value's checksums, not this header's.
     """
     view = memoryview(value).cast("B")
@@ -117,6 +122,8 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
     magic, version, codec_id, dtype_id, raw_bytes, payload_bytes, *numbers, name_bytes, crc = _HEADER.unpack_from(view)
     if magic != _MAGIC:
         raise MalformedPacket(f"not a stored value: it begins with {bytes(magic).hex()}, expected {_MAGIC.hex()}")
+    if version > HEADER_VERSION:
+        raise LaterVersion(f"stored value of version {version}, this release reads version {HEADER_VERSION}")
     if version != HEADER_VERSION:
         raise MalformedPacket(f"stored value of version {version}, this release reads version {HEADER_VERSION}")
     if name_bytes > MAX_NAME_BYTES or HEADER_BYTES + name_bytes > len(view):
@@ -126,7 +133,7 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
     if native.crc32(front) != crc:
         raise MalformedPacket("the header of a stored value is damaged: its checksum differs")
     if dtype_id >= len(_DTYPES) or front[7] or any(front[42:_CRC_AT]):
-        raise MalformedPacket("the header of a stored value uses a dtype or reserved bytes unknown to this release")
+        raise LaterVersion("the header of a stored value uses a dtype or reserved bytes unknown to this release")
     try:
         layout = KVLayout(numbers[0], numbers[1], numbers[2], numbers[3], _DTYPES[dtype_id]) if dtype_id else None
         if layout is None and any(numbers):

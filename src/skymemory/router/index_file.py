@@ -77,4 +77,4 @@ def load_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapp
     try:
         return restore(index, unpack_snapshot(data), kind, slots)
     except InvalidInput as error:
-        raise InvalidInput(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {error}") from None

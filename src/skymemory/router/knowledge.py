@@ -22,7 +22,7 @@ from skymemory.conductor.prefix_index.shared import SharedPrefixIndex
 from skymemory.conductor.prefix_index.snapshot import Held, Snapshot
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import DEFAULT, NAMES, named, options_of
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, LaterFile
 from skymemory.files import MAX_TOKENIZER_BYTES, read_bounded
 from skymemory.keys import KeyRing
 from skymemory.router.cost_file import read_cost
@@ -61,6 +61,8 @@ class Knowledge:
         if isinstance(self._index, SharedPrefixIndex):
             self._replicas = self._replicas_of(self._index)
         self._saving: asyncio.Task[None] | None = None
+        self._keeps = settings.state is not None
+        """Whether the file is ours to write: one of a later release stays as it is."""
         self.unsaved = ""
         """Why the file could not be written the last time."""
 
@@ -70,6 +72,10 @@ class Knowledge:
             try:
                 blocks = load_index(self._settings.state, self._index, self._kind, self._slots())
                 log.info("%d blocks known from %s", blocks, self._settings.state)
+            except LaterFile as error:
+                self.unsaved = f"what is learnt is not kept: {error}, and the file stays as it is"
+                self._keeps = False
+                log.warning("beginning with nothing: %s", self.unsaved)
             except InvalidInput as error:
                 log.warning("beginning with nothing: %s", error)
             self._saving = asyncio.create_task(self._save_for_ever())
@@ -103,7 +109,7 @@ class Knowledge:
     async def _save(self) -> int:
         """Bytes written; 0: there is no file, or it cannot be written. Requests get their turn meanwhile."""
         index, path = self._index, self._settings.state
-        if path is None or not isinstance(index, ApproximatePrefixIndex):
+        if path is None or not self._keeps or not isinstance(index, ApproximatePrefixIndex):
             return 0
         held = {}
         for name, slot in self._slots().items():

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from skymemory.errors import MalformedPacket
+from skymemory.errors import LaterVersion, MalformedPacket
 from skymemory.kv.block import key_hash
 from skymemory.kv.codec.raw import RAW
-from skymemory.kv.value import ValueHeader, unpack_value
+from skymemory.kv.value import LATER_VERSION, ValueHeader, unpack_value
 from skymemory.store.base import Buffer, Store
 from skymemory.store.sealed import is_sealed
 
@@ -66,6 +66,8 @@ def get_named(store: Store, name: str) -> NamedOutcome:
         return NamedOutcome(False, None, seconds, retransmitted, SEALED)
     try:
         header, payload = unpack_value(value)
+    except LaterVersion:
+        return NamedOutcome(False, None, seconds, retransmitted, LATER_VERSION)
     except MalformedPacket as error:
         return NamedOutcome(False, None, seconds, retransmitted, f"corrupt: {error}")
     if header.name != name:

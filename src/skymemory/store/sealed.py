@@ -2,7 +2,8 @@
 
 A sealed value is ``magic "SKYE" 4 | version 1 | zero 1 | key id 2 | nonce 12 | ciphertext | tag 16``, big-endian. The
 20 bytes in front and the 32-byte key it is stored under are authenticated with it: a value moved to another key is not
-opened. It is sealed whole, before it is cut into chunks, so no satellite and no link ever sees what is in it.
+opened. A later version keeps the magic and the version's place. It is sealed whole, before it is cut into chunks, so no
+satellite and no link ever sees what is in it.
 
 The nonce is 96 random bits for each value, also when the same key is stored again. One key seals at most 2^32 values
 (NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB: rotate it before.
@@ -18,6 +19,7 @@ from typing import Any
 
 from skymemory.errors import InvalidInput, MissingExtra
 from skymemory.keys import KeyRing
+from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import Counters
 from skymemory.store.base import (
     Buffer,
@@ -135,24 +137,26 @@ class SealedStore(TwoPhase):
                 at += len(out)
                 if size_bytes >= 0 and self._open(key, value, out):
                     opened[key] = out.toreadonly()
+            later = {key for key, value in values.items() if is_sealed(value) and bytes(value[4:5]) > bytes([_VERSION])}
         finally:
             self._store.release(below)
         ticket.state = room
-        rejected = len(values) - len(opened)
+        rejected = dict.fromkeys(values.keys() - opened.keys(), NOT_AUTHENTIC) | dict.fromkeys(later, LATER_VERSION)
         self._counters.add("values_opened", len(opened))
-        self._counters.add("values_not_authentic", rejected)
-        ticket.report = self._report(below.report, opened, values.keys() - opened.keys(), ticket.keys)
+        self._counters.add("values_not_authentic", len(rejected) - len(later))
+        self._counters.add("values_later_version", len(later))
+        ticket.report = self._report(below.report, opened, rejected, ticket.keys)
         return [opened.get(key) for key in ticket.keys]
 
     @staticmethod
     def _report(
-        report: LoadReport | None, opened: dict[bytes, memoryview], rejected: set[bytes], keys: tuple[bytes, ...]
+        report: LoadReport | None, opened: dict[bytes, memoryview], rejected: dict[bytes, str], keys: tuple[bytes, ...]
     ) -> LoadReport | None:
         """That of the tier below, in bytes of the values themselves."""
         if report is None:
             return None
         told = (
-            KeyReport(seconds=told.seconds, retransmitted=told.retransmitted, reason=NOT_AUTHENTIC)
+            KeyReport(seconds=told.seconds, retransmitted=told.retransmitted, reason=rejected[key])
             if key in rejected
             else replace(told, size_bytes=len(opened[key]))
             if key in opened

@@ -61,6 +61,11 @@ class SharedIndex:
         """``standing.complete`` as of the last look at the journal."""
         return self._standing.complete
 
+    @property
+    def unknown_records(self) -> int:
+        """Records of a later release in the journal, as of the last look at it. They stay there, unread."""
+        return self._standing.unknown_records
+
     def note_probed(self, keys_probed: int, values_adopted: int) -> None:
         """Write down what probing has brought."""
         self._write(lambda: self._noted(Record(RecordOp.PROBED, probed=(keys_probed, values_adopted))))

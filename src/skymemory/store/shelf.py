@@ -39,6 +39,8 @@ class Shelf:
         self.used_bytes = 0
         self.entries: dict[bytes, Entry] = {}
         self.chains = Chains(self._may_go)
+        self.kept: set[bytes] = set()
+        """Keys whose values a later release wrote: not read, not replaced, and they take their room."""
         self._places: dict[bytes, Place] = {}
         """What writers said of what is here."""
         self._policy = policy_named(policy, self._depth)
@@ -78,6 +80,11 @@ class Shelf:
         self._policy.noted(key)
         if old is None:
             self.chains.came(key)
+
+    def keep(self, key: bytes, size_bytes: int) -> None:
+        """A value is here that is not for us: it is neither given nor replaced, and never goes."""
+        self.kept.add(key)
+        self.used_bytes += size_bytes
 
     def remove(self, key: bytes) -> bool:
         return self._remove(key, evicted=False)
@@ -216,7 +223,7 @@ class Shelf:
         given: list[bool] = []
         gone: list[bytes] = []
         for key, value in ticket.items:
-            victims = self._room_behind(self.chains.before(key), size_of(value))
+            victims = None if key in self.kept else self._room_behind(self.chains.before(key), size_of(value))
             given.append(victims is not None)
             if victims is not None:
                 gone += victims

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from skymemory import native
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, LaterFile
 
 SNAPSHOT_VERSION = 1
 _MAGIC = b"SKYPREFX"
@@ -95,11 +95,13 @@ def pack_snapshot(snapshot: Snapshot) -> bytes:
 def unpack_snapshot(data: bytes) -> Snapshot:
     """
     Raises:
-        InvalidInput: not a snapshot, one of another version, or one that is cut off or damaged.
+        InvalidInput: not a snapshot, or one that is cut off or damaged; LaterFile for one of a later version.
     """
     if len(data) < _HEAD.size or data[:8] != _MAGIC:
         raise InvalidInput(f"not a snapshot of a prefix index: it begins with {data[:8].hex() or 'nothing'}")
     _, version, servers, crc, zero = _HEAD.unpack_from(data)
+    if version > SNAPSHOT_VERSION:
+        raise LaterFile(f"a snapshot of version {version}: this release reads version {SNAPSHOT_VERSION}")
     if version != SNAPSHOT_VERSION:
         raise InvalidInput(f"a snapshot of version {version}: this release reads version {SNAPSHOT_VERSION}")
     if zero or _crc(servers, data[_HEAD.size :]) != crc:

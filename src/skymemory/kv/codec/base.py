@@ -37,8 +37,9 @@ class Codec(Protocol):
     def decode(self, payload: Buffer, layout: KVLayout, out: memoryview) -> None:
         """Writes the block into ``out`` (writable, ``layout.block_bytes`` bytes).
 
-        Raises :class:`MalformedPacket` for a payload that is not one of this codec and layout; ``out`` is
-        then undefined and the caller counts a miss.
+        Raises :class:`MalformedPacket` for a payload that is not one of this codec and layout (its subclass
+        :class:`LaterVersion` for one that a later release wrote); ``out`` is then undefined and the caller counts a
+        miss. A codec whose payloads say no version keeps them as they are: another form is another ``codec_id``.
         """
         ...
 

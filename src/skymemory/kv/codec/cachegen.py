@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skymemory import native
-from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
 from skymemory.kv.chunk import Buffer
 from skymemory.kv.codec.entropy import constriction
 from skymemory.kv.codec.grid import MAX_PULL, PULL_LIMIT, Snapped, pack, packed_bytes, snap, unpack, unsnap
@@ -110,6 +110,8 @@ def _sections(view: memoryview, layout: KVLayout) -> list[memoryview]:
     if len(view) < begin:
         raise MalformedPacket(f"a cachegen payload of {len(view)} bytes, its table alone ends at {begin}")
     magic, version = bytes(view[:4]), view[4]
+    if magic == _MAGIC and version > _VERSION:
+        raise LaterVersion(f"a cachegen payload of version {version}, this release reads version {_VERSION}")
     if magic != _MAGIC or version != _VERSION:
         raise MalformedPacket(f"not a cachegen payload of version {_VERSION}: it begins with {bytes(view[:5]).hex()}")
     # Whatever the header says must be what this layout would have it say.

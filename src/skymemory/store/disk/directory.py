@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, LaterFile, LaterVersion
 from skymemory.store.disk.value_file import PART, PLAIN, file_name, key_of, stored_bytes
 
 _FORMAT = "skymemory disk store 1\n"
@@ -30,6 +30,8 @@ class FoundValue:
     key: bytes
     size_bytes: int
     used_ns: int
+    later: bool = False
+    """A later release wrote it; ``size_bytes`` is then that of its file."""
 
 
 class StoreDirectory:
@@ -89,6 +91,11 @@ class StoreDirectory:
         fd = _open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             found = os.pread(fd, 2 * len(_FORMAT), 0).decode(errors="replace")
+            if found.startswith(_FORMAT[:-2]) and found[len(_FORMAT) - 2 :].strip() > _FORMAT[-2]:
+                raise LaterFile(
+                    f"{path} says {found.strip()[:40]!r}, written by a later release, expected {_FORMAT.strip()!r}: "
+                    "use that release, or another directory"
+                )
             if found and found != _FORMAT:
                 raise InvalidInput(
                     f"{path} says {found.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory"
@@ -99,7 +106,9 @@ class StoreDirectory:
             os.close(fd)
 
     def scan(self) -> Iterator[FoundValue]:
-        """What is there, in no order. Parts and torn files are removed, names that are not ours left alone."""
+        """What is there, in no order. Parts and torn files are removed, names that are not ours left alone, and so is
+        what a later release wrote.
+        """
         with os.scandir(self.values) as entries:
             for entry in entries:
                 path = self.values / entry.name
@@ -113,6 +122,10 @@ class StoreDirectory:
                     if size_bytes is not None:
                         yield FoundValue(key, size_bytes, entry.stat().st_mtime_ns)
                         continue
+                except LaterVersion:
+                    status = entry.stat()
+                    yield FoundValue(key, status.st_size, status.st_mtime_ns, later=True)
+                    continue
                 except OSError:
                     pass  # what cannot be opened cannot be read either
                 self.torn += 1

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from skymemory.errors import LaterVersion
+from skymemory.kv.value import LATER_VERSION
 from skymemory.store.disk.value_file import read_value, stored_bytes
 
 _FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
@@ -26,6 +28,7 @@ class Reading:
 
 
 ABSENT = Reading(None, reason="absent")
+LATER = Reading(None, reason=LATER_VERSION)
 
 
 def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
@@ -49,5 +52,5 @@ def whole_value(path: str, key: bytes) -> bytes | None:
             return None
         value = bytearray(size_bytes)
         return bytes(value) if read_value(path, key, memoryview(value)) else None
-    except OSError:
+    except (OSError, LaterVersion):
         return None

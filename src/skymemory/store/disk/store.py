@@ -29,7 +29,7 @@ from skymemory.store.base import (
 )
 from skymemory.store.disk.directory import StoreDirectory
 from skymemory.store.disk.parts import Parts, name_of
-from skymemory.store.disk.reading import ABSENT, Reading, read_file, whole_value
+from skymemory.store.disk.reading import ABSENT, LATER, Reading, read_file, whole_value
 from skymemory.store.policies import DEFAULT_POLICY
 from skymemory.store.rooms import Rooms, aligned_bytes
 from skymemory.store.shelf import Entry, Shelf
@@ -87,6 +87,9 @@ class DiskStore(ShelfStore):
         """The index out of the directory; what is over the budget goes, least recently used first."""
         found = sorted(self._directory.scan(), key=lambda value: value.used_ns)
         for value in found:
+            if value.later:
+                self._shelf.keep(value.key, value.size_bytes)
+                continue
             self._shelf.put(value.key, value.size_bytes)
             self._used_ns = max(self._used_ns, value.used_ns)
         self._counters.add("torn", self._directory.torn)
@@ -112,7 +115,7 @@ class DiskStore(ShelfStore):
             self._stamp(self._shelf.use(list(dict.fromkeys(ticket.keys))))
             if total_bytes >= _LEARN_FROM_BYTES and seconds > 0:
                 self._bytes_per_s += (total_bytes / seconds - self._bytes_per_s) / 4
-            got = [reads.get(key, ABSENT) for key in ticket.keys]
+            got = [reads.get(key, LATER if key in self._shelf.kept else ABSENT) for key in ticket.keys]
             self._counters.add("hits", sum(read.view is not None for read in got))
             self._counters.add("misses", sum(read.view is None for read in got))
         ticket.report = LoadReport(tuple(self._key_report(read) for read in got), seconds)
@@ -229,6 +232,7 @@ class DiskStore(ShelfStore):
             return {
                 **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
                 **self._account(),
+                "later_version": len(self._shelf.kept),
             }
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+from skymemory.errors import LaterVersion
 from skymemory.native import crc32
 from skymemory.store.base import KEY_BYTES
 
@@ -19,6 +20,7 @@ _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ8xII")
 
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"SKYVAL\x00\x01"
+"""The last byte is the version. A later one keeps the seven before it; all else is its own."""
 PART = ".part"
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """How files in the store's directory are opened: no link is followed, no pipe waited for."""
@@ -93,10 +95,16 @@ def read_value(path: str, key: bytes, out: memoryview) -> bool:
 
 
 def stored_bytes(path: Path, key: bytes) -> int | None:
-    """Size of the value in the file by header and length of the file, without reading it; None if they are at odds."""
+    """Size of the value in the file by header and length of the file, without reading it; None if they are at odds.
+
+    Raises:
+        LaterVersion: a later release wrote it.
+    """
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         header = os.pread(fd, HEADER_BYTES, 0)
+        if header[:7] == _MAGIC[:7] and header[7:8] > _MAGIC[7:]:
+            raise LaterVersion(f"{path} is of version {header[7]}, this release reads version {_MAGIC[7]}")
         found = _open_header(header) if len(header) == HEADER_BYTES else None
         if found is None or found[0] != key or os.fstat(fd).st_size != HEADER_BYTES + found[1]:
             return None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
 from skymemory.native import crc32
 from skymemory.store.base import (
@@ -33,6 +34,7 @@ from skymemory.units import format_size
 
 NAMESPACE = b"skymemory:"
 _MARK = b"SKV1"
+"""The last byte is the version, a digit."""
 _TRAILER_BYTES = 8
 _LARGEST_BYTES = (512 << 20) - _TRAILER_BYTES
 """A string in Redis ends at 512 MiB (``proto-max-bulk-len``)."""
@@ -220,5 +222,6 @@ def _open(key: bytes, reply: object) -> memoryview | str:
     whole = memoryview(reply)
     value, trailer = whole[:-_TRAILER_BYTES], whole[-_TRAILER_BYTES:]
     if len(whole) < _TRAILER_BYTES or trailer != _trailer(key, value):
-        return "corrupt"
+        later = trailer[:3] == _MARK[:3] and _MARK[3] < trailer[3] <= ord("9")
+        return LATER_VERSION if later else "corrupt"
     return value
