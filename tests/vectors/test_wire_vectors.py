@@ -198,7 +198,7 @@ def test_a_set_derived_by_hand():
         + "00000022"  # of a value of 34 bytes
         + format(bitwise_crc32(VALUE), "08x")
         + "000a0002"  # 10 servers, server 2 (1-based)
-        + "03000000"  # rotation_hop, flags, spare
+        + "03000000"  # rotation_hop, replica, spare
         + "fffffffe00000001"  # set at -2 slot moves, 1 plane move
     )
     covered = bytearray.fromhex(primary + secondary + sky + reference)
