@@ -9,8 +9,8 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -147,24 +147,100 @@ def test_nobody_there_is_a_miss_at_once() -> None:
         store.close()
 
 
-@pytest.mark.parametrize("banner", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$-7\r\n", b"*2\r\n"])
-def test_who_does_not_speak_redis_is_a_miss(banner: bytes) -> None:
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a server that does ``answer`` with every connection until that fails."""
     pytest.importorskip("redis")
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def answer() -> None:
+        def serve(connection: socket.socket) -> None:
+            with suppress(OSError), connection:
+                while connection.recv(1 << 16):
+                    answer(connection)
+
+        def accept() -> None:
             with suppress(OSError):
                 while True:
-                    connection, _ = server.accept()
-                    connection.recv(1024)
-                    connection.sendall(banner)
-                    connection.close()
+                    threading.Thread(target=serve, args=server.accept()[:1], daemon=True).start()
 
-        threading.Thread(target=answer, daemon=True).start()
-        store = RedisStore(f"redis://127.0.0.1:{server.getsockname()[1]}/0", timeout_s=1.0)
-        assert store.get_many([key(1)]) == [None] and store.put_many([(key(1), b"x")]) == [False]
-        assert store.lookup([key(1)]) == [Presence.MISS]
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}/0"
+
+
+STRANGE = (
+    b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$-7\r\n", b"*2\r\n", b"+OK\r\n", b":5\r\n", b"$-1\r\n", b"_\r\n", b"#t\r\n",
+    b",abc\r\n", b"*1\r\n$2\r\nhi\r\n", b"%1\r\n*1\r\n+a\r\n:9\r\n", b"%1\r\n%0\r\n+b\r\n", b"|1\r\n+a\r\n+b\r\n+OK\r\n",
+    b"$99999999999999999999\r\n", b"+\xff\xfe\r\n", b"\r\n", b"-NOAUTH x\r\n", b"!5\r\nERR a\r\n",
+)  # fmt: skip
+"""Answers to a greeting. Some pass for one, and then for a stored value."""
+
+
+@pytest.mark.parametrize("banner", STRANGE)
+@pytest.mark.parametrize("who", ["", ":word@", "user:word@"])
+def test_who_does_not_speak_redis_is_a_miss(banner: bytes, who: str) -> None:
+    with answering(lambda connection: connection.sendall(banner)) as address:
+        store = RedisStore(f"redis://{who}{address}", timeout_s=0.1)
+        assert store.get_many([key(1)]) == [None] and store.lookup([key(1)]) == [Presence.MISS]
+        assert store.put_many([(key(1), b"x")]) == [banner == b"+OK\r\n" and who != ""]
+        assert store.delete([key(1)]) in ([None], [False])
         store.close()
+
+
+def test_a_greeting_that_is_no_map_is_counted() -> None:
+    with answering(lambda connection: connection.sendall(b"+OK\r\n")) as address:
+        store = RedisStore(f"redis://{address}")
+        assert store.get_many([key(1)]) == [None] and store.stats()["strange_replies_total"] == 1
+        store.close()
+
+
+@pytest.mark.parametrize("greeted", [True, False])
+def test_a_server_that_answers_byte_by_byte_costs_one_timeout(greeted: bool) -> None:
+    """Each byte comes well before the next is given up, the answer never."""
+    asked: list[float] = []
+
+    def answer(connection: socket.socket) -> None:
+        asked.append(time.monotonic())
+        if greeted and len(asked) < 3:  # HELLO, then SETINFO twice
+            connection.sendall(b"%1\r\n+proto\r\n:3\r\n" if len(asked) == 1 else b"+OK\r\n+OK\r\n")
+            return
+        connection.sendall(b"$1000\r\n")
+        for _ in range(60):
+            time.sleep(0.05)
+            connection.sendall(b"x")
+
+    with answering(answer) as address:
+        store = RedisStore(f"redis://{address}", timeout_s=0.3)
+        started_s = time.monotonic()
+        assert store.get_many([key(1)]) == [None]
+        assert time.monotonic() - started_s < 1.5, "not the 3 seconds that the bytes take"
+        store.close()
+
+
+def test_a_server_that_is_slow_and_not_broken_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes take longer than the timeout, at more than the least rate."""
+    monkeypatch.setattr(link, "LEAST_BYTES_PER_S", 1e5)
+    patience = link.Patience()
+    here, there = socket.socketpair()
+    with here, there:
+        slow = link._Patient(here, patience)
+        patience.begin(0.2)
+
+        def send() -> None:
+            for _ in range(10):
+                there.sendall(bytes(10_000))
+                time.sleep(0.05)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        started_s = time.monotonic()
+        got = 0
+        while got < 100_000:
+            got += len(slow.recv(1 << 16))
+        assert time.monotonic() - started_s > 0.3
+        sender.join()
+        with pytest.raises(TimeoutError):
+            patience.begin(0.0)
+            slow.recv(1)
 
 
 def test_whoever_is_interrupted_leaves_no_reply_to_the_next(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.kv.value import LATER_VERSION
-from skymemory.metrics import SharedCounters
 from skymemory.native import crc32
 from skymemory.store.base import (
     LEASE_S,
@@ -47,7 +46,7 @@ _LEARN_FROM_BYTES = 1 << 20
 class RedisStore(TwoPhase):
     """Values in the server at ``url`` (``redis://host:6379/0``), shared by whoever uses it.
 
-    No call waits longer than ``timeout_s`` for the next answer. Nothing can be pinned or leased: the server evicts.
+    No call takes longer than ``timeout_s`` and the time of its bytes at ``link.LEAST_BYTES_PER_S``. Nothing can be pinned or leased: the server evicts.
     ``clock`` gives seconds, compared only with itself.
 
     Raises:
@@ -68,7 +67,7 @@ class RedisStore(TwoPhase):
         self._clock = clock
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
-        self._counters = SharedCounters()
+        self._counters = self._link.counters
         self._bytes_per_s = 1e9
         self._closed = False
 
@@ -176,7 +175,7 @@ class RedisStore(TwoPhase):
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         replies = self._ask_each(b"DEL", self._check(keys))
-        return [reply == 1 if isinstance(reply, int) else None for reply in replies]
+        return [reply == 1 if type(reply) is int else None for reply in replies]
 
     def _ask_each(self, verb: bytes, keys: Sequence[bytes]) -> list[object]:
         replies = self._link.ask([pack(verb, NAMESPACE + key) for key in keys], _QUESTIONS_AT_ONCE)
