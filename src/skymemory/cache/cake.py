@@ -6,6 +6,7 @@ here, and the same for every engine and every tier.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,11 +20,14 @@ from skymemory.cache.manager import TIER_FAILURES, BlockCache
 from skymemory.cache.pace import Pace
 from skymemory.cache.prompt_chunks import PromptChunk, cut_prompt
 from skymemory.cache.results import LoadResult
+from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, patience_s
 from skymemory.cache.tier_workers import Call, TierWorkers
+from skymemory.cache.usual import Usual
 from skymemory.cache.value import PAYLOAD_AT
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import BlockHash, Tokens
 from skymemory.store.base import Presence
+from skymemory.store.patience import worth
 
 Sides = Literal["both", "compute", "load"]
 """Which of the two pointers move: both, or (to compare with) one. What cannot be loaded is computed in any case."""
@@ -83,6 +87,7 @@ class Cake:
         self._late: deque[tuple[int, float]] = deque(maxlen=1)
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
         self._lookups = TierWorkers("cake look-up", 1)
+        self._usual_lookup, self._usual_fetch = Usual(), Usual()
 
     def open(
         self,
@@ -109,7 +114,8 @@ class Cake:
             hashes = blocks.hashes(tokens)
         if blocks.on_prompt is not None:
             blocks.on_prompt(hashes)
-        with phase("lookup"):
+        computing_s = self.pace.prompt_s(len(tokens), self.settings.step_tokens) or blocks.compute.seconds(len(tokens))
+        with phase("lookup"), worth(computing_s):
             there = self._there(hashes[:wanted])
         reach = len(there) - there[::-1].index(True) if True in there else 0
         chunks: tuple[PromptChunk, ...] = ()
@@ -125,7 +131,7 @@ class Cake:
                 block_tokens=block_tokens,
                 stored_blocks=[size_bytes if one else None for one in there[:reach]],
             )
-        source = BlockChunks(blocks, hashes, chunks, sink)
+        source = BlockChunks(blocks, hashes, chunks, sink, self._usual_fetch)
         if chunks:
             if on_chunks is not None:
                 on_chunks(len(chunks))
@@ -144,7 +150,7 @@ class Cake:
             )
             session = LoadingSession(
                 loader, chunks, source, self._workers, on_settled=on_settled, on_late=self._came_late,
-                patience_s=self.settings.patience_s,
+                patience_s=lambda size_bytes: self._fetch_patience_s(size_bytes, computing_s),
             )  # fmt: skip
         return CakeLoad(
             self, session, chunks, source, len(tokens), limit_tokens, len(hashes), sum(there), phase, account
@@ -156,15 +162,29 @@ class Cake:
             return []
         call: Call[object] = Call(lambda: [one is Presence.HIT for one in self.blocks.store.lookup(hashes)])
         asked = not self._lookups.held_up and self._lookups.submit(call)
-        if not asked or (not call.wait(self.settings.deadline_s) and call.give_up()):
+        began_s = time.monotonic()
+        patience = min(self.settings.deadline_s, patience_s(self._usual_lookup.p99_s()))
+        if not asked or (not call.wait(patience) and call.give_up()):
             self.blocks.tier_failed()
             return []
+        self._usual_lookup.took(time.monotonic() - began_s)
         if call.error is not None:
             if not isinstance(call.error, TIER_FAILURES):
                 raise call.error
             self.blocks.tier_failed()
         told = call.result
         return told if isinstance(told, list) and len(told) == len(hashes) else []
+
+    def _fetch_patience_s(self, size_bytes: int, computing_s: float | None) -> float:
+        """How long one fetch may take. Waiting for it costs nothing while the engine computes the rest; when that is
+        done, and a tenth of it has been waited besides, its chunk is computed too.
+        """
+        if computing_s is None:
+            return self.settings.patience_s(size_bytes)
+        usual_s = TIMES_USUAL * (self._usual_fetch.p99_s(size_bytes) or 0.0)
+        return min(
+            self.settings.patience_s(size_bytes), max((1 + WORTH_SHARE) * computing_s, usual_s, LEAST_PATIENCE_S)
+        )
 
     def _came_late(self, size_bytes: int, seconds: float) -> None:
         self._late.append((size_bytes, seconds))

@@ -13,6 +13,7 @@ from threading import Lock
 from skymemory.cache.blocks import BlockSink
 from skymemory.cache.manager import TIER_FAILURES, BlockCache
 from skymemory.cache.prompt_chunks import PromptChunk
+from skymemory.cache.usual import Usual
 from skymemory.kv.block import BlockHash
 from skymemory.store.base import KeyReport, LoadTicket
 
@@ -31,9 +32,12 @@ class BlockChunks:
     """``chunks`` of the prompt with these block hashes, out of the store of ``blocks`` into ``sink``."""
 
     def __init__(
-        self, blocks: BlockCache, hashes: Sequence[BlockHash], chunks: Sequence[PromptChunk], sink: BlockSink
-    ) -> None:
+        self, blocks: BlockCache, hashes: Sequence[BlockHash], chunks: Sequence[PromptChunk], sink: BlockSink,
+        usual: Usual,
+    ) -> None:  # fmt: skip
+        """``usual`` is told what fetches take that bring something."""
         self._blocks = blocks
+        self._usual = usual
         self._hashes = hashes
         self._chunks = chunks
         self._sink: BlockSink | None = sink
@@ -46,8 +50,8 @@ class BlockChunks:
     def fetch(self, index: int) -> FetchedBlocks | None:
         """A chunk's blocks, leased and loaded; None where one of them did not come."""
         first, hashes = self._blocks_of(index)
-        store = self._blocks.store
-        ticket = None
+        store, clock = self._blocks.store, self._blocks.clock
+        ticket, began_s = None, clock()
         try:
             ticket = store.prepare_load(hashes)
             values = store.complete_load(ticket)
@@ -70,6 +74,7 @@ class BlockChunks:
             self._blocks.release(ticket)
             return None
         resent = report.retransmitted if report is not None else 0
+        self._usual.took(clock() - began_s, sum(value.nbytes for value in there))
         return FetchedBlocks(self, index, first, hashes, there, ticket, told, resent)
 
     def _blocks_of(self, index: int) -> tuple[int, Sequence[BlockHash]]:

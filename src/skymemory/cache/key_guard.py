@@ -6,6 +6,7 @@ notes the versions of its keys, so that what it read is promoted only if nobody 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,14 +28,21 @@ class KeyGuard:
             return {key: self._versions[_stripe(key)] for key in keys}
 
     @contextmanager
-    def changing(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """Hold all of ``keys``, once nobody else does, to put or delete."""
+    def changing(self, keys: Sequence[bytes], patience_s: float = math.inf) -> Iterator[bool]:
+        """Hold all of ``keys``, once nobody else does, to put or delete; gives False, and holds none of them, where
+        that is not so within ``patience_s``.
+        """
         mine = set(keys)
         with self._freed:
-            self._freed.wait_for(lambda: not self._busy & mine)
-            self._busy |= mine
+            timeout_s = patience_s if patience_s < math.inf else None
+            free = self._freed.wait_for(lambda: not self._busy & mine, timeout_s)
+            if free:
+                self._busy |= mine
+        if not free:
+            yield False
+            return
         try:
-            yield
+            yield True
         finally:
             with self._freed:
                 for key in mine:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 
 from skymemory.cache.blocks import BlockSink, BlockSource, LeasedBatch, LoadTally, PhaseClock
+from skymemory.cache.pace import ComputeRate
 from skymemory.cache.placing import WRONG, place_block
 from skymemory.cache.results import LoadResult
 from skymemory.cache.value import PAYLOAD_AT, block_header
@@ -22,6 +23,7 @@ from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 from skymemory.metrics import Counters
 from skymemory.store.base import KeyReport, LoadTicket, Places, Presence, Store
+from skymemory.store.patience import worth
 from skymemory.store.sealed import NOT_AUTHENTIC
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
@@ -68,6 +70,8 @@ class BlockCache:
             known.codec_id: known for known in (RAW, *readable, codec) if known.lossless or not context.lossless
         }
         self.clock = clock
+        self.compute = ComputeRate()
+        """How fast the engine computes, as far as it has told: what a tier holds is waited for accordingly."""
         self._failures = Lock()  # loads of several threads may fail at once
         self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
         """Told of the full blocks of every prompt that is looked up (``PrefetchScheduler.saw`` wants to know)."""
@@ -98,21 +102,13 @@ class BlockCache:
             hashes = self.hashes(tokens)
         if self.on_prompt is not None:
             self.on_prompt(hashes)
-        with phase("lookup"):
-            found = self._prefix(hashes[:wanted])
+        computing_s = self.compute.seconds(count)
         tally = LoadTally()
-        if found:
-            sink = open_sink(found)
-            batches = self._lease(hashes[:found])
-            try:
-                while batches and not tally.failed:
-                    self._load_batch(batches[0], sink, tally, phase)
-                    self._let_go(batches.pop(0))
-            finally:
-                for batch in batches:
-                    self._let_go(batch)
-            if tally.failed and (behind := found - len(tally.tiers) - 1):
-                tally.failed["behind a failed block"] += behind
+        with worth(computing_s):
+            with phase("lookup"):
+                found = self._prefix(hashes[:wanted])
+            if found:
+                self._load_found(hashes[:found], open_sink(found), tally, phase, computing_s)
         result = LoadResult(
             prompt_tokens=count,
             hit_tokens=tally.tokens_by_tier(self.layout.block_tokens, limit_tokens),
@@ -127,10 +123,30 @@ class BlockCache:
         self.count_load(result, account)
         return result
 
+    def _load_found(
+        self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
+    ) -> None:
+        """Batch after batch until one fails, or until computing all of the prompt would have taken as long."""
+        batches = self._lease(hashes)
+        started_s = self.clock()
+        try:
+            while batches and not tally.failed:
+                if tally.tiers and computing_s is not None and self.clock() - started_s > computing_s:
+                    tally.failed["deadline"] += 1
+                    break
+                self._load_batch(batches[0], sink, tally, phase)
+                self._let_go(batches.pop(0))
+        finally:
+            for batch in batches:
+                self._let_go(batch)
+        if tally.failed and (behind := len(hashes) - len(tally.tiers) - 1):
+            tally.failed["behind a failed block"] += behind
+
     def missing(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Positions of the blocks that the store does not have and nobody is storing."""
         try:
-            presence = self.store.lookup(hashes)
+            with worth(self.compute.seconds(len(hashes) * self.layout.block_tokens)):
+                presence = self.store.lookup(hashes)
         except TIER_FAILURES:
             self.tier_failed()
             return list(range(len(hashes)))
@@ -242,7 +258,8 @@ class BlockCache:
 
     def _put(self, items: list[tuple[bytes, memoryview]], places: Places) -> list[bool]:
         try:
-            return self.store.put_many(items, places) if items else []
+            with worth(self.compute.seconds(len(items) * self.layout.block_tokens)):
+                return self.store.put_many(items, places) if items else []
         except ValueTooLarge:
             raise
         except TIER_FAILURES:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 _KEPT_STEPS = 64.0
 _KEPT_LOADS = 32.0
+_A_PROMPT = 8
+_KEPT_SHARE = 0.75
+"""Of what passes before one count when it is noted."""
 _FULL = 0.75  # of its budget: a step that holds less tells what a step costs at least, not what a full one does
 _SUPPOSED_LEAST = {
     None: 0.5,
@@ -163,6 +166,34 @@ class Pace:
         if not self._first_loads or not self._loaded_bytes or rate is None:
             return 0.0
         return max(self._first_s - self._first_bytes / rate, 0.0) / self._first_loads
+
+    def prompt_s(self, tokens: int, step_tokens: int) -> float | None:
+        """Seconds that so many tokens take in full steps; None before the first."""
+        line = self._measured_line()
+        if line is None:
+            return None
+        return tokens / step_tokens * max(line[0] + line[1] * tokens / 2, 0.0)
+
+
+class ComputeRate:
+    """Seconds that tokens of a prompt take, by the forward passes seen; the later count more.
+
+    It knows nothing of attention growing with the prompt: of a long one it says too little rather than too much.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """A pass over so many tokens. One over a few (a step of decoding) tells nothing of prompts."""
+        if tokens >= _A_PROMPT:
+            self._tokens = self._tokens * _KEPT_SHARE + tokens
+            self._seconds = self._seconds * _KEPT_SHARE + seconds
+
+    def seconds(self, tokens: int) -> float | None:
+        """None before the first."""
+        return tokens * self._seconds / self._tokens if self._tokens else None
 
 
 def _hope(prompts: int) -> float:

@@ -2,6 +2,11 @@
 
 Nothing here raises what a broken tier raises (``TIER_FAILURES``): that becomes a count, a step of the breaker and a
 miss. Programming errors still surface.
+
+Who could do without the tier (``store.patience``) waits for it no longer than its word is worth: a share of that time,
+or twice what such calls usually take. While a call that was given up is not answered the tier is left alone, so that a
+tier that hangs is waited for once; if the answer comes the tier is used again, and what it took is usual from then on.
+If none comes within the deadline of the settings, the breaker opens.
 """
 
 from __future__ import annotations
@@ -10,15 +15,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from skymemory.cache.doubts import Doubts
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.manager import TIER_FAILURES
 from skymemory.cache.tier_breaker import BreakerConfig, TierBreaker
 from skymemory.cache.tier_workers import Call, TierWorkers
+from skymemory.cache.usual import Usual
 from skymemory.metrics import Counters
 from skymemory.store.base import Presence, Store
+from skymemory.store.patience import worth_s
+
+WORTH_SHARE = 0.1
+"""Of what the caller would need without the tier, the part that may be lost by waiting for it in vain."""
+TIMES_USUAL = 2.0
+LEAST_PATIENCE_S = 0.1
+"""What a busy computer may take to wake a thread: less would measure the computer, not the tier."""
 
 FAILING_REASONS = frozenset({"unreachable", "timeout"})
 """Misses that say that the tier, and not the value, was not there."""
@@ -29,11 +42,12 @@ _DOUBTS_LIMIT = 1 << 18
 """About 30 MB of keys; with blocks of 3 MB, 800 GB written past a tier that is down."""
 
 Result = TypeVar("Result")
+Kind = Literal["ask", "load", "store"]
 
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """How one tier is called."""
+    """How one tier is called. Deadlines are the longest: a prompt waits less where that is worth less."""
 
     local: bool = False
     """Called in the caller's own thread, without a deadline: for a tier in this process's memory."""
@@ -76,6 +90,9 @@ class Tier:
         self._probe_key: bytes | None = None
         self._settle_wait_s = 0.0
         self._settle_at_s = -math.inf
+        self._overdue: dict[Call[object], float] = {}
+        """Calls that were given up and are not answered, with the time at which they count as hanging."""
+        self._usual: dict[Kind, Usual] = {"ask": Usual(), "load": Usual(), "store": Usual()}
         self.mean_value_bytes = 1e6
         """Of the values it has lately supplied: what the next ones are expected to be."""
 
@@ -85,9 +102,23 @@ class Tier:
         """Whether to call it, about ``keys``. While not, it is probed now and then, and nobody waits."""
         if keys:
             self._probe_key = keys[0]
+        if self._overdue:
+            now_s = self.clock()
+            with self._lock:
+                hanging = [call for call, until_s in self._overdue.items() if until_s <= now_s]
+                for call in hanging:
+                    del self._overdue[call]
+                if hanging:
+                    self.breaker.hung(now_s)
         if not self.breaker.closed:
             self.probe_if_due()
-        return self.breaker.closed
+        return self.breaker.closed and not self._overdue
+
+    def deadline_s(self, kind: Kind, size_bytes: int = 0) -> float:
+        """How long the present caller waits for a call of this kind that moves so many bytes."""
+        return min(
+            self._longest_s(kind), patience_s(self._usual[kind].p99_s(size_bytes) if worth_s() is not None else None)
+        )
 
     def probe_if_due(self) -> None:
         """With the key that was asked for last, in the background."""
@@ -102,6 +133,7 @@ class Tier:
     def start(self, work: Callable[[], Result]) -> Call[Result] | None:
         """Have ``work`` done; here and now by a local tier. None: all of its threads are held up."""
         call = Call(work)
+        call.started_s = self.clock()
         if self.settings.local:
             call.run()
         elif not self._workers.submit(call):  # type: ignore[arg-type]
@@ -117,26 +149,37 @@ class Tier:
         *,
         sound: Callable[[Result], bool] = lambda result: True,
         changes: Sequence[bytes] = (),
+        kind: Kind = "ask",
+        moved: Callable[[Result], int] = lambda result: 0,
     ) -> Result | None:
         """The result, if it comes by ``until_s`` and without failure; else None.
 
         ``on_late`` is called with what comes of a call that was given up. ``sound``: whether the tier answered at all.
-        ``changes``: the keys that the call changes; they are in doubt once it has been given up.
+        ``changes``: the keys that the call changes; they are in doubt once it has been given up. ``moved``: how many
+        bytes such a result has moved.
         """
         if call is None:
             return None
         if not call.wait(until_s - self.clock()):
             self.doubts.add(changes, under_way=1)  # before it can land
+            self._await(call, kind)
 
             def landed(result: Result | None) -> None:
                 on_late(result)
                 self.doubts.landed(changes)
+                with self._lock:
+                    self._overdue.pop(call, None)  # type: ignore[arg-type]
+                if result is None or not sound(result):
+                    self.failed()
+                else:
+                    self._usual[kind].took(self.clock() - call.started_s, moved(result))
 
             if call.give_up(landed):
                 self.counters.add("tier_deadlines_total", label=self.name)
-                self.failed()
                 return None
             self.doubts.landed(changes)
+            with self._lock:
+                self._overdue.pop(call, None)  # type: ignore[arg-type]
         if call.error is not None:
             if not isinstance(call.error, TIER_FAILURES):
                 raise call.error
@@ -147,9 +190,20 @@ class Tier:
         if result is None or not sound(result):
             self.failed()
         else:
+            self._usual[kind].took(self.clock() - call.started_s, moved(result))
             with self._lock:
                 self.breaker.succeeded()
         return result
+
+    def _await(self, call: Call[Result], kind: Kind) -> None:
+        """Nobody waits for it any more, but the tier is left alone until it is answered, or hangs."""
+        with self._lock:
+            self._overdue[call] = call.started_s + self._longest_s(kind)  # type: ignore[index]
+
+    def _longest_s(self, kind: Kind) -> float:
+        if kind == "ask":
+            return self.settings.ask_deadline_s
+        return self.settings.load_deadline_s if kind == "load" else self.settings.store_deadline_s
 
     def ask(
         self,
@@ -159,7 +213,7 @@ class Tier:
         changes: Sequence[bytes] = (),
     ) -> Result | None:
         """``work`` within the deadline of questions."""
-        until_s = self.clock() + self.settings.ask_deadline_s
+        until_s = self.clock() + self.deadline_s("ask")
         return self.end(self.start(work), until_s, on_late, changes=changes)
 
     def post(self, work: Callable[[], object]) -> None:
@@ -254,3 +308,11 @@ class Tier:
             self.store.close()
         except TIER_FAILURES:
             self.counters.add("tier_failures_total", label=self.name)
+
+
+def patience_s(usual_s: float | None) -> float:
+    """How long the present caller waits for what usually takes so long; infinite where it has not said what for."""
+    needs_s = worth_s()
+    if needs_s is None:
+        return math.inf
+    return max(WORTH_SHARE * needs_s, TIMES_USUAL * (usual_s or 0.0), LEAST_PATIENCE_S)

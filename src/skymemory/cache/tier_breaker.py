@@ -15,7 +15,7 @@ class BreakerConfig:
     """When to open and how often to probe."""
 
     failures: int = 3
-    """Failures in a row that open it; an answer in between begins the count anew."""
+    """Failures in a row that open it; an answer in between begins the count anew. One call that hangs opens it, too."""
     first_wait_s: float = 0.5
     last_wait_s: float = 30.0
     """Probes come so long after one another: the first wait, twice that, … up to the last."""
@@ -56,6 +56,11 @@ class TierBreaker:
             return
         self._failures += 1
         if self._failures >= self._config.failures or self._on_trial:
+            self._open(now_s)
+
+    def hung(self, now_s: float) -> None:
+        """A call was not answered within all the time that a call may take: nobody is to wait for another."""
+        if self.closed:
             self._open(now_s)
 
     def probe_due(self, now_s: float) -> bool:

@@ -44,6 +44,10 @@ class TierLoad:
         told = tier.ask(work, late)
         return cls(tier, told[0], told[1]) if told is not None and told[1] is not None else None
 
+    @property
+    def expected_bytes(self) -> int:
+        return int(len(self.keys) * self.tier.mean_value_bytes)
+
     def start(self, budget: InFlightBudget, until_s: float) -> None:
         """Begin to load, once there is room for the bytes expected (a local tier's are not in flight)."""
         ticket, store = self._ticket, self.tier.store
@@ -52,7 +56,7 @@ class TierLoad:
         if self.tier.settings.local:
             self._call = self.tier.start(lambda: store.complete_load(ticket))
             return
-        size_bytes = int(len(self.keys) * self.tier.mean_value_bytes)
+        size_bytes = self.expected_bytes
         if not budget.take(size_bytes, until_s - self.tier.clock()):
             self._why = "too many bytes in flight"
             self.tier.counters.add("loads_without_room_total", label=self.tier.name)
@@ -92,8 +96,9 @@ class TierLoad:
                 value is None and one.reason in FAILING_REASONS for value, one in zip(values, told, strict=False)
             )
 
-        values = tier.end(call, until_s, late, sound=sound)
+        values = tier.end(call, until_s, late, sound=sound, kind="load", moved=_size_bytes)
         if values is None:
+            self._give_back(self._budget)  # what others load does not wait for what nobody waits for
             if call.error is None:
                 self._ticket = None  # released when it lands
             why = "unreachable" if call.error is not None else "deadline"
@@ -131,3 +136,7 @@ class TierLoad:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self.tier.post(lambda: self.tier.store.release(ticket))
+
+
+def _size_bytes(values: list[memoryview | None]) -> int:
+    return sum(value.nbytes for value in values if value is not None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
@@ -17,11 +18,15 @@ class Call(Generic[Result]):
     """One piece of work on another thread. Whoever waits for it either gets its end or gives it up, never both."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
+        """It is done in the present context: what is true of the caller is true of it."""
         self._work = work
+        self._context = copy_context()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
+        self.started_s = 0.0
+        """When somebody began to wait, by that one's clock."""
         self.result: Result | None = None
         self.error: BaseException | None = None
 
@@ -31,7 +36,7 @@ class Call(Generic[Result]):
         result = error = None
         if self._on_late is None:
             try:
-                result = self._work()
+                result = self._context.run(self._work)
             except BaseException as raised:  # handed to the one who waits
                 error = raised
         with self._lock:

@@ -47,8 +47,8 @@ class TierWrite:
         if tickets and self.tier.usable(()):
             self._call = self.tier.start(lambda: [store.complete_store(ticket) for ticket, _ in tickets])
 
-    def end(self, until_s: float) -> list[bool]:
-        """Per item: stored there and acknowledged by ``until_s``. Of a tier that failed nothing is known."""
+    def end(self) -> list[bool]:
+        """Per item: stored there and acknowledged in time. Of a tier that failed nothing is known."""
         done = [False] * len(self.items)
         if self._call is None:
             self.certain = self.answered and len(self.too_large) == len(self.items)
@@ -56,7 +56,9 @@ class TierWrite:
                 self.tier.doubts.add(key for key, _ in self.items)
             return done
         keys = [key for key, _ in self.items]
-        told = self.tier.end(self._call, until_s, changes=keys)
+        size_bytes = sum(memoryview(value).nbytes for _, value in self.items)
+        until_s = self._call.started_s + self.tier.deadline_s("store", size_bytes)
+        told = self.tier.end(self._call, until_s, changes=keys, kind="store", moved=lambda stored: size_bytes)
         if told is None:
             self.tier.doubts.add(keys)
             return done
@@ -87,4 +89,4 @@ def write(tier: Tier, items: Items, places: Places = ()) -> tuple[list[bool], bo
     """Both phases: per item whether it was stored, and whether all of that is certain (``TierWrite.certain``)."""
     one = TierWrite.prepare(tier, items, places)
     one.start()
-    return one.end(tier.clock() + tier.settings.store_deadline_s), one.certain
+    return one.end(), one.certain

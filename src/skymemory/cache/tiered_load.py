@@ -76,7 +76,7 @@ class TieredLoad:
         begun = []
         for load in sorted(loads, key=lambda load: load.tier.settings.local):
             tier = load.tier
-            tier_until_s = min(until_s, tier.clock() + tier.settings.load_deadline_s)
+            tier_until_s = min(until_s, tier.clock() + tier.deadline_s("load", load.expected_bytes))
             load.start(budget, tier_until_s)
             begun.append((load, tier_until_s))
         for load, tier_until_s in begun:

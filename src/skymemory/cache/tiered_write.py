@@ -80,7 +80,7 @@ class TieredWrite:
         for write in ordered:
             write.start()
         for write in ordered:
-            done = write.end(write.tier.clock() + write.tier.settings.store_deadline_s)
+            done = write.end()
             self._stored[write.tier.number].update(key for (key, _), ok in zip(write.items, done, strict=True) if ok)
 
 

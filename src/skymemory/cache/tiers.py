@@ -15,7 +15,7 @@ from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.in_flight_budget import InFlightBudget
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.outbound import Moving, Outbound
-from skymemory.cache.tier import Tier, TierSettings
+from skymemory.cache.tier import Tier, TierSettings, patience_s
 from skymemory.cache.tier_estimates import estimate_load_s
 from skymemory.cache.tier_mover import TierMover
 from skymemory.cache.tier_writes import write
@@ -190,8 +190,8 @@ class TieredStore(TwoPhase):
         started_s = self._clock()
         if ticket.expires_s < started_s:
             return [False] * len(ticket.items)
-        with self._guard.changing([key for key, _ in ticket.items]):
-            stored = state.complete()
+        with self._guard.changing([key for key, _ in ticket.items], patience_s(None)) as ours:
+            stored = state.complete() if ours else set[bytes]()
         self._outbound.poke()
         self._counters.add("stored_total", len(stored))
         self._counters.add("refused_total", sum(key not in stored for key, _ in ticket.items))

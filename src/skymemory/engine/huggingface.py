@@ -24,6 +24,7 @@ from skymemory.cache.cake import Cake, CakeSettings, Sides
 from skymemory.cache.manager import BlockCache
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.engine.cake import CakePrefill
+from skymemory.engine.compute_clock import ComputeClock
 from skymemory.engine.identity import (
     check_supported,
     model_identity,
@@ -119,6 +120,7 @@ class KVCManager:
         self.cake = CakePrefill(model, Cake(self.blocks, settings), self._forward_options)
         self._witness = Witness()
         self._hook = model.register_forward_pre_hook(self._witness, with_kwargs=True)
+        self._compute_clock = ComputeClock(model, self.blocks.compute)
         self._closed = False
 
     @property
@@ -169,6 +171,7 @@ class KVCManager:
         """Let go of the model and of what is kept; closes the store if this manager made it. May be repeated."""
         with self._lock:
             self._hook.remove()
+            self._compute_clock.remove()
             self._kept.clear()
             self.cake.close()
             if self._owns_store and not self._closed:

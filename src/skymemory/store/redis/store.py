@@ -46,7 +46,8 @@ _LEARN_FROM_BYTES = 1 << 20
 class RedisStore(TwoPhase):
     """Values in the server at ``url`` (``redis://host:6379/0``), shared by whoever uses it.
 
-    No call takes longer than ``timeout_s`` and the time of its bytes at ``link.LEAST_BYTES_PER_S``. Nothing can be pinned or leased: the server evicts.
+    No call takes longer than ``timeout_s`` and the time of its bytes at ``link.LEAST_BYTES_PER_S``. Nothing can
+    be pinned or leased: the server evicts.
     ``clock`` gives seconds, compared only with itself.
 
     Raises:
