@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from dataclasses import replace
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skymemory.index.block_info import BlockInfo
-from skymemory.store.shared_index import SharedIndex, found_journal, look_at_journal
+from skymemory.store.shared_index import COMPACT_BYTES, SharedIndex, found_journal, look_at_journal
 
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
 
@@ -236,3 +238,115 @@ def test_what_was_added_is_found_whatever_was_said_of_its_place(steps) -> None:
         assert [info is not None for info in late.infos([key(n) for n in range(24)])] == [n in there for n in range(24)]
         for one in (index, other, late):
             one.close()
+
+
+def chain(first: int, blocks: int) -> tuple[list[bytes], list[BlockInfo]]:
+    return [key(first * 1000 + at) for at in range(blocks)], [replace(INFO, chunks=at + 1) for at in range(blocks)]
+
+
+def churn(index: SharedIndex, prompts: range) -> None:
+    """Prompts of 20 blocks come, and all but every fiftieth go again."""
+    for prompt in prompts:
+        keys, infos = chain(prompt, 20)
+        index.add(keys[:15], infos[:15], 0, None)
+        index.add(keys[15:], infos[15:], 15, keys[14])
+        if prompt % 50:
+            index.remove(keys)
+
+
+def assert_churned(index: SharedIndex, prompts: range) -> None:
+    for prompt in prompts:
+        keys, infos = chain(prompt, 20)
+        kept = not prompt % 50
+        assert index.infos(keys) == (infos if kept else [None] * 20)
+        assert index.longest_prefix(keys) == (20 if kept else 0)
+
+
+def test_a_journal_is_no_longer_than_what_is_in_it_deserves(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    writer, follower, never_looked = SharedIndex(path, born=True), SharedIndex(path), SharedIndex(path)
+    writer.note_probed(7, 3)
+    largest = 0
+    for first in range(0, 1500, 250):
+        churn(writer, range(first, first + 250))
+        largest = max(largest, path.stat().st_size)
+        assert_churned(follower, range(first, first + 250))
+    assert largest < 1.2 * COMPACT_BYTES and path.stat().st_mode & 0o777 == 0o600
+    for one in (writer, follower, never_looked, SharedIndex(path)):
+        assert len(one) == 600 and one.standing.complete
+        assert (one.standing.keys_probed, one.standing.values_adopted) == (7, 3)
+        assert_churned(one, range(1500))
+    follower.add([key(5)], [INFO], 0, None)
+    assert never_looked.infos([key(5)]) == [INFO], "who followed writes into the new one"
+    assert os.listdir(tmp_path) == ["index"]
+
+
+def test_an_incomplete_journal_stays_incomplete(tmp_path: Path) -> None:
+    index = SharedIndex(tmp_path / "index")
+    churn(index, range(700))
+    assert (tmp_path / "index").stat().st_size < 700 * 2000 and not SharedIndex(tmp_path / "index").standing.complete
+
+
+def test_a_journal_of_what_is_all_there_is_not_written_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skymemory.store.shared_index.COMPACT_BYTES", 10_000)
+    index = SharedIndex(tmp_path / "index", born=True)
+    inodes = set()
+    for prompt in range(500):
+        index.add(*chain(prompt, 20), 0, None)
+        inodes.add((tmp_path / "index").stat().st_ino)
+    assert len(inodes) == 1 and len(SharedIndex(tmp_path / "index")) == 10_000
+
+
+def test_where_a_new_journal_cannot_be_made_the_old_one_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    index = SharedIndex(path, born=True)
+    (tmp_path / "index.new").mkdir()
+    churn(index, range(700))
+    assert path.stat().st_size > 700 * 2000
+    assert_churned(SharedIndex(path), range(700))
+    (tmp_path / "index.new").rmdir()
+    churn(index, range(700, 1300))
+    assert path.stat().st_size < 700 * 2000
+    assert_churned(SharedIndex(path), range(1300))
+
+
+_CHURNING = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import skymemory.store.shared_index as module
+from skymemory.index.block_info import BlockInfo
+module.COMPACT_BYTES = 10_000
+INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
+index = module.SharedIndex(Path(sys.argv[1]))
+for prompt in range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3])):
+    keys = [(prompt * 1000 + at).to_bytes(32, "big") for at in range(20)]
+    infos = [replace(INFO, chunks=at + 1) for at in range(20)]
+    index.add(keys[:15], infos[:15], 0, None)
+    index.add(keys[15:], infos[15:], 15, keys[14])
+    if prompt % 50:
+        index.remove(keys)
+"""
+"""As ``churn``, in a process of its own."""
+
+
+def test_processes_that_write_at_once_lose_nothing_to_a_new_journal(tmp_path: Path) -> None:
+    """Four take turns at the lock while the journal is replaced again and again, one of them killed in the midst."""
+    path = tmp_path / "index"
+    found_journal(path)
+    children = [
+        subprocess.Popen([sys.executable, "-c", _CHURNING, path, str(first), str(count)])
+        for first, count in ((0, 60), (1000, 60), (2000, 60), (5000, 100_000))
+    ]
+    for child in children[:3]:
+        assert child.wait(60) == 0
+    children[3].kill()
+    children[3].wait()
+    whole = SharedIndex(path)
+    assert whole.standing.complete
+    for first in (0, 1000, 2000):
+        assert_churned(whole, range(first, first + 60))
+    churn(whole, range(20_000, 20_600))
+    assert sorted(os.listdir(tmp_path)) == ["index"] and path.stat().st_size < 2 * COMPACT_BYTES + 600 * 2300

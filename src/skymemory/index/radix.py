@@ -19,7 +19,7 @@ from skymemory.errors import InvalidInput
 from skymemory.index.block_info import BlockInfo, InfoTable
 from skymemory.index.chain import check_chain, split_hashes
 from skymemory.index.forest import Forest
-from skymemory.index.journal import Record, RecordOp
+from skymemory.index.journal import Record, RecordOp, encode_record
 from skymemory.index.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from skymemory.kv.chunk import Buffer
 
@@ -147,6 +147,12 @@ class RadixIndex:
             self.remove_context(record.context)
         elif record.op is RecordOp.CLEAR:
             self.clear()
+
+    def records(self) -> Iterator[bytes]:
+        """The fewest records of a journal that make an index like this one: an ADD for each run."""
+        for run in self._forest.runs():
+            infos = [self._infos.get(self._forest.rows[key]) for key in run.keys]
+            yield encode_record(RecordOp.ADD, run.keys, infos, start=run.start, parent=run.parent)
 
     def snapshot(self) -> bytes:
         """Everything as bytes, with a checksum; :meth:`restore` is the way back. About 68 bytes per block."""

@@ -6,6 +6,10 @@ lives and dies with the process.
 
 A journal knows whether it is complete (``index.standing``). What is torn or damaged is cut off by whoever sees it
 first, and that something was lost is written in its place.
+
+Where most of a journal is about what is gone, its writer puts a new one in its place that says the same in the fewest
+records: written beside it, then renamed, so that a process killed at any moment leaves one of the two whole. Whoever has
+the old one open finds it removed.
 """
 
 from __future__ import annotations
@@ -23,6 +27,12 @@ from skymemory.index.journal import Record, RecordOp, decode_records, encode_rec
 from skymemory.index.radix import RadixIndex
 from skymemory.index.standing import Standing
 
+COMPACT_BYTES = 1 << 20
+"""A journal smaller than that stays as it is: it is replayed in a tenth of a second."""
+_COMPACT_TIMES = 4
+"""A larger one is written anew once it is so many times what it would be then: so its blocks cost a fourth more."""
+_BLOCK_BYTES = 68
+_NEW = ".new"
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
@@ -38,6 +48,9 @@ class SharedIndex:
         self._path = path
         self._fd = -1
         self._replayed_bytes = 0
+        self._compact_at_bytes = COMPACT_BYTES
+        self._understood = True
+        """Whether all records so far are of kinds that we know: others must not be lost."""
         self._shortened = False
         """Somebody has cut records off that we had replayed; none of us does."""
         self._lock = threading.Lock()
@@ -192,11 +205,42 @@ class SharedIndex:
             if self._fd < 0:
                 change()
                 return
-            self._reopen()
-            with self._alone():
-                if not self._replay():
-                    self._cut_off()
-                self._append(change())
+            while True:
+                self._reopen()
+                with self._alone():
+                    if self._replaced():
+                        continue  # while we waited for the lock
+                    if not self._replay():
+                        self._cut_off()
+                    self._append(change())
+                    if self._replayed_bytes >= self._compact_at_bytes:
+                        self._compact()
+                return
+
+    def _compact(self) -> None:
+        """Put a journal in the place of this one that says the same in the fewest records, if that is much less. With
+        nobody else writing. Others take it once they find theirs removed, and so do we.
+        """
+        blocks, path = len(self._index), self._path
+        least_bytes = COMPACT_BYTES + _COMPACT_TIMES * _BLOCK_BYTES * blocks
+        self._compact_at_bytes = least_bytes
+        if path is None or self._replayed_bytes < least_bytes or not self._understood:
+            return
+        self._compact_at_bytes = self._replayed_bytes + COMPACT_BYTES  # where it fails it is not tried at every write
+        path = path.resolve()
+        new, standing = path.with_name(path.name + _NEW), self._standing
+        probed = Record(RecordOp.PROBED, probed=(standing.keys_probed, standing.values_adopted))
+        head = [encode_record(RecordOp.BORN)] if standing.complete else []
+        head += [encode_record(probed.op, probed=probed.probed)] if standing.keys_probed else []
+        try:
+            new.unlink(missing_ok=True)  # of a process that was killed here
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.writelines(head)
+                file.writelines(self._index.records())
+            new.rename(path)
+        except OSError:  # no room, or no right to: the old one is whole, and grows on
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -222,6 +266,7 @@ class SharedIndex:
 
     def _forget(self) -> None:
         self._index, self._standing, self._replayed_bytes = RadixIndex(), Standing(), 0
+        self._understood, self._compact_at_bytes = True, COMPACT_BYTES
 
     def _reopen(self) -> None:
         """Take the new journal where ours was removed. With its folder gone no constellation runs there: keep ours."""
@@ -235,6 +280,10 @@ class SharedIndex:
         self._fd = fresh
         self._forget()
         self._shortened = False
+
+    def _replaced(self) -> bool:
+        """Whether another journal has taken the place of the one that is open."""
+        return self._path is not None and not os.fstat(self._fd).st_nlink and self._path.exists()
 
     def _follow(self) -> None:
         """Replay what has been appended since; what is torn or damaged is cut off."""
@@ -254,6 +303,7 @@ class SharedIndex:
         for record in records:
             self._index.apply(record)
             self._standing.apply(record)
+            self._understood = self._understood and record.op.name != "UNKNOWN"
         self._replayed_bytes += taken
         return not self._shortened and self._replayed_bytes == size_bytes
 
@@ -267,6 +317,7 @@ class SharedIndex:
 def found_journal(path: Path) -> None:
     """Begin the complete journal of a constellation that is about to start, empty."""
     path.unlink(missing_ok=True)  # a client of the one before may have made one anew
+    path.with_name(path.name + _NEW).unlink(missing_ok=True)
     SharedIndex(path, born=True).close()
 
 

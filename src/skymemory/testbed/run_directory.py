@@ -264,7 +264,8 @@ class RunDirectory:
     def sweep(self) -> None:
         """Remove what a constellation leaves: plan, pid files, index and logs. Call it with the lock held."""
         patterns = (
-            "*.pid", "*.log", ".*.pid.*", PLAN_NAME, f".{PLAN_NAME}.*", INDEX_NAME, OUTAGES_NAME, KEYS_NAME
+            "*.pid", "*.log", ".*.pid.*", PLAN_NAME, f".{PLAN_NAME}.*", INDEX_NAME, f"{INDEX_NAME}.new", OUTAGES_NAME,
+            KEYS_NAME,
         )  # fmt: skip
         for pattern in patterns:
             for path in self.path.glob(pattern):
