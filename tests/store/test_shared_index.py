@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skymemory.index.block_info import BlockInfo
+from skymemory.index.journal import RecordOp, encode_record
+from skymemory.native import crc32
 from skymemory.store.shared_index import COMPACT_BYTES, SharedIndex, found_journal, look_at_journal
 
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
@@ -350,3 +352,16 @@ def test_processes_that_write_at_once_lose_nothing_to_a_new_journal(tmp_path: Pa
         assert_churned(whole, range(first, first + 60))
     churn(whole, range(20_000, 20_600))
     assert sorted(os.listdir(tmp_path)) == ["index"] and path.stat().st_size < 2 * COMPACT_BYTES + 600 * 2300
+
+
+def test_a_journal_with_records_of_a_later_release_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    index = SharedIndex(path, born=True)
+    later = bytearray(encode_record(RecordOp.CLEAR))
+    later[1] = 200
+    later[8:12] = crc32(bytes(later[:8]) + bytes(4)).to_bytes(4, "little")
+    with path.open("ab") as file:
+        file.write(later)
+    churn(index, range(700))
+    assert path.stat().st_size > 700 * 2000 and bytes(later) in path.read_bytes()
+    assert_churned(SharedIndex(path), range(700))

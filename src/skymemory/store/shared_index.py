@@ -8,8 +8,8 @@ A journal knows whether it is complete (``index.standing``). What is torn or dam
 first, and that something was lost is written in its place.
 
 Where most of a journal is about what is gone, its writer puts a new one in its place that says the same in the fewest
-records: written beside it, then renamed, so that a process killed at any moment leaves one of the two whole. Whoever has
-the old one open finds it removed.
+records: written beside it, then renamed, so that a process killed at any moment leaves one of the two whole. Others,
+who have the old one open, find it removed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class SharedIndex:
         self._fd = -1
         self._replayed_bytes = 0
         self._compact_at_bytes = COMPACT_BYTES
-        self._understood = True
-        """Whether all records so far are of kinds that we know: others must not be lost."""
         self._shortened = False
         """Somebody has cut records off that we had replayed; none of us does."""
         self._lock = threading.Lock()
@@ -221,14 +219,14 @@ class SharedIndex:
         """Put a journal in the place of this one that says the same in the fewest records, if that is much less. With
         nobody else writing. Others take it once they find theirs removed, and so do we.
         """
-        blocks, path = len(self._index), self._path
+        blocks, path, standing = len(self._index), self._path, self._standing
         least_bytes = COMPACT_BYTES + _COMPACT_TIMES * _BLOCK_BYTES * blocks
         self._compact_at_bytes = least_bytes
-        if path is None or self._replayed_bytes < least_bytes or not self._understood:
+        if path is None or self._replayed_bytes < least_bytes or standing.unknown_records:
             return
         self._compact_at_bytes = self._replayed_bytes + COMPACT_BYTES  # where it fails it is not tried at every write
         path = path.resolve()
-        new, standing = path.with_name(path.name + _NEW), self._standing
+        new = path.with_name(path.name + _NEW)
         probed = Record(RecordOp.PROBED, probed=(standing.keys_probed, standing.values_adopted))
         head = [encode_record(RecordOp.BORN)] if standing.complete else []
         head += [encode_record(probed.op, probed=probed.probed)] if standing.keys_probed else []
@@ -266,7 +264,7 @@ class SharedIndex:
 
     def _forget(self) -> None:
         self._index, self._standing, self._replayed_bytes = RadixIndex(), Standing(), 0
-        self._understood, self._compact_at_bytes = True, COMPACT_BYTES
+        self._compact_at_bytes = COMPACT_BYTES
 
     def _reopen(self) -> None:
         """Take the new journal where ours was removed. With its folder gone no constellation runs there: keep ours."""
@@ -303,7 +301,6 @@ class SharedIndex:
         for record in records:
             self._index.apply(record)
             self._standing.apply(record)
-            self._understood = self._understood and record.op.name != "UNKNOWN"
         self._replayed_bytes += taken
         return not self._shortened and self._replayed_bytes == size_bytes
 
