@@ -117,9 +117,9 @@ def test_a_repeated_declaration_leaves_known_ways_known():
     state = LinkState(torus)
     state.learn(Declaration(here, 1, 5_000), 5.0)
     state.onward(SatelliteId(2, 2), there, SatelliteId(3, 2))
-    assert state.learn(Declaration(here, 1, 6_000), 6.0) and state._onward
+    assert state.learn(Declaration(here, 1, 6_000), 6.0) and state.trees_grown == 1
     assert state.next_expiry_s == 6.0 + LIFETIME_S
-    assert state.learn(Declaration(here, 2, 7_000), 7.0) and not state._onward
+    assert state.learn(Declaration(here, 2, 7_000), 7.0) and not state._trees
 
 
 def test_whatever_is_declared_the_table_holds_one_entry_a_satellite():
@@ -128,7 +128,7 @@ def test_whatever_is_declared_the_table_holds_one_entry_a_satellite():
     for made_ms in range(1, 500):
         state.learn(Declaration(SatelliteId(made_ms % 5, made_ms % 6), 0xF, made_ms), 0.0)
         state.onward(SatelliteId(0, 0), SatelliteId(1, 1), SatelliteId(1, 0))
-    assert len(state.declared()) == 12 and len(state._onward) <= 12 + 1
+    assert len(state.declared()) == 12 and len(state._trees) == 1
 
 
 declarations = st.lists(

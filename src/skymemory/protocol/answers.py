@@ -21,9 +21,8 @@ from skymemory.protocol.outbox import Operation, Request
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import made_at_s
 from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, ReadTransfer, WriteTransfer
-from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Op, SkyHeader, Status
+from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Op, SkyHeader, Status, since_s
 
-_SANE_RTT_US = 60_000_000
 _REMEMBERED_GONE = 1 << 16
 _ANSWERS: dict[Op, Op] = {
     Op.GET: Op.DATA, Op.HAS: Op.PRESENCE, Op.EVICT: Op.EVICTED, Op.PING: Op.PONG, Op.LIST: Op.LISTED,
@@ -108,7 +107,7 @@ class Answers:
             if speaker == request.satellite:
                 round_trip_s = self._heard(request, header.timestamp_us, now_s)
             else:  # one on the way, which could not pass it on
-                round_trip_s = _elapsed_s(header.timestamp_us, now_s) or 0.0
+                round_trip_s = since_s(header.timestamp_us, now_s) or 0.0
                 self._links.peer(speaker).heard(None, now_s)
             self._clock.told(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
             if header.op is Op.PONG:
@@ -219,12 +218,6 @@ class Answers:
 
     def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
         """A checked answer came: the satellite lives. Returns the round trip it took, as far as that can be told."""
-        elapsed_s = _elapsed_s(echo_us, now_s)
+        elapsed_s = since_s(echo_us, now_s)
         request.peer.heard(elapsed_s, now_s)
         return elapsed_s or 0.0
-
-
-def _elapsed_s(echo_us: int, now_s: float) -> float | None:
-    """Since the request was made whose timestamp is echoed; None for what cannot be."""
-    elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
-    return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None

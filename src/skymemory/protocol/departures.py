@@ -135,7 +135,7 @@ class Departures:
         slot_moves, plane_moves = self._whereabouts.moves
         header = SkyHeader(
             Op.MIGRATE, there, self._address, 0, request_id, slot_moves=slot_moves, plane_moves=plane_moves,
-            credit=self._credit,
+            credit=self._credit, timestamp_us=int(now_s * 1e6) & 0xFFFFFFFF,
         )  # fmt: skip
         self._send(self._bulk(header, chunks, now_s), there, now_s)
 

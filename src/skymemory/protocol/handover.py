@@ -10,20 +10,27 @@ again when their time has come; so two satellites that disagree about the moves 
 
 Where values have copies, a chunk may also leave *as another copy* than the one it is here. Then it is only copied, and
 nothing here is deleted when it has arrived.
+
+A handover is background traffic and takes what others leave: bursts in flight become fewer as their answers come later
+than they can (LEDBAT, RFC 6817), not only when they are lost, and one where nothing is answered at all. What was put
+off because a satellite did not answer is tried again as soon as there is reason to think that it would.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.lateness import LATE_S, Lateness
 from skymemory.protocol.leaving import BURST_CHUNKS, AsCopy, Burst, Leaving
 from skymemory.protocol.pacer import Pacer
 from skymemory.protocol.pacing import RoundTrip
 from skymemory.protocol.share import ChunkName, names_by_tag
+from skymemory.protocol.throttle import Throttle
 
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
@@ -36,20 +43,35 @@ _DELETED_TOGETHER_S = 0.05
 _SLOW = 2.0
 _MOST_PATIENCE_S = 2.0
 _MOST_QUEUED = 1 << 20
+_TARGET_DELAY_S = 0.5
+"""How much longer than the shortest an answer may take because of queues: beyond, fewer bursts are sent at a time."""
+_MOST_DECREASE = 16.0
+_LEAST_BURSTS = 2.0
+_REMEMBERED_TRIPS = 1024
 
 
 class Handover:
     """What leaves this satellite: strays, queued, in flight, and copied but not yet deleted."""
 
-    def __init__(self, window_bursts: int, timeout_s: float, grace_s: float, pacer: Pacer | None = None) -> None:
-        """Fresh bursts leave as ``pacer`` lets them (default: at once) and as the window is open."""
+    def __init__(
+        self, window_bursts: int, timeout_s: float, grace_s: float, pacer: Pacer | None = None,
+        lateness: Lateness | None = None,
+    ) -> None:  # fmt: skip
+        """Fresh bursts leave as ``pacer`` lets them (default: at once) and as the window is open. ``lateness`` is our
+        host's (default: never late).
+        """
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
         """Nothing is sent for the first time before then: it is not known yet whether it is worth it."""
         self.retransmitted = 0
         self.chunks_planned = 0
         """Chunks looked at so far by plans: work that nothing sent or received shows."""
-        self._window_bursts = window_bursts
+        self._lateness = lateness or Lateness()
+        self._most_bursts = window_bursts
+        self._window = float(window_bursts)
+        self._cut_until_s = -math.inf
+        self._shortest_s: dict[SatelliteId, float] = {}
+        """Round trips to where chunks were handed over: the shortest that was seen."""
         self._timeout_s = timeout_s
         self._pacer = pacer or Pacer()
         self._round_trip = RoundTrip()
@@ -63,6 +85,9 @@ class Handover:
         self._stray_times: list[tuple[float, Leaving]] = []
         self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
         """Where whose chunks were refused since the last move: when they are tried again, and after what wait."""
+        self._unanswered: dict[Leaving, tuple[SatelliteId, bytes]] = {}
+        """What is astray because of no answer or no way: which of ``_retries`` it waits for."""
+        self._relief = Throttle()
         self._plans = 0
         self._some_leave_as_others = False
         """Whether any may: most satellites never see one, and need not look for them."""
@@ -94,6 +119,7 @@ class Handover:
         self._strays.clear()
         self._stray_times.clear()
         self._retries.clear()
+        self._unanswered.clear()
         on_its_way = {name for burst in self._in_flight.values() for name in burst.names}
         leaving: dict[bytes, list[tuple[SatelliteId, ChunkName]]] = {}
         self.chunks_planned += len(store)
@@ -175,13 +201,23 @@ class Handover:
             time_s, name = heapq.heappop(self._stray_times)
             if self._strays.get(name) == time_s:
                 del self._strays[name]
+                self._unanswered.pop(name, None)
                 due.append(name)
         return due
+
+    @property
+    def window_bursts(self) -> int:
+        """So many may be in flight now."""
+        return int(self._window)
 
     def bursts_to_send(self, now_s: float) -> list[Burst]:
         """Bursts that are due: fresh ones while the window is open, and those not acknowledged in time."""
         due = []
+        late_s = min(self._lateness.at(now_s), _MOST_PATIENCE_S)
         for burst in [burst for burst in self._in_flight.values() if burst.deadline_s <= now_s]:
+            if late_s > LATE_S and not burst.spared:  # its answer may wait here
+                burst.spared, burst.deadline_s = True, now_s + late_s
+                continue
             if burst.attempts == _MOST_ATTEMPTS or not burst.names:
                 self.refused(burst.request_id, now_s)
                 continue
@@ -194,17 +230,20 @@ class Handover:
                 burst.deadline_s = self._pacer.next_s
                 continue
             self._pacer.sent(now_s)
-            burst.deadline_s = now_s + self._patience_s() * min(2**burst.attempts, _MOST_BACKOFF)
+            if not burst.answered and now_s >= self._cut_until_s:
+                self._window, self._cut_until_s = max(_LEAST_BURSTS, self._window / 2), now_s + self._patience_s()
+            burst.deadline_s = now_s + self._patience_s() * min(2**burst.attempts, _MOST_BACKOFF) + 2 * late_s
+            burst.spared = False
             burst.attempts += 1
             self.retransmitted += len(burst.names)
             due.append(burst)
         fresh_from_s = self._fresh_from_s()
-        while self._queue and now_s >= fresh_from_s and len(self._in_flight) < self._window_bursts:
+        while self._queue and now_s >= fresh_from_s and len(self._in_flight) < int(self._window):
             destination, names = self._queue.popleft()
             if self._renamed:
                 names = [self._renamed.pop(name, name) for name in names]
             self._queued.difference_update(names)
-            deadline_s = now_s + self._patience_s()
+            deadline_s = now_s + self._patience_s() + 2 * late_s
             burst = Burst(self._next_request_id, destination, names, self._plans, now_s, deadline_s)
             self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
             self._in_flight[burst.request_id] = burst
@@ -231,12 +270,18 @@ class Handover:
         if not burst.names:
             self._in_flight.pop(burst.request_id, None)
 
-    def acknowledged(self, request_id: int, names: Iterable[ChunkName], now_s: float) -> int:
-        """The other satellite has these; how many of them we had been waiting for."""
+    def acknowledged(self, request_id: int, names: Iterable[ChunkName], now_s: float, sent_s: float = 0.0) -> int:
+        """The other satellite has these; how many of them we had been waiting for. ``sent_s``: when what it answers was
+        sent (the first or a later time), if it says so.
+        """
         burst = self._in_flight.get(request_id)
         if burst is None:
             return 0
-        self._round_trip.sample(now_s - burst.sent_s)
+        round_trip_s = now_s - max(burst.sent_s, sent_s)
+        self._round_trip.sample(round_trip_s)
+        if not burst.answered:
+            self._adjust(burst.destination, round_trip_s)
+        burst.answered = True
         there = set(names)
         done = [name for name in burst.names if name[:2] in there]
         for name in done:
@@ -246,8 +291,33 @@ class Handover:
         self.forget(burst, done)
         return len(done)
 
-    def refused(self, request_id: int, now_s: float) -> None:
-        """The other satellite cannot take the burst: its chunks stay here, and it is tried again later."""
+    def _adjust(self, destination: SatelliteId, round_trip_s: float) -> None:
+        """The window, by how long an answer waited in queues on the way."""
+        if len(self._shortest_s) > _REMEMBERED_TRIPS:
+            self._shortest_s.clear()
+        shortest_s = min(self._shortest_s.get(destination, math.inf), round_trip_s)
+        self._shortest_s[destination] = shortest_s
+        off = max(1.0 - (round_trip_s - shortest_s) / _TARGET_DELAY_S, -_MOST_DECREASE)
+        self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
+
+    def relieved(self, now_s: float) -> None:
+        """There is reason to think that who did not answer would now: our host is on time again, or a link is up.
+        Waits begin again from the shortest, and what was put off leaves now.
+        """
+        if not self._unanswered or not self._relief.is_open(now_s):
+            return
+        self._relief.done(now_s)
+        for name, case in self._unanswered.items():
+            self._retries.pop(case, None)
+            if name in self._strays:
+                self._strays[name] = now_s
+                heapq.heappush(self._stray_times, (now_s, name))
+        self._unanswered.clear()
+
+    def refused(self, request_id: int, now_s: float, full: bool = False) -> None:
+        """The other satellite cannot take the burst (it is ``full``, or there is no answer or no way): its chunks stay
+        here, and it is tried again later.
+        """
         burst = self._in_flight.pop(request_id, None)
         if burst is None or not burst.names:
             return
@@ -259,6 +329,8 @@ class Handover:
             self._retries[case] = due_s, wait_s
         for name in burst.names:
             self.stray(name, due_s)
+            if not full:
+                self._unanswered[name] = case
 
     def to_delete(self, now_s: float) -> list[ChunkName]:
         """Copied chunks whose grace is over; each is returned once. What is still to leave as another copy stays."""
@@ -290,6 +362,6 @@ class Handover:
             times.append(next(iter(self._doomed.values())) + _DELETED_TOGETHER_S)
         if self._stray_times:
             times.append(self._stray_times[0][0])
-        if self._queue and len(self._in_flight) < self._window_bursts:
+        if self._queue and len(self._in_flight) < int(self._window):
             times.append(self._fresh_from_s())
         return min(times) if times else None

@@ -27,3 +27,7 @@ class Burst:
     """For the first time."""
     deadline_s: float
     attempts: int = 1
+    answered: bool = False
+    """Whether some of its chunks have arrived."""
+    spared: bool = False
+    """Whether its deadline was put off because our host was late."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol.messages import Buffer
+from skymemory.protocol.throttle import Throttle
 from skymemory.protocol.wire import MAX_MOVES, Address
 
 LIFETIME_S = 200.0
@@ -30,6 +31,8 @@ _MOST_AHEAD_MS = 60_000
 _LINKS = struct.Struct(">HBBiiQ")
 _DECLARATION = struct.Struct(">IBBHQ")
 _ANSWER_ME = 0x01
+_LATE_STEP_S = 0.01
+_Four = tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]
 
 
 class Declaration(NamedTuple):
@@ -42,55 +45,96 @@ class Declaration(NamedTuple):
     down: int
     made_ms: int
 
+    def pack(self) -> bytes:
+        return _DECLARATION.pack(Address(*self.origin).pack(), self.down, 0, 0, self.made_ms)
+
 
 class LinksBody(NamedTuple):
     """Body of LINKS: what a satellite tells a neighbour.
 
     ``pushed`` are the moves that operators added to the clock, ``pushed_at_ms`` when they did (0: before all began).
+    ``late_s`` is how late the satellite's host is, to 10 ms: its answers may take that much longer.
     """
 
     answer_me: bool
     pushed: tuple[int, int]
     pushed_at_ms: int
     declarations: Sequence[Declaration] = ()
+    late_s: float = 0.0
 
     def pack(self) -> bytes:
-        if len(self.declarations) > MAX_DECLARATIONS:
-            raise InvalidInput(f"{len(self.declarations)} declarations: expected {MAX_DECLARATIONS} at most")
-        records = [
-            _DECLARATION.pack(Address(*origin).pack(), down, 0, 0, made_ms)
-            for origin, down, made_ms in self.declarations
-        ]
-        flags = _ANSWER_ME if self.answer_me else 0
-        return _LINKS.pack(len(records), flags, 0, *self.pushed, self.pushed_at_ms) + b"".join(records)
+        return self.pack_with([declaration.pack() for declaration in self.declarations])
+
+    def pack_with(self, records: Sequence[bytes]) -> bytes:
+        """With declarations that are packed already."""
+        if len(records) > MAX_DECLARATIONS:
+            raise InvalidInput(f"{len(records)} declarations: expected {MAX_DECLARATIONS} at most")
+        flags, late = _ANSWER_ME if self.answer_me else 0, min(round(self.late_s / _LATE_STEP_S), 0xFF)
+        return _LINKS.pack(len(records), flags, late, *self.pushed, self.pushed_at_ms) + b"".join(records)
 
     @classmethod
-    def unpack(cls, body: Buffer) -> LinksBody:
-        """Raises ``MalformedPacket`` for a body that contradicts itself."""
+    def unpack(cls, body: Buffer, known: Container[bytes] = ()) -> LinksBody:
+        """Without declarations that are ``known`` (packed) already: in a storm that is nearly all.
+
+        Raises ``MalformedPacket`` for a body that contradicts itself.
+        """
         if len(body) < _LINKS.size:
             raise MalformedPacket(f"LINKS of {len(body)} bytes: expected {_LINKS.size} at least")
-        count, flags, _, slot_moves, plane_moves, pushed_at_ms = _LINKS.unpack_from(body)
+        count, flags, late, slot_moves, plane_moves, pushed_at_ms = _LINKS.unpack_from(body)
         if count > MAX_DECLARATIONS or len(body) != _LINKS.size + count * _DECLARATION.size:
             raise MalformedPacket(f"LINKS of {count} declarations in {len(body)} bytes")
         if max(abs(slot_moves), abs(plane_moves)) > MAX_MOVES:
             raise MalformedPacket(f"{slot_moves} and {plane_moves} moves: expected {MAX_MOVES} at most")
         declarations = []
-        for address, down, _, _, made_ms in _DECLARATION.iter_unpack(body[_LINKS.size :]):
-            origin = Address.unpack(address)
-            declarations.append(Declaration(SatelliteId(origin.plane, origin.slot), down & 0xF, made_ms))
-        return cls(bool(flags & _ANSWER_ME), (slot_moves, plane_moves), pushed_at_ms, declarations)
+        for at in range(_LINKS.size, len(body), _DECLARATION.size):
+            record = bytes(body[at : at + _DECLARATION.size])
+            if record not in known:
+                address, down, _, _, made_ms = _DECLARATION.unpack(record)
+                origin = Address.unpack(address)
+                declarations.append(Declaration(SatelliteId(origin.plane, origin.slot), down & 0xF, made_ms))
+        late_s = late * _LATE_STEP_S
+        return cls(bool(flags & _ANSWER_ME), (slot_moves, plane_moves), pushed_at_ms, declarations, late_s)
 
 
-class LinkState:
-    """What is known of the links of a torus. Holds one declaration a satellite at most."""
+class _Grid(dict[SatelliteId, _Four]):
+    """The four neighbours of each satellite of a torus, worked out once."""
 
     def __init__(self, torus: Torus) -> None:
         self._torus = torus
+
+    def __missing__(self, here: SatelliteId) -> _Four:
+        found = self[here] = self._torus.neighbours(here)
+        return found
+
+
+_grid_of = lru_cache(maxsize=16)(_Grid)
+
+
+class LinkState:
+    """What is known of the links of a torus. Holds one declaration a satellite at most.
+
+    Ways are one tree from a satellite to all others, grown once for what is known of the links. Where that changes all
+    the time, it is grown anew as a ``Throttle`` allows; until then the old one serves, but never by a link that is
+    down here.
+    """
+
+    def __init__(self, torus: Torus) -> None:
+        self._torus = torus
+        self._neighbours = _grid_of(torus)
         self._declared: dict[SatelliteId, Declaration] = {}
+        self._packed: dict[SatelliteId, bytes] = {}
+        self.records: set[bytes] = set()
+        """The declarations that are known, packed."""
         self._down: set[tuple[SatelliteId, SatelliteId]] = set()
-        self._onward: dict[tuple[SatelliteId, SatelliteId], SatelliteId | None] = {}
+        self._trees: dict[SatelliteId, dict[SatelliteId, int]] = {}
+        """From each satellite that asked, by destination: which of its four links a shortest way begins with (bits)."""
         self.satellites_searched = 0
         """Satellites looked at so far to find ways: work that nothing sent or received shows."""
+        self._growing = Throttle()
+        self._stale = False
+        self.trees_grown = 0
+        self.healed = 0
+        """How often a link that was down came up."""
         self._next_expiry_s: float | None = math.inf
         """None: to be worked out when somebody asks, which is more often than it changes."""
 
@@ -103,33 +147,51 @@ class LinkState:
         """What is known, to be told to others."""
         return list(self._declared.values())
 
+    def pages(self) -> list[list[bytes]]:
+        """``declared``, packed, in as many packets as it takes: one at least."""
+        known = list(self._packed.values())
+        return [known[at : at + MAX_DECLARATIONS] for at in range(0, max(1, len(known)), MAX_DECLARATIONS)]
+
+    def packed(self, origins: Iterable[SatelliteId]) -> list[bytes]:
+        """What these have declared, as far as it is known."""
+        return [self._packed[origin] for origin in origins if origin in self._packed]
+
     def made_ms(self, origin: SatelliteId) -> int:
         """When its last known declaration was made; 0 if none is known."""
         found = self._declared.get(origin)
         return found.made_ms if found is not None else 0
 
-    def learn(self, declaration: Declaration, now_s: float) -> bool:
-        """Take a declaration; False if it is not of this torus, no news, too old, or from the future."""
+    def learn(self, declaration: Declaration, now_s: float, at_once: bool = False) -> bool:
+        """Take a declaration; False if it is not of this torus, no news, too old, or from the future. ``at_once``: it
+        is our own, and the ways from here must heed it now.
+        """
         if declaration.origin not in self._torus or declaration.made_ms <= self.made_ms(declaration.origin):
             return False
         age_ms = now_s * 1e3 - declaration.made_ms
         if not -_MOST_AHEAD_MS <= age_ms < LIFETIME_S * 1e3:
             return False
         before = self._declared.get(declaration.origin)
+        self._forget(declaration.origin)
         self._declared[declaration.origin] = declaration
+        self._packed[declaration.origin] = packed = declaration.pack()
+        self.records.add(packed)
         self._next_expiry_s = None
-        if before is None or before.down != declaration.down:
-            self._work_out()
+        if (before.down if before is not None else 0) != declaration.down:
+            self._changed(declaration.origin, now_s, at_once)
         return True
+
+    def _forget(self, origin: SatelliteId) -> None:
+        self._declared.pop(origin, None)
+        self.records.discard(self._packed.pop(origin, b""))
 
     def expire(self, now_s: float) -> None:
         """Forget what nobody has repeated."""
         old = [origin for origin, declared in self._declared.items() if _end_s(declared) <= now_s]
         for origin in old:
-            del self._declared[origin]
+            self._forget(origin)
+            self._changed(origin, now_s)
         if old:
             self._next_expiry_s = None
-            self._work_out()
 
     @property
     def next_expiry_s(self) -> float:
@@ -146,44 +208,77 @@ class LinkState:
 
         With no way known, what is known may be old: then ``greedy`` has to do, as long as its link is up; None if not.
         """
-        wanted = (here, there)
-        if wanted not in self._onward:
-            if len(self._onward) > self._torus.size:
-                self._onward.clear()
-            self._onward[wanted] = self._search(here, there, greedy)
-        found = self._onward[wanted]
-        if found is None and self.is_up(here, greedy):
-            return greedy
+        nearer = self._nearer(here, there)
+        if nearer:
+            return greedy if greedy in nearer else nearer[0]
+        return greedy if self.is_up(here, greedy) else None
+
+    def _nearer(self, here: SatelliteId, there: SatelliteId) -> list[SatelliteId]:
+        """The neighbours that shortest ways begin with, in their order."""
+        tree = self._trees.get(here)
+        if tree is None:
+            tree = self._grow(here)
+        links = tree.get(there, 0)
+        found = self._living(here, links)
+        if links and not found:  # all that the tree knows of has just gone down
+            found = self._living(here, self._grow(here).get(there, 0))
         return found
 
-    def _search(self, here: SatelliteId, there: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
-        """Breadth-first from ``there``: when ``here`` is reached, all neighbours that are nearer have been."""
-        hops = {there: 0}
-        queue = deque([there])
-        while queue and here not in hops:
-            at = queue.popleft()
-            for neighbour in self._torus.neighbours(at):
-                if neighbour not in hops and self.is_up(at, neighbour):
-                    hops[neighbour] = hops[at] + 1
-                    queue.append(neighbour)
-        self.satellites_searched += len(hops)
-        if here not in hops:
-            return None
-        nearer = [
-            neighbour
-            for neighbour in self._torus.neighbours(here)
-            if hops.get(neighbour) == hops[here] - 1 and self.is_up(here, neighbour)
-        ]
-        return greedy if greedy in nearer else nearer[0]
+    def _living(self, here: SatelliteId, links: int) -> list[SatelliteId]:
+        four = self._neighbours[here]
+        return [four[bit] for bit in range(4) if links >> bit & 1 and (here, four[bit]) not in self._down]
 
-    def _work_out(self) -> None:
-        self._onward.clear()
-        self._down.clear()
-        self.satellites_searched += len(self._declared)
-        for origin, down, _ in self._declared.values():
-            for bit, neighbour in enumerate(self._torus.neighbours(origin)):
-                if down >> bit & 1:
-                    self._down.update(((origin, neighbour), (neighbour, origin)))
+    def _grow(self, here: SatelliteId) -> dict[SatelliteId, int]:
+        """Breadth-first from ``here``: a satellite is reached by all links that any of its nearer neighbours is."""
+        self.trees_grown += 1
+        tree, edge = {here: 0}, [here]
+        down, neighbours = self._down, self._neighbours
+        while edge:
+            reached: dict[SatelliteId, int] = {}
+            for at in edge:
+                links = tree[at]
+                for bit, neighbour in enumerate(neighbours[at]):
+                    if neighbour not in tree and (at, neighbour) not in down:
+                        reached[neighbour] = reached.get(neighbour, 0) | (links or 1 << bit)
+            tree.update(reached)
+            edge = list(reached)
+        self.satellites_searched += len(tree)
+        self._trees[here] = tree
+        return tree
+
+    # --- changes ---
+
+    @property
+    def next_growth_s(self) -> float:
+        """When ``grow_anew`` has something to do; infinite: never."""
+        return self._growing.open_s if self._stale else math.inf
+
+    def grow_anew(self, now_s: float) -> None:
+        """From now on the ways are those of what is known now; grown when somebody asks for one."""
+        if self._stale:
+            self._stale = False
+            self._growing.done(now_s)
+            self._trees.clear()
+
+    def _changed(self, origin: SatelliteId, now_s: float, at_once: bool = False) -> None:
+        """What ``origin`` says of its links: a link is down if either end says so."""
+        ours = self._declared_down(origin)
+        for neighbour in dict.fromkeys(self._neighbours[origin]):
+            ways = (origin, neighbour), (neighbour, origin)
+            if neighbour in ours or origin in self._declared_down(neighbour):
+                self._down.update(ways)
+            elif ways[0] in self._down:
+                self._down.difference_update(ways)
+                self.healed += 1
+        self._stale = True
+        if at_once or self._growing.is_open(now_s):
+            self.grow_anew(now_s)
+
+    def _declared_down(self, origin: SatelliteId) -> list[SatelliteId]:
+        found = self._declared.get(origin)
+        if found is None or not found.down:
+            return []
+        return [neighbour for bit, neighbour in enumerate(self._neighbours[origin]) if found.down >> bit & 1]
 
 
 def _end_s(declaration: Declaration) -> float:

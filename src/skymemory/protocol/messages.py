@@ -42,7 +42,7 @@ HOUSEKEEPING_FIELDS = (
     "pushed_slot_moves", "pushed_plane_moves", "bytes_set", "bytes_migrated_in", "bytes_replaced", "bytes_evicted",
     "bytes_deleted", "bytes_migrated_out", "bytes_lost", "chunks_purged", "chunks_expired", "notices_sent",
     "pinned_bytes", "packets_refused", "packets_replayed", "copies_mended", "protocol_versions", "operations",
-    "codecs", "packets_unsupported",
+    "codecs", "packets_unsupported", "packets_shed", "late_us",
 )  # fmt: skip
 """What a PONG reports, in this order; new fields are appended, a reader takes what it knows."""
 

@@ -8,6 +8,7 @@ from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forgetting import Forgetting
 from skymemory.protocol.handover import Handover
+from skymemory.protocol.lateness import Lateness
 from skymemory.protocol.leaving import Burst, Leaving
 from skymemory.protocol.meetings import Meetings
 from skymemory.protocol.messages import Packet
@@ -15,14 +16,15 @@ from skymemory.protocol.pacer import Pacer, phase_of
 from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.share import Chunk, as_copy
+from skymemory.protocol.throttle import Throttle
 from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import Address, Status
+from skymemory.protocol.wire import Address, Status, since_s
 
 
-def handover_of(config: SatelliteConfig) -> Handover:
+def handover_of(config: SatelliteConfig, lateness: Lateness | None = None) -> Handover:
     """One that begins at a time of its own after each move."""
     pacer = Pacer(config.handover_gap_s, phase_of(config.address))
-    return Handover(config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s, pacer)
+    return Handover(config.handover_window_bursts, config.handover_timeout_s, config.handover_grace_s, pacer, lateness)
 
 
 class Migration:
@@ -40,9 +42,31 @@ class Migration:
         self._forgetting = forgetting
         self._counters = counters
         self.meetings = Meetings(here, store, handover, whereabouts)
+        self._planning = Throttle()
+        self._moved = False
+        self._in_haste = False
 
-    def box_moved(self, now_s: float, in_haste: bool = False) -> None:
-        """Queue what must leave now, whatever was to leave before. ``in_haste``: an operator moved the box."""
+    def box_moved(self, in_haste: bool = False) -> None:
+        """What must leave is to be worked out anew, by ``send_due``: once for all moves until then. ``in_haste``: an
+        operator moved the box.
+        """
+        self._moved = True
+        self._in_haste |= in_haste
+
+    @property
+    def _plan_s(self) -> float:
+        """When a plan may be made: the clock moves at a known pace, operators (or who says he is one) at any."""
+        return self._planning.open_s if self._in_haste else 0.0
+
+    def next_timer_s(self) -> float | None:
+        times_s = [self._handover.next_timer_s(), self._plan_s if self._moved else None]
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+    def _plan(self, now_s: float) -> None:
+        """Queue what must leave now, whatever was to leave before."""
+        if self._in_haste:
+            self._planning.done(now_s)
+        in_haste, self._in_haste, self._moved = self._in_haste, False, False
         others = self._handover.plan(self._store, self._whereabouts.home_of_tag, self._here)
         for key, index, replica in others:
             self.meetings.send_as((key, index), replica)
@@ -50,6 +74,8 @@ class Migration:
 
     def send_due(self, now_s: float) -> None:
         """All that is to leave now: strays whose time has come, fresh bursts, and those not acknowledged in time."""
+        if self._moved and now_s >= self._plan_s:
+            self._plan(now_s)
         elsewhere: dict[SatelliteId, list[Leaving]] = {}
         for name in self._handover.strays_due(now_s):
             if len(name) == 3:
@@ -67,21 +93,20 @@ class Migration:
     def acknowledged(self, packet: Packet, now_s: float) -> None:
         """Another satellite took (or refused) chunks we handed over."""
         if packet.header.status is not Status.OK:
-            self._handover.refused(packet.header.request_id, now_s)
+            self._handover.refused(packet.header.request_id, now_s, full=True)
         else:
             selection = Selection.unpack(packet.body)
             names = [(selection.key, index) for index in selection.indices()]
-            moved = self._handover.acknowledged(packet.header.request_id, names, now_s)
+            sent_s = now_s - elapsed_s if (elapsed_s := since_s(packet.header.timestamp_us, now_s)) else 0.0
+            moved = self._handover.acknowledged(packet.header.request_id, names, now_s, sent_s)
             self._counters.add("chunks_migrated_out", moved)
             if moved:
                 self._forgetting.handed_over(packet.header.source, selection.key, now_s)
-        self.send_due(now_s)
 
     def unreachable(self, packet: Packet, now_s: float) -> None:
         """There is no way to whom we wanted to hand chunks over to."""
         self._counters.add("packets_unroutable")
         self._handover.refused(packet.header.request_id, now_s)
-        self.send_due(now_s)
 
     def _send(self, burst: Burst, now_s: float) -> None:
         self._forgetting.to_send(burst, now_s)

@@ -3,11 +3,15 @@
 The transport calls ``receive_runs`` (or one of its kin) with what came from a link, ``handle_timer`` when
 ``next_timer_s`` has passed, and then sends what ``datagrams_to_send`` returns. Link ends are ``SatelliteId`` for a
 neighbour and any hashable token of the transport's for a ground host.
+
+While its host is late (``Lateness``, which the transport measures) a satellite only answers, forwards, and keeps its
+links: all else waits until the transport has a moment to call ``work``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -24,17 +28,19 @@ from skymemory.protocol.forgetting import Forgetting
 from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
 from skymemory.protocol.gate import SatelliteGate
 from skymemory.protocol.latecomers import Latecomers
+from skymemory.protocol.lateness import Lateness
 from skymemory.protocol.link_state import LinkState
 from skymemory.protocol.messages import Buffer, Packet
 from skymemory.protocol.migration import Migration, handover_of
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.neighbourhood import Neighbourhood
 from skymemory.protocol.plain_cases import PlainCases, PlainRequests
+from skymemory.protocol.postponed import Postponed
 from skymemory.protocol.replacement import replacement_named
 from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.space_packet import COMMAND_BYTES
-from skymemory.protocol.whereabouts import Whereabouts
+from skymemory.protocol.whereabouts import MOST_PUSHED, Whereabouts
 from skymemory.protocol.wire import (
     COMMAND_PREFIX_BYTES,
     SKY_BYTES,
@@ -48,16 +54,21 @@ from skymemory.protocol.wire import (
 __all__ = ["SatelliteConfig", "SatelliteMachine"]
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _NOTHING_SETTLED: set[bytes] = set()
+_LOOK_S = 0.25
 
 
 class SatelliteMachine:
     """One satellite: chunk memory, forwarding, answers, and its own migration."""
 
-    def __init__(self, config: SatelliteConfig, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
+    def __init__(
+        self, config: SatelliteConfig, sky: SkyMap, clock: MoveClock, now_s: float, lateness: Lateness | None = None
+    ) -> None:
+        """``lateness``: of the host, kept up to date by its transport (default: never late)."""
         self.config = config
+        self.lateness = lateness or Lateness()
         self.counters = Counters()
         self.store = ChunkStore(config.memory_bytes, replacement_named(config.replacement))
-        self.handover = handover_of(config)
+        self.handover = handover_of(config, self.lateness)
         self.backlog_bytes = 0
         """Set by the transport: bytes it was given and has not sent yet."""
         self.transport_figures: Callable[[], dict[str, int]] = dict
@@ -69,8 +80,16 @@ class SatelliteMachine:
         self._departures = Departures(self._address, self._whereabouts, self._router, self.counters, config)
         self._gate = SatelliteGate.of(config.authority, self._address, self.counters, self._departures.refuse, now_s)
         self.neighbourhood = Neighbourhood(
-            config.address, sky.torus, links, clock.pushed, config.neighbour_patience_s, self._departures.tell
+            config.address, sky.torus, links, clock.pushed, config.neighbour_patience_s, self._departures.tell,
+            self.lateness, partial(self._whereabouts.may_push_to, most=MOST_PUSHED),
         )  # fmt: skip
+        self._postponed = Postponed()
+        self._timers_wait = False
+        """Whether background timers have gone off that ``work`` is to see to."""
+        self._was_late = False
+        self._look_s = now_s
+        """When to look whether our host is on time again."""
+        self._healed = 0
         self._chunks = ChunkService(
             self.store, self._departures, self.counters, self._stored, self._whereabouts.home,
             Latecomers(config.address, sky, self._whereabouts),
@@ -82,13 +101,12 @@ class SatelliteMachine:
             config.address, self.store, self.handover, self._whereabouts, self._departures, self._forgetting,
             self.counters,
         )  # fmt: skip
-        self._hand_over = self._migration.send_due
         self._chunks.on_set = self._forgetting.stored
         self._plain = PlainCases(self._address, self._chunks, self._departures, self._router, self._gate)
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict, Op.LIST: self._chunks.list,
-            Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._migration.acknowledged,
-            Op.UNREACHABLE: self._migration.unreachable,
+            Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._acknowledged,
+            Op.UNREACHABLE: self._unreachable,
             **self._forgetting.handlers,
         }  # fmt: skip
 
@@ -120,6 +138,11 @@ class SatelliteMachine:
             runs, heard = self._gate.admit(runs, source, now_s)
         if heard and isinstance(source, SatelliteId):
             self.neighbourhood.heard(source, now_s)
+        if self._postponed or self.lateness.is_late(now_s):
+            runs = self._postponed.sift(runs, source, now_s)
+        self._take(runs, source, now_s)
+
+    def _take(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
         at = 0
         while at < len(runs):
             taken = self._plain.store(runs, at, source, now_s)
@@ -144,6 +167,9 @@ class SatelliteMachine:
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Batches with the link each leaves by; they are handed out once."""
+        if self._healed != self.neighbourhood.links.healed:
+            self._healed = self.neighbourhood.links.healed
+            self.handover.relieved(now_s)
         self._chunks.acknowledge(now_s)
         self._forgetting.gather(now_s)
         batches = self._departures.take()
@@ -152,21 +178,56 @@ class SatelliteMachine:
         return batches + self._departures.take_told()
 
     def next_timer_s(self) -> float | None:
-        ours = self.handover.next_timer_s(), self._forgetting.next_timer_s(), self.neighbourhood.next_timer_s()
-        times_s = [time_s for time_s in (self._whereabouts.next_move_s, *ours) if time_s is not None]
-        return min(times_s, default=None)
+        times_s = [self._whereabouts.next_move_s, self.neighbourhood.next_timer_s()]
+        if self._was_late:
+            times_s.append(self._look_s)
+        if not self._timers_wait:
+            times_s += self._migration.next_timer_s(), self._forgetting.next_timer_s()
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def handle_timer(self, now_s: float) -> None:
         next_move_s = self._whereabouts.next_move_s
         if next_move_s is not None and now_s >= next_move_s:
             self._follow_clock(now_s)
         self.neighbourhood.handle_timer(now_s)
+        late, was_late = self.lateness.is_late(now_s), self._was_late
+        self._was_late, self._look_s = late, now_s + _LOOK_S
+        if was_late and not late:
+            self.neighbourhood.relieved(now_s)
+            self.handover.relieved(now_s)
+        if late:
+            self._timers_wait = True
+        else:
+            self._background(now_s)
+
+    @property
+    def wants_work(self) -> bool:
+        """Whether background work waits for a call of ``work``."""
+        return self._timers_wait or bool(self._postponed)
+
+    def work(self, now_s: float) -> None:
+        """A piece of the background work that waits: for the transport to call, a little at a time while it is late."""
+        if self._timers_wait:
+            self._background(now_s)
+        elif (found := self._postponed.take(now_s)) is not None:
+            view, size, source = found
+            self._take([(view, size)], source, now_s)
+
+    def _background(self, now_s: float) -> None:
+        self._timers_wait = False
         for name in self.handover.to_delete(now_s):
             chunk = self.store.peek(name)
             if chunk is not None and self._whereabouts.home(chunk.ref) != self.config.address:
                 self.store.remove(name, "migrated_out")
         self._forgetting.handle_timer(now_s)
-        self._hand_over(now_s)
+        self._migration.send_due(now_s)
+
+    def _hand_over(self, now_s: float) -> None:
+        """Something happened that may let more chunks leave."""
+        if self.lateness.is_late(now_s):
+            self._timers_wait = True
+        else:
+            self._migration.send_due(now_s)
 
     # --- arrival ---
 
@@ -282,11 +343,24 @@ class SatelliteMachine:
         else:
             self._chunks.get(packet, now_s)
 
+    def _acknowledged(self, packet: Packet, now_s: float) -> None:
+        self._migration.acknowledged(packet, now_s)
+        self._hand_over(now_s)
+
+    def _unreachable(self, packet: Packet, now_s: float) -> None:
+        self._migration.unreachable(packet, now_s)
+        self._hand_over(now_s)
+
     def _ping(self, packet: Packet, now_s: float) -> None:
         self._departures.reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
 
     def _advance(self, packet: Packet, now_s: float) -> None:
-        self._whereabouts.push_to(messages.unpack_moves(packet.body))
+        pushed = messages.unpack_moves(packet.body)
+        if not self._whereabouts.may_push_to(pushed, now_s):
+            self.counters.add("pushes_refused")
+            self._departures.reply(packet.header, Op.UNREACHABLE, b"", now_s, Status.REFUSED)
+            return
+        self._whereabouts.push_to(pushed)
         self.neighbourhood.told_moves(self._whereabouts.pushed, now_s)
         self._follow_clock(now_s, pushed=True)
         self._departures.reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._whereabouts.pushed), now_s)
@@ -299,7 +373,8 @@ class SatelliteMachine:
             chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
             migrations_retransmitted=self.handover.retransmitted, pinned_bytes=self.store.shielded_bytes,
             pushed_slot_moves=self._whereabouts.pushed[0], pushed_plane_moves=self._whereabouts.pushed[1],
-            **OURS.figures(), **self.store.ledger.figures(), **self.transport_figures(),
+            packets_shed=self._postponed.dropped, **OURS.figures(), **self.store.ledger.figures(),
+            **self.transport_figures(),
         )  # fmt: skip
 
     # --- neighbours ---
@@ -318,5 +393,6 @@ class SatelliteMachine:
 
     def _follow_clock(self, now_s: float, pushed: bool = False) -> None:
         if self._whereabouts.follow(now_s):
-            self._forgetting.box_moved(now_s)
-            self._migration.box_moved(now_s, in_haste=pushed)
+            if not self.lateness.is_late(now_s):
+                self._forgetting.box_moved(now_s)
+            self._migration.box_moved(in_haste=pushed)

@@ -9,6 +9,13 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET
 
+MOST_PUSHED_AT_ONCE = 10_000
+"""Moves by which one ADVANCE may change what is added to the clock, each way."""
+MOST_PUSHED = 1_000_000
+"""Moves that may be added to the clock in all, each way: as many as a plan holds."""
+_PUSHES_AT_ONCE = 16
+_PUSH_EVERY_S = 1.0
+"""So many changes may follow on each other at once, then one in so long: each may cost a handover of all there is."""
 _REMEMBERED_TAGS = 65_536
 
 
@@ -26,11 +33,28 @@ class Whereabouts:
         self.before: Moves = self.moves
         """The moves that held until they last changed."""
         self.next_move_s = clock.next_move_s(now_s)
+        self._pushes_from_s = -math.inf
+        """When all changes that were taken would have been due, at one in ``_PUSH_EVERY_S``."""
 
     @property
     def pushed(self) -> Moves:
         """What operators have added to the clock."""
         return self._clock.pushed
+
+    def may_push_to(self, pushed: Moves, now_s: float, most: int = MOST_PUSHED_AT_ONCE) -> bool:
+        """Whether ``push_to`` may follow: not too far, in all or by more than ``most`` at once, and not too often.
+        What is so already costs nothing.
+        """
+        if pushed == self.pushed:
+            return True
+        steps = (abs(new - old) for new, old in zip(pushed, self.pushed, strict=True))
+        if max(map(abs, pushed)) > MOST_PUSHED or max(steps) > most:
+            return False
+        from_s = max(self._pushes_from_s, now_s - _PUSHES_AT_ONCE * _PUSH_EVERY_S) + _PUSH_EVERY_S
+        if from_s > now_s:
+            return False
+        self._pushes_from_s = from_s
+        return True
 
     def push_to(self, pushed: Moves) -> None:
         """Set what is added to the clock (absolute: a repeat changes nothing). ``follow`` makes it count."""

@@ -45,7 +45,7 @@ TELEMETRY_PREFIX_BYTES = TELEMETRY_BYTES + SKY_BYTES
 MAX_CHUNK_BYTES = MAX_PACKET_BYTES - TELEMETRY_PREFIX_BYTES - CHUNK_REF_BYTES
 """The largest chunk: one datagram carries one chunk (65,375 bytes)."""
 
-
+_SANE_RTT_US = 60_000_000
 MAX_MOVES = 1 << 30
 """Moves beyond this, either way, are refused: sums of two stay within the 32 bits of the wire."""
 
@@ -228,3 +228,9 @@ class SkyHeader(NamedTuple):
             known_op, Address.unpack(destination), Address.unpack(source), ground, request_id, known_status,
             hop_limit, hop_count, congestion, timestamp_us, slot_moves, plane_moves, credit, key_id, flags,
         )  # fmt: skip
+
+
+def since_s(echo_us: int, now_s: float) -> float | None:
+    """Since the request was made whose timestamp is echoed; None for what cannot be."""
+    elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
+    return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None

@@ -20,7 +20,7 @@ from skymemory.transport.timer import TimerFd
 
 Item = TypeVar("Item")
 
-_ERRORS_KEPT = 65_536
+_ERRORS_KEPT = 8_192
 """Percentiles are taken over the latest releases, the maximum and the number over all."""
 
 
@@ -68,6 +68,10 @@ class DelayLine(Generic[Item]):
 
     def next_due_s(self) -> float | None:
         return self._heap[0][0] if self._heap else None
+
+    def late_s(self) -> float:
+        """How long the first has been due; negative or infinite: it is not."""
+        return self._clock_s() - self._heap[0][0] if self._heap else -math.inf
 
     def pop_due(self) -> Iterator[Item]:
         """Everything that is due, earliest first; also what becomes due while the caller handles the rest."""

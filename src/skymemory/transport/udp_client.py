@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.transport.healer import Healer
 from skymemory.transport.udp_socket import BatchSocket
+from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _PATIENCE_US = 40
@@ -52,7 +52,7 @@ class UdpClient:
         window_bytes = self._sock.receive_buffer_bytes // 2 + int(config.expected_rtt_s * DRAIN_BYTES_PER_S)
         self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock)
         self._satellites = dict(satellites)
-        self._wall_offset_s = time.time() - time.monotonic()
+        self._clock = UnixClock()
         self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
         self._poll = select.poll()
         self._poll.register(self._sock.fileno(), select.POLLIN)
@@ -62,7 +62,7 @@ class UdpClient:
         self._closed = False
 
     def now_s(self) -> float:
-        return time.monotonic() + self._wall_offset_s
+        return self._clock.now_s()
 
     @property
     def lock(self) -> threading.RLock:
@@ -79,6 +79,7 @@ class UdpClient:
 
         Where it is interrupted (Ctrl-C), they are given up: nothing is received into their buffers any more.
         """
+        self._clock.follow_wall()
         if self._refresh is not None:
             self._refresh()
         waiting, finished = set(numbers), dict[int, Finished]()

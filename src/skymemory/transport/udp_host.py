@@ -3,6 +3,11 @@
 The machines do all the thinking (``protocol.satellite``); this file carries datagrams between them and the sockets,
 holds them for the delay of their link, and injects the faults that were asked for. A ground host's beam is held here in
 both directions, so that a client needs to know nothing of geometry.
+
+One loop has too much to do now and then. How late it is with it is measured here, by its alarms and by how long a
+socket was not found empty, and given to the machines (``Lateness``). What waits in a socket is taken before an alarm
+that came late: it may be what the alarm is about. What the machines put off is done in the moments that are left, and
+at least for a fifth of the time.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import groupby
@@ -20,6 +26,7 @@ from skymemory import native
 from skymemory.constellation.sight import BoxSight, Sight
 from skymemory.constellation.torus import Axis, SatelliteId
 from skymemory.placement.locate import Moves
+from skymemory.protocol.lateness import LATE_S, Lateness
 from skymemory.protocol.ledger import Ledger
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch, single
@@ -27,13 +34,19 @@ from skymemory.transport.delay_line import DelayLine
 from skymemory.transport.host_spec import Endpoint, HostSpec
 from skymemory.transport.udp_satellite import UdpSatellite
 from skymemory.transport.udp_socket import BatchSocket, Run
+from skymemory.transport.unix_clock import UnixClock
 
 _FIGURES_KEPT_S = 0.5
 """Percentiles over many holds are not worked out anew for each of a host's satellites."""
 PATIENCE_S = 0.05
 """Beside the round trip: how long a neighbour may be busy before its silence counts."""
 RECEIVE_ROUNDS = 4
-"""Batches taken from one socket before the others get their turn."""
+"""Batches taken from one socket before the others get their turn; one where they wait already."""
+_BEAT_S = 0.1
+"""How often the loop is asked how late it is, whatever else it does."""
+_BACKGROUND_SHARE = 0.2
+_LEAST_SLICE_S, _MOST_SLICE_S = 0.001, 0.02
+"""Of background work at a time: what is asked meanwhile waits so long."""
 
 
 class UdpHost:
@@ -43,7 +56,16 @@ class UdpHost:
         self.spec = spec
         self._loop = loop
         self._names = {endpoint: satellite for satellite, endpoint in spec.everyone.items()}
-        self._wall_offset_s = time.time() - time.monotonic()
+        self._clock = UnixClock()
+        self.lateness = Lateness()
+        self._waiting: deque[UdpSatellite] = deque()
+        """Satellites with background work to do, each once."""
+        self._slice: asyncio.Handle | None = None
+        self._rested_s = time.monotonic()
+        """When the last slice of background work ended."""
+        self._beat_s = self.now_s() + _BEAT_S
+        self._slept_s = self.now_s() - time.monotonic()
+        self._beat = loop.call_later(_BEAT_S, self._feel_pulse)
         self._delays: DelayLine[Callable[[], None]] | None = (
             DelayLine(spec.link_rate_bit_s) if spec.delay_scale > 0 else None
         )
@@ -83,7 +105,8 @@ class UdpHost:
             authority=self.spec.authority,
         )  # fmt: skip
         pushed_at_ms, pushed = self._pushed
-        machine = SatelliteMachine(config, self.spec.sky, replace(self.spec.clock, pushed=pushed), self.now_s())
+        clock = replace(self.spec.clock, pushed=pushed)
+        machine = SatelliteMachine(config, self.spec.sky, clock, self.now_s(), self.lateness)
         machine.neighbourhood.pushed_at_ms = pushed_at_ms
         machine.store.ledger = self._ledgers.pop(name, machine.store.ledger)
         machine.neighbourhood.greet(self.now_s())
@@ -94,8 +117,8 @@ class UdpHost:
         return satellite
 
     def now_s(self) -> float:
-        """Unix time that never jumps: what the clock of the moves counts in."""
-        return time.monotonic() + self._wall_offset_s
+        """Unix time: what the clock of the moves counts in."""
+        return self._clock.now_s()
 
     def set_dead(self, dead: Collection[SatelliteId]) -> None:
         """Of our satellites exactly these are dead from now on: they neither answer nor forward. Those that were dead
@@ -116,6 +139,9 @@ class UdpHost:
             self._after(self._satellites[name])
 
     def close(self) -> None:
+        self._beat.cancel()
+        if self._slice is not None:
+            self._slice.cancel()
         for satellite in self._satellites.values():
             satellite.close()
         self._satellites.clear()
@@ -127,14 +153,18 @@ class UdpHost:
     # --- in ---
 
     def _readable(self, satellite: UdpSatellite) -> None:
-        quiet = True
-        for _ in range(RECEIVE_ROUNDS):
+        quiet, now_s = True, self.now_s()
+        for _ in range(1 if self.lateness.is_late(now_s) else RECEIVE_ROUNDS):
             arrivals, served = self._receive(satellite)
             for endpoint, group in groupby(arrivals, key=itemgetter(2)):
                 quiet = False
                 self._arrive(satellite, [(view, size) for view, size, _ in group], endpoint)
             if len(arrivals) + len(served) <= 1 and not (arrivals and len(arrivals[0][0]) > arrivals[0][1]):
+                satellite.full_since_s = math.inf
                 break  # nothing, or a lone datagram and nothing streams in: answer at once
+        else:
+            satellite.full_since_s = min(satellite.full_since_s, now_s)
+            self._late_by(now_s - satellite.full_since_s, now_s)
         if not quiet:
             self._after(satellite)
 
@@ -202,6 +232,8 @@ class UdpHost:
             else:
                 self._down(satellite, batch, cast(Endpoint, to))
         self._arm(satellite)
+        if machine.wants_work:
+            self._want_slice(satellite)
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
         """To a ground host: by the beam, whose faults are injected here because the host injects none."""
@@ -242,8 +274,14 @@ class UdpHost:
 
     def _release_due(self) -> None:
         if self._delays is not None:
+            self._late_by(self._delays.late_s(), self.now_s())
             for release in self._delays.pop_due():
                 release()
+
+    def _late_by(self, late_s: float, now_s: float) -> None:
+        """What is late counts wherever it is found; that we are on time only where it is looked for regularly."""
+        if late_s > LATE_S:
+            self.lateness.measured(late_s, now_s)
 
     def _arm(self, satellite: UdpSatellite) -> None:
         due_s = satellite.machine.next_timer_s()
@@ -253,13 +291,64 @@ class UdpHost:
             satellite.timer.cancel()
             satellite.timer = None
         if due_s is not None:
-            satellite.timer_s = due_s
-            satellite.timer = self._loop.call_later(max(0.0, due_s - self.now_s()), self._alarm, satellite)
+            now_s = self.now_s()
+            satellite.timer_s, satellite.alarm_s = due_s, max(due_s, now_s)
+            satellite.timer = self._loop.call_later(max(0.0, due_s - now_s), self._alarm, satellite)
 
     def _alarm(self, satellite: UdpSatellite) -> None:
         satellite.timer = None
+        late_s = self.now_s() - satellite.alarm_s
+        if late_s > LATE_S:
+            self.lateness.measured(late_s, self.now_s())
+            self._readable(satellite)
+            if satellite.timer is not None:  # armed anew meanwhile
+                satellite.timer.cancel()
+                satellite.timer = None
         satellite.machine.handle_timer(self.now_s())
         self._after(satellite)
+
+    def _feel_pulse(self) -> None:
+        """How late is the loop with what is to be done now? And did the computer sleep, so that alarms are?"""
+        self._clock.follow_wall()
+        now_s = self.now_s()
+        self.lateness.measured(now_s - self._beat_s, now_s)
+        slept_s = now_s - time.monotonic()
+        if slept_s > self._slept_s + LATE_S:  # the loop's own time stood still
+            for satellite in list(self._satellites.values()):
+                if satellite.timer is not None:
+                    satellite.timer.cancel()
+                    satellite.timer = None
+                self._arm(satellite)
+        self._slept_s = slept_s
+        self._beat_s = now_s + _BEAT_S
+        self._beat = self._loop.call_later(_BEAT_S, self._feel_pulse)
+
+    # --- background ---
+
+    def _want_slice(self, satellite: UdpSatellite) -> None:
+        if not satellite.waits:
+            satellite.waits = True
+            self._waiting.append(satellite)
+            if self._slice is None:
+                self._slice = self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        """Background work for as long as its share of the time since the last such slice; all of it, where nothing else
+        is to be done.
+        """
+        self._slice = None
+        began_s = time.monotonic()
+        owed_s = (began_s - self._rested_s) * _BACKGROUND_SHARE / (1.0 - _BACKGROUND_SHARE)
+        end_s = began_s + min(max(owed_s, _LEAST_SLICE_S), _MOST_SLICE_S)
+        while self._waiting and time.monotonic() < end_s:
+            satellite = self._waiting.popleft()
+            satellite.waits = False
+            if not satellite.closed:
+                satellite.machine.work(self.now_s())
+                self._after(satellite)
+        self._rested_s = time.monotonic()
+        if self._waiting and self._slice is None:
+            self._slice = self._loop.call_soon(self._work)
 
     def _figures(self) -> dict[str, int]:
         """How exact the holds were, and what faults did: this host's, in every satellite's housekeeping."""
@@ -268,6 +357,7 @@ class UdpHost:
             error_s = self._delays.report()["hold_error_p99_s"] if self._delays is not None else 0.0
             self._last_figures = {
                 "delay_error_p99_us": round(error_s * 1e6),
+                "late_us": round(self.lateness.at(self.now_s()) * 1e6),
                 "faults_injected": self.spec.faults.injected if self.spec.faults is not None else 0,
             }
             self._figures_until_s = now_s + _FIGURES_KEPT_S

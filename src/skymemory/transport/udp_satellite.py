@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 
 from skymemory.protocol.satellite import SatelliteMachine
@@ -21,7 +22,12 @@ class UdpSatellite:
         self.machine = machine
         self.sock = sock
         self.timer: asyncio.TimerHandle | None = None
-        self.timer_s = 0.0
+        self.timer_s = self.alarm_s = 0.0
+        """What the machine asked for, and when that was to go off."""
+        self.full_since_s = math.inf
+        """Since when there has always been more in its socket than was taken at once."""
+        self.waits = False
+        """Whether it waits for a slice of background work."""
         self.closed = False
         self._loop = loop
         self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()

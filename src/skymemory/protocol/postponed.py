@@ -1,0 +1,85 @@
+"""Background work that came while the host was late: it waits here while answers go first, and the oldest is dropped.
+
+Background is what satellites ask of each other for the good of later reads: chunks handed over, copies and suspicions
+looked into, gossip; also where it only passes through. Nobody waits for it, and whoever sent it sends it again. Signs
+of life and what is known of links are none of it: late, they would make the living look dead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from skymemory.native import Run
+from skymemory.protocol.forwarding import LinkEnd, header_start, same_journey
+from skymemory.protocol.wire import SKY_BYTES, Op
+
+MOST_BYTES = 1 << 20
+MOST_AGE_S = 2.0
+"""What waited longer has been sent again, or will be."""
+_BACKGROUND = (Op.MIGRATE, Op.CHECK, Op.NOTICE)
+_BETWEEN_SATELLITES = (Op.HAS, Op.RETAIN)
+"""Asked by ground hosts too, who wait for the answer."""
+
+
+class Postponed:
+    """Of one satellite. Packets are copied: what a transport hands over is good only during the call."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[float, memoryview, int, LinkEnd]] = deque()
+        self._bytes = 0
+        self.dropped = 0
+        """Packets, so far."""
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def sift(self, runs: list[Run], source: LinkEnd, now_s: float) -> list[Run]:
+        """Keep the background work among these; the rest is returned, in its order."""
+        rest = []
+        for view, size in runs:
+            for part, part_size in _journeys(view, size):
+                if _is_background(part):
+                    self._keep(part, part_size, source, now_s)
+                else:
+                    rest.append((part, part_size))
+        return rest
+
+    def _keep(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> None:
+        self._queue.append((now_s, memoryview(bytes(view)), size, source))
+        self._bytes += len(view)
+        while self._bytes > MOST_BYTES and len(self._queue) > 1:
+            self._drop()
+
+    def _drop(self) -> None:
+        _, view, size, _ = self._queue.popleft()
+        self._bytes -= len(view)
+        self.dropped += -(-len(view) // size)
+
+    def take(self, now_s: float) -> tuple[memoryview, int, LinkEnd] | None:
+        """The oldest that is not too old."""
+        while self._queue and self._queue[0][0] + MOST_AGE_S < now_s:
+            self._drop()
+        if not self._queue:
+            return None
+        _, view, size, source = self._queue.popleft()
+        self._bytes -= len(view)
+        return view, size, source
+
+
+def _journeys(view: memoryview, size: int) -> Iterator[Run]:
+    """A run as packets that have one operation, destination and status each."""
+    if size <= 0 or same_journey(view, size):
+        yield view, size
+    else:
+        for at in range(0, len(view), size):
+            part = view[at : at + size]
+            yield part, len(part)
+
+
+def _is_background(view: memoryview) -> bool:
+    start = header_start(view)
+    if len(view) < start + SKY_BYTES:
+        return False
+    op = view[start + 1]
+    return op in _BACKGROUND or (op in _BETWEEN_SATELLITES and not any(view[start + 12 : start + 16]))

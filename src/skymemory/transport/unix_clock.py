@@ -1,0 +1,45 @@
+"""Unix time for machines: never runs back, and runs on while the computer sleeps or its virtual machine is paused.
+
+``CLOCK_MONOTONIC`` stands still in a suspend: who counted by it would be behind everybody who started since, by as long
+as the computer slept. ``CLOCK_BOOTTIME`` counts that time. It may not count the pause of a whole virtual machine; then
+the wall clock is set forward, and that is followed. A wall clock that is set back is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_STEP_S = 1.0
+"""A wall clock further ahead than this was set; what is less is its drift, and its correction."""
+
+
+def wall_s() -> float:
+    return time.time()
+
+
+def running_s() -> float:
+    """Seconds that passed since some time in the past, also those in a suspend."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
+
+
+class UnixClock:
+    """One process's. ``wall`` and ``running`` are its sources."""
+
+    def __init__(self, wall: Callable[[], float] = wall_s, running: Callable[[], float] = running_s) -> None:
+        self._wall = wall
+        self._running = running
+        self._offset_s = wall() - running()
+
+    def now_s(self) -> float:
+        return self._running() + self._offset_s
+
+    def follow_wall(self) -> float:
+        """To be called now and then: how many seconds the time has gone forward because the wall clock was set."""
+        ahead_s = self._wall() - self.now_s()
+        if ahead_s < _STEP_S:
+            return 0.0
+        self._offset_s += ahead_s
+        return ahead_s

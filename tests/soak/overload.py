@@ -1,0 +1,354 @@
+"""Causes that overload a constellation of real processes, and what is left of it when they are over.
+
+Each cause is run by itself: a constellation is started and filled, watched while it is healthy, overloaded, and watched
+again. Every second is a row: processor of the hosts, satellites that answer, reads that hit. What must hold then is in
+``Verdict``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from skymemory.constellation.presets import preset_named
+from skymemory.protocol.messages import build_packet, pack_moves
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
+from skymemory.store.constellation import ConstellationStore
+from skymemory.testbed.connect import open_constellation
+from skymemory.testbed.control import ping_all
+from skymemory.testbed.key_file import new_keys
+from skymemory.testbed.memory_policy import MemoryPolicy
+from skymemory.testbed.plan import ConstellationPlan, Faults, local_hosts, make_plan
+from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.supervisor import start_on_free_ports, stop
+
+_FAULTS = Faults(loss=0.02, duplicate=0.01, reorder=0.03, corrupt=0.005, seed=1)
+_VALUE_BYTES = 1_800_000
+_HEALTHY_S = 20.0
+_AFTER_S = 60.0
+_ANSWER_AFTER_S = 10.0
+_READ_AFTER_S = 30.0
+_PATIENCE_S = 1.0
+_BUSY = "while True: pass"
+
+
+@dataclass(frozen=True, slots=True)
+class Sky:
+    """The constellation that a cause is tried on."""
+
+    preset: str = "testbed-19x5"
+    access: str = "los"
+    servers: int | None = None
+    replicas: int = 1
+    faults: Faults = _FAULTS
+    auth: str = "off"
+    time_scale: float = 60.0
+    values: int = 100
+    memory_bytes: int = 64 << 20
+    eviction: str = "lazy"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One second. ``cores``: processor of all hosts; ``hits`` of ``reads`` that ended in it."""
+
+    at_s: float
+    phase: str
+    cores: float
+    answer: int
+    reads: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of the rows after the cause: the fewest satellites that answered from 10 s on and the reads that hit from 30 s
+    on, as shares, and the processor from 30 s on as a multiple of what it was before. ``forced``: hosts that had to be
+    killed in the end.
+    """
+
+    answer: float
+    hits: float
+    reads: int
+    cores: float
+    healthy_cores: float
+    forced: int
+
+    @property
+    def holds(self) -> bool:
+        return self.answer >= 0.95 and self.hits >= 0.95 and self.cores <= 1.2 and not self.forced
+
+
+@dataclass(slots=True)
+class Watched:
+    """Rows of a run, and what was read."""
+
+    rows: list[Row] = field(default_factory=list)
+    wrong: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+class _Watch(threading.Thread):
+    """Pings all satellites once a second, and reads a value a second, until ``end``."""
+
+    def __init__(self, plan: ConstellationPlan, folder: Path, pids: list[int], keys: list[bytes], seed: int) -> None:
+        super().__init__(daemon=True, name="watch")
+        self.phase = "healthy"
+        self.watched = Watched()
+        self._plan, self._folder, self._keys = plan, folder, keys
+        self._hosts = [psutil.Process(pid) for pid in pids]
+        self._dice = random.Random(seed)
+        self._over = threading.Event()
+        self._reads: list[bool] = []
+        self._reader = threading.Thread(target=self._read, daemon=True, name="reader")
+        self.began_s = time.monotonic()
+
+    def run(self) -> None:
+        self._reader.start()
+        before_s, seen_s = self._cpu_s(), time.monotonic()
+        while not self._over.is_set():
+            phase = self.phase
+            answers = ping_all(self._plan, _PATIENCE_S)
+            self._over.wait(max(0.0, seen_s + 1.0 - time.monotonic()))
+            now_s, cpu_s = time.monotonic(), self._cpu_s()
+            reads, self._reads = self._reads, []
+            self.watched.rows.append(Row(
+                now_s - self.began_s, phase, (cpu_s - before_s) / (now_s - seen_s),
+                sum(found is not None for found in answers.values()), len(reads), sum(reads),
+            ))  # fmt: skip
+            before_s, seen_s = cpu_s, now_s
+        self._reader.join()
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+
+    def _cpu_s(self) -> float:
+        used_s = 0.0
+        for host in self._hosts:
+            with suppress(psutil.Error):
+                times = host.cpu_times()
+                used_s += times.user + times.system
+        return used_s
+
+    def _read(self) -> None:
+        store = open_constellation(self._folder)
+        try:
+            while not self._over.is_set():
+                began_s = time.monotonic()
+                key = self._dice.choice(self._keys)
+                ticket = store.prepare_load([key])
+                (found,) = store.complete_load(ticket)
+                if found is not None and found != value_of(key):
+                    self.watched.wrong += 1
+                if found is None:
+                    reason = ticket.report.keys[0].reason if ticket.report else "miss"
+                    self.watched.reasons[reason] = self.watched.reasons.get(reason, 0) + 1
+                store.release(ticket)
+                self._reads.append(found is not None)
+                self._over.wait(max(0.0, began_s + 1.0 - time.monotonic()))
+        finally:
+            store.close()
+
+
+def value_of(key: bytes) -> bytes:
+    return random.Random(key).randbytes(_VALUE_BYTES)
+
+
+@contextmanager
+def busy(programs: int, core: int | None = None) -> Iterator[None]:
+    """So many programs that take all they get; on one core, or anywhere."""
+    command = [sys.executable, "-c", _BUSY]
+    if core is not None:
+        command = ["taskset", "-c", str(core), *command]
+    running = [subprocess.Popen(command, start_new_session=True) for _ in range(programs)]
+    try:
+        yield
+    finally:
+        for program in running:
+            program.kill()
+            program.wait()
+
+
+def _signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+# --- causes: each returns when it is over ---
+
+
+def pause(plan: ConstellationPlan, pids: list[int]) -> None:
+    """All hosts stopped for 15 s, then 30 s of one core shared with three busy programs."""
+    _signal_all(pids, signal.SIGSTOP)
+    time.sleep(15.0)
+    cores = os.sched_getaffinity(0)
+    one = min(cores)
+    for pid in pids:
+        os.sched_setaffinity(pid, {one})
+    with busy(3, one):
+        _signal_all(pids, signal.SIGCONT)
+        time.sleep(30.0)
+    for pid in pids:
+        os.sched_setaffinity(pid, cores)
+
+
+def pushes(plan: ConstellationPlan, pids: list[int]) -> None:
+    """Ten ADVANCE of 2³⁰ moves there and back, each to one satellite, on a loaded machine."""
+    dice = random.Random(1)
+    addresses = plan.addresses()
+    with busy(4), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        for number in range(10):
+            victim = dice.choice(list(addresses))
+            moves = (1 << 30) * (-1) ** number
+            here = Address(*victim)
+            header = SkyHeader(Op.ADVANCE, here, Address(here.plane, here.slot, GROUND_SHELL), 77, number + 1)
+            for _ in range(3):  # some get lost
+                body = pack_moves(moves, 0)
+                sender.sendto(build_packet(header, body, number, time.time()), addresses[victim])
+            time.sleep(1.0)
+        time.sleep(10.0)
+
+
+def tenth(plan: ConstellationPlan, pids: list[int]) -> None:
+    """Every host gets 10 % of a core for 30 s."""
+    end_s = time.monotonic() + 30.0
+    while time.monotonic() < end_s:
+        _signal_all(pids, signal.SIGSTOP)
+        time.sleep(0.09)
+        _signal_all(pids, signal.SIGCONT)
+        time.sleep(0.01)
+
+
+def load(plan: ConstellationPlan, pids: list[int]) -> None:
+    """Busy programs for a minute: nothing that passes, but the machine is shared."""
+    with busy(6):
+        time.sleep(60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    sky: Sky
+    happen: Callable[[ConstellationPlan, list[int]], None]
+    throughout: bool = False
+    """Nothing passes: what holds afterwards has to hold while it lasts, too."""
+
+
+CAUSES = {
+    "pause": Cause(Sky(), pause),
+    "pushes": Cause(Sky(), pushes),
+    "tenth": Cause(Sky(), tenth),
+    "kuiper": Cause(
+        Sky("kuiper-b", "hybrid", servers=16, replicas=2, faults=Faults(), time_scale=1.0, values=60), load, True
+    ),
+    "every": Cause(Sky(replicas=2, faults=Faults(), auth="every", time_scale=1.0), load, True),
+}  # fmt: skip
+
+
+class OverloadSoak:
+    """Build it, then ``run``."""
+
+    def __init__(self, cause: str, seed: int = 1, sky: Sky | None = None) -> None:
+        self.cause = CAUSES[cause]
+        self._sky = sky or self.cause.sky
+        self._seed = seed
+        self.watched = Watched()
+
+    def run(self, tell: Callable[[str], None]) -> Verdict:
+        folder = Path(tempfile.mkdtemp(prefix="skymemory-overload-"))
+        directory, sky = RunDirectory(folder), self._sky
+        forced = 0
+        try:
+            keys_file = ""
+            if sky.auth != "off":
+                new_keys(folder / "keys")
+                keys_file = str(folder / "keys")
+            plan = start_on_free_ports(
+                directory,
+                lambda base_port: make_plan(
+                    sky.preset, hosts=local_hosts(sky.preset, 5, base_port), servers=sky.servers, access=sky.access,
+                    time_scale=sky.time_scale, epoch_s=time.time(), replicas=sky.replicas, faults=sky.faults,
+                    memory_per_satellite_bytes=sky.memory_bytes, auth=sky.auth, keys_file=keys_file,
+                    memory_policy=MemoryPolicy(sky.eviction),
+                ),
+                preset_named(sky.preset).torus.size,
+            ).plan  # fmt: skip
+            pids = [record.pid for record in directory.running().values()]
+            self._live(plan, folder, pids, tell)
+        finally:
+            with suppress(ProcessLookupError):
+                _, forced = stop(directory)
+            shutil.rmtree(folder, ignore_errors=True)
+        return self._verdict(plan, forced)
+
+    def _live(self, plan: ConstellationPlan, folder: Path, pids: list[int], tell: Callable[[str], None]) -> None:
+        keys = [hashlib.sha256(b"%d %d" % (self._seed, number)).digest() for number in range(self._sky.values)]
+        keys = self._fill(folder, keys)
+        tell(f"{len(keys)} values of {_VALUE_BYTES} bytes are stored")
+        watch = _Watch(plan, folder, pids, keys, self._seed)
+        self.watched = watch.watched
+        watch.start()
+        told = 0
+
+        def tell_rows() -> None:
+            nonlocal told
+            for row in self.watched.rows[told:]:
+                said = f"{row.cores:5.2f} cores, {row.answer:5} answer, {row.hits} of {row.reads} reads hit"
+                tell(f"{row.at_s:6.1f} s, {row.phase:8} {said}")
+            told = len(self.watched.rows)
+
+        time.sleep(_HEALTHY_S)
+        watch.phase = "cause"
+        tell_rows()
+        self.cause.happen(plan, pids)
+        watch.phase = "after"
+        tell_rows()
+        end_s = time.monotonic() + _AFTER_S
+        while time.monotonic() < end_s:
+            time.sleep(5.0)
+            tell_rows()
+        watch.end()
+        tell_rows()
+        tell(f"misses: {self.watched.reasons}, wrong: {self.watched.wrong}")
+
+    def _fill(self, folder: Path, keys: list[bytes]) -> list[bytes]:
+        store: ConstellationStore = open_constellation(folder)
+        stored = []
+        try:
+            for key in keys:
+                if store.complete_store(store.prepare_store([(key, value_of(key))])) == [True]:
+                    stored.append(key)
+        finally:
+            store.close()
+        return stored
+
+    def _verdict(self, plan: ConstellationPlan, forced: int) -> Verdict:
+        rows = self.watched.rows
+        healthy = [row for row in rows if row.phase == "healthy"]
+        over_s = next((row.at_s for row in rows if row.phase == "after"), 0.0)
+        after = [row for row in rows if row.phase == "after"]
+        answering = rows if self.cause.throughout else [row for row in after if row.at_s >= over_s + _ANSWER_AFTER_S]
+        reading = rows if self.cause.throughout else [row for row in after if row.at_s >= over_s + _READ_AFTER_S]
+        late = [row for row in after if row.at_s >= over_s + _READ_AFTER_S]
+        reads = sum(row.reads for row in reading)
+        healthy_cores = sum(row.cores for row in healthy) / max(1, len(healthy))
+        return Verdict(
+            min((row.answer for row in answering), default=0) / plan.torus.size,
+            sum(row.hits for row in reading) / max(1, reads), reads,
+            sum(row.cores for row in late) / max(1, len(late)) / max(healthy_cores, 1e-9), healthy_cores, forced,
+        )  # fmt: skip
