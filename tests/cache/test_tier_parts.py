@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 from tests.contract.store_contract import key
@@ -12,9 +13,13 @@ from skymemory.cache.doubts import Doubts
 from skymemory.cache.in_flight_budget import InFlightBudget
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.outbound import Moving, Outbound
+from skymemory.cache.tier import Tier, TierSettings
 from skymemory.cache.tier_breaker import BreakerConfig, TierBreaker
 from skymemory.cache.tier_workers import Call, TierWorkers
 from skymemory.errors import InvalidInput
+from skymemory.metrics import SharedCounters
+from skymemory.store.base import Presence, Store
+from skymemory.store.memory import MemoryStore
 
 CONFIG = BreakerConfig(failures=3, first_wait_s=1.0, last_wait_s=4.0, probe_limit_s=10.0)
 
@@ -87,6 +92,16 @@ def test_bytes_in_flight_are_bounded_and_the_oversized_goes_alone() -> None:
     assert budget.most_bytes == 500
     with pytest.raises(InvalidInput):
         InFlightBudget(0)
+
+
+def test_who_waits_for_room_has_it_as_soon_as_bytes_are_given_back() -> None:
+    budget, had = InFlightBudget(10), threading.Event()
+    assert budget.take(8, 0.0)
+    waiting = threading.Thread(target=lambda: budget.take(5, 60.0) and had.set(), daemon=True)
+    waiting.start()
+    assert not had.wait(0.05)
+    budget.give_back(8)
+    assert had.wait(20.0) and budget.taken_bytes == 5
 
 
 def test_work_given_up_is_told_at_its_end_or_not_begun() -> None:
@@ -178,3 +193,54 @@ def test_a_doubt_is_settled_only_when_no_call_is_under_way() -> None:
     assert not doubts
     doubts.add([key(n) for n in range(3)])
     assert doubts.full
+
+
+class Scripted(MemoryStore):
+    """Says of a look-up and of a prefix what it is told to say."""
+
+    def __init__(self) -> None:
+        super().__init__(name="scripted")
+        self.presences: list[Presence] = []
+        self.error: BaseException | None = None
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        if self.error is not None:
+            raise self.error
+        return self.presences
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        return len(keys)
+
+
+def tier_of(store: Store) -> Tier:
+    return Tier(store, TierSettings(local=True), 1, KeyGuard(), SharedCounters(), time.monotonic)
+
+
+def test_what_a_tier_is_doubted_about_is_neither_there_nor_in_a_prefix() -> None:
+    store = Scripted()
+    tier, keys = tier_of(store), [key(number) for number in range(4)]
+    store.presences = [Presence.HIT] * 4
+    assert tier.lookup(keys) == [Presence.HIT] * 4 and tier.prefix(keys) == 4
+    tier.doubts.add([keys[2]])
+    assert tier.lookup(keys) == [Presence.HIT, Presence.HIT, Presence.MISS, Presence.HIT] and tier.prefix(keys) == 2
+    tier.close()
+
+
+def test_an_answer_of_another_length_is_none() -> None:
+    store = Scripted()
+    tier, keys = tier_of(store), [key(number) for number in range(3)]
+    for presences in ([], [Presence.HIT] * 2, [Presence.HIT] * 4):
+        store.presences = presences
+        assert tier.lookup(keys) == [Presence.MISS] * 3
+    tier.close()
+
+
+def test_a_tier_that_is_broken_is_a_miss_and_a_programming_error_is_not() -> None:
+    store = Scripted()
+    tier = tier_of(store)
+    store.error = ConnectionError("gone")
+    assert tier.lookup([key(1)]) == [Presence.MISS] and tier.counters.as_dict()["tier_failures_total{scripted}"] == 1
+    store.error = TypeError("ours")
+    with pytest.raises(TypeError, match="ours"):
+        tier.lookup([key(1)])
+    tier.close()

@@ -12,6 +12,7 @@ from tests.cache.test_manager import LAYOUT, TOKENS, context, load, save
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
 from tests.contract.store_contract import key
 
+from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.manager import BlockCache
 from skymemory.cache.tier import TierSettings
 from skymemory.cache.tiers import TieredStore
@@ -31,12 +32,14 @@ def test_a_dead_tier_costs_next_to_nothing_and_comes_back_by_itself() -> None:
     for _ in range(2):
         assert tiers.get_many([key(1), key(2)]) == [items(1)[0][1], None]
     assert tiers.stats()["far_breaker_open"] == 1
-    costs_s = []
+    costs_s, waits_s = [], []
     for _ in range(50):
-        started_s = time.monotonic()
+        waited_s = time.monotonic()
+        started_s = time.thread_time()
         assert tiers.get_many([key(1), key(2)]) == [items(1)[0][1], None]
-        costs_s.append(time.monotonic() - started_s)
-    assert sorted(costs_s)[25] < 0.005, costs_s
+        costs_s.append(time.thread_time() - started_s)
+        waits_s.append(time.monotonic() - waited_s)
+    assert sorted(costs_s)[25] < 0.005 and sorted(waits_s)[25] < 0.1, (costs_s, waits_s)
     far.trouble = ""
     assert soon(lambda: tiers.get_many([key(2)]) == [items(2)[0][1]])
     assert tiers.stats()["far_breaker_open"] == 0 and tiers.stats()["tier_probes_total{far}"] >= 1
@@ -58,10 +61,10 @@ def test_a_load_has_a_deadline_and_what_comes_late_is_let_go() -> None:
     far.put_many(items(1))
     near.put_many(items(2))
     ticket = tiers.prepare_load([key(1), key(2)])
-    far.trouble, far.slow_s = "slow", 0.15
+    far.trouble, far.slow_s = "slow", 1.0
     started_s = time.monotonic()
     assert tiers.complete_load(ticket) == [None, items(2)[0][1]]
-    assert time.monotonic() - started_s < 0.14
+    assert time.monotonic() - started_s < 0.9
     assert ticket.report is not None and ticket.report.keys[0].reason == "deadline"
     far.trouble = ""
     assert soon(lambda: far.stats()["open_leases"] == 0 and tiers.stats()["in_flight_bytes"] == 0)
@@ -69,8 +72,11 @@ def test_a_load_has_a_deadline_and_what_comes_late_is_let_go() -> None:
 
 
 def test_tiers_of_one_batch_are_loaded_at_once() -> None:
-    stores = [FaultyTier(name, slow_s=0.05) for name in ("one", "two", "three")]
-    tiers = over(MemoryStore(name="near"), *stores, promote="never")
+    stores = [FaultyTier(name, slow_s=0.3) for name in ("one", "two", "three")]
+    tiers = TieredStore(
+        [(MemoryStore(name="near"), LOCAL), *((store, TierSettings(**PATIENT)) for store in stores)],
+        HierarchySettings(promote="never"),
+    )
     for number, store in enumerate(stores):
         store.put_many(items(number))
     ticket = tiers.prepare_load([key(number) for number in range(3)])
@@ -78,7 +84,7 @@ def test_tiers_of_one_batch_are_loaded_at_once() -> None:
         store.trouble = "slow"
     started_s = time.monotonic()
     assert None not in tiers.complete_load(ticket)
-    assert time.monotonic() - started_s < 0.12
+    assert time.monotonic() - started_s < 0.85, "one after the other it would be 0.9 s"
     tiers.close()
 
 
@@ -145,6 +151,18 @@ def test_a_write_that_lands_after_it_was_given_up_is_not_believed() -> None:
         time.sleep(0.005)
     assert soon(lambda: not tiers.tiers[1].doubts)
     assert tiers.get_many([key(1)]) == [None] and far.lookup([key(1)]) == [Presence.MISS]
+    tiers.close()
+
+
+def test_what_the_nearest_tier_is_doubted_about_is_not_promoted_into_it() -> None:
+    """Its deletion there is still to come, and would take the new copy for the old one."""
+    tiers, near, far = near_and_far()
+    far.put_many(items(1, 2))
+    near.delete = lambda keys: (_ for _ in ()).throw(ConnectionError("not now"))  # type: ignore[method-assign]
+    tiers.tiers[0].doubts.add([key(1)])
+    assert tiers.get_many([key(1), key(2)]) == [data for _, data in items(1, 2)]
+    assert near.lookup([key(1), key(2)]) == [Presence.MISS, Presence.HIT]
+    del near.delete
     tiers.close()
 
 

@@ -277,10 +277,10 @@ def test_a_dead_host_costs_a_listing_one_wait_and_does_not_open_the_breaker(
     sky.kill(2)
     begun_s = time.monotonic()
     assert store.names() == []
-    assert time.monotonic() - begun_s < 1.3
+    assert time.monotonic() - begun_s < 3.0, "one wait for all 19, not one for each"
     begun_s = time.monotonic()
     store.names()
-    assert time.monotonic() - begun_s < 0.3
+    assert time.monotonic() - begun_s < 0.7, "less than one wait"
     for _ in range(3):
         store.put_many([(KEY, VALUE)])
     assert store.stats()["breaker_open"] == 0 and store.stats().get("client_breaker_opened", 0) == 0

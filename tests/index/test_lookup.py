@@ -44,6 +44,11 @@ def test_a_complete_miss_and_a_short_prompt_take_little() -> None:
     assert search.rounds == 3
 
 
+def test_a_full_hit_is_found_with_the_first_questions() -> None:
+    search = PrefixSearch(1000, batch=16, verify=False)
+    assert run(search, [True] * 1000) == 1000 and search.rounds == 1 and search.probes == 16
+
+
 def test_holes_before_the_boundary_are_found() -> None:
     for hole in range(99):
         present = [at != hole and at < 90 for at in range(100)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.index.block_info import InfoTable
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.kv.block import hash_blocks
 
@@ -190,6 +191,15 @@ def test_a_snapshot_drops_groups_nobody_uses() -> None:
         index.add(hashes[1:], [dataclasses.replace(INFO, servers=n)], 1, hashes[0])
     index.remove(hashes[1])
     assert len(index.snapshot()) == lean
+
+
+def test_rows_of_a_selection_keep_what_is_known_of_them() -> None:
+    table = InfoTable()
+    infos = [dataclasses.replace(INFO, servers=servers) for servers in (3, 10, 25)]
+    for at, info in enumerate(infos):
+        table.put(at, table.pack(info))
+    chosen = table.select([2, 1, 2])
+    assert [chosen.get(at) for at in range(3)] == [infos[2], infos[1], infos[2]] and len(chosen.groups) == 2
 
 
 def test_a_restored_index_goes_on_working() -> None:

@@ -66,6 +66,15 @@ class Tables(RuleBasedStateMachine):
             assert table.blocks() == len({(medium, block) for medium, _, block in self.held})
 
 
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_a_block_in_several_media_counts_in_the_first_of_them(module: ModuleType) -> None:
+    table, chain = module.HolderTable(), np.arange(5, dtype=np.uint64)
+    table.add_all(3, 7, chain)
+    table.add_all(0, 7, chain[1:3])
+    assert table.match(chain, [7], [(0, 0.25), (3, 1.0)]) == ([5], [0.25 * 2 + 3])
+    assert table.match(chain, [7], [(3, 1.0), (0, 0.25)]) == ([5], [5.0])
+
+
 TestTables = Tables.TestCase
 TestTables.settings = settings(
     max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)

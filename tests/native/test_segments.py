@@ -176,6 +176,21 @@ def test_only_data_of_this_value_is_placed(impl: ModuleType) -> None:
     assert to.state() == before
 
 
+@pytest.mark.parametrize("changed", [{"chunks": 4}, {"value_bytes": VALUE_BYTES - 1}, {"value_crc": VALUE_CRC ^ 1}])
+def test_a_chunk_of_another_version_of_the_value_is_foreign(impl: ModuleType, changed: dict[str, int]) -> None:
+    """Its own checksums are right, and so is its place: only what it says of the whole tells."""
+    header = SkyHeader(Op.DATA, Address(1, 2), Address(3, 4), ground=7, request_id=9)
+    refs = pack_refs(
+        KEY, [1], twin.crc32_chunks(VALUE, CHUNK), CHUNK, changed.get("value_bytes", VALUE_BYTES),
+        changed.get("value_crc", VALUE_CRC), 3, 1, (5, -2),
+    )  # fmt: skip
+    if "chunks" in changed:
+        refs[:, 36:40] = np.frombuffer(struct.pack(">I", changed["chunks"]), np.uint8)
+    (packet,) = bulk_batch(header, refs, [VALUE[CHUNK : 2 * CHUNK]], 77, 12.5).datagrams()
+    to = target()
+    assert place(impl, packet, len(packet), to) == (0, 0, 0, 1) and not any(to.arrived)
+
+
 def test_a_value_without_bytes_has_one_empty_chunk(impl: ModuleType) -> None:
     header = SkyHeader(Op.DATA, Address(1, 2), Address(3, 4), ground=7, request_id=9)
     refs = pack_refs(KEY, [0], np.zeros(1, dtype=np.uint32), 48, 0, 0, 3, 1, (0, 0))

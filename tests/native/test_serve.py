@@ -164,6 +164,33 @@ def test_what_is_not_plain_is_left_to_the_machine(pair: tuple[Satellite, Satelli
     assert quick.served == 1, "only what needs no eviction"
 
 
+def test_requests_that_wait_together_share_the_room_that_is_left(pair: tuple[Satellite, Satellite]) -> None:
+    """Each alone would fit: the second is left to the machine, which evicts for it."""
+    quick, slow = pair
+    first = [set_batch(KEYS[0], [0], 1, 1)]
+    assert quick.hear(first) == slow.hear(first)
+    limit_bytes = 5 * (CHUNK_BYTES + 72)
+    for satellite in pair:
+        satellite.machine.store.limit_bytes = limit_bytes
+    batches = [set_batch(KEYS[1], [0, 1, 2], 2, 2), set_batch(KEYS[2], [0, 1, 2], 3, 3)]
+    assert quick.hear(batches) == slow.hear(batches) and quick.served == 1
+    assert quick.machine.store.used_bytes <= limit_bytes and quick.memory()[0] == slow.memory()[0]
+
+
+def test_what_another_sends_is_another_request_whatever_it_says(pair: tuple[Satellite, Satellite]) -> None:
+    quick, _ = pair
+    quick.hear([set_batch(KEYS[0], [0], 1, 1)])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", 0))
+        other.settimeout(5.0)
+        for sock, steps in ((quick.client, [0, 1]), (other, [2, 3])):
+            for datagram in set_batch(KEYS[0], steps, 2, 1).datagrams():
+                sock.sendto(datagram, quick.sock.address)
+        answers = [*quick.hear([]), other.recv(65_536)]
+    told = [Selection.unpack(messages.parse_packet(answer).body).indices() for answer in answers]
+    assert told == [[SERVER + SERVERS * step for step in steps] for steps in ([0, 1], [2, 3])]
+
+
 def test_neighbours_and_impossible_arguments(fast: ModuleType) -> None:
     for impl in (fast, twin):
         satellite = Satellite(impl)

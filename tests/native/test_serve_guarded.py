@@ -78,6 +78,10 @@ def test_sets_with_macs_are_taken_on_the_short_way_and_refused_on_both(pair: tup
     twin.seal_headers(rows, spoilt.header_bytes, 8)
     spoilt = SegmentBatch(rows, spoilt.header_bytes, spoilt.payloads)
     elsewhen = [signed(set_batch(KEY, [step], 5, 5), late_s=0.01 * step) for step in (4, 5)]
+    early, late = (signed(set_batch(KEY, [step], 5, 5), late_s=0.001 * step) for step in (4, 5))
+    in_one_run = SegmentBatch(
+        bytes(early.headers + late.headers), early.header_bytes, [*early.payloads, *late.payloads]
+    )  # fmt: skip
     steps = [
         ([first], [Op.ACK], 0),  # this placement has yet to be looked at
         ([again], [Op.ACK], 1),  # repeated by its writer
@@ -88,6 +92,7 @@ def test_sets_with_macs_are_taken_on_the_short_way_and_refused_on_both(pair: tup
         ([signed(set_batch(KEY, [1, 2], 8, 5), late_s=31)], [Op.UNREACHABLE], 0),
         ([spoilt], [Op.UNREACHABLE, Op.ACK], 0),  # the other two are taken
         (elsewhen, [Op.ACK], 0),  # of one request, but not made together: the machine's own way, which takes them
+        ([in_one_run], [Op.ACK], 0),
         ([signed(set_batch(KEY, [1, 3], 9, 5), late_s=0.0)], [Op.ACK], 1),
     ]
     for number, (batches, wanted, served) in enumerate(steps):

@@ -91,3 +91,15 @@ def test_strategies_are_read_kindly_and_typos_answered() -> None:
         parse_strategy("rotaton")
     with pytest.raises(InvalidInput, match="more than 0"):
         layout("cost", 3, PAPER, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("servers", "links", "box"),
+    [(2, (1, 1), (1, 2, 0, 0)), (4, (2, 3), (2, 3, 1, 1)), (12, (1, 3), (6, 3, 3, 1)), (33, (1, 2), (8, 5, 4, 2))],
+)
+def test_of_boxes_of_one_size_the_cheapest_is_the_squarest(
+    servers: int, links: tuple[int, int], box: tuple[int, int, int, int]
+) -> None:
+    """Everybody has to choose alike: of equally square ones the narrowest."""
+    found = layout("cost", servers, Torus(12, 12), *links).box
+    assert (found.width, found.height, found.west, found.north) == box

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.metrics import Counters
 from skymemory.protocol.breaker import CircuitBreaker, witnesses
+from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.gateways import around, next_gateway
-from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.outbox import Outbox
+from skymemory.protocol.pointing import Pointing
 from skymemory.protocol.wire import Op
 
 TORUS = Torus(5, 19)
@@ -40,6 +43,18 @@ def test_witnesses_are_of_other_planes_than_the_silent(silent):
     assert len({one.plane for one in asked}) == 3
     assert silent is None or silent.plane not in {one.plane for one in asked}
     assert witnesses(SkyMap(Torus(1, 1), SatelliteId(0, 0)), SatelliteId(0, 0), SatelliteId(0, 0))
+
+
+@pytest.mark.parametrize("time_scale", [0.0, 1.0])
+def test_a_gateway_that_was_silent_is_tried_again_after_a_while(time_scale):
+    """Also where the satellites stand still, and nothing else would make it look again."""
+    sky, clock = SkyMap(TORUS, SatelliteId(2, 9)), FollowedClock(MoveClock(time_scale=time_scale))
+    pointing, outbox = Pointing("gateway", sky, Counters()), Outbox(7, 1 << 20)
+    assert not pointing.aim(outbox, clock, 0.0) and outbox.gateway == sky.centre
+    pointing.silent(outbox, SatelliteId(4, 4), 1.0)
+    assert pointing.aim(outbox, clock, 1.0) and outbox.gateway in TORUS.neighbours(sky.centre)
+    assert not pointing.aim(outbox, clock, 5.9) and outbox.gateway != sky.centre
+    assert pointing.aim(outbox, clock, 6.1) and outbox.gateway == sky.centre
 
 
 def test_probes_come_at_growing_intervals():

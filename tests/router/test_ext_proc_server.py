@@ -154,7 +154,7 @@ def test_long_prompts_are_read_beside_and_nobody_waits_for_them() -> None:
     class Slow(SmallReader):
         def read(self, path: str, headers: Mapping[str, str], body: bytes) -> Request:
             if len(body) >= 1000:
-                time.sleep(0.5)
+                time.sleep(1.0)
             return super().read(path, headers, body)
 
     async def one(server: PickerServer, body: bytes, half: int) -> ProcessingResponse:
@@ -169,9 +169,8 @@ def test_long_prompts_are_read_beside_and_nobody_waits_for_them() -> None:
         slow = asyncio.create_task(one(server, a_completion("x" * 2000), 500))
         bad = asyncio.create_task(one(server, b"{" * 2000, 500))
         await asyncio.sleep(0.1)
-        began = time.monotonic()
         assert header_destination(await one(server, a_completion(), 5))
-        assert time.monotonic() - began < 0.3 and not slow.done()
+        assert not slow.done()
         assert header_destination(await slow) and (await bad).immediate_response.status.code == 400
 
     desk = with_server(test, desk=replace(a_desk(), reader=Slow(), reads_elsewhere_bytes=1000))

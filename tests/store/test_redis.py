@@ -113,16 +113,16 @@ def test_a_restarted_server_is_used_again(server: RedisServer) -> None:
 
 
 def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "_REST_S", 0.3)
+    monkeypatch.setattr(link, "_REST_S", 1.5)
     store = RedisStore(server.url, timeout_s=0.2)
     store.put_many([(key(1), value(1))])
     server.process.send_signal(signal.SIGSTOP)
     started_s = time.monotonic()
     for _ in range(5):
         assert store.get_many([key(1)]) == [None]
-    assert 0.15 < time.monotonic() - started_s < 0.45  # one timeout, then rest
+    assert 0.15 < time.monotonic() - started_s < 0.95  # one timeout, then rest
     server.process.send_signal(signal.SIGCONT)
-    time.sleep(0.35)
+    time.sleep(1.6)
     assert store.get_many([key(1)]) == [value(1)]  # and not the answer to an earlier question
     store.close()
 
