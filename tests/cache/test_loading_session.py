@@ -150,6 +150,29 @@ def test_closed_in_the_midst_it_waits_for_writers_and_asks_for_nothing_more() ->
     assert session.done and session.result().aborted
 
 
+def test_who_closes_waits_for_a_chunk_that_is_being_put_in_its_place() -> None:
+    """Afterwards the memory is another's."""
+    placing, go_on = threading.Event(), threading.Event()
+
+    class Held(Room):
+        def write_all(self, indices: list[int], who: str, seconds: float) -> None:
+            placing.set()
+            go_on.wait(20.0)
+            super().write_all(indices, who, seconds)
+
+    room = Held()
+    session = session_of(Source(room, lambda: 0.0), computes=False)
+    assert placing.wait(20.0)
+    closing = threading.Thread(target=session.close, daemon=True)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    go_on.set()
+    closing.join(20.0)
+    room.closed = True
+    assert not closing.is_alive() and not room.late
+
+
 def test_at_most_two_chunks_come_at_a_time_and_all_of_them() -> None:
     room = Room()
     source = Source(room, lambda: random.choice((0.0, 0.003)), place_s=0.002)

@@ -133,6 +133,19 @@ def test_large_prompts_go_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.stats()["open_leases"] == 0
 
 
+def test_of_several_batches_none_behind_a_failed_block_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skymemory.cache.manager.LOAD_BATCH_BYTES", 2 * (PAYLOAD_AT + LAYOUT.block_bytes))
+    store = MemoryStore()
+    cache = BlockCache(context(), LAYOUT, store)
+    save(cache, TOKENS)
+    hashes = cache.hashes(TOKENS)
+    monkeypatch.setattr(store, "prefix", len)  # as a tier does whose index is behind
+    store.delete(hashes[1:2])
+    result, engine = load(cache, TOKENS)
+    assert result.loaded_blocks == 1 and set(engine.placed) == {0}
+    assert result.failed_blocks == {"absent": 1, "behind a failed block": 3}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_lying_store_is_a_miss(fault: str) -> None:
     store = HostileStore(fault)
@@ -273,6 +286,22 @@ def test_a_block_that_the_codec_refuses_ends_the_storing() -> None:
     codec.refuse = True
     assert save(cache, TOKENS) == 0
     assert cache.counters.get("codec_refused_blocks_total", "half") == 1
+
+
+def test_no_batch_behind_a_block_that_the_codec_refuses_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skymemory.cache.manager.STORE_BATCH_BYTES", 2 * (PAYLOAD_AT + LAYOUT.block_bytes))
+    codec, store = HalfCodec(), MemoryStore()
+    cache = BlockCache(context(lossless=False), LAYOUT, store, codec)
+    encode, encoded = codec.encode, []
+
+    def refuse_the_second(block: memoryview, layout: KVLayout) -> bytes:
+        encoded.append(block)
+        codec.refuse = len(encoded) == 2
+        return encode(block, layout)
+
+    monkeypatch.setattr(codec, "encode", refuse_the_second)
+    assert save(cache, TOKENS) == 1
+    assert store.prefix(cache.hashes(TOKENS)) == 1 and store.stats()["entries"] == 1, "presence stays prefix-closed"
 
 
 def test_a_codec_that_is_not_installed_is_a_miss() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from skymemory.cache.loader_link import FetchQueue
 from skymemory.cache.pace import Pace
 
 
@@ -83,6 +84,27 @@ def test_a_load_from_an_idle_link_tells_the_latency() -> None:
     pace.load_took(1000, 1.0)
     assert pace.bytes_per_s == pytest.approx(1000)
     assert pace.latency_s == pytest.approx(0.5)
+
+
+def test_what_is_late_is_expected_to_be_late_as_long_again() -> None:
+    pace = Pace()
+    pace.load_took(100, 1.0)
+    queue = FetchQueue(pace, 1000)
+    for index in (1, 2):
+        queue.ask(index, 100, 0.0)
+    assert queue.idle_after_s(0, 0.5) == pytest.approx(1.5) and queue.here_after_s(1, 0.5) == pytest.approx(0.5)
+    assert queue.idle_after_s(0, 3.0) == pytest.approx(3.0), "two seconds for the first, and one for the other"
+    assert queue.here_after_s(1, 3.0) == pytest.approx(2.0) and queue.head_s(3.0) == pytest.approx(-2.0)
+
+
+def test_only_the_load_that_the_link_was_at_costs_its_time_when_it_fails() -> None:
+    pace = Pace()
+    pace.load_took(100, 1.0)
+    queue = FetchQueue(pace, 1000)
+    for index in (1, 2):
+        queue.ask(index, 100, 0.0)
+    assert queue.failed(2, 1.0) == 100 and pace.bytes_per_s == pytest.approx(100.0)
+    assert queue.failed(1, 4.0) == 100 and pace.bytes_per_s == pytest.approx(20.0)
 
 
 def test_a_failed_load_took_its_time() -> None:

@@ -14,6 +14,7 @@ from tests.contract.store_contract import key
 
 from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.manager import BlockCache
+from skymemory.cache.outbound import Moving
 from skymemory.cache.tier import TierSettings
 from skymemory.cache.tiers import TieredStore
 from skymemory.cache.value import is_sound_block
@@ -163,6 +164,18 @@ def test_what_the_nearest_tier_is_doubted_about_is_not_promoted_into_it() -> Non
     assert tiers.get_many([key(1), key(2)]) == [data for _, data in items(1, 2)]
     assert near.lookup([key(1), key(2)]) == [Presence.MISS, Presence.HIT]
     del near.delete
+    tiers.close()
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+def test_a_put_replaces_what_is_on_its_way_between_tiers(write_back: bool) -> None:
+    tiers, _near, _far = near_and_far(write_back=write_back)
+    tiers._mover.stop(5.0)  # so that it stays on its way
+    tiers._outbound.add(Moving(key(1), b"old", (1,)))
+    assert tiers.put_many([(key(1), sealed(key(1), b"new"))]) == [True]
+    moving = tiers._outbound.get([key(1)])
+    assert [one.value for one in moving.values()] == ([sealed(key(1), b"new")] if write_back else [])
+    tiers.settings = HierarchySettings(close_deadline_s=0.01)
     tiers.close()
 
 

@@ -177,8 +177,22 @@ def test_a_run_is_stored_as_its_chunks_would_be():
         assert dict(together.items()) == dict(apart.items())
         again = together.put_run(KEYS[0], [0, 1, 2], chunks, size)
         assert again is None or (again.replaced, again.evicted) == (3, 0)
+        assert len(together) == len(apart) == sum(1 for _ in together.items())
         assert together.used_bytes == apart.used_bytes
     assert room(2).put_run(KEYS[0], [0, 1, 2], chunks, size) is None
+
+
+def test_a_shield_goes_with_the_last_chunk():
+    """What comes later under the key is as any other."""
+    for take_away in (lambda store: store.remove((KEYS[0], 0)), lambda store: store.remove_key(KEYS[0])):
+        store = room(2)
+        put(store, KEYS[0], 0, b"a" * 100)
+        store.shield(KEYS[0])
+        take_away(store)
+        assert not store.is_shielded(KEYS[0]) and store.shielded_bytes == 0
+        put(store, KEYS[0], 0, b"b" * 100)
+        assert put(store, KEYS[1], 0, b"c" * 100) and put(store, KEYS[2], 0, b"d" * 100)
+        assert store.peek((KEYS[0], 0)) is None
 
 
 def test_what_is_told_of_a_key_is_its_latest_placement():

@@ -64,6 +64,7 @@ def test_known_ground_hosts_are_bounded_and_the_latest_stay():
         router.remember(ground, ground)
         router.remember(1, "first")
     assert len(router._grounds) == 4096 and router._grounds[1] == "first" and 0 not in router._grounds
+    assert router.heard_last(2) == [1, 4999]
 
 
 @pytest.mark.parametrize(

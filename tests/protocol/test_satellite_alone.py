@@ -1,0 +1,92 @@
+"""One satellite by itself: what it answers to packets made by hand, and what it then remembers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.protocol.conftest import key_of
+
+from skymemory import native
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.protocol import messages
+from skymemory.protocol.messages import Packet
+from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.segments import bulk_batch, pack_refs
+from skymemory.protocol.selection import Selection
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
+
+HERE = SatelliteId(2, 9)
+SKY = SkyMap(Torus(5, 19), HERE)
+BEAM = ("ground", 7)
+PAYLOADS = [bytes([index]) * 100 for index in range(3)]
+
+
+class Alone:
+    """Its own gateway's only ground host talks to it. All values are of three chunks on one server, which it is."""
+
+    def __init__(self) -> None:
+        self.machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20), SKY, MoveClock(), 0.0)
+        self.requests = 0
+
+    def header(self, op: Op, gateway: SatelliteId = HERE) -> SkyHeader:
+        self.requests += 1
+        return SkyHeader(op, Address(*HERE), Address(*gateway, GROUND_SHELL), 7, self.requests)
+
+    def hear(self, op: Op, body: bytes, gateway: SatelliteId = HERE) -> list[Packet]:
+        packet = messages.build_packet(self.header(op, gateway), body, 0, 0.0)
+        self.machine.receive_datagram(packet, BEAM, 0.0)
+        return self.said()
+
+    def store(self, name: str) -> list[Packet]:
+        crcs = np.array([native.crc32(payload) for payload in PAYLOADS], np.uint32)
+        refs = pack_refs(key_of(name), range(3), crcs, 100, 300, 5, 1, 3, (0, 0))
+        for datagram in bulk_batch(self.header(Op.SET), refs, PAYLOADS, 0, 0.0).datagrams():
+            self.machine.receive_datagram(datagram, BEAM, 0.0)
+        return self.said()
+
+    def said(self) -> list[Packet]:
+        batches = self.machine.datagrams_to_send(0.0)
+        return [messages.parse_packet(datagram) for batch, _ in batches for datagram in batch.datagrams()]
+
+
+@pytest.mark.parametrize("gateway", [HERE, SatelliteId(2, 8)], ids=["by its beam", "by another"])
+def test_a_satellite_that_cannot_send_as_fast_says_so_instead_of_queueing(gateway: SatelliteId) -> None:
+    alone = Alone()
+    alone.store("v")
+    wanted = Selection.of(key_of("v"), [0, 1, 2]).pack()
+    alone.machine.backlog_bytes = alone.machine.config.max_backlog_bytes + 1
+    (busy,) = alone.hear(Op.GET, wanted)
+    assert busy.header.op is Op.BUSY and bytes(busy.body) == wanted
+    alone.machine.backlog_bytes = 0
+    assert [answer.header.op for answer in alone.hear(Op.GET, wanted)] == [Op.DATA] * 3
+
+
+def test_while_something_waits_to_be_sent_nothing_is_served_past_it() -> None:
+    alone = Alone()
+    assert alone.machine.plain_requests(0.0) is not None
+    alone.machine.backlog_bytes = 1
+    assert alone.machine.plain_requests(0.0) is None
+
+
+def test_while_chunks_are_handed_over_sets_are_left_to_the_machine() -> None:
+    """What replaces a chunk on its way must be noticed."""
+    alone = Alone()
+    alone.store("v")
+    requests = alone.machine.plain_requests(0.0)
+    assert requests is not None and len(requests[2]) == 1, "the placement whose chunks belong here"
+    alone.machine.handover.enqueue(SatelliteId(2, 8), [(key_of("v"), 0)])
+    requests = alone.machine.plain_requests(0.0)
+    assert requests is not None and not requests[2]
+
+
+def test_a_set_ends_what_a_deletion_forbids() -> None:
+    """Chunks of a deleted key that are handed over are not taken for a while, but those of a new value are."""
+    alone = Alone()
+    alone.store("v")
+    late = alone.machine._chunks._latecomers
+    assert alone.hear(Op.EVICT, messages.pack_keys([key_of("v"), key_of("w")]))
+    assert late.is_deleted(key_of("v"), 0.5) and late.is_deleted(key_of("w"), 0.5)
+    alone.store("v")
+    assert not late.is_deleted(key_of("v"), 0.5) and late.is_deleted(key_of("w"), 0.5)
+    assert not late.is_deleted(key_of("w"), 1.5)
