@@ -52,3 +52,7 @@ class ConstellationError(SkyMemoryError):
 
 class NoConstellation(ConstellationError):
     """No constellation is running where we looked."""
+
+
+class WrongProcess(SkyMemoryError):
+    """A store, socket or manager that a fork has carried into another process than the one that opened it."""

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+from tests.contract.forked import in_child
 
-from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.errors import InvalidInput, ValueTooLarge, WrongProcess
 from skymemory.kv.block import Place, places_in
 from skymemory.store.base import Presence, Store
 
@@ -365,3 +366,41 @@ class StoreContract:
         with pytest.raises(InvalidInput, match="place"):
             store.put_many([(keys[0], b"x")], [(0, None)])  # type: ignore[list-item]
         assert store.lookup(keys) == [Presence.MISS] * 2
+
+    # --- a fork ---
+
+    def test_a_forked_child_reads_right_or_is_told_to_open_its_own_and_disturbs_nobody(self, tier: Tier) -> None:
+        store = tier.store
+        keys, places = chain(6)
+        right = [value(at) for at in range(6)]
+        assert all(store.put_many(list(zip(keys, right, strict=True)), places))
+        asked: list[tuple[str, Callable[[], object], object]] = [
+            ("get_many", lambda: store.get_many(keys) == right, True),
+            ("lookup", lambda: [one.name for one in store.lookup(keys)], ["HIT"] * 6),
+            ("prefix", lambda: store.prefix(keys), 6),
+            ("touch", lambda: store.touch(keys), None),
+            ("put_many", lambda: store.put_many([(key(50), b"mine")]), [True]),
+            ("delete", lambda: store.delete([key(51)]), [False]),
+            ("stats", lambda: bool(store.stats()), True),
+            ("estimate_load_s", lambda: store.estimate_load_s(keys, 0.0) >= 0, True),
+        ]
+
+        def child() -> list[str]:
+            """What was neither the right answer nor the clear error."""
+            wrong = []
+            for turn in range(4):
+                for name, ask, answer in asked:
+                    try:
+                        if (said := ask()) != answer:
+                            wrong.append(f"{name}, turn {turn}: {said!r}")
+                    except WrongProcess as error:
+                        if "process" not in str(error) or "own" not in str(error):
+                            wrong.append(f"{name}: {error}")
+            store.close()
+            return wrong
+
+        missed: list[object] = []
+        assert in_child(child, lambda: missed.extend(v is None for v in store.get_many(keys))) == []
+        assert not any(missed), f"the parent missed {sum(map(bool, missed))} of {len(missed)}"
+        assert store.get_many(keys) == right and store.prefix(keys) == 6
+        assert store.put_many([(key(60), b"after")]) == [True] and store.delete([key(60)]) == [True]

@@ -12,13 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.contract.forked import in_child  # noqa: E402
 from tests.engine.generation import BLOCK, generate, manager  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.models import build_small  # noqa: E402
 from skymemory.engine.tokenizer import train_tokenizer  # noqa: E402
-from skymemory.errors import InvalidInput  # noqa: E402
+from skymemory.errors import InvalidInput, WrongProcess  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -277,3 +278,23 @@ def test_close_leaves_the_users_store_open_and_the_model_as_it_was(tokenizer: An
         kvc.add_blocks(document[:300])
     assert store.stats()["entries"] > 0
     assert not model._forward_pre_hooks
+
+
+def test_a_forked_child_is_told_to_make_a_manager_of_its_own(model: Any, document: str, kvc: KVCManager) -> None:
+    prompt = document[:900]
+    kvc.add_blocks(prompt)
+    cache = kvc.get_cache(prompt)
+    before = [layer.keys.clone() for layer in cache.layers]
+
+    def child() -> list[str]:
+        told = []
+        for call in (lambda: kvc.get_cache(document[300:900]), lambda: kvc.add_blocks(document[:500])):
+            with pytest.raises(WrongProcess, match="this KVCManager"):
+                call()
+            told.append("refused")
+        kvc.close()
+        return told
+
+    assert in_child(child) == ["refused"] * 2
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
+    assert kvc.get_cache(prompt).result.loaded_blocks == cache.result.loaded_blocks > 10

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.contract.forked import in_child  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache  # noqa: E402
@@ -134,3 +135,20 @@ def test_a_large_room_is_not_spent_on_a_small_prompt() -> None:
     del large
     assert pool.take(1000).data_ptr() != address
     pool.warm(1000)
+
+
+def test_a_forked_child_has_memory_of_its_own() -> None:
+    """What it puts into the pool's memory is not in its parent's cache of the same place."""
+    pool = RoomPool()
+    lent = [pool.take(1000)]
+    lent[0].fill_(1)
+
+    def child() -> list[int]:
+        address = lent.pop().data_ptr()
+        again = pool.take(1000)
+        again.fill_(2)
+        return [int(again.data_ptr() == address), int(again.sum()), len(again)]
+
+    same, total, size = in_child(child)
+    assert same and total == 2 * size
+    assert int(lent[0].sum()) == size

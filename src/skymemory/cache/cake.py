@@ -107,6 +107,7 @@ class Cake:
         The load reaches up to the end of the last block that the store has; blocks before it that are missing are
         computed. ``limit_tokens`` bounds the tokens counted as supplied.
         """
+        self.blocks.owner.check()
         blocks, block_tokens = self.blocks, self.blocks.layout.block_tokens
         phase = PhaseClock(blocks.clock, seconds if seconds is not None else {})
         wanted = min(len(tokens) // block_tokens, -(-min(limit_tokens, len(tokens)) // block_tokens))

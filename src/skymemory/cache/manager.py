@@ -16,6 +16,7 @@ from skymemory.cache.placing import WRONG, place_block
 from skymemory.cache.results import LoadResult
 from skymemory.cache.value import PAYLOAD_AT, block_header
 from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge
+from skymemory.forks import Owner
 from skymemory.kv.block import BlockHash, Tokens, hash_blocks, places_in
 from skymemory.kv.codec.base import Codec
 from skymemory.kv.codec.raw import RAW
@@ -72,6 +73,7 @@ class BlockCache:
         self.clock = clock
         self.compute = ComputeRate()
         """How fast the engine computes, as far as it has told: what a tier holds is waited for accordingly."""
+        self.owner = Owner("this BlockCache")
         self._failures = Lock()  # loads of several threads may fail at once
         self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
         """Told of the full blocks of every prompt that is looked up (``PrefetchScheduler.saw`` wants to know)."""
@@ -94,6 +96,7 @@ class BlockCache:
         ``limit_tokens`` bounds the tokens counted as supplied (default: all but the last). Blocks behind the first
         one that fails are not used. ``account=False`` keeps this load out of the token counters.
         """
+        self.owner.check()
         phase = PhaseClock(self.clock, seconds if seconds is not None else {})
         count = len(tokens)
         limit_tokens = max(0, count - 1) if limit_tokens is None else min(limit_tokens, count)
@@ -144,6 +147,7 @@ class BlockCache:
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Positions of the blocks that the store does not have and nobody is storing."""
+        self.owner.check()
         try:
             with worth(self.compute.seconds(len(hashes) * self.layout.block_tokens)):
                 presence = self.store.lookup(hashes)
@@ -164,6 +168,7 @@ class BlockCache:
         Stops at the first block that the codec cannot take, so that presence stays prefix-closed. Raises
         ValueTooLarge when a block can never fit the store; any other failure of the tier stores nothing.
         """
+        self.owner.check()
         phase = PhaseClock(self.clock, seconds if seconds is not None else {})
         value_bytes = PAYLOAD_AT + self.layout.block_bytes
         batch = max(1, STORE_BATCH_BYTES // value_bytes)

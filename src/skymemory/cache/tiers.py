@@ -22,6 +22,7 @@ from skymemory.cache.tier_writes import write
 from skymemory.cache.tiered_load import OUTBOUND, TieredLoad
 from skymemory.cache.tiered_write import TieredWrite
 from skymemory.errors import InvalidInput
+from skymemory.forks import Owner
 from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters
 from skymemory.store.admission import Sketch
@@ -72,6 +73,7 @@ class TieredStore(TwoPhase):
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._closed = False
+        self._owner = Owner(f"the {name} store")
         telling = [(tier, tier.store) for tier in self.tiers[:-1] if isinstance(tier.store, Evicting)]
         for tier, store in telling if self.settings.demote else ():
             if store.on_evict is not None:
@@ -246,6 +248,7 @@ class TieredStore(TwoPhase):
 
     def stats(self) -> dict[str, int | float]:
         """Ours, and every tier's own after its name."""
+        self._owner.check()
         figures: dict[str, int | float] = {
             **self._counters.as_dict(),
             "open_leases": len(self._loads) + len(self._stores),
@@ -264,6 +267,8 @@ class TieredStore(TwoPhase):
 
     def close(self) -> None:
         """Write back what is left, as long as the settings say; what then remains is counted as lost."""
+        if self._owner.elsewhere:  # its threads are not here
+            return
         with self._lock:
             if self._closed:
                 return
@@ -279,6 +284,7 @@ class TieredStore(TwoPhase):
             tier.close()
 
     def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        self._owner.check()
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
         return check_keys(keys)

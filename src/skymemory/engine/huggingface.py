@@ -8,7 +8,6 @@ kvc.add_blocks(prompt)
 from __future__ import annotations
 
 import inspect
-import threading
 import weakref
 from collections import deque
 from types import TracebackType
@@ -36,6 +35,7 @@ from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens
 from skymemory.engine.quantizers import codec_of, readable_codecs
 from skymemory.engine.witness import TokenIds, Witness, flat_ids, foreign_length, shared_prefix
 from skymemory.errors import InvalidInput
+from skymemory.forks import OwnLock
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
 from skymemory.metrics import Counters
 from skymemory.store.base import Store
@@ -113,7 +113,7 @@ class KVCManager:
         self._pool = RoomPool()
         self._kept: deque[SkyCache] = deque()
         self._handed: weakref.WeakSet[SkyCache] = weakref.WeakSet()
-        self._lock = threading.RLock()
+        self._lock = OwnLock("this KVCManager")
         self._forward_options = forward_options(model)
         self.loading: Loading = loading
         settings = cake or CakeSettings(step_tokens=-(-CakeSettings().step_tokens // block_tokens) * block_tokens)
@@ -169,6 +169,8 @@ class KVCManager:
 
     def close(self) -> None:
         """Let go of the model and of what is kept; closes the store if this manager made it. May be repeated."""
+        if self._lock.owner.elsewhere:
+            return
         with self._lock:
             self._hook.remove()
             self._compute_clock.remove()

@@ -74,7 +74,7 @@ _FREE = _references([np.empty(1, np.uint8)])[0]
 
 
 def _fresh(size_bytes: int) -> npt.NDArray[np.uint8]:
-    room = mmap.mmap(-1, size_bytes)
+    room = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else a forked child writes into it, too
     if hasattr(mmap, "MADV_HUGEPAGE"):
         room.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(room, np.uint8)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from skymemory.errors import InvalidInput
+from skymemory.forks import Owner
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client import Finished
@@ -75,6 +76,7 @@ class ConstellationStore(TwoPhase):
         self._bytes_per_s = 1e9
         self._clock_ahead_s = 0.0
         self._closed = False
+        self._owner = Owner(f"the {name} store")
 
     @property
     def name(self) -> str:
@@ -264,6 +266,7 @@ class ConstellationStore(TwoPhase):
         return list_names(self._driver, list(dict.fromkeys(placement.box_satellites(moves))))
 
     def stats(self) -> dict[str, int | float]:
+        self._owner.check()
         figures: dict[str, int | float] = {
             **self._counters.as_dict(), **{f"client_{k}": v for k, v in self._driver.machine.counters.as_dict().items()}
         }  # fmt: skip
@@ -293,6 +296,7 @@ class ConstellationStore(TwoPhase):
             self._catalog.close()
 
     def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        self._owner.check()
         if self._closed:
             raise InvalidInput("the constellation store is closed")
         return check_keys(keys)

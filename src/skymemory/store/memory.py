@@ -130,6 +130,8 @@ class MemoryStore(ShelfStore):
             return sum(sizes) / self._read_bytes_per_s
 
     def close(self) -> None:
+        if self._lock.owner.elsewhere:
+            return
         with self._lock:
             self._closed = True
             self._values.clear()

@@ -6,11 +6,11 @@ all of its writes, and nobody else's. What it counts is the values that it store
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from skymemory.errors import InvalidInput
+from skymemory.forks import OwnLock
 from skymemory.metrics import Counters
 from skymemory.store.base import Buffer, LoadTicket, Store, check_items, check_keys
 from skymemory.store.wrapped import Selecting
@@ -30,7 +30,7 @@ class TenantStore(Selecting):
         """Least recently used first."""
         self._used_bytes = 0
         self._counters = Counters()
-        self._lock = threading.RLock()
+        self._lock = OwnLock(f"the store of tenant {tenant!r}")
 
     @property
     def used_bytes(self) -> int:

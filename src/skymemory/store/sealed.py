@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.forks import Owner
 from skymemory.keys import KeyRing
 from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import Counters
@@ -79,6 +80,7 @@ class SealedStore(TwoPhase):
         self._ciphers: dict[bytes, Any] = {}
         self._rooms = Rooms()
         self._counters = Counters()
+        self._owner = Owner(f"the sealed {store.name} store")
 
     @property
     def name(self) -> str:
@@ -175,6 +177,7 @@ class SealedStore(TwoPhase):
     # --- storing ---
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        self._owner.check()
         items = check_items(items)
         views = [(key, memoryview(value).cast("B")) for key, value in items]
         room = self._rooms.take(sum(len(value) + OVERHEAD_BYTES for _, value in views))

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from skymemory.errors import InvalidInput
+from skymemory.forks import OwnLock
 from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import Record, RecordOp, decode_records, encode_record
 from skymemory.index.radix import RadixIndex
@@ -51,8 +51,10 @@ class SharedIndex:
         self._compact_at_bytes = COMPACT_BYTES
         self._shortened = False
         """Somebody has cut records off that we had replayed; none of us does."""
-        self._lock = threading.Lock()
-        """The file's lock keeps out other processes, not the threads of this one."""
+        self._lock = OwnLock("this index" if path is None else f"the index {path}", self.close)
+        """The file's lock keeps out other processes, not the threads of this one; nor a forked child, which has it with
+        the descriptor. So the child closes its copy.
+        """
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, _FLAGS, 0o600)

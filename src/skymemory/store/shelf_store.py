@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from skymemory.errors import InvalidInput
+from skymemory.forks import OwnLock
 from skymemory.store.base import LoadTicket, Presence, TwoPhase, check_keys
 from skymemory.store.shelf import Shelf
 
@@ -18,7 +18,7 @@ class ShelfStore(TwoPhase):
         self._shelf = shelf
         self._lease_s = lease_s
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock = OwnLock(f"the {name} store")
         self._closed = False
 
     @property
@@ -58,7 +58,7 @@ class ShelfStore(TwoPhase):
             "open_leases": self._shelf.open_tickets,
         }
 
-    def _open(self) -> threading.RLock:
+    def _open(self) -> OwnLock:
         """The lock, for a ``with`` statement; InvalidInput once closed."""
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")

@@ -8,7 +8,6 @@ While somebody is silent, a thread asks him now and then (``healer``).
 from __future__ import annotations
 
 import select
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dataclasses import replace
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import SkyMemoryError
+from skymemory.forks import OwnLock
 from skymemory.native import Run, Tally
 from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.motion import MoveClock, SkyMap
@@ -56,7 +56,7 @@ class UdpClient:
         self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
         self._poll = select.poll()
         self._poll.register(self._sock.fileno(), select.POLLIN)
-        self._lock = threading.RLock()
+        self._lock = OwnLock("the connection to the constellation", self._let_go)
         self._unclaimed: dict[int, Finished] = {}
         self._healer: Healer | None = None
         self._closed = False
@@ -65,8 +65,10 @@ class UdpClient:
         return self._clock.now_s()
 
     @property
-    def lock(self) -> threading.RLock:
-        """Held by whoever begins operations and runs them."""
+    def lock(self) -> OwnLock:
+        """Held by whoever begins operations and runs them. Raises WrongProcess in a forked child: answers on one socket
+        go to whichever process reads first.
+        """
         return self._lock
 
     @property
@@ -107,7 +109,14 @@ class UdpClient:
                 if machine.ailing and self._healer is None and not self._closed:
                     self._healer = Healer(self._heal, self._sock.fileno())
 
+    def _let_go(self) -> None:
+        """In a forked child: the healer and its line are the parent's."""
+        self._healer, self._closed = None, True
+        self._sock.close()
+
     def close(self) -> None:
+        if self._lock.owner.elsewhere:
+            return
         with self._lock:
             self._closed = True
             healer, self._healer = self._healer, None

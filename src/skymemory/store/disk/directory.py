@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skymemory.errors import InvalidInput, LaterFile, LaterVersion
+from skymemory.forks import Owner
 from skymemory.store.disk.value_file import PART, PLAIN, file_name, key_of, stored_bytes
 
 _FORMAT = "skymemory disk store 1\n"
@@ -48,6 +49,7 @@ class StoreDirectory:
         self.torn = 0
         """Files that a scan removed because they were not whole."""
         self._lock_fd = -1
+        self._owner = Owner(f"the disk store at {self.path}", self.close)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -164,7 +166,9 @@ class StoreDirectory:
             os.close(fd)
 
     def close(self) -> None:
-        """Let others have it. May be repeated."""
+        """Let others have it. May be repeated. A forked child closes its copy of the lock, which is the parent's still:
+        else the directory would stay locked for as long as the child lives.
+        """
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1

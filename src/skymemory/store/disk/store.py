@@ -242,6 +242,8 @@ class DiskStore(ShelfStore):
             return sum(there[key].size_bytes if key in there else math.inf for key in keys) / self._bytes_per_s
 
     def close(self) -> None:
+        if self._lock.owner.elsewhere:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.forks import Owner
 from skymemory.metrics import SharedCounters
 from skymemory.store.base import Buffer
 
@@ -160,6 +161,7 @@ class Link:
             self._pool.connection_class = _patient(self._pool.connection_class, self._patience)
         except ValueError as error:
             raise InvalidInput(f"store {url!r}: {error}: expected redis://HOST[:PORT][/DB]") from error
+        self._owner = Owner("this connection to Redis", self._let_go)
         self._timeout_s = timeout_s
         self._clock = clock
         self._rest_until_s = float("-inf")
@@ -170,6 +172,7 @@ class Link:
         At most ``at_once`` are on their way together, so that no server has to keep more replies than that. All of it
         has ``timeout_s`` and the time that its bytes take at ``LEAST_BYTES_PER_S``; the first that fails ends them all.
         """
+        self._owner.check()
         replies: list[object] = []
         if not commands or self._clock() < self._rest_until_s:
             return [Unreachable("resting after a timeout")] * len(commands)
@@ -218,6 +221,10 @@ class Link:
             return error
         self.counters.add("strange_replies")
         return ConnectionError(f"a reply that no Redis server gives: {type(error).__name__}: {error}")
+
+    def _let_go(self) -> None:
+        """In a forked child: connections are closed there, without a word to the server."""
+        self._pool.reset()
 
     def close(self) -> None:
         self._pool.disconnect()

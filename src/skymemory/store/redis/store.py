@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.forks import Owner
 from skymemory.kv.value import LATER_VERSION
 from skymemory.native import crc32
 from skymemory.store.base import (
@@ -71,6 +72,7 @@ class RedisStore(TwoPhase):
         self._counters = self._link.counters
         self._bytes_per_s = 1e9
         self._closed = False
+        self._owner = Owner(f"the {name} store")
 
     @property
     def name(self) -> str:
@@ -202,6 +204,7 @@ class RedisStore(TwoPhase):
         self._link.close()
 
     def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        self._owner.check()
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
         return check_keys(keys)

@@ -1,0 +1,158 @@
+"""What a fork must not share: sockets, the index's and the disk's locks, threads, and locks that nobody frees."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.cache.small_tiers import near_and_far
+from tests.cache.test_manager import LAYOUT, TOKENS, Engine, context, load, save
+from tests.contract.forked import in_child
+from tests.contract.store_contract import chain, key, value
+from tests.store.conftest import store_on, udp_sky
+
+from skymemory.cache.cake import Cake, CakeSettings
+from skymemory.cache.manager import BlockCache
+from skymemory.errors import WrongProcess
+from skymemory.index.block_info import BlockInfo
+from skymemory.store.base import Store
+from skymemory.store.disk.store import DiskStore
+from skymemory.store.memory import MemoryStore
+from skymemory.store.quota import TenantStore
+from skymemory.store.shared_index import SharedIndex
+
+INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
+
+
+def refused(*calls: Callable[[], object]) -> list[str]:
+    """What these raised, which must be the clear error."""
+    told = []
+    for call in calls:
+        with pytest.raises(WrongProcess, match=r"opened by process \d+, .* open one of its own here, after the fork"):
+            call()
+        told.append("refused")
+    return told
+
+
+def test_a_child_with_a_store_of_its_own_and_its_parent_read_at_the_same_time(tmp_path: Path) -> None:
+    keys, places = chain(5)
+    right = [value(at, 20_000) for at in range(5)]
+    journal = tmp_path / "index"
+    with udp_sky() as plan:
+        store = store_on(plan, SharedIndex(journal, born=True))
+        assert all(store.put_many(list(zip(keys, right, strict=True)), places))
+
+        def child() -> list[object]:
+            own = store_on(plan, SharedIndex(journal), ground=8)
+            told: list[object] = [own.get_many(keys) == right for _ in range(20)]
+            told.append(own.put_many([(key(9), b"the child's")]))
+            own.close(), store.close()
+            return told
+
+        missed: list[bool] = []
+        assert in_child(child, lambda: missed.append(store.get_many(keys) != right)) == [*[True] * 20, [True]]
+        assert missed and not any(missed)
+        assert store.get_many([key(9)]) == [b"the child's"], "its index entry is seen here"
+        store.close()
+
+
+def test_processes_of_a_fork_write_the_index_one_after_the_other(tmp_path: Path) -> None:
+    index = SharedIndex(tmp_path / "index", born=True)
+    ours = iter(range(10**6))
+
+    def child() -> list[str]:
+        told = refused(lambda: index.add([key(1)], [INFO], 0, None), lambda: len(index), lambda: index.infos([key(1)]))
+        index.close()
+        own = SharedIndex(tmp_path / "index")
+        for number in range(200):
+            own.add([key(10**6 + number)], [INFO], 0, None)
+        return told
+
+    assert in_child(child, lambda: index.add([key(next(ours))], [INFO], 0, None)) == ["refused"] * 3
+    written = next(ours)
+    assert len(index) == len(SharedIndex(tmp_path / "index")) == written + 200 and index.complete
+
+
+def test_a_disk_store_is_free_when_its_parent_has_closed_it_though_a_child_lives_on(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "disk", 100_000)
+    store.put_many([(key(1), b"kept")])
+    waiting, telling = os.pipe()
+
+    def child() -> list[str]:
+        told = refused(lambda: store.get_many([key(1)]), lambda: store.put_many([(key(1), b"the child's")]))
+        os.read(waiting, 1)
+        return told
+
+    def reopen() -> None:
+        nonlocal store
+        if store.stats()["entries"]:
+            store.close()
+            store = DiskStore(tmp_path / "disk", 100_000)  # raises while anybody holds the lock
+            assert store.get_many([key(1)]) == [b"kept"]
+            os.write(telling, b".")
+
+    assert in_child(child, reopen) == ["refused"] * 2
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "tenant", "udp"])
+def test_a_lock_that_another_thread_held_at_the_fork_hangs_nobody(kind: str) -> None:
+    with udp_sky() as plan:
+        below: Store = store_on(plan) if kind == "udp" else MemoryStore()
+        store = TenantStore(below, "a", 1 << 20) if kind == "tenant" else below
+        lock = below._driver.lock if kind == "udp" else store._lock  # type: ignore[attr-defined]
+        held, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with lock:
+                held.set()
+                done.wait(30)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(30)
+        try:
+            told = in_child(lambda: [*refused(lambda: store.get_many([key(1)]), lambda: store.delete([key(1)])),
+                                     store.close()], limit_s=5)  # fmt: skip
+        finally:
+            done.set()
+            thread.join()
+        assert told == ["refused", "refused", None]
+        assert store.get_many([key(1)]) == [None]
+        store.close()
+
+
+def test_tiers_whose_threads_a_child_lacks_say_so_at_once() -> None:
+    store, _near, far = near_and_far()
+    far.put_many([(key(1), value(1))])
+
+    def child() -> list[str]:
+        ticket = lambda: store.prepare_load([key(1)])  # noqa: E731
+        told = refused(ticket, lambda: store.lookup([key(1)]), lambda: store.put_many([(key(2), b"x")]), store.stats)
+        store.close()
+        return told
+
+    assert in_child(child, limit_s=2) == ["refused"] * 4
+    store.close()
+
+
+def test_a_cache_does_not_take_a_child_for_a_miss() -> None:
+    """A store's failures are misses to it; this is none."""
+    cache = BlockCache(context(), LAYOUT, MemoryStore())
+    assert save(cache, TOKENS) == 5
+    cake = Cake(cache, CakeSettings(step_tokens=LAYOUT.block_tokens))
+
+    def child() -> list[str]:
+        engine = Engine(TOKENS)
+        return refused(
+            lambda: load(cache, TOKENS), lambda: cache.missing(cache.hashes(TOKENS)), lambda: save(cache, np.arange(9)),
+            lambda: cake.open(TOKENS, engine, limit_tokens=20, budget_tokens=4),
+        )  # fmt: skip
+
+    assert in_child(child, limit_s=5) == ["refused"] * 4
+    assert load(cache, TOKENS)[0].loaded_blocks == 5
+    cake.close()
