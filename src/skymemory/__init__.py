@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from skymemory.engine.huggingface import KVCManager
     from skymemory.kv.context import CacheContext
     from skymemory.store.memory import MemoryStore
+    from skymemory.store.named import NamedValues
     from skymemory.testbed.addresses import open_store
 
 __version__ = "0.1.0"
-__all__ = ["CacheContext", "KVCManager", "MemoryStore", "errors", "open_store"]
+__all__ = ["CacheContext", "KVCManager", "MemoryStore", "NamedValues", "errors", "open_store"]
 
 _HOME = {
     "CacheContext": "skymemory.kv.context",
     "KVCManager": "skymemory.engine.huggingface",
     "MemoryStore": "skymemory.store.memory",
+    "NamedValues": "skymemory.store.named",
     "open_store": "skymemory.testbed.addresses",
 }
 _EXTRA = {"KVCManager": "hf"}

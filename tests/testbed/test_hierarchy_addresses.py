@@ -182,8 +182,8 @@ def test_the_command_keeps_a_file_in_tiers(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["list"], "list is for a bare constellation"),
-        (["put", "FILE", "--ttl", "1m"], "--ttl is for a bare constellation"),
+        (["list"], "list is for a constellation"),
+        (["put", "FILE", "--ttl", "1m"], "--ttl is for a constellation"),
         (["get", "x", "--access", "los"], "with --store they are part of the address"),
         (["get", "x", "--no-index"], "with --store they are part of the address"),
     ],

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from skymemory.cli._ground import ACCESS_CHOICES
 from skymemory.cli._options import add_json, add_run_dir, argument
@@ -17,7 +17,6 @@ from skymemory.units import format_duration, format_size, parse_duration
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.store.base import Store
-    from skymemory.store.constellation import ConstellationStore
 
 
 class NotStored(SkyMemoryError):
@@ -95,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> Store:
-    from skymemory.store.constellation import ConstellationStore
+    from skymemory.store.base import Expiring
+    from skymemory.store.named import Listing, bare
     from skymemory.testbed.addresses import open_store
     from skymemory.testbed.connect import open_constellation
 
@@ -108,9 +108,9 @@ def _open(args: argparse.Namespace) -> Store:
         )
     store = open_store(args.store)
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
-    if only_there and not isinstance(store, ConstellationStore):
+    if only_there and not isinstance(bare(store), Listing if only_there == "list" else Expiring):
         store.close()
-        raise InvalidInput(f"{only_there} is for a bare constellation: {store.name} cannot do it")
+        raise InvalidInput(f"{only_there} is for a constellation: {store.name} cannot do it")
     return store
 
 
@@ -121,7 +121,7 @@ def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stder
 
 
 def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
-    from skymemory.store.named import named_key, put_named
+    from skymemory.store.named import NOT_PROMISED, NamedValues
 
     try:
         data = read_bounded(args.file, _MAX_VALUE_BYTES, pipes=True)
@@ -130,7 +130,9 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     key = args.file.name if args.key is None else args.key
     if not key:
         raise InvalidInput("a value needs a name: --key is empty")
-    done = put_named(edge, key, data)
+    done = NamedValues(edge).put(key, data, ttl_s=args.ttl)
+    if done.reason == NOT_PROMISED:
+        raise SkyMemoryError(f"{key}: {NOT_PROMISED}: try --ttl again")
     if not done.ok:
         raise SkyMemoryError(
             f"{key} was not stored in {_called(store)}: {done.reason}. The file is untouched"
@@ -142,22 +144,19 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     }  # fmt: skip
     text = f"stored {key}: {format_size(len(data))} in {format_duration(done.seconds)}, {done.retransmitted} resent"
     if args.ttl is not None:
-        if not _sky(store).expire([named_key(key)], args.ttl)[0]:
-            raise SkyMemoryError(f"{key} is stored, but not every satellite promised to forget it: try --ttl again")
         facts["ttl_s"] = args.ttl
         text += f", forgotten in {format_duration(args.ttl)}"
     return _say(args, facts, text)
 
 
 def _pin(args: argparse.Namespace, store: Store) -> int:
-    from skymemory.store.base import Presence
-    from skymemory.store.named import named_key
+    from skymemory.store.named import NamedValues
 
-    key = named_key(args.key)
-    if store.lookup([key]) != [Presence.HIT]:
+    values = NamedValues(store)
+    if args.key not in values:
         raise NotStored(f"{args.key} is not in {_called(store)}")
     ttl_s = 0.0 if args.off else args.ttl
-    if not store.pin([key], ttl_s)[0]:
+    if not values.pin(args.key, ttl_s):
         raise SkyMemoryError(
             f"{args.key} is not pinned: a satellite with chunks of it is silent, lacks them, or has pinned half of its "
             "memory already; take out other pins with --off, or give the satellites more memory"
@@ -165,11 +164,6 @@ def _pin(args: argparse.Namespace, store: Store) -> int:
     facts: dict[str, object] = {"key": args.key, "pinned": not args.off, "ttl_s": ttl_s}
     text = f"{args.key} may be evicted again" if args.off else f"pinned {args.key} for {format_duration(args.ttl)}"
     return _say(args, facts, text)
-
-
-def _sky(store: Store) -> ConstellationStore:
-    """``store``, which ``_open`` has seen to be a constellation."""
-    return cast("ConstellationStore", store)
 
 
 def _called(store: Store) -> str:
@@ -215,9 +209,9 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
 
 
 def _delete(args: argparse.Namespace, store: Store) -> int:
-    from skymemory.store.named import named_key
+    from skymemory.store.named import NamedValues
 
-    deleted = store.delete([named_key(args.key)])[0]
+    deleted = NamedValues(store).delete(args.key)
     if deleted is None:
         raise NotStored(
             f"{_called(store)} has not confirmed that {args.key} is gone: delete it again when all of it answers"
@@ -228,7 +222,9 @@ def _delete(args: argparse.Namespace, store: Store) -> int:
 
 
 def _list(args: argparse.Namespace, store: Store) -> int:
-    values = _sky(store).names()
+    from skymemory.store.named import NamedValues
+
+    values = NamedValues(store).names()
     if args.json:
         print(json.dumps([{"key": value.name, "bytes": value.size_bytes, "chunks": value.chunks} for value in values]))
         return 0

@@ -24,10 +24,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import Place
+
+if TYPE_CHECKING:
+    from typing import Self
 
 Buffer = bytes | bytearray | memoryview
 """What a value may be passed as; always C-contiguous bytes."""
@@ -166,6 +169,11 @@ class Store(Protocol):
     def close(self) -> None:
         """Free what is held. May be repeated; anything else afterwards raises InvalidInput."""
 
+    def __enter__(self) -> Self:
+        """``with open_store(...) as store:`` closes it at the end."""
+
+    def __exit__(self, *raised: object) -> None: ...
+
 
 @runtime_checkable
 class Prefetching(Protocol):
@@ -195,8 +203,25 @@ class Evicting(Protocol):
     """
 
 
+@runtime_checkable
+class Expiring(Protocol):
+    """What some tiers can do beside: forget values after a time."""
+
+    def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """Have values forgotten after ``ttl_s`` seconds (infinite: no more). True where that is promised."""
+
+
 class TwoPhase:
-    """``get_many`` and ``put_many`` out of the two phases: the mixin of the implementations."""
+    """What all implementations have the same way: ``get_many`` and ``put_many`` out of the two phases, and ``with``."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise TypeError(f"{type(self).__name__} does not define close")
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         raise TypeError(f"{type(self).__name__} does not define prepare_load")

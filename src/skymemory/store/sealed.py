@@ -74,7 +74,7 @@ class SealedStore(TwoPhase):
         except ImportError as error:
             raise MissingExtra("sealed values need the extra 'secure': pip install 'skymemory[secure]'") from error
         self._cipher, self._invalid = AESGCM, (InvalidTag, ValueError)
-        self._store = store
+        self.store = store
         self._ring = ring
         self._now_s = now_s
         self._ciphers: dict[bytes, Any] = {}
@@ -84,7 +84,7 @@ class SealedStore(TwoPhase):
 
     @property
     def name(self) -> str:
-        return self._store.name
+        return self.store.name
 
     # --- sealing and opening ---
 
@@ -121,14 +121,14 @@ class SealedStore(TwoPhase):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        below = self._store.prepare_load(keys)
+        below = self.store.prepare_load(keys)
         return LoadTicket(below.keys, below.expires_s, state=below)
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         below = ticket.state
         if not isinstance(below, LoadTicket):
             raise InvalidInput("this load ticket is not open: each is completed once, by its own store")
-        sealed = self._store.complete_load(below)
+        sealed = self.store.complete_load(below)
         try:
             values = {key: value for key, value in zip(ticket.keys, sealed, strict=True) if value is not None}
             room = self._rooms.take(sum(max(0, len(value) - OVERHEAD_BYTES) for value in values.values()))
@@ -141,7 +141,7 @@ class SealedStore(TwoPhase):
                     opened[key] = out.toreadonly()
             later = {key for key, value in values.items() if is_sealed(value) and bytes(value[4:5]) > bytes([_VERSION])}
         finally:
-            self._store.release(below)
+            self.store.release(below)
         ticket.state = room
         rejected = dict.fromkeys(values.keys() - opened.keys(), NOT_AUTHENTIC) | dict.fromkeys(later, LATER_VERSION)
         self._counters.add("values_opened", len(opened))
@@ -170,7 +170,7 @@ class SealedStore(TwoPhase):
     def release(self, ticket: LoadTicket) -> None:
         state, ticket.state = ticket.state, None
         if isinstance(state, LoadTicket):
-            self._store.release(state)
+            self.store.release(state)
         elif state is not None:
             self._rooms.give_back(state)  # type: ignore[arg-type]
 
@@ -187,7 +187,7 @@ class SealedStore(TwoPhase):
             at += len(out)
             self._seal(key, value, out)
             sealed.append((key, out))
-        below = self._store.prepare_store(sealed, places)
+        below = self.store.prepare_store(sealed, places)
         return StoreTicket(items, below.expires_s, state=_Sealed(below, room), places=below.places)
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
@@ -195,7 +195,7 @@ class SealedStore(TwoPhase):
         if not isinstance(state, _Sealed):
             raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
         ticket.state = None
-        stored = self._store.complete_store(state.below)
+        stored = self.store.complete_store(state.below)
         self._rooms.give_back(state.room)
         ticket.seconds, ticket.state = state.below.seconds, state.below.state
         self._counters.add("values_sealed", sum(stored))
@@ -204,29 +204,29 @@ class SealedStore(TwoPhase):
     # --- the rest: keys are what they are below ---
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        return self._store.lookup(keys)
+        return self.store.lookup(keys)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        return self._store.prefix(keys)
+        return self.store.prefix(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._store.touch(keys)
+        self.store.touch(keys)
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        return self._store.pin(keys, ttl_s)
+        return self.store.pin(keys, ttl_s)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        return self._store.delete(keys)
+        return self.store.delete(keys)
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
         """What is copied stays sealed; no key is needed for it."""
-        return bring_near(self._store, keys, at)
+        return bring_near(self.store, keys, at)
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        return self._store.estimate_load_s(keys, now_s)
+        return self.store.estimate_load_s(keys, now_s)
 
     def stats(self) -> dict[str, int | float]:
-        return {**self._store.stats(), **self._counters.as_dict()}
+        return {**self.store.stats(), **self._counters.as_dict()}
 
     def close(self) -> None:
-        self._store.close()
+        self.store.close()

@@ -1,0 +1,121 @@
+"""Values by text keys from Python, in every kind of store; what a store cannot do is said before anything is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.store.conftest import simulated, store_over
+
+import skymemory
+from skymemory import NamedValues, open_store
+from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.keys import first_ring
+from skymemory.store.base import Expiring, Store
+from skymemory.store.constellation import ConstellationStore
+from skymemory.store.memory import MemoryStore
+from skymemory.store.named import NOT_PROMISED, bare, get_named
+from skymemory.store.quota import TenantStore
+from skymemory.store.sealed import SealedStore
+from skymemory.store.shared_index import SharedIndex
+from skymemory.transport.simulated import SimulatedConstellation
+
+RING = first_ring(bytes(range(32)))
+
+
+@pytest.fixture
+def sky() -> SimulatedConstellation:
+    return simulated()
+
+
+@pytest.fixture
+def constellation(sky: SimulatedConstellation) -> Iterator[ConstellationStore]:
+    with store_over(sky, index=SharedIndex()) as store:
+        yield store
+
+
+def sealed(store: Store) -> SealedStore:
+    return SealedStore(TenantStore(store, "a", 1 << 24), lambda: RING, lambda: 0.0)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "tiers", "sealed"])
+def test_put_get_and_delete_by_name_in_any_store(tmp_path: Path, kind: str) -> None:
+    where = {
+        "memory": "memory", "sealed": "memory", "disk": f"disk://{tmp_path}/d?budget=1MiB",
+        "tiers": f"tiers:?tier=memory&tier=disk://{tmp_path}/d?budget=1MiB",
+    }[kind]  # fmt: skip
+    with open_store(where) as opened:
+        values = NamedValues(sealed(opened) if kind == "sealed" else opened)
+        assert values.get("a name") is None and "a name" not in values and not values.delete("a name")
+        assert values.put("a name", b"1" * 3000).ok and values.put("ümläut/…", bytearray(b"")).ok
+        assert values.get("a name") == b"1" * 3000 and values.get("ümläut/…") == b""
+        assert values.put("a name", memoryview(b"again")).ok and values.get("a name") == b"again"
+        assert "a name" in values and 7 not in values
+        assert values.delete("a name") and values.get("a name") is None and "a name" not in values
+    with pytest.raises(InvalidInput, match="closed"):
+        opened.lookup([bytes(32)])
+
+
+def test_a_store_closes_itself_behind_an_error_too() -> None:
+    with pytest.raises(ZeroDivisionError), open_store("memory") as store:
+        raise ZeroDivisionError
+    with pytest.raises(InvalidInput, match="closed"):
+        NamedValues(store).get("x")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "sealed"])
+def test_a_lifetime_and_a_pin_in_the_sky(
+    sky: SimulatedConstellation, constellation: ConstellationStore, wrapped: bool
+) -> None:
+    values = NamedValues(sealed(constellation) if wrapped else constellation)
+    assert values.put("short", b"x" * 30_000, ttl_s=60.0).ok and values.put("long", b"y" * 30_000).ok
+    assert values.pin("long", 3600.0) and not values.pin("absent", 3600.0)
+    sky.settle(sky.now_s + 50)
+    assert values.get("short") == b"x" * 30_000
+    sky.settle(sky.now_s + 20)
+    assert values.get("short") is None and values.get("long") == b"y" * 30_000
+    assert values.expire("long", 30.0) and values.expire("long", math.inf) and not values.expire("absent", 30.0)
+    sky.settle(sky.now_s + 60)
+    assert values.get("long") == b"y" * 30_000
+    assert values.expire("long", 1.0)
+    sky.settle(sky.now_s + 5)
+    assert values.get("long") is None
+
+
+def test_names_are_listed_but_not_those_under_a_seal(constellation: ConstellationStore) -> None:
+    values = NamedValues(constellation)
+    assert values.put("b", b"2" * 20_000).ok and values.put("a", b"1").ok
+    assert NamedValues(sealed(constellation)).put("hidden", b"3").ok
+    assert [(one.name, one.size_bytes) for one in values.names()] == [("a", 1), ("b", 20_000)]
+    assert [one.name for one in NamedValues(sealed(constellation)).names()] == ["a", "b"]
+
+
+def test_what_a_store_cannot_do_is_said_and_nothing_is_stored() -> None:
+    values = NamedValues(MemoryStore(1 << 20))
+    for call in (
+        lambda: values.put("a", b"x", ttl_s=60.0), lambda: values.expire("a", 60.0), values.names,
+        lambda: values.put("a", b"x", ttl_s=0.0), lambda: values.put("a", b"x", ttl_s=math.nan),
+        lambda: values.put("", b"x"), lambda: values.get(""),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInput):
+            call()
+    assert "a" not in values
+    with pytest.raises(ValueTooLarge, match="budget"):
+        values.put("a", bytes(2 << 20))
+
+
+def test_a_lifetime_that_a_silent_satellite_did_not_promise_is_said(
+    constellation: ConstellationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constellation, "expire", lambda keys, ttl_s: [False])
+    done = NamedValues(constellation).put("a", b"x", ttl_s=60.0)
+    assert not done.ok and done.reason == NOT_PROMISED
+    assert get_named(constellation, "a").value == b"x"
+
+
+def test_what_holds_the_values_is_found_behind_all_that_is_around_it(constellation: ConstellationStore) -> None:
+    assert bare(sealed(constellation)) is constellation is bare(constellation)
+    assert isinstance(constellation, Expiring) and not isinstance(MemoryStore(), Expiring)
+    assert skymemory.NamedValues is NamedValues
