@@ -71,6 +71,25 @@ def test_every_thread_waits_once_and_then_all_is_computed(threads: int) -> None:
     assert drive(only_loading(fresh, workers, 1.0), third) == [] and len(fresh.fetched) == 8
 
 
+def test_two_fetches_that_are_late_at_the_same_look_are_both_given_up() -> None:
+    """As after a pause of the whole machine: the one behind, which no thread has taken up, goes with the first."""
+    room, now_s = Room(), [0.0]
+    source = Source(room, lambda: 0.0)
+    source.gate.clear()
+    workers = TierWorkers("test", 1, 1000)
+    loader = BidirectionalLoader(max_in_flight_bytes=3000, budget_tokens=10, computes=False)
+    session = LoadingSession(
+        loader, chunks(8), source, workers, clock=lambda: now_s[0], patience_s=lambda size_bytes: 1.0
+    )
+    assert session.next_step(0.0) is None
+    until_s = time.monotonic() + 5
+    while not workers._running and time.monotonic() < until_s:
+        time.sleep(0.001)
+    now_s[0] = 100.0
+    assert sorted(drive(session, room)) == list(range(8)) and session.result().failed_loads == 8
+    source.gate.set()
+
+
 def test_one_chunk_that_never_comes_costs_one_thread_and_itself() -> None:
     room = Room()
     source = Source(room, lambda: 0.0)

@@ -93,16 +93,25 @@ def test_every_wrapper_passes_places_on(sky: ConstellationStore, index: SharedIn
     assert index.before(keys[5], 9) == keys[4::-1]
 
 
+@pytest.mark.parametrize("indexed", [True, False])
 def test_a_block_is_touched_when_what_follows_it_is_stored_though_nobody_looked_both_up(
-    sky: ConstellationStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
 ) -> None:
+    """Whoever stored it: by the index, or without one by what was looked up and the writer's word where they meet."""
+    satellites = simulated()
+    first, second = (
+        store_over(satellites, ground, SharedIndex(tmp_path / "index") if indexed else None) for ground in (1, 2)
+    )
     keys, places = chain(8)
-    assert all(sky.put_many([(k, value(1)) for k in keys[:4]], places[:4]))
+    assert all(first.put_many([(k, value(1)) for k in keys[:4]], places[:4]))
     touched: list[bytes] = []
-    touch = sky._upkeep._touch
-    monkeypatch.setattr(sky._upkeep, "_touch", lambda infos: (touched.extend(i.key for i in infos), touch(infos)))
-    assert all(sky.put_many([(k, value(1)) for k in keys[4:]], places[4:]))
+    touch = second._upkeep._touch
+    monkeypatch.setattr(second._upkeep, "_touch", lambda infos: (touched.extend(i.key for i in infos), touch(infos)))
+    if not indexed:
+        assert second.prefix(keys[:4]) == 4
+    assert all(second.put_many([(k, value(1)) for k in keys[4:]], places[4:]))
     assert touched == keys[:4]
+    first.close(), second.close()
 
 
 def test_a_shelf_believes_the_writer_and_not_the_order_of_blocks_of_several_prompts() -> None:

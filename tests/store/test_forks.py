@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -80,23 +81,50 @@ def test_processes_of_a_fork_write_the_index_one_after_the_other(tmp_path: Path)
 def test_a_disk_store_is_free_when_its_parent_has_closed_it_though_a_child_lives_on(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "disk", 100_000)
     store.put_many([(key(1), b"kept")])
-    waiting, telling = os.pipe()
+    (begun, begins), (ending, ends) = os.pipe(), os.pipe()
 
     def child() -> list[str]:
+        os.write(begins, b".")
         told = refused(lambda: store.get_many([key(1)]), lambda: store.put_many([(key(1), b"the child's")]))
-        os.read(waiting, 1)
+        os.read(ending, 1)
         return told
 
-    def reopen() -> None:
-        nonlocal store
-        if store.stats()["entries"]:
-            store.close()
-            store = DiskStore(tmp_path / "disk", 100_000)  # raises while anybody holds the lock
-            assert store.get_many([key(1)]) == [b"kept"]
-            os.write(telling, b".")
+    reopened: list[DiskStore] = []
 
-    assert in_child(child, reopen) == ["refused"] * 2
-    store.close()
+    def reopen() -> None:
+        if not reopened and os.read(begun, 1):
+            store.close()
+            reopened.append(DiskStore(tmp_path / "disk", 100_000))  # raises while anybody holds the lock
+            os.write(ends, b".")
+
+    try:
+        assert in_child(child, reopen) == ["refused"] * 2
+    finally:
+        for end in (begun, begins, ending, ends):
+            os.close(end)
+    assert reopened[0].get_many([key(1)]) == [b"kept"]
+    reopened[0].close()
+
+
+def test_a_child_begins_without_its_parents_descriptors(tmp_path: Path) -> None:
+    """Else a lock would hold after the parent that took it was killed, and a port for as long as any child lives."""
+
+    def open_now() -> set[str]:
+        found = set()
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the one that lists
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+        return found
+
+    with udp_sky() as plan:
+        before = open_now()
+        store = store_on(plan, SharedIndex(tmp_path / "index", born=True))
+        disk = DiskStore(tmp_path / "disk", 100_000)
+        opened = open_now() - before
+        assert len(opened) == 3 and str(tmp_path / "index") in opened and str(tmp_path / "disk" / "lock") in opened
+        assert set(in_child(lambda: sorted(open_now()))) & opened == set()
+        assert opened <= open_now()
+        store.close(), disk.close()
 
 
 @pytest.mark.parametrize("kind", ["memory", "tenant", "udp"])

@@ -235,8 +235,8 @@ class LoadingSession:
 
     def _turn(self) -> None:
         """Ask the loader what to do, and see to it. With the lock held."""
-        for fetch in [fetch for fetch in self._fetches if self._clock() >= fetch.due_s]:
-            self._give_up(fetch)
+        while (late := next((one for one in self._fetches if self._clock() >= one.due_s), None)) is not None:
+            self._give_up(late)  # with which the one behind it may go
         while True:
             began_s = time.perf_counter()
             actions = self._loader.poll(self._clock())
