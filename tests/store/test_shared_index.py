@@ -10,6 +10,7 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, encode_record
 from skymemory.native import crc32
+from skymemory.store import shared_index
 from skymemory.store.shared_index import COMPACT_BYTES, SharedIndex, found_journal, look_at_journal
 
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
@@ -208,11 +210,12 @@ def path_to(number: int) -> list[int]:
             st.integers(0, 4),
         ),
         max_size=25,
-    )
+    ),
+    compact_bytes=st.sampled_from([100, shared_index.COMPACT_BYTES]),
 )  # fmt: skip
-def test_what_was_added_is_found_whatever_was_said_of_its_place(steps) -> None:
+def test_what_was_added_is_found_whatever_was_said_of_its_place(steps, compact_bytes: int) -> None:
     """Against a plain set of keys; also for another process, and for one that comes later."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(shared_index, "COMPACT_BYTES", compact_bytes):
         path = Path(folder) / "index"
         index, other = SharedIndex(path), SharedIndex(path)
         there: set[int] = set()
