@@ -12,8 +12,9 @@ Where values have copies, a chunk may also leave *as another copy* than the one 
 nothing here is deleted when it has arrived.
 
 A handover is background traffic and takes what others leave: bursts in flight become fewer as their answers come later
-than they can (LEDBAT, RFC 6817), not only when they are lost, and one where nothing is answered at all. What was put
-off because a satellite did not answer is tried again as soon as there is reason to think that it would.
+than they can (LEDBAT, RFC 6817), and half as many where nobody answers any more. A lone burst that is lost says
+nothing: links lose some. What was put off because a satellite did not answer is tried again as soon as there is reason
+to think that it would.
 """
 
 from __future__ import annotations
@@ -63,12 +64,15 @@ class Handover:
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
         """Nothing is sent for the first time before then: it is not known yet whether it is worth it."""
+        self.moved = False
+        """The box has moved since the last plan."""
         self.retransmitted = 0
         self.chunks_planned = 0
         """Chunks looked at so far by plans: work that nothing sent or received shows."""
         self._lateness = lateness or Lateness()
         self._most_bursts = window_bursts
         self._window = float(window_bursts)
+        self._heard_s = -math.inf
         self._cut_until_s = -math.inf
         self._shortest_s: dict[SatelliteId, float] = {}
         """Round trips to where chunks were handed over: the shortest that was seen."""
@@ -95,8 +99,8 @@ class Handover:
 
     @property
     def idle(self) -> bool:
-        """Nothing queued, in flight or astray (copies may still await deletion)."""
-        return not (self._queue or self._in_flight or self._strays)
+        """No plan to be made, nothing queued, in flight or astray (copies may still await deletion)."""
+        return not (self.moved or self._queue or self._in_flight or self._strays)
 
     @property
     def at_rest(self) -> bool:
@@ -112,6 +116,7 @@ class Handover:
         if others:
             for burst in list(self._in_flight.values()):
                 self.forget(burst, others)
+        self.moved = False
         self._renamed.clear()
         self._plans += 1
         self._queue.clear()
@@ -230,8 +235,9 @@ class Handover:
                 burst.deadline_s = self._pacer.next_s
                 continue
             self._pacer.sent(now_s)
-            if not burst.answered and now_s >= self._cut_until_s:
+            if self._heard_s < burst.last_sent_s and now_s >= self._cut_until_s:  # nobody answers any more
                 self._window, self._cut_until_s = max(_LEAST_BURSTS, self._window / 2), now_s + self._patience_s()
+            burst.last_sent_s = now_s
             burst.deadline_s = now_s + self._patience_s() * min(2**burst.attempts, _MOST_BACKOFF) + 2 * late_s
             burst.spared = False
             burst.attempts += 1
@@ -244,7 +250,7 @@ class Handover:
                 names = [self._renamed.pop(name, name) for name in names]
             self._queued.difference_update(names)
             deadline_s = now_s + self._patience_s() + 2 * late_s
-            burst = Burst(self._next_request_id, destination, names, self._plans, now_s, deadline_s)
+            burst = Burst(self._next_request_id, destination, names, self._plans, now_s, deadline_s, now_s)
             self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
             self._in_flight[burst.request_id] = burst
             due.append(burst)
@@ -277,6 +283,7 @@ class Handover:
         burst = self._in_flight.get(request_id)
         if burst is None:
             return 0
+        self._heard_s = now_s
         round_trip_s = now_s - max(burst.sent_s, sent_s)
         self._round_trip.sample(round_trip_s)
         if not burst.answered:

@@ -26,6 +26,7 @@ class Burst:
     sent_s: float
     """For the first time."""
     deadline_s: float
+    last_sent_s: float
     attempts: int = 1
     answered: bool = False
     """Whether some of its chunks have arrived."""

@@ -43,14 +43,13 @@ class Migration:
         self._counters = counters
         self.meetings = Meetings(here, store, handover, whereabouts)
         self._planning = Throttle()
-        self._moved = False
         self._in_haste = False
 
     def box_moved(self, in_haste: bool = False) -> None:
         """What must leave is to be worked out anew, by ``send_due``: once for all moves until then. ``in_haste``: an
         operator moved the box.
         """
-        self._moved = True
+        self._handover.moved = True
         self._in_haste |= in_haste
 
     @property
@@ -59,14 +58,14 @@ class Migration:
         return self._planning.open_s if self._in_haste else 0.0
 
     def next_timer_s(self) -> float | None:
-        times_s = [self._handover.next_timer_s(), self._plan_s if self._moved else None]
+        times_s = [self._handover.next_timer_s(), self._plan_s if self._handover.moved else None]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def _plan(self, now_s: float) -> None:
         """Queue what must leave now, whatever was to leave before."""
         if self._in_haste:
             self._planning.done(now_s)
-        in_haste, self._in_haste, self._moved = self._in_haste, False, False
+        in_haste, self._in_haste = self._in_haste, False
         others = self._handover.plan(self._store, self._whereabouts.home_of_tag, self._here)
         for key, index, replica in others:
             self.meetings.send_as((key, index), replica)
@@ -74,7 +73,7 @@ class Migration:
 
     def send_due(self, now_s: float) -> None:
         """All that is to leave now: strays whose time has come, fresh bursts, and those not acknowledged in time."""
-        if self._moved and now_s >= self._plan_s:
+        if self._handover.moved and now_s >= self._plan_s:
             self._plan(now_s)
         elsewhere: dict[SatelliteId, list[Leaving]] = {}
         for name in self._handover.strays_due(now_s):
