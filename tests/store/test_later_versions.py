@@ -23,7 +23,7 @@ from skymemory.cache.manager import BlockCache
 from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.cache.tiers import TieredStore, TierSettings
 from skymemory.cache.value import block_name, is_sound_block
-from skymemory.errors import InvalidInput, LaterVersion
+from skymemory.errors import InvalidInput, LaterFile, LaterVersion
 from skymemory.index.journal import RecordOp, decode_records, encode_record
 from skymemory.index.snapshot import unpack_snapshot
 from skymemory.kv.codec.cachegen import CacheGen
@@ -35,6 +35,8 @@ from skymemory.store.memory import MemoryStore
 from skymemory.store.named import get_named, named_key, put_named
 from skymemory.store.redis.store import NAMESPACE, RedisStore
 from skymemory.store.shared_index import SharedIndex
+from skymemory.testbed.key_file import from_json as read_keys
+from skymemory.testbed.plan_file import from_json as read_plan
 
 TOKENS = np.arange(16)
 
@@ -273,3 +275,9 @@ def test_habits_of_a_later_version_stay(tmp_path: Path, caplog: pytest.LogCaptur
     scheduler.save()
     assert path.read_text() == text and list(tmp_path.iterdir()) == [path]
     assert scheduler.counters.get("habits_files_later_version_total") == 1
+
+
+@pytest.mark.parametrize("read", [read_plan, read_keys])
+def test_a_plan_and_keys_of_a_later_version_are_refused_and_say_which_release(read) -> None:
+    with pytest.raises(LaterFile, match=r"version 2.*a later release wrote it"):
+        read('{"version": 2, "keys": [], "whatever": {}}', "here")

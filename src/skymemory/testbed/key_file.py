@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, LaterFile
 from skymemory.files import open_file, write_private
 from skymemory.keys import SECRET_BYTES, KeyRing, SecretKey, first_ring
 from skymemory.protocol.authentication import Authority
@@ -52,6 +52,9 @@ def from_json(text: str, where: str) -> KeyRing:
         found = json.loads(text)
     except (ValueError, RecursionError):
         raise InvalidInput(f"{where}: not JSON, so no key file") from None
+    match found:
+        case {"version": int(version)} if version > FORMAT_VERSION:
+            raise LaterFile(f"{where}: a key file of version {version}; a later release wrote it")
     if not isinstance(found, dict) or found.get("version") != FORMAT_VERSION or not isinstance(found.get("keys"), list):
         raise InvalidInput(f"{where}: not a key file of version {FORMAT_VERSION}: `skymemory keys new FILE` makes one")
     try:

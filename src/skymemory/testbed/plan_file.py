@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.trajectory import Waypoint
-from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.errors import ConstellationError, InvalidInput, LaterFile
 from skymemory.files import read_bounded, write_private
 from skymemory.testbed.ground import Ground
 from skymemory.testbed.memory_policy import MemoryPolicy
@@ -97,6 +97,10 @@ def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan
     if not isinstance(found, dict):
         raise InvalidInput(f"{where}: expected an object of keys and values, found {type(found).__name__}")
     version = found.pop("version", None)
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise LaterFile(
+            f"{where}: version {version}: this program reads version {FORMAT_VERSION}; a later release wrote it"
+        )
     if version != FORMAT_VERSION:
         raise InvalidInput(f"{where}: version {version!r}: this program reads version {FORMAT_VERSION}")
     fields = _mapping(found, ConstellationPlan, where)

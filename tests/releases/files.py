@@ -1,0 +1,124 @@
+"""Every kind of file, written and read back by whichever release runs this: ``write DIR`` or ``check DIR``.
+
+Only what both releases have is used. ``check`` prints what it found, and adds to what it can add to.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from skymemory.cache.habit import Habit
+from skymemory.cache.habits_file import read_habits, save_habits
+from skymemory.cache.manager import BlockCache
+from skymemory.cache.predictor import Predictor
+from skymemory.conductor.prefix_index.snapshot import Held, Snapshot, pack_snapshot, unpack_snapshot
+from skymemory.index.block_info import BlockInfo
+from skymemory.keys import first_ring
+from skymemory.kv.codec.cachegen import CacheGen
+from skymemory.kv.codec.raw import RAW
+from skymemory.kv.context import CacheContext
+from skymemory.kv.layout import KVLayout
+from skymemory.store.disk.store import DiskStore
+from skymemory.store.named import get_named, put_named
+from skymemory.store.sealed import SealedStore
+from skymemory.store.shared_index import SharedIndex
+from skymemory.testbed.plan import make_plan
+from skymemory.testbed.plan_file import load_plan, save_plan
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float32")
+CONTEXT = CacheContext("m", "w", "t", LAYOUT.dtype, LAYOUT.describe(), lossless=False, block_tokens=4, tenant_salt=b"")
+TOKENS = np.arange(64)
+INFO = BlockInfo(3000, 10, 5, 1.5, 3, -2, "rotation_hop", 300)
+HABIT = Habit((bytes(32), bytes(range(32))), 3600.0, 20_000, 19_990, 5)
+DUMP = np.array([(7, 0xFFFFFFFF, 0), (9, 0, 0)], dtype=[("hash", "=u8"), ("parent", "=u4"), ("zero", "=u4")]).tobytes()
+
+
+def block(index: int) -> np.ndarray:
+    return np.linspace(-1, index + 1, LAYOUT.block_bytes // 4, dtype=np.float32)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.worst = 0.0
+
+    def read(self, index: int, out: memoryview) -> None:
+        out[:] = block(index).tobytes()
+
+    def place(self, index: int, given: memoryview) -> None:
+        self.worst = max(self.worst, float(np.abs(np.frombuffer(given, np.float32) - block(index)).max()))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def sealed(store: DiskStore) -> SealedStore:
+    return SealedStore(store, lambda: first_ring(bytes(range(32))), lambda: 1000.0)
+
+
+def fields(habit: Habit) -> tuple[object, ...]:
+    return habit.keys, habit.time_s, habit.day, habit.first_day, habit.seen
+
+
+def write(folder: Path) -> None:
+    disk = DiskStore(folder / "disk", 10 << 20)
+    for codec in (RAW, CacheGen()):
+        cache = BlockCache(CONTEXT, LAYOUT, disk, codec)
+        tokens = TOKENS if codec is RAW else TOKENS + 1000
+        assert cache.save(cache.hashes(tokens), range(16), Engine())[0] == 16
+    assert put_named(disk, "greeting", b"hello").ok
+    disk.close()
+    hidden = DiskStore(folder / "sealed", 1 << 20)
+    assert put_named(sealed(hidden), "secret", b"whisper").ok
+    hidden.close()
+    index = SharedIndex(folder / "index", born=True)
+    index.add([key(1), key(2), key(3)], [INFO] * 3, 0, None)
+    index.remove([key(3)])
+    index.close()
+    predictor = Predictor(zone="Europe/Berlin")
+    predictor.restore([HABIT])
+    save_habits(predictor, folder / "habits.json")
+    (folder / "prefixes").write_bytes(pack_snapshot(Snapshot("text of 64", {"a": Held(100, DUMP)})))
+    save_plan(make_plan("kuiper-b", servers=16, strategy="cost", replicas=2, epoch_s=5.0), folder / "plan.json")
+
+
+def check(folder: Path) -> None:
+    disk = DiskStore(folder / "disk", 10 << 20)
+    for first in (0, 1000):
+        cache = BlockCache(CONTEXT, LAYOUT, disk, readable=[CacheGen()])
+        engine = Engine()
+        result = cache.load(np.append(TOKENS + first, 7), lambda found, engine=engine: engine)
+        assert (result.loaded_blocks, result.failed_blocks) == (16, {}), result
+        assert engine.worst == 0 if first == 0 else 0 < engine.worst < 2
+    assert bytes(get_named(disk, "greeting").value or b"") == b"hello"
+    disk.close()
+    hidden = DiskStore(folder / "sealed", 1 << 20)
+    assert bytes(get_named(sealed(hidden), "secret").value or b"") == b"whisper"
+    hidden.close()
+    index = SharedIndex(folder / "index")
+    assert index.infos([key(1), key(2), key(3)]) == [INFO, INFO, None] and index.standing.complete
+    assert index.longest_prefix([key(1), key(2), key(3)]) == 2
+    index.add([key(3)], [INFO], 2, key(2))
+    index.close()
+    zone, habits = read_habits(folder / "habits.json")
+    (habit,) = habits
+    assert zone == "Europe/Berlin" and fields(habit) == fields(HABIT)
+    found = unpack_snapshot((folder / "prefixes").read_bytes())
+    assert found.kind == "text of 64" and found.servers["a"] == Held(100, DUMP)
+    plan = load_plan(folder / "plan.json")
+    assert plan == make_plan("kuiper-b", servers=16, strategy="cost", replicas=2, epoch_s=5.0)
+
+
+def check_again(folder: Path) -> None:
+    """After the other release has added to the journal."""
+    index = SharedIndex(folder / "index")
+    assert index.infos([key(1), key(2), key(3)]) == [INFO] * 3 and index.standing.complete
+    assert index.longest_prefix([key(1), key(2), key(3)]) == 3
+
+
+if __name__ == "__main__":
+    {"write": write, "check": check, "check-again": check_again}[sys.argv[1]](Path(sys.argv[2]))
+    print("done")
