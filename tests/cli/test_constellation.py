@@ -15,6 +15,7 @@ from skymemory.cli._status import StatusReport, print_status
 from skymemory.cli.main import main
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.trajectory import Waypoint
+from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS
 from skymemory.testbed.control import Rotation
 from skymemory.testbed.ground import Ground
@@ -227,3 +228,20 @@ def test_two_rotates_at_once_both_count(monkeypatch: pytest.MonkeyPatch, run_dir
     for thread in threads:
         thread.join(30)
     assert moved == [4] and load_plan(RunDirectory(run_dir).plan_path).pushed_slot_moves == 4
+
+
+def test_status_says_how_many_satellites_are_of_an_older_release(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan("testbed-19x5")
+    ours = dict.fromkeys(HOUSEKEEPING_FIELDS, 0) | {"clock_off_us": 0, "chunks_held": 2} | OURS.figures()
+    older = {name: value for name, value in ours.items() if name not in OURS.figures()}
+    answers: dict[SatelliteId, dict[str, int] | None] = dict.fromkeys(plan.torus.satellites(), ours)
+    hosts = [HostState(host.name, "elsewhere", None, None, "") for host in plan.hosts]
+    print_status(StatusReport(plan, hosts, answers, "here"), as_json=False)
+    assert "older release" not in capsys.readouterr().out
+    answers |= {satellite: older for satellite, _ in plan.addresses_of(plan.hosts[1])}
+    print_status(StatusReport(plan, hosts, answers, "here"), as_json=False)
+    assert "19 satellites are of an older release" in capsys.readouterr().out
+    print_status(StatusReport(plan, hosts, answers, "here"), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["of_older_releases"] == 19 and report["totals"]["chunks_held"] == 190
+    assert not {"operations", "protocol_versions", "codecs", "late_us"} & set(report["totals"])

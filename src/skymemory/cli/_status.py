@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skymemory.errors import NoConstellation
+from skymemory.protocol.capabilities import OURS, Capabilities
 from skymemory.store.shared_index import look_at_journal
 from skymemory.testbed.control import Housekeeping, ping_all, pushed_moves
 from skymemory.testbed.plan_file import load_plan
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from skymemory.testbed.control import Rotation
     from skymemory.testbed.plan import ConstellationPlan
     from skymemory.testbed.run_directory import RunDirectory
+
+
+_NO_SUMS = {"late_us", *OURS.figures()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,12 @@ class StatusReport:
         """Satellites whose clocks are further from ours than the moves of this plan tolerate."""
         bound_us = tolerated_skew_s(self.plan) * 1e6
         return [here for here, answer in self.answers.items() if answer and answer["clock_off_us"] > bound_us]
+
+    @property
+    def of_older_releases(self) -> int:
+        """How many satellites answer without a word, or do not know all operations that this release knows."""
+        known = [Capabilities.of_figures(answer) for answer in self.answers.values() if answer]
+        return sum(not one.stated or bool(OURS.operations & ~one.operations) for one in known)
 
     def per_host(self, field: str) -> int:
         """Sum over hosts of a field that every satellite of a host reports alike."""
@@ -109,6 +119,8 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
         "delay_error_p99_us": report.worst("delay_error_p99_us"),
         "clock_off_us": report.worst("clock_off_us"),
         "clocks_beyond_bound": len(report.wrong_clocks),
+        "late_us": report.worst("late_us"),
+        "of_older_releases": report.of_older_releases,
         "faults_injected": report.per_host("faults_injected"),
         "index": None if report.index is None else {
             "complete": report.index[0].complete, "values": report.index[1],
@@ -118,7 +130,7 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
         "totals": {
             field: report.total(field)
             for field in fields
-            if not field.startswith(("pushed_", "delay_", "faults_", "clock_"))
+            if field not in _NO_SUMS and not field.startswith(("pushed_", "delay_", "faults_", "clock_"))
         },
     }  # fmt: skip
 
@@ -160,6 +172,10 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
             f"index of this computer: {values} values"
             + ("" if standing.complete else "; incomplete, so satellites are asked for what it does not know")
             + (f": {standing.values_adopted} values adopted so far" if standing.values_adopted else "")
+        )
+    if older := report.of_older_releases:
+        print(
+            f"{older} satellites are of an older release than this program: what they do not know is not asked of them"
         )
     if report.wrong_clocks:
         print(
