@@ -51,6 +51,8 @@ class Shape:
     slower: float = 1.0
     faults: bool = True
     time_scale: float = 60.0
+    slot_period_s: float = 260.0
+    plane_period_s: float = 1184.0
     healthy_s: float = 15.0
     after_s: float = 60.0
     seed: int = 1
@@ -129,7 +131,7 @@ class LimitedSoak:
             return _BEAM_S
 
         sky = SkyMap(torus, SatelliteId(shape.planes // 2, shape.slots // 2), links_s["slot"], links_s["plane"])
-        clock = MoveClock(0.0, 260.0, 1184.0, shape.time_scale)
+        clock = MoveClock(0.0, shape.slot_period_s, shape.plane_period_s, shape.time_scale)
         faults = FaultInjector(0.02, 0.01, 0.03, 0.005, shape.seed) if shape.faults else None
         self.limits = HostLimits(
             split_evenly(torus.satellites(), shape.hosts), shape.share, WorkCosts().times(shape.slower)
@@ -271,8 +273,18 @@ def forged(soak: LimitedSoak) -> Iterator[float]:
         yield 1.0
 
 
+def clock_step(soak: LimitedSoak) -> Iterator[float]:
+    """All hosts stand still for 40 s and their clocks with them, as in a virtual machine that was paused."""
+    soak.set_share(0.0)
+    yield 40.0
+    for host in soak.sim.hosts:
+        host.fall_behind(40.0)
+    soak.set_share(soak.shape.share)
+
+
 CAUSES: dict[str, Callable[[LimitedSoak], Iterator[float]]] = {
     "pause": pause, "pause-busy": pause_and_busy, "slow": slow, "forged": forged,
+    "clock-step": clock_step,
 }  # fmt: skip
 
 

@@ -133,6 +133,8 @@ class LinkState:
         self._growing = Throttle()
         self._stale = False
         self.trees_grown = 0
+        self.satellites_searched = 0
+        """Satellites looked at so far to find ways: work that no packet shows."""
         self.healed = 0
         """How often a link that was down came up."""
         self._next_expiry_s: float | None = math.inf

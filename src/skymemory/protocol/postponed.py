@@ -28,7 +28,7 @@ class Postponed:
     def __init__(self) -> None:
         self._queue: deque[tuple[float, memoryview, int, LinkEnd]] = deque()
         self._bytes = 0
-        self.dropped = 0
+        self.kept = self.dropped = 0
         """Packets, so far."""
 
     def __bool__(self) -> bool:
@@ -46,6 +46,7 @@ class Postponed:
         return rest
 
     def _keep(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> None:
+        self.kept += -(-len(view) // size)
         self._queue.append((now_s, memoryview(bytes(view)), size, source))
         self._bytes += len(view)
         while self._bytes > MOST_BYTES and len(self._queue) > 1:

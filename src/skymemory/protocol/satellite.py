@@ -115,9 +115,11 @@ class SatelliteMachine:
         return self._whereabouts.moves
 
     @property
-    def hidden_work(self) -> tuple[int, int]:
-        """Satellites looked at to find ways and chunks looked at by plans so far: work that no packet shows."""
-        return self.neighbourhood.links.satellites_searched, self.handover.chunks_planned
+    def hidden_work(self) -> tuple[int, int, int]:
+        """Satellites looked at to find ways, chunks looked at by plans and packets put off so far: work that no packet
+        shows, for a transport that counts what work costs.
+        """
+        return self.neighbourhood.links.satellites_searched, self.handover.chunks_planned, self._postponed.kept
 
     # --- the verbs of the transport ---
 
@@ -205,13 +207,17 @@ class SatelliteMachine:
         """Whether background work waits for a call of ``work``."""
         return self._timers_wait or bool(self._postponed)
 
-    def work(self, now_s: float) -> None:
-        """A piece of the background work that waits: for the transport to call, a little at a time while it is late."""
+    def work(self, now_s: float) -> native.Run | None:
+        """A piece of the background work that waits: for the transport to call, a little at a time while it is late.
+        The packets that were taken up, if it was that.
+        """
         if self._timers_wait:
             self._background(now_s)
         elif (found := self._postponed.take(now_s)) is not None:
             view, size, source = found
             self._take([(view, size)], source, now_s)
+            return view, size
+        return None
 
     def _background(self, now_s: float) -> None:
         self._timers_wait = False

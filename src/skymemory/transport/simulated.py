@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
+from operator import attrgetter
 from threading import RLock
 from typing import NamedTuple, cast
 
@@ -21,6 +22,7 @@ from skymemory.protocol.authentication import Authority
 from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.forwarding import LinkEnd
+from skymemory.protocol.lateness import Lateness
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.replacement import DEFAULT_REPLACEMENT
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
@@ -85,6 +87,9 @@ class SimulatedConstellation:
         self._limits = limits
         self._arrivals: list[_Arrival] = []
         self._order = count()
+        self._lateness: dict[SatelliteId, Lateness] = {}
+        for names in limits.hosts if limits is not None else ():
+            self._lateness.update(dict.fromkeys(names, Lateness()))
         self.satellites = {here: self._new_satellite(here) for here in sky.torus.satellites()}
         self._dead: set[SatelliteId] = set()
         self._cut: set[frozenset[Node]] = set()
@@ -101,7 +106,7 @@ class SimulatedConstellation:
         self._host_of: dict[SatelliteId, SimulatedHost] = {}
         for names in limits.hosts if limits is not None else ():
             machines = {name: self.satellites[name] for name in names}
-            host = SimulatedHost(limits, machines, delay_s, self._depart, faults)  # type: ignore[arg-type]
+            host = SimulatedHost(limits, machines, self._lateness[names[0]], delay_s, self._depart, faults)  # type: ignore[arg-type]
             self.hosts.append(host)
             self._host_of.update(dict.fromkeys(names, host))
 
@@ -115,7 +120,8 @@ class SimulatedConstellation:
             config = replace(
                 config, credit_bytes=self._limits.buffer_bytes // 2, neighbour_patience_s=PATIENCE_S + 2 * longest_s
             )
-        return SatelliteMachine(config, self.sky, self._clocks.get(here, self.clock), self.now_s)
+        clock, lateness = self._clocks.get(here, self.clock), self._lateness.get(here)
+        return SatelliteMachine(config, self.sky, clock, self.now_s, lateness)
 
     def kill(self, satellite: SatelliteId) -> None:
         """From now on it neither hears nor speaks; its memory is lost. Said already is said."""
@@ -135,7 +141,7 @@ class SimulatedConstellation:
         self.satellites[satellite].neighbourhood.greet(self.now_s)
         self._touched[satellite] = None
         if satellite in self._host_of:
-            self._host_of[satellite].adopt(satellite, self.satellites[satellite])
+            self._host_of[satellite].adopt(satellite, self.satellites[satellite], self.now_s)
 
     @property
     def dead(self) -> frozenset[SatelliteId]:
@@ -189,9 +195,7 @@ class SimulatedConstellation:
         self.flush()
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0].time_s if self._arrivals else math.inf
-        if self.hosts and (found := self._next_host(min(timer_s, arrival_s), limit_s)) is not None:
-            host, self.now_s = found
-            host.step(self.now_s)
+        if self.hosts and self._let_hosts_work(timer_s, limit_s):
             return True
         if self._events and self._events[0].time_s <= min(timer_s, arrival_s, limit_s):
             self.now_s = max(self.now_s, self._events[0].time_s)
@@ -211,14 +215,19 @@ class SimulatedConstellation:
                 self._touched[node] = None
         return True
 
-    def _next_host(self, others_s: float, limit_s: float) -> tuple[SimulatedHost, float] | None:
-        """The host that is the next to do something, and when; None if something else happens before."""
-        host, time_s = None, math.inf
-        for each in self.hosts:
-            if (its_s := each.next_s(self.now_s)) < time_s:
-                host, time_s = each, its_s
-        event_s = self._events[0].time_s if self._events else math.inf
-        return (host, time_s) if host is not None and time_s < min(others_s, event_s) and time_s <= limit_s else None
+    def _let_hosts_work(self, timer_s: float, limit_s: float) -> bool:
+        """Whether a host was the next to do something; then they go on until it is the turn of something else."""
+        worked = False
+        until_s = min(timer_s, self._events[0].time_s if self._events else math.inf)
+        while True:
+            host = min(self.hosts, key=_wake_s)
+            if not host.wake_s < min(until_s, self._arrivals[0].time_s if self._arrivals else math.inf):
+                return worked
+            if host.wake_s > limit_s:
+                return worked
+            self.now_s = max(self.now_s, host.wake_s)
+            host.step(self.now_s)
+            worked = True
 
     def _next_alarm_s(self) -> float:
         while self._alarms:
@@ -243,7 +252,7 @@ class SimulatedConstellation:
                 self._touched[token] = None
         for node in self._touched:
             if node in self._host_of:
-                self._host_of[node].nudge(node)
+                self._host_of[node].nudge(node, self.now_s)
                 continue
             machine = self._machine(node)
             for batch, to in machine.datagrams_to_send(self.now_s):
@@ -285,6 +294,9 @@ class SimulatedConstellation:
 
     def _arrive(self, run: list[bytes], delay_s: float, sender: Node, receiver: Node) -> None:
         data = run[0] if len(run) == 1 else b"".join(run)
+        if delay_s == 0 and receiver in self._host_of:
+            self._host_of[receiver].arrive(receiver, data, len(run[0]), sender, self.now_s)
+            return
         arrival = _Arrival(self.now_s + delay_s, next(self._order), receiver, sender, data, len(run[0]))
         heapq.heappush(self._arrivals, arrival)
 
@@ -292,13 +304,16 @@ class SimulatedConstellation:
         _, _, receiver, sender, data, segment_bytes = arrival
         if isinstance(receiver, SatelliteId):
             if receiver in self._host_of:
-                self._host_of[receiver].arrive(receiver, data, segment_bytes, sender)
+                self._host_of[receiver].arrive(receiver, data, segment_bytes, sender, self.now_s)
             elif receiver not in self._dead:
                 self._touched[receiver] = None
                 self.satellites[receiver].receive_batch(data, segment_bytes, sender, self.now_s)
         else:
             self._touched[receiver] = None
             self._clients[receiver].receive_batch(data, segment_bytes, self.now_s)
+
+
+_wake_s = attrgetter("wake_s")
 
 
 def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjector | None) -> list[tuple[bytes, float]]:

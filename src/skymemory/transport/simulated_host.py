@@ -1,7 +1,8 @@
 """A host process over virtual time: several satellites, one queue, one processor whose work takes its time.
 
-It turns as the event loop of ``udp_host`` does: alarms that are due, then packets that have been held for as long as
-light takes, then each socket that has something, a bounded number of runs of it. Each of these costs processor seconds
+It turns as the event loop of ``udp_host`` does: alarms that are due, a slice of background work, packets that have been
+held for as long as light takes, each socket that has something, a bounded number of runs of it. It finds out how late
+it is as that one does, and tells its machines. Each of these costs processor seconds
 by counts of what was done in it (``WorkCosts``), and while one is done nothing else is: what arrives waits in the
 buffer of its satellite's socket, and is lost when that is full. What a turn sends leaves when its cost is paid.
 
@@ -15,17 +16,19 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.protocol.forwarding import LinkEnd, header_start
+from skymemory.protocol.lateness import LATE_S, Lateness
 from skymemory.protocol.satellite import SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.wire import SKY_BYTES, Address, Op
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.udp_host import RECEIVE_ROUNDS
+from skymemory.transport.udp_host import BACKGROUND_SHARE, BEAT_S, LEAST_SLICE_S, MOST_SLICE_S, RECEIVE_ROUNDS
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, DEFAULT_SLOTS
 
 Depart = Callable[[SegmentBatch, SatelliteId, LinkEnd], None]
@@ -35,9 +38,9 @@ _KERNEL_BYTES = 768
 """What Linux charges to a socket's buffer for each run of datagrams beside its data: the buffer's own head."""
 _LINKS_HEAD_BYTES = 20
 _DECLARATION_BYTES = 16
-_RUNS_A_TURN = RECEIVE_ROUNDS * DEFAULT_SLOTS
 _CARRIERS = (Op.SET, Op.MIGRATE)
-_ANSWERS_FROM = 0x40
+_STEP_S = 1.0
+"""A clock further behind than this is set (``unix_clock``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class WorkCosts:
     """A satellite is looked at in a search of routes."""
     planned_s: float = 0.9e-6
     """A chunk is looked at: does it belong elsewhere now?"""
+    postponed_s: float = 3e-6
+    """A packet is put off: copied, and not looked at further."""
     packed_s: float = 17e-6
     """A batch of the satellite's own is packed and sealed."""
     batch_s: float = 2e-6
@@ -108,22 +113,27 @@ class _Held(NamedTuple):
 class _Inbox:
     """A socket's receive buffer."""
 
-    __slots__ = ("bytes", "runs")
+    __slots__ = ("bytes", "full_since_s", "runs")
 
     def __init__(self) -> None:
         self.bytes = 0
         self.runs: deque[tuple[bytes, int, LinkEnd]] = deque()
+        self.full_since_s = math.inf
+        """Since when there has always been more in it than was taken at once."""
 
 
 class SimulatedHost:
     """``machines`` are its satellites; a dead one is taken out of it by ``forget`` and comes back by ``adopt``."""
 
     def __init__(
-        self, limits: HostLimits, machines: dict[SatelliteId, SatelliteMachine],
+        self, limits: HostLimits, machines: dict[SatelliteId, SatelliteMachine], lateness: Lateness,
         hold_s: Callable[[LinkEnd, LinkEnd], float], depart: Depart, faults: FaultInjector | None,
     ) -> None:  # fmt: skip
-        """``hold_s`` is the one-way time of a link; ``faults`` befall what its sockets take."""
+        """``lateness`` is what the machines look at; ``hold_s`` the one-way time of a link; ``faults`` befall what its
+        sockets take.
+        """
         self.machines = machines
+        self.lateness = lateness
         self.work: Counter[str] = Counter()
         """How often each of ``WorkCosts`` was paid."""
         self.lost_bytes = 0
@@ -137,6 +147,15 @@ class SimulatedHost:
         self._faults = faults
         self._share = limits.share
         self._now_s = 0.0
+        self._behind_s = 0.0
+        """By how much its clock is behind the others'."""
+        self._beat_s = BEAT_S
+        self._waiting: dict[SatelliteId, None] = {}
+        """Satellites with background work to do."""
+        self._rested_s = 0.0
+        """When the last slice of it ended."""
+        self.wake_s = 0.0
+        """When it next does something; infinite: not by itself."""
         self._left_s = 0.0
         """Processor seconds that are left of what is being done."""
         self._working = False
@@ -145,17 +164,18 @@ class SimulatedHost:
         """Sockets that have something, in the order in which they got it."""
         self._order = count()
         self._alarms: list[tuple[float, int, SatelliteId]] = []
-        self._alarm_s: dict[SatelliteId, float] = {}
+        self._alarm_s: dict[SatelliteId, tuple[float, float]] = {}
+        """What a machine asked for, and when that is to go off."""
         self._line: list[_Held] = []
         self._late: list[_Held] = []
         self._nudged: dict[SatelliteId, None] = {}
         self._turn: deque[Callable[[], None]] = deque()
         self._sending: list[tuple[SegmentBatch, SatelliteId, LinkEnd, float]] = []
-        self._hidden = dict.fromkeys(machines, (0, 0))
+        self._hidden = dict.fromkeys(machines, (0, 0, 0))
 
     # --- what happens to it ---
 
-    def arrive(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd) -> None:
+    def arrive(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
         """Datagrams reach a satellite's socket in one piece; what its buffer has no room for is lost."""
         inbox = self._inboxes.get(satellite)
         if inbox is None:
@@ -167,15 +187,20 @@ class SimulatedHost:
         inbox.bytes += size
         inbox.runs.append((data, segment_bytes, source))
         self._filled[satellite] = None
+        self._wake(now_s)
 
-    def nudge(self, satellite: SatelliteId) -> None:
+    def nudge(self, satellite: SatelliteId, now_s: float) -> None:
         """Something was done to the machine from outside: it may have something to say, and another alarm."""
         if satellite in self.machines:
             self._nudged[satellite] = None
+            self._wake(now_s)
 
     def forget(self, satellite: SatelliteId) -> None:
         """It is dead: what it has not sent stays unsent, what waited for it is gone."""
-        for known in (self.machines, self._inboxes, self._filled, self._alarm_s, self._nudged, self._hidden):
+        gone: tuple[dict[SatelliteId, Any], ...] = (
+            self.machines, self._inboxes, self._filled, self._alarm_s, self._nudged, self._hidden, self._waiting,
+        )  # fmt: skip
+        for known in gone:
             known.pop(satellite, None)
         self._line = [held for held in self._line if held.satellite != satellite]
         self._late = [held for held in self._late if held.satellite != satellite]
@@ -183,12 +208,12 @@ class SimulatedHost:
         heapq.heapify(self._late)
         self._sending = [sent for sent in self._sending if sent[1] != satellite]
 
-    def adopt(self, satellite: SatelliteId, machine: SatelliteMachine) -> None:
+    def adopt(self, satellite: SatelliteId, machine: SatelliteMachine, now_s: float) -> None:
         """It is back."""
         self.machines[satellite] = machine
         self._inboxes[satellite] = _Inbox()
-        self._hidden[satellite] = 0, 0
-        self._nudged[satellite] = None
+        self._hidden[satellite] = 0, 0, 0
+        self.nudge(satellite, now_s)
 
     def set_share(self, share: float, now_s: float) -> None:
         """From now on it has this share of a core; 0: it stands still, and what it was doing is done later."""
@@ -197,34 +222,55 @@ class SimulatedHost:
         if self._working:
             self._left_s = max(0.0, self._left_s - (now_s - self._now_s) * self._share)
         self._now_s, self._share = now_s, share
+        self.wake_s = self._next_s(now_s)
+
+    def fall_behind(self, seconds: float) -> None:
+        """Its clock stood still for so long (a virtual machine was paused) and does not know."""
+        self._behind_s += seconds
+        self.wake_s = self._next_s(self._now_s)
 
     # --- time ---
 
-    def next_s(self, now_s: float) -> float:
-        """When it next does something; infinite: not by itself."""
+    @property
+    def _its_now_s(self) -> float:
+        """The time by its own clock."""
+        return self._now_s - self._behind_s
+
+    def _wake(self, now_s: float) -> None:
+        """There is something to do."""
+        if self._share and not self._working:
+            self.wake_s = min(self.wake_s, now_s)
+
+    def _next_s(self, now_s: float) -> float:
         if not self._share:
             return math.inf
         if self._working:
             return self._now_s + self._left_s / self._share
-        if self._turn or self._filled or self._nudged:
+        if self._turn or self._filled or self._nudged or self._waiting:
             return now_s
-        alarm_s = self._alarms[0][0] if self._alarms else math.inf
-        line_s = self._line[0].due_s if self._line else math.inf
-        late_s = self._late[0].due_s if self._late else math.inf
-        return max(now_s, min(alarm_s, line_s, late_s))
+        due_s = self._beat_s
+        if self._alarms:
+            due_s = min(due_s, self._alarms[0][0])
+        if self._line:
+            due_s = min(due_s, self._line[0].due_s)
+        if self._late:
+            due_s = min(due_s, self._late[0].due_s)
+        return max(now_s, due_s + self._behind_s)
 
     def step(self, now_s: float) -> None:
         """What was being done is done: send what came of it, and begin the next thing."""
         if self._working:
             self._working = False
-            self._send_off(now_s)
+            self._now_s = now_s
+            self._send_off(self._its_now_s)
         self._now_s = now_s
-        if not self._turn and self.next_s(now_s) <= now_s:
-            self._next_turn(now_s)
+        if not self._turn and self._next_s(now_s) <= now_s:
+            self._next_turn(self._its_now_s)
         if self._turn:
             self._turn.popleft()()
             self.busy_s += self._left_s
             self._working = True
+        self.wake_s = self._next_s(now_s)
 
     def _spend(self, kind: str, times: int = 1) -> None:
         self.work[kind] += times
@@ -242,51 +288,110 @@ class SimulatedHost:
     # --- a turn of its loop ---
 
     def _next_turn(self, now_s: float) -> None:
-        """Alarms first: only what is due before the sockets are looked at. Then the delay line, then the sockets."""
+        """Alarms first: only what is due before the sockets are looked at."""
         turn = self._turn
-        for satellite in self._nudged:
-            turn.append(lambda satellite=satellite: self._after(satellite))  # type: ignore[misc]
+        turn.extend(partial(self._after, satellite) for satellite in self._nudged)
         self._nudged.clear()
+        if self._beat_s <= now_s:
+            turn.append(self._feel_pulse)
         while self._late and self._late[0].due_s <= now_s:
-            held = heapq.heappop(self._late)
-            turn.append(lambda held=held: self._come_late(held))  # type: ignore[misc]
+            turn.append(partial(self._come_late, heapq.heappop(self._late)))
         while self._alarms and self._alarms[0][0] <= now_s:
             due_s, _, satellite = heapq.heappop(self._alarms)
-            if self._alarm_s.get(satellite) == due_s:
-                del self._alarm_s[satellite]
-                turn.append(lambda satellite=satellite: self._alarm(satellite))  # type: ignore[misc]
+            if self._alarm_s.get(satellite, (0.0, -1.0))[1] == due_s:
+                turn.append(partial(self._alarm, satellite, due_s))
+        if self._waiting:
+            turn.append(self._begin_slice)
         turn.append(self._look_at_sockets)
 
     def _look_at_sockets(self) -> None:
-        if self._line and self._line[0].due_s <= self._now_s:
-            self._turn.append(self._release)
-        for satellite in self._filled:
-            self._turn.append(lambda satellite=satellite: self._read(satellite, _RUNS_A_TURN))  # type: ignore[misc]
-        self._filled.clear()
+        if self._line and self._line[0].due_s <= self._its_now_s:
+            self._turn.append(self._release_due)
+        self._turn.extend(partial(self._readable, satellite) for satellite in self._filled)
 
-    def _alarm(self, satellite: SatelliteId) -> None:
+    def _feel_pulse(self) -> None:
+        """How late is the loop with what is to be done now? And did its clock stand still?"""
+        self._spend("wake_s")
+        if self._behind_s > _STEP_S:
+            self._behind_s = 0.0
+        now_s = self._its_now_s
+        self.lateness.measured(now_s - self._beat_s, now_s)
+        self._beat_s = now_s + BEAT_S
+
+    def _late_by(self, late_s: float) -> None:
+        """What is late counts wherever it is found; that we are on time only where it is looked for regularly."""
+        if late_s > LATE_S:
+            self.lateness.measured(late_s, self._its_now_s)
+
+    def _alarm(self, satellite: SatelliteId, due_s: float) -> None:
+        """What waits in the socket is taken before an alarm that came late."""
+        if self._alarm_s.get(satellite, (0.0, -1.0))[1] != due_s:
+            return  # set anew meanwhile
+        late_s = self._its_now_s - due_s
+        self._late_by(late_s)
+        self._turn.appendleft(partial(self._go_off, satellite))
+        if late_s > LATE_S and self._inboxes[satellite].runs:
+            self._readable(satellite)
+
+    def _go_off(self, satellite: SatelliteId) -> None:
         machine = self.machines.get(satellite)
         if machine is not None:
             self._spend("wake_s")
             self._spend("alarm_s")
-            machine.handle_timer(self._now_s)
+            self._alarm_s.pop(satellite, None)
+            machine.handle_timer(self._its_now_s)
             self._after(satellite)
+
+    # --- background ---
+
+    def _begin_slice(self) -> None:
+        """Background work for as long as its share of the time since the last such slice."""
+        now_s = self._now_s
+        owed_s = (now_s - self._rested_s) * BACKGROUND_SHARE / (1.0 - BACKGROUND_SHARE)
+        self._turn.appendleft(partial(self._work, now_s + min(max(owed_s, LEAST_SLICE_S), MOST_SLICE_S)))
+
+    def _work(self, end_s: float) -> None:
+        """A piece of it; the next one after it, before anything else, if there is time left."""
+        self._rested_s = self._now_s
+        if not self._waiting or self._now_s >= end_s:
+            return
+        satellite = next(iter(self._waiting))
+        del self._waiting[satellite]
+        machine = self.machines[satellite]
+        self._turn.appendleft(partial(self._work, end_s))
+        if (taken := machine.work(self._its_now_s)) is not None:
+            self._count(satellite, bytes(taken[0]), taken[1])
+        else:
+            self._spend("alarm_s")
+        self._after(satellite)
+
+    # --- in ---
+
+    def _release_due(self) -> None:
+        self._late_by(self._its_now_s - self._line[0].due_s)
+        self._release()
 
     def _release(self) -> None:
         """One batch that was held leaves; the next one after it, before anything else."""
         held = heapq.heappop(self._line)
         self._spend("wake_s")
         self._sending.append((held.batch, held.satellite, held.other, 0.0))
-        if self._line and self._line[0].due_s <= self._now_s:
+        if self._line and self._line[0].due_s <= self._its_now_s:
             self._turn.appendleft(self._release)
 
-    def _read(self, satellite: SatelliteId, runs_left: int) -> None:
-        """One run of what waits in a socket; the others after it, then what is to be said to all of it."""
+    def _readable(self, satellite: SatelliteId) -> None:
+        """So many runs are taken one after the other; then it is said what is to be said to all of them."""
+        inbox = self._inboxes.get(satellite)
+        if inbox is None or not inbox.runs:
+            return
+        self._spend("wake_s")
+        rounds = 1 if self.lateness.is_late(self._its_now_s) else RECEIVE_ROUNDS
+        self._read(satellite, rounds * DEFAULT_SLOTS, self._its_now_s)
+
+    def _read(self, satellite: SatelliteId, runs_left: int, began_s: float) -> None:
         inbox = self._inboxes.get(satellite)
         if inbox is None:
             return
-        if runs_left == _RUNS_A_TURN:
-            self._spend("wake_s")
         data, segment_bytes, source = inbox.runs.popleft()
         inbox.bytes -= len(data) + _KERNEL_BYTES
         self._spend("run_s")
@@ -298,18 +403,20 @@ class SimulatedHost:
                 for copy, extra_s in self._faults.apply(data[at : at + segment_bytes]):
                     if extra_s > 0:
                         batch = SegmentBatch(copy, max(1, len(copy)))
-                        late = _Held(self._now_s + extra_s, next(self._order), satellite, batch, source)
+                        late = _Held(self._its_now_s + extra_s, next(self._order), satellite, batch, source)
                         heapq.heappush(self._late, late)
                     else:
                         self._take(satellite, copy, len(copy), source)
         if inbox.runs and runs_left > 1:
-            self._turn.appendleft(lambda: self._read(satellite, runs_left - 1))
+            self._turn.appendleft(partial(self._read, satellite, runs_left - 1, began_s))
+            return
+        if inbox.runs:
+            inbox.full_since_s = min(inbox.full_since_s, began_s)
+            self._late_by(began_s - inbox.full_since_s)
         else:
-            if inbox.runs:
-                self._filled[satellite] = None
-            else:
-                self._filled.pop(satellite, None)
-            self._turn.appendleft(lambda: self._after(satellite))
+            inbox.full_since_s = math.inf
+            self._filled.pop(satellite, None)
+        self._turn.appendleft(partial(self._after, satellite))
 
     def _come_late(self, held: _Held) -> None:
         if held.satellite in self.machines:
@@ -318,17 +425,20 @@ class SimulatedHost:
             self._after(held.satellite)
 
     def _take(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd) -> None:
-        self._count(satellite, data, segment_bytes)
         machine = self.machines[satellite]
-        machine.receive_batch(data, segment_bytes, source, self._now_s)
-        self._count_hidden(satellite, machine)
+        machine.receive_batch(data, segment_bytes, source, self._its_now_s)
+        if not self._count_hidden(satellite, machine):
+            self._count(satellite, data, segment_bytes)
+
+    # --- out ---
 
     def _after(self, satellite: SatelliteId) -> None:
         """What the machine has to say is packed, and its alarm set."""
         machine = self.machines.get(satellite)
         if machine is None:
             return
-        for batch, to in machine.datagrams_to_send(self._now_s):
+        now_s = self._its_now_s
+        for batch, to in machine.datagrams_to_send(now_s):
             op_at = _op_at(batch.headers)
             self._spend("batch_s")
             self._spend("packet_s", batch.count)
@@ -341,9 +451,12 @@ class SimulatedHost:
         due_s = machine.next_timer_s()
         if due_s is None:
             self._alarm_s.pop(satellite, None)
-        elif self._alarm_s.get(satellite) != due_s:
-            self._alarm_s[satellite] = due_s
-            heapq.heappush(self._alarms, (due_s, next(self._order), satellite))
+        elif self._alarm_s.get(satellite, (None, 0.0))[0] != due_s:
+            at_s = max(due_s, now_s)
+            self._alarm_s[satellite] = due_s, at_s
+            heapq.heappush(self._alarms, (at_s, next(self._order), satellite))
+        if machine.wants_work:
+            self._waiting[satellite] = None
 
     # --- what it cost ---
 
@@ -367,13 +480,18 @@ class SimulatedHost:
         else:
             self._spend("control_s", packets)
 
-    def _count_hidden(self, satellite: SatelliteId, machine: SatelliteMachine) -> None:
-        """What nothing that comes or goes shows."""
-        searched, planned = machine.hidden_work
-        searched_before, planned_before = self._hidden[satellite]
-        self._hidden[satellite] = searched, planned
-        self._spend("searched_s", searched - searched_before)
-        self._spend("planned_s", planned - planned_before)
+    def _count_hidden(self, satellite: SatelliteId, machine: SatelliteMachine) -> int:
+        """What nothing that comes or goes shows; how many packets were put off."""
+        now = machine.hidden_work
+        before = self._hidden[satellite]
+        if now == before:
+            return 0
+        self._hidden[satellite] = now
+        searched, planned, postponed = (its - was for its, was in zip(now, before, strict=True))
+        self._spend("searched_s", searched)
+        self._spend("planned_s", planned)
+        self._spend("postponed_s", postponed)
+        return postponed
 
 
 def split_evenly(satellites: Iterable[SatelliteId], hosts: int) -> tuple[tuple[SatelliteId, ...], ...]:

@@ -42,10 +42,10 @@ PATIENCE_S = 0.05
 """Beside the round trip: how long a neighbour may be busy before its silence counts."""
 RECEIVE_ROUNDS = 4
 """Batches taken from one socket before the others get their turn; one where they wait already."""
-_BEAT_S = 0.1
+BEAT_S = 0.1
 """How often the loop is asked how late it is, whatever else it does."""
-_BACKGROUND_SHARE = 0.2
-_LEAST_SLICE_S, _MOST_SLICE_S = 0.001, 0.02
+BACKGROUND_SHARE = 0.2
+LEAST_SLICE_S, MOST_SLICE_S = 0.001, 0.02
 """Of background work at a time: what is asked meanwhile waits so long."""
 
 
@@ -63,9 +63,9 @@ class UdpHost:
         self._slice: asyncio.Handle | None = None
         self._rested_s = time.monotonic()
         """When the last slice of background work ended."""
-        self._beat_s = self.now_s() + _BEAT_S
+        self._beat_s = self.now_s() + BEAT_S
         self._slept_s = self.now_s() - time.monotonic()
-        self._beat = loop.call_later(_BEAT_S, self._feel_pulse)
+        self._beat = loop.call_later(BEAT_S, self._feel_pulse)
         self._delays: DelayLine[Callable[[], None]] | None = (
             DelayLine(spec.link_rate_bit_s) if spec.delay_scale > 0 else None
         )
@@ -320,8 +320,8 @@ class UdpHost:
                     satellite.timer = None
                 self._arm(satellite)
         self._slept_s = slept_s
-        self._beat_s = now_s + _BEAT_S
-        self._beat = self._loop.call_later(_BEAT_S, self._feel_pulse)
+        self._beat_s = now_s + BEAT_S
+        self._beat = self._loop.call_later(BEAT_S, self._feel_pulse)
 
     # --- background ---
 
@@ -338,8 +338,8 @@ class UdpHost:
         """
         self._slice = None
         began_s = time.monotonic()
-        owed_s = (began_s - self._rested_s) * _BACKGROUND_SHARE / (1.0 - _BACKGROUND_SHARE)
-        end_s = began_s + min(max(owed_s, _LEAST_SLICE_S), _MOST_SLICE_S)
+        owed_s = (began_s - self._rested_s) * BACKGROUND_SHARE / (1.0 - BACKGROUND_SHARE)
+        end_s = began_s + min(max(owed_s, LEAST_SLICE_S), MOST_SLICE_S)
         while self._waiting and time.monotonic() < end_s:
             satellite = self._waiting.popleft()
             satellite.waits = False
