@@ -20,8 +20,8 @@ from skymemory.protocol.links import Links
 from skymemory.protocol.outbox import Operation, Request
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import made_at_s
-from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, ReadTransfer, WriteTransfer
-from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Op, SkyHeader, Status, since_s
+from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Absence, ReadTransfer, WriteTransfer
+from skymemory.protocol.wire import CREDIT_UNIT_BYTES, FLAG_SETTLED, Op, SkyHeader, Status, since_s
 
 _REMEMBERED_GONE = 1 << 16
 _ANSWERS: dict[Op, Op] = {
@@ -134,7 +134,7 @@ class Answers:
         elif isinstance(transfer, WriteTransfer) and header.op is Op.ACK:
             return self._acknowledged(request, transfer, header, Selection.unpack(body), now_s)
         elif isinstance(transfer, ReadTransfer) and header.op is Op.MISS:
-            return self._missed(request, transfer, Selection.unpack(body), now_s)
+            return self._missed(request, transfer, header, Selection.unpack(body), now_s)
         elif transfer is None and header.op is _ANSWERS.get(request.op):
             return Verdict(request.operation, body=bytes(body))
         elif transfer is None and request.op is Op.GET and header.op is Op.MISS:
@@ -200,14 +200,21 @@ class Answers:
             self._in_flight.extend(request, now_s)
         return None
 
-    def _missed(self, request: Request, transfer: ReadTransfer, selection: Selection, now_s: float) -> Verdict | None:
+    def _missed(
+        self, request: Request, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
+    ) -> Verdict | None:
         asked = set(request.indices)
         indices = [index for index in selection.indices() if index in asked]
         if selection.key != transfer.info.key or not indices:
             return None
         self._in_flight.refused(request, len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
-        if not transfer.absent(indices, request.satellite, self._clock.nearby(now_s)):
-            return Verdict(request.operation, "missing")
+        answer = Absence(
+            request.satellite, self._clock.nearby(now_s),
+            lambda: self._clock.everywhere(now_s, transfer.info.set_moves), bool(header.flags & FLAG_SETTLED),
+            (header.slot_moves, header.plane_moves), request.begun_s, now_s,
+        )  # fmt: skip
+        if failure := transfer.absent(indices, answer):
+            return Verdict(request.operation, failure)
         absent = set(indices)
         request.indices = [index for index in request.indices if index not in absent]
         request.body = b""

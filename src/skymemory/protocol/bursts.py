@@ -31,7 +31,9 @@ class Bursts:
         key, window = transfer.info.key, self._links.inbound
         suspects = self._links.suspects
         lone = len(suspects) > 0 and not isinstance(transfer, ReplicatedRead)
-        if lone and any(burst.satellite in suspects for burst in transfer.pending):
+        if lone and any(
+            burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
+        ):
             return Verdict(operation, "unreachable")
         requests = []
         while transfer.pending:

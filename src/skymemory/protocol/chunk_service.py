@@ -15,7 +15,15 @@ from skymemory.protocol.messages import KEY_BYTES, Packet
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.share import Chunk, Share
-from skymemory.protocol.wire import CHUNK_REF_BYTES, SKY_BYTES, ChunkRef, Op, SkyHeader, Status
+from skymemory.protocol.wire import (
+    CHUNK_REF_BYTES,
+    FLAG_SETTLED,
+    SKY_BYTES,
+    ChunkRef,
+    Op,
+    SkyHeader,
+    Status,
+)
 
 OnStored = Callable[[bytes, list[int], bytes, SkyHeader, float], None]
 """Told of chunks stored: key, indices, the packed reference of one of them (all have the same placement tag), the
@@ -42,12 +50,14 @@ class _Request:
 class ChunkService:
     """Answers requests from a ``ChunkStore``.
 
+    ``settled`` says of a key whether nothing of it is being handed over here, by a count of moves that is up to date.
     ``check_place`` may raise ``InvalidInput`` to refuse a chunk whose placement is impossible; it is asked before.
     """
 
     def __init__(
         self, store: ChunkStore, departures: Departures, counters: Counters, on_stored: OnStored,
         check_place: Callable[[bytes], object], latecomers: Latecomers,
+        settled: Callable[[bytes, float], bool],
     ) -> None:  # fmt: skip
         self._store = store
         self._departures = departures
@@ -55,6 +65,7 @@ class ChunkService:
         self._on_stored = on_stored
         self._check_place = check_place
         self._latecomers = latecomers
+        self._settled = settled
         self._unanswered: dict[bytes, _Request] = {}
         self.on_set: Callable[[bytes], None] | None = None
         """Told of each key that a writer (not a handover) stored chunks of."""
@@ -192,7 +203,8 @@ class ChunkService:
         if missing:
             self._counters.add("chunks_missed", len(missing))
             body = Selection.of(selection.key, missing, selection.stride).pack()
-            self._departures.reply(packet.header, Op.MISS, body, now_s)
+            flags = FLAG_SETTLED if self._settled(selection.key, now_s) else 0
+            self._departures.reply(packet.header, Op.MISS, body, now_s, flags=flags)
 
     def has(self, packet: Packet, now_s: float) -> None:
         found = [self._store.presence(key) for key in messages.unpack_keys(packet.body)]

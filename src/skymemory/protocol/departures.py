@@ -62,10 +62,12 @@ class Departures:
         self._outgoing.append((batch, link))
 
     def reply(
-        self, request: SkyHeader, op: Op, body: bytes | bytearray, now_s: float, status: Status = Status.OK
-    ) -> None:
+        self, request: SkyHeader, op: Op, body: bytes | bytearray, now_s: float, status: Status = Status.OK,
+        flags: int = 0,
+    ) -> None:  # fmt: skip
         """One control packet back to whoever asked."""
-        packet = messages.build_packet(self._answer(request, op, status), bytes(body), self._take_sequence(1), now_s)
+        header = self._answer(request, op, status)._replace(flags=flags)
+        packet = messages.build_packet(header, bytes(body), self._take_sequence(1), now_s)
         self._send(single(packet), request.source, now_s)
 
     def reply_chunks(self, request: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> None:

@@ -107,6 +107,17 @@ class Handover:
         """``idle``, and no copy awaits deletion: what is stored needs no look from here."""
         return self.idle and not self._doomed
 
+    def rests(self, key: bytes, indices: Iterable[int]) -> bool:
+        """Whether none of these chunks of a key, which are here, is to leave, leaves, or was copied and awaits
+        deletion.
+        """
+        if self.at_rest:
+            return True
+        if self._some_leave_as_others or any(burst.names[0][0] == key for burst in self._in_flight.values()):
+            return False
+        names = [(key, index) for index in indices]
+        return not any(name in waiting for waiting in (self._queued, self._strays, self._doomed) for name in names)
+
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> list[AsCopy]:
         """Queue everything that ``where`` (packed tag → satellite) puts elsewhere; forget older plans.
 

@@ -7,6 +7,7 @@ Slot moves count how often the overhead point passed to the next slot, plane mov
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, replace
 
 from skymemory.constellation.sight import Sight
@@ -20,6 +21,8 @@ STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 
 """Numbers on the wire; frozen."""
 _ROUNDING_STEPS = 1 << 12
 """How far behind an edge, in roundings of the clock, it is looked for whether it was crossed."""
+_FIRST_SPAN_S, _LONGEST_SPAN_S = 600.0, 1e8
+"""How far back earlier moves are looked for: so long as satellites fly at first, then twice as long, and so on."""
 STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
 
 
@@ -69,6 +72,25 @@ class MoveClock:
                 time_s += step_s
                 step_s *= 2
         return None
+
+    def moves_before(self, now_s: float, most: int) -> list[Moves]:
+        """The counts of moves that held before the one of now, the latest first: ``most`` of them at most. A track that
+        turns back has some of them twice.
+        """
+        if self.time_scale <= 0 or most <= 0:
+            return []
+        moves, span_s = self.moves(now_s), _FIRST_SPAN_S / self.time_scale
+        while span_s < _LONGEST_SPAN_S:
+            before = self.moves(now_s - span_s)
+            if abs(moves[0] - before[0]) + abs(moves[1] - before[1]) >= most:
+                break
+            span_s *= 2
+        time_s: float | None = now_s - span_s
+        found: deque[Moves] = deque(maxlen=most + 1)
+        while time_s is not None and time_s <= now_s:
+            found.appendleft(self.moves(time_s))
+            time_s = self.next_move_s(time_s)
+        return list(found)[1:]
 
     def _next_edge_s(self, now_s: float) -> float:
         """When a cell's edge is next reached, to within rounding; a track may turn back at it and not cross."""

@@ -45,6 +45,8 @@ class ReplicatedRead(ReadTransfer):
 
     def redirect(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
         self._failed.add(satellite)
+        if super().redirect(indices, satellite):
+            return True
         bursts = self._elsewhere(indices, satellite)
         if bursts is None:
             return False
@@ -72,10 +74,12 @@ class ReplicatedRead(ReadTransfer):
         return [Burst(other, chunks) for other, chunks in wanted.items()]
 
     def _others(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
-        server = index % self.info.servers
-        places = dict.fromkeys(copy(moves)[server] for moves in nearby for copy in self._copies)
+        places = self._places(index % self.info.servers, nearby)
         others = [place for place in places if place != asked and place not in self._failed]
         return deque([*others, next(iter(places))] if others else [])
+
+    def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
+        return dict.fromkeys(copy(moves)[server] for moves in at for copy in self._copies)
 
 
 class ReplicatedWrite(WriteTransfer):

@@ -92,7 +92,7 @@ class SatelliteMachine:
         self._healed = 0
         self._chunks = ChunkService(
             self.store, self._departures, self.counters, self._stored, self._whereabouts.home,
-            Latecomers(config.address, sky, self._whereabouts),
+            Latecomers(config.address, sky, self._whereabouts), self._settled,
         )  # fmt: skip
         self._forgetting = Forgetting(
             config, self.store, self._whereabouts, sky, self._departures, self.counters, self.handover, now_s
@@ -342,6 +342,13 @@ class SatelliteMachine:
         if self._whereabouts.home(ref) != self.config.address:
             for index in indices:
                 self.handover.stray((key, index), due_s)
+
+    def _settled(self, key: bytes, now_s: float) -> bool:
+        """Whether what we say of this key is no matter of a handover: a MISS then counts towards a proof of loss."""
+        next_move_s = self._whereabouts.next_move_s
+        if next_move_s is not None and now_s >= next_move_s:
+            return False  # we are late: the box has moved and we have not looked yet
+        return self.handover.rests(key, self.store.shares.get(key, ()))
 
     def _get(self, packet: Packet, now_s: float) -> None:
         if self.backlog_bytes > self.config.max_backlog_bytes:

@@ -30,6 +30,10 @@ CHUNK_OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
 _CRC_BYTES = 4
 _PLANNED_CHUNKS = 1 << 16
 """The bursts of larger values are not remembered: working them out costs little beside the value."""
+PROOF_S = 0.8
+"""All that say that a chunk is gone must have said so within this time. A copy outlives its handover by the grace
+(1 s): so a chunk that is anywhere cannot have gone from one of them to another behind the back of who asks.
+"""
 _MAX_RENEWALS = 3
 """How often the search for one chunk begins anew because the box has moved again."""
 
@@ -115,13 +119,49 @@ def planned(
     return plan(chunks, satellites, servers, burst_chunks)
 
 
+class Absence(NamedTuple):
+    """What a reader knows when a satellite says that it has not got some chunks.
+
+    ``nearby`` are the moves at which they may be found, those of now (``moves``) first; ``everywhere`` all at which
+    they may ever have been left. ``settled``: the satellite says that no handover of the key is under way there;
+    ``counted`` are the moves by its count. It was asked at ``asked_s`` and answered by ``now_s``.
+    """
+
+    satellite: SatelliteId
+    nearby: Sequence[Moves]
+    everywhere: Callable[[], Sequence[Moves]]
+    settled: bool
+    counted: Moves
+    asked_s: float
+    now_s: float
+
+    @property
+    def moves(self) -> Moves:
+        return self.nearby[0]
+
+
 @dataclass(slots=True)
 class _Search:
-    """Where a chunk that was not in its place has yet to be looked for, as seen at moves ``at``."""
+    """Where a chunk that was not in its place has yet to be looked for, as seen at moves ``at``.
+
+    First place by place (``left``), then at all places where it can be at once: then ``silent`` are those that have not
+    answered, and ``proof`` says whether those that have leave no way for it to be anywhere.
+    """
 
     at: Moves
     left: deque[SatelliteId]
     renewals: int = 0
+    silent: set[SatelliteId] | None = None
+    since_s: float = 0.0
+    proof: bool = True
+
+    def renew(self, moves: Moves) -> bool:
+        """Begin anew where the box has moved since, if that has not been done too often."""
+        if self.at == moves or self.renewals == _MAX_RENEWALS:
+            return False
+        self.renewals += 1
+        self.at, self.silent = moves, None
+        return True
 
 
 class ReadTransfer:
@@ -161,12 +201,15 @@ class ReadTransfer:
             return 0 not in self.arrived[indices.start : indices.stop : indices.step]
         return all(map(self.arrived.__getitem__, indices))
 
-    def absent(self, indices: list[int], satellite: SatelliteId, nearby: Sequence[Moves]) -> bool:
-        """``satellite`` has not got these chunks: look where else they may be while the box is moving.
+    def absent(self, indices: list[int], answer: Absence) -> str:
+        """A satellite has not got these chunks: look where else they may be while the box is moving.
 
-        ``nearby`` are the moves to consider, those of now first. Only servers of the column or row that has just
-        changed place have a second candidate: a chunk is there until its copy has been acknowledged and aged, so the
-        way is now → nearby → now again. Returns False when a chunk is nowhere: the value is a miss.
+        First at the likely places in turn. Only servers of the column or row that has just changed place have a second
+        candidate: a chunk is there until its copy has been acknowledged and aged, so the way is now → nearby → now
+        again. Then at all places where it can have been left, at once.
+
+        Returns why the read must end, or nothing: "missing" is proved (all places where the chunk can be have said so,
+        within ``PROOF_S``, at one count of moves, with no handover under way), "under way" is all else.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -174,25 +217,71 @@ class ReadTransfer:
                 continue
             search = self._searches.get(index)
             if search is None:
-                search = self._searches[index] = _Search(nearby[0], self._others(index, satellite, nearby))
-            elif not search.left and search.at != nearby[0] and search.renewals < _MAX_RENEWALS:
-                search.renewals += 1
-                search.at, search.left = nearby[0], self._others(index, satellite, nearby)
-            if not search.left:
-                return False
-            bursts.setdefault(search.left.popleft(), []).append(index)
+                search = self._searches[index] = _Search(answer.moves, self._likely(index, answer))
+            elif search.silent is not None:
+                if answer.asked_s < search.since_s or not self._answered_everywhere(search, answer):
+                    continue
+                if search.proof and answer.now_s - search.since_s <= PROOF_S:
+                    return "missing"
+                if not search.renew(answer.moves):
+                    return "under way"
+                search.left = self._likely(index, answer)
+            elif not search.left and search.renew(answer.moves):
+                search.left = self._likely(index, answer)
+            if search.left:
+                bursts.setdefault(search.left.popleft(), []).append(index)
+            else:
+                for place in self._begin_everywhere(index, search, answer):
+                    bursts.setdefault(place, []).append(index)
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
-        return True
+        return ""
+
+    def _likely(self, index: int, answer: Absence) -> deque[SatelliteId]:
+        return self._others(index, answer.satellite, answer.nearby)
+
+    def _begin_everywhere(self, index: int, search: _Search, answer: Absence) -> set[SatelliteId]:
+        server = index % self.info.servers
+        search.silent = set(self._places(server, answer.everywhere()))
+        search.at, search.since_s, search.proof = answer.moves, answer.now_s, True
+        return search.silent
+
+    def _answered_everywhere(self, search: _Search, answer: Absence) -> bool:
+        """Note one answer of the look at all places; whether it was the last."""
+        assert search.silent is not None
+        search.silent.discard(answer.satellite)
+        search.proof = search.proof and answer.settled and answer.moves == search.at == answer.counted
+        return not search.silent
+
+    def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
+        """Where the chunks of a server are, or were, at these moves: each once."""
+        return dict.fromkeys(self._where(moves)[server] for moves in at)
 
     def _others(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
-        server = index % self.info.servers
-        places = dict.fromkeys(self._where(moves)[server] for moves in nearby)
+        places = self._places(index % self.info.servers, nearby)
         others = [place for place in places if place != asked]
         return deque([*others, next(iter(places))] if others else [])
 
     def redirect(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
-        """``satellite`` is dead: get these chunks elsewhere. False if they are nowhere else."""
-        return False
+        """``satellite`` is dead: get these chunks elsewhere. False if they are nowhere else.
+
+        One of many that are asked whether they have a chunk need not answer: but then nothing is proved.
+        """
+        for index in indices:
+            search = self._searches.get(index)
+            if self.arrived[index]:
+                continue
+            if search is None or search.silent is None:
+                return False
+            search.proof = False
+            search.silent.discard(satellite)
+            if not search.silent:
+                return False
+        return True
+
+    def is_one_of_many(self, indices: Sequence[int]) -> bool:
+        """Whether these are being asked for everywhere, so that one place that is silent does not end the read."""
+        found = (self._searches.get(index) for index in indices if not self.arrived[index])
+        return all(search is not None and search.silent is not None for search in found)
 
     def verified(self) -> bool:
         """Whether the whole value's checksum is right: it is combined from the chunks' own, which were checked."""

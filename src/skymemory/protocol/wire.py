@@ -104,6 +104,11 @@ class Status(IntEnum):
 _OPS: dict[int, Op] = {op.value: op for op in Op}
 _STATUSES: dict[int, Status] = {status.value: status for status in Status}
 
+FLAG_SETTLED = 0x02
+"""In the flags of a MISS: nothing of the key is being handed over here, and the count of moves in this header is up to
+date. Whoever does not say so may know of a chunk that is on its way.
+"""
+
 GROUND_SHELL = 0xFF
 """Addresses of this shell are ground hosts; plane and slot then name the gateway that reaches them."""
 

@@ -55,10 +55,26 @@ class Catalog:
             found.update(more)
         return found
 
+    def told(self, infos: Sequence[ValueInfo]) -> dict[bytes, list[ValueInfo]]:
+        """What the box tells of the keys of these values, every different word."""
+        return self._prober.told([info.key for info in infos])
+
     def replaced(self, infos: Sequence[ValueInfo]) -> set[bytes]:
         """Keys of those of these values that somebody else has set anew, as the box tells."""
-        latest = self._prober.latest([info.key for info in infos])
-        return {info.key for info in infos if info.key in latest and not _same_setting(info, latest[info.key])}
+        told = self.told(infos)
+        return {info.key for info in infos if _replacement_of(info, told.get(info.key, ())) is not None}
+
+    def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> None:
+        """Chunks of other values came under the keys of these. Where the box tells of a later setting of the key, or of
+        others only, the entry is out of date: that one takes its place. Nothing is known otherwise.
+        """
+        told = self.told(infos)
+        fresh = [later for info in infos if (later := _replacement_of(info, told.get(info.key, ()))) is not None]
+        self.remove([info.key for info in fresh], gone=False)
+        if self.index is None:
+            self._remember({info.key: info for info in fresh})
+        else:
+            self._enter(fresh, now_s)
 
     def absent(self, keys: Sequence[bytes]) -> bool:
         """Whether one of the keys is known to be nowhere, without asking anybody."""
@@ -201,3 +217,15 @@ class Catalog:
 
 def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
     return (one.value_crc, one.set_moves) == (other.value_crc, other.set_moves)
+
+
+def _replacement_of(info: ValueInfo, told: Sequence[ValueInfo]) -> ValueInfo | None:
+    """What was set in the place of ``info``, by what satellites tell of its key: the latest setting, if it is later, or
+    if nobody knows ``info``. Of leftovers of an earlier value beside it nothing follows.
+    """
+    others = [one for one in told if not _same_setting(info, one)]
+    if not others:
+        return None
+    latest = max(others, key=lambda one: sum(one.set_moves))
+    later = sum(latest.set_moves) > sum(info.set_moves)
+    return latest if later or len(others) == len(told) else None

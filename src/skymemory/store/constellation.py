@@ -1,13 +1,16 @@
 """The constellation as a tier: keys to chunks on satellites and back, under the common contract.
 
 Where each chunk is follows from the index entry (size, strategy, moves at the setting) and the clock. With the index
-lost, or by choice, the box is probed instead. A value with any chunk gone is a miss, and its remains are evicted.
+lost, or by choice, the box is probed instead.
+
+A read that fails is a miss, and no proof of loss: a chunk may be on its way to where the box is now. Only a value of
+which a chunk is proved to be nowhere (``protocol.transfer``) is forgotten, and its remains are evicted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -45,7 +48,10 @@ from skymemory.store.tickets import OpenTickets
 from skymemory.store.upkeep import Upkeep
 
 _TYPICAL_BYTES = 3e6
-_GONE = ("missing", "corrupt", "other version")
+_DOUBTFUL = ("corrupt", "other version")
+"""What one look may be wrong about: the value is read once more before anything is made of it."""
+_GONE = ("missing", "corrupt")
+"""What is known for certain then: a chunk is nowhere, or what is stored is not what was written."""
 
 
 class ConstellationStore(TwoPhase):
@@ -128,34 +134,46 @@ class ConstellationStore(TwoPhase):
     def _fetch(
         self, infos: Sequence[ValueInfo], room: memoryview
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        outs: dict[int, memoryview] = {}
+        outs: dict[bytes, memoryview] = {}
         at = 0
-        with self._driver.lock:
-            for info in reversed(infos):  # the first becomes the most recently used: a chain loses its end first
-                out = room[at : at + info.value_bytes]
-                outs[self._driver.machine.get(info, out, self._driver.now_s(), self.settings.replicas)] = out
-                at += info.value_bytes
-            finished = self._driver.run(outs)
-        outcomes, values, gone = {}, {}, []
-        for number, outcome in finished.items():
-            if outcome.info is None:
-                continue
-            outcomes[outcome.info.key] = outcome
-            report = outcome.report
-            self._counters.add("chunks_retransmitted", report.retransmitted_chunks)
-            self._counters.add("chunks_corrupt", report.corrupt_chunks)
-            self._counters.add("requests", report.requests)
-            if outcome.ok:
-                values[outcome.info.key] = outs[number].toreadonly()
-            else:
-                self._counters.add("failures", label=report.failure)
-                if report.failure in _GONE:
-                    gone.append(outcome.info)
+        for info in infos:
+            outs[info.key] = room[at : at + info.value_bytes]
+            at += info.value_bytes
+        outcomes = self._read(infos, outs)
+        doubtful = [info for info in infos if (found := outcomes.get(info.key)) and found.report.failure in _DOUBTFUL]
+        if doubtful:
+            self._counters.add("second_looks", len(doubtful))
+            outcomes.update(self._read(doubtful, outs))
+        values: dict[bytes, memoryview] = {}
+        failed: dict[str, list[ValueInfo]] = {}
+        for info in infos:
+            outcome = outcomes.get(info.key)
+            if outcome is not None and outcome.ok:
+                values[info.key] = outs[info.key].toreadonly()
+            elif outcome is not None:
+                self._counters.add("failures", label=outcome.report.failure)
+                failed.setdefault(outcome.report.failure, []).append(info)
+        gone = [info for failure in _GONE for info in failed.get(failure, ())]
         if gone and self.settings.lazy_eviction:
             self._upkeep.evict_dead(gone)
         elif gone:
             self._catalog.remove([info.key for info in gone])
+        if others := failed.get("other version"):
+            self._catalog.adopt_replacements(others, self._driver.now_s())
         return outcomes, values
+
+    def _read(self, infos: Sequence[ValueInfo], outs: Mapping[bytes, memoryview]) -> dict[bytes, Finished]:
+        """Read these values into their places: one look."""
+        machine, replicas = self._driver.machine, self.settings.replicas
+        with self._driver.lock:
+            # Backwards: the first becomes the most recently used, and a chain loses its end first.
+            numbers = [machine.get(info, outs[info.key], self._driver.now_s(), replicas) for info in reversed(infos)]
+            finished = self._driver.run(numbers)
+        for outcome in finished.values():
+            self._counters.add("chunks_retransmitted", outcome.report.retransmitted_chunks)
+            self._counters.add("chunks_corrupt", outcome.report.corrupt_chunks)
+            self._counters.add("requests", outcome.report.requests)
+        return {outcome.info.key: outcome for outcome in finished.values() if outcome.info is not None}
 
     def _key_report(self, outcome: Finished | None) -> KeyReport:
         if outcome is None:
@@ -198,7 +216,8 @@ class ConstellationStore(TwoPhase):
             self._counters.add("requests", outcome.report.requests)
             if not outcome.ok:
                 self._counters.add("failures", label=outcome.report.failure)
-        self._upkeep.delete(failed)
+        if failed:
+            self._upkeep.take_back(failed, before)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
         self._catalog.add(infos, self._driver.now_s(), places)

@@ -73,9 +73,9 @@ class Prober:
             found.update(more)
         return found, certain and self._moves() == moves
 
-    def latest(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """Of each key the value that was set last, by the word of all the box."""
-        return self._ask(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
+    def told(self, keys: Sequence[bytes]) -> dict[bytes, list[ValueInfo]]:
+        """What all the box tells of each key: as many values as there are different words."""
+        return self._told(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
 
     def _moves(self) -> Moves:
         return self._driver.machine.moves(self._driver.now_s())
@@ -105,7 +105,15 @@ class Prober:
         return prefix_by(find, keys), known
 
     def _ask(self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """What these know of the keys, and whether all of them answered."""
+        """What these know of the keys, and whether all of them answered. Of two values of one key it is the one that
+        was set at more moves.
+        """
+        told, certain = self._told(satellites, keys)
+        return {key: max(infos, key=lambda info: sum(info.set_moves)) for key, infos in told.items()}, certain
+
+    def _told(
+        self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]
+    ) -> tuple[dict[bytes, list[ValueInfo]], bool]:
         machine, now_s = self._driver.machine, self._driver.now_s()
         pages = [keys[at : at + MAX_KEYS_PER_PACKET] for at in range(0, len(keys), MAX_KEYS_PER_PACKET)]
         with self._driver.lock:
@@ -115,7 +123,7 @@ class Prober:
                 for page in pages
             }
             answers = self._driver.run(asked)
-        found: dict[bytes, ValueInfo] = {}
+        found: dict[bytes, list[ValueInfo]] = {}
         self.questions += len(asked)
         for number, answer in answers.items():
             try:
@@ -128,7 +136,8 @@ class Prober:
                 if info is None:
                     continue
                 if self._believable(info):
-                    found[key] = _later(found.get(key, info), info)
+                    if info not in (infos := found.setdefault(key, [])):
+                        infos.append(info)
                 else:
                     machine.counters.add("presences_unbelievable")
         return found, all(answer.ok for answer in answers.values())
@@ -143,11 +152,6 @@ class Prober:
         except InvalidInput:
             return False
         return True
-
-
-def _later(one: ValueInfo, other: ValueInfo) -> ValueInfo:
-    """Of two values of one key the one that was set at more moves, as satellites tell them."""
-    return max(one, other, key=lambda info: sum(info.set_moves))
 
 
 def value_info(key: bytes, presence: Presence) -> ValueInfo | None:

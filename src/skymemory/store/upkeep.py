@@ -61,8 +61,25 @@ class Upkeep:
         """
         moved = [info for info in stored if info.key in before and not _same_placement(info, before[info.key])]
         if moved:
-            kept = {info.key: set(self._places(info, nearby=False)) for info in moved}
+            kept = {info.key: set(self._places(info, nearby=True)) for info in moved}
             self._evict(self._pages([before[info.key] for info in moved], nearby=True, but=kept))
+
+    def take_back(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
+        """These could not be stored whole: forget what was, unless the same bytes were there before. They were, by the
+        index or by what the box tells of another setting of them, and may be whole still.
+        """
+        unknown = [info for info in failed if info.key not in before]
+        told = self._catalog.told(unknown) if unknown and self._catalog.index is None else {}
+
+        def was_there(info: ValueInfo) -> bool:
+            if info.key in before:
+                return _same_bytes(info, before[info.key])
+            return any(_same_bytes(info, one) and not _same_placement(info, one) for one in told.get(info.key, ()))
+
+        spared = [info for info in failed if was_there(info)]
+        if spared:
+            self._counters.add("failed_stores_of_what_was_there", len(spared))
+        self.delete([info for info in failed if info not in spared])
 
     def evict(self, infos: Sequence[ValueInfo]) -> None:
         """Forget these values: here, where their chunks are, and where they were before the last move."""
@@ -172,17 +189,26 @@ class Upkeep:
         ]
 
     def _places(self, info: ValueInfo, nearby: bool) -> dict[SatelliteId, None]:
-        """Where its chunks are, each once; ``nearby``: and where they were before the last move."""
+        """Where its chunks are, each once; ``nearby``: and where they were before the last move, or will be after the
+        next, which may come before what we say arrives.
+        """
         return dict.fromkeys(place for share in self._holders(info, nearby) for place in share)
 
     def _holders(self, info: ValueInfo, nearby: bool) -> list[list[SatelliteId]]:
         """For each server that has chunks of it, where these may be: its copies, each ``nearby`` as above."""
         r, p = self._driver.machine.moves(self._driver.now_s())
+        steps = [(0, 0), (-1, 0), (0, -1), (1, 0), (0, 1)] if nearby else [(0, 0)]
         every = [
-            self._sky.servers_at(info.strategy, info.servers, info.set_moves, moves, replica)[: info.chunks]
-            for moves, replica in product([(r, p), (r - 1, p), (r, p - 1)] if nearby else [(r, p)], self._replicas)
+            self._sky.servers_at(info.strategy, info.servers, info.set_moves, (r + slots, p + planes), replica)[
+                : info.chunks
+            ]
+            for (slots, planes), replica in product(steps, self._replicas)
         ]
         return [list(share) for share in zip(*every, strict=True)]
+
+
+def _same_bytes(one: ValueInfo, other: ValueInfo) -> bool:
+    return (one.value_bytes, one.value_crc) == (other.value_bytes, other.value_crc)
 
 
 def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:

@@ -190,6 +190,13 @@ class SimulatedConstellation:
         self._clients[token] = machine
         return SimulatedClient(self, machine)
 
+    def disconnect(self, config: ClientConfig) -> None:
+        """This ground host is gone: what is still sent to it is lost."""
+        token = ("ground", config.ground)
+        self._clients.pop(token, None)
+        self._touched.pop(token, None)
+        self._timers.pop(token, None)
+
     def step(self, limit_s: float) -> bool:
         """Let the next thing happen, not later than ``limit_s``; False (and time at the limit) if nothing does."""
         self.flush()
@@ -308,7 +315,7 @@ class SimulatedConstellation:
             elif receiver not in self._dead:
                 self._touched[receiver] = None
                 self.satellites[receiver].receive_batch(data, segment_bytes, sender, self.now_s)
-        else:
+        elif receiver in self._clients:
             self._touched[receiver] = None
             self._clients[receiver].receive_batch(data, segment_bytes, self.now_s)
 
@@ -362,4 +369,6 @@ class SimulatedClient:
                 raise RuntimeError(f"operations {sorted(waiting)} wait for nothing: a fault of the client machine")
 
     def close(self) -> None:
-        """Nothing to release."""
+        """From now on it neither hears nor speaks. What it has said already (hints without an answer) arrives."""
+        self._constellation.flush()
+        self._constellation.disconnect(self.machine.config)
