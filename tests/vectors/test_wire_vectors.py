@@ -26,7 +26,16 @@ from skymemory.protocol.notices import Notice, Region
 from skymemory.protocol.retention import Kept, Retain, pack_retain, pack_retained, unpack_retain, unpack_retained
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.selection import Selection
-from skymemory.protocol.wire import CHUNK_REF_BYTES, Address, ChunkRef, Op, PlacementTag, SkyHeader, Status
+from skymemory.protocol.wire import (
+    CHUNK_REF_BYTES,
+    FLAG_SETTLED,
+    Address,
+    ChunkRef,
+    Op,
+    PlacementTag,
+    SkyHeader,
+    Status,
+)
 
 VECTORS = {entry["name"]: entry for entry in json.loads((Path(__file__).parent / "wire.json").read_text("utf-8"))}
 
@@ -39,11 +48,11 @@ TAG = PlacementTag(strategy=3, servers=10, server=1, slot_moves=-2, plane_moves=
 PRESENCE = Presence(1, 3, 16, 34, 0xDEADBEEF, 1, TAG)
 
 
-def header(op: Op, status: Status = Status.OK) -> SkyHeader:
+def header(op: Op, status: Status = Status.OK, flags: int = 0) -> SkyHeader:
     there, back = (HERE, BEAM) if op.is_command else (BEAM, HERE)
     return SkyHeader(
         op, there, back, ground=7, request_id=0x01020304, status=status, hop_limit=64, timestamp_us=1_000_000,
-        slot_moves=-2, plane_moves=1, credit=256,
+        slot_moves=-2, plane_moves=1, credit=256, flags=flags,
     )  # fmt: skip
 
 
@@ -56,8 +65,8 @@ def chunk(op: Op, value: bytes = VALUE, index: int = 1) -> bytes:
     return packet
 
 
-def control(op: Op, body: bytes, status: Status = Status.OK) -> bytes:
-    return messages.build_packet(header(op, status), body, SEQUENCE, NOW_S)
+def control(op: Op, body: bytes, status: Status = Status.OK, flags: int = 0) -> bytes:
+    return messages.build_packet(header(op, status, flags), body, SEQUENCE, NOW_S)
 
 
 LINKS = LinksBody(True, (-3, 1), 1_700_000_000_250, [Declaration(SatelliteId(2, 8), 0b0101, 1_700_000_000_251)])
@@ -84,6 +93,7 @@ BUILT = {
     "ack": control(Op.ACK, SOME.pack()),
     "ack-full": control(Op.ACK, Selection.of(KEY, [1]).pack(), Status.FULL),
     "miss": control(Op.MISS, SOME.pack()),
+    "miss-settled": control(Op.MISS, SOME.pack(), flags=FLAG_SETTLED),
     "busy": control(Op.BUSY, SOME.pack()),
     "presence": control(Op.PRESENCE, messages.pack_presences([PRESENCE, None])),
     "listed": control(Op.LISTED, messages.pack_listed([(KEY, PRESENCE)])),
@@ -123,7 +133,7 @@ def test_packets_are_accepted_and_read_back(name):
         assert implementation.verify_segments(packet, len(packet)) == b"\0"
     parsed = messages.parse_packet(packet)
     status = {"ack-full": Status.FULL, "unreachable": Status.HOP_LIMIT}.get(name, Status.OK)
-    assert parsed.header == header(parsed.header.op, status)
+    assert parsed.header == header(parsed.header.op, status, FLAG_SETTLED if name == "miss-settled" else 0)
     assert parsed.header.op.name == name.split("-")[0].upper()
 
 
@@ -131,7 +141,7 @@ def test_bodies_are_read_back():
     def body(name: str) -> memoryview:
         return messages.parse_packet(golden(name)).body
 
-    for name in ("get", "ack", "miss", "busy"):
+    for name in ("get", "ack", "miss", "miss-settled", "busy"):
         assert Selection.unpack(body(name)) == SOME and SOME.indices() == [1, 11, 31]
     assert messages.unpack_keys(body("has")) == [KEY, OTHER_KEY]
     assert messages.unpack_keys(body("evict")) == [KEY]
