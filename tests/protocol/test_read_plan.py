@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
+from skymemory.placement.locate import Moves
 from skymemory.protocol.selection import MAX_SELECTION_BITS, Selection, pack_steps
-from skymemory.protocol.transfer import ReadTransfer, ValueInfo
+from skymemory.protocol.transfer import PROOF_S, Absence, ReadTransfer, ValueInfo
 
 KEY = bytes(range(32))
 
@@ -58,23 +61,77 @@ def asked(read: ReadTransfer) -> list[int]:
     return slots
 
 
+def absence(slot: int, nearby: list[Moves], **but: Any) -> Absence:
+    """``slot`` says at once, settled and by our count, that it has nothing."""
+    told = Absence(SatelliteId(0, slot), nearby, lambda: nearby, True, nearby[0], asked_s=1.0, now_s=1.01)
+    return told._replace(**but)
+
+
 def test_a_chunk_that_moves_while_it_is_looked_for_is_looked_for_where_it_was_again() -> None:
     """It may be handed over to who was asked first while the second is asked."""
     read, nearby = moving_read(), [(5, 0), (4, 0), (6, 0)]
     assert asked(read) == [0]
-    ways = []
-    while read.absent([0], SatelliteId(0, ways[-1] if ways else 5), nearby):
+    ways: list[int] = []
+    while len(ways) < 3:
+        assert read.absent([0], absence(ways[-1] if ways else 5, nearby)) == ""
         ways += asked(read)
     assert ways == [4, 6, 5]
 
 
 def test_when_the_box_moves_on_the_search_begins_anew_but_not_for_ever() -> None:
-    read, moves, found = moving_read(), 0, []
-    while read.absent([0], SatelliteId(0, moves), [(moves, 0), (moves + 1, 0)]):
-        found += asked(read)
-        if found[-1] == moves:  # all places of this count of moves have been asked
-            moves += 10
-    assert 11 in found and 21 in found and moves == 40
+    """The box moves while all places are asked, again and again."""
+    read, moves, found, why = moving_read(), 0, set[int](), ""
+    waiting = asked(read)
+    for turn in range(100):
+        slot = waiting.pop(0)
+        found.add(slot)
+        moves += 10 * (len(waiting) > 0)
+        nearby = [(moves, 0), (moves + 1, 0)]
+        if why := read.absent([0], absence(slot, nearby, asked_s=float(turn), now_s=turn + 0.5)):
+            break
+        waiting += asked(read)
+    assert why == "under way" and {11, 21} <= found and moves <= 60
+
+
+EVERYWHERE: list[Moves] = [(5, 0), (4, 0), (2, 0)]
+
+
+def looking_everywhere() -> ReadTransfer:
+    """All likely places have said no; now all are asked at once."""
+    read = moving_read()
+    asked(read)
+    for slot in (5, 4, 5):
+        assert read.absent([0], absence(slot, EVERYWHERE[:2], everywhere=lambda: EVERYWHERE)) == ""
+        slots = asked(read)
+    assert sorted(slots) == [2, 4, 5]
+    return read
+
+
+def outcome(**second: Any) -> str:
+    """Of a look everywhere in which all but the second satellite say at once that they have nothing."""
+    read = looking_everywhere()
+    assert read.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
+    assert read.absent([0], absence(4, EVERYWHERE, **{"now_s": 1.1, "asked_s": 1.02} | second)) == ""
+    return read.absent([0], absence(2, EVERYWHERE, now_s=second.get("now_s", 1.1), asked_s=1.02))
+
+
+def test_a_loss_is_proved_by_all_at_once_and_by_nothing_less() -> None:
+    assert outcome() == "missing"
+    assert outcome(settled=False) == "under way", "a handover of it is under way there"
+    assert outcome(counted=(4, 0)) == "under way", "it counts other moves"
+    assert outcome(now_s=1.01 + PROOF_S + 0.01) == "under way", "a chunk may have passed behind our back meanwhile"
+    assert outcome(asked_s=0.5) == "", "that is the answer to an earlier question: we wait for the other"
+
+
+def test_a_silent_satellite_leaves_a_loss_unproved() -> None:
+    read = looking_everywhere()
+    assert read.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
+    assert read.redirect([0], SatelliteId(0, 4)), "another may still have it"
+    assert read.absent([0], absence(2, EVERYWHERE, now_s=1.1, asked_s=1.02)) == "under way"
+    last = looking_everywhere()
+    assert last.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
+    assert last.absent([0], absence(4, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
+    assert not last.redirect([0], SatelliteId(0, 2)), "nobody is left: it ends as silent"
 
 
 def test_a_read_that_takes_its_bursts_leaves_those_of_the_next_alone() -> None:
