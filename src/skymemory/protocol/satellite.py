@@ -347,7 +347,9 @@ class SatelliteMachine:
         """Whether what we say of this key is no matter of a handover: a MISS then counts towards a proof of loss."""
         next_move_s = self._whereabouts.next_move_s
         if next_move_s is not None and now_s >= next_move_s:
-            return False  # we are late: the box has moved and we have not looked yet
+            return False  # the box has moved and we have not looked yet
+        if self.wants_work or self.lateness.is_late(now_s):
+            return False  # what waits here may be the very chunk
         return self.handover.rests(key, self.store.shares.get(key, ()))
 
     def _get(self, packet: Packet, now_s: float) -> None:
