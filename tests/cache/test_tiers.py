@@ -20,7 +20,7 @@ from skymemory.cache.tier import TierSettings
 from skymemory.cache.tiered_load import OUTBOUND
 from skymemory.cache.tiers import TieredStore
 from skymemory.errors import InvalidInput, ValueTooLarge
-from skymemory.store.base import Presence
+from skymemory.store.base import LEASE_S, Presence
 from skymemory.store.disk.store import DiskStore
 from skymemory.store.memory import MemoryStore
 from skymemory.store.shared_index import SharedIndex
@@ -140,6 +140,16 @@ def test_a_leased_block_stays_in_whichever_tier_has_it() -> None:
     assert tiers.complete_load(ticket) == [stored for _, stored in items(1, 2)]
     tiers.release(ticket)
     assert tiers.put_many(items(3)) == [True]
+    tiers.close()
+
+
+def test_a_store_that_is_completed_after_its_lease_stores_nothing() -> None:
+    now_s = [0.0]
+    near = MemoryStore(name="near")
+    tiers = TieredStore([(near, LOCAL)], clock=lambda: now_s[0])
+    ticket = tiers.prepare_store(items(1))
+    now_s[0] = LEASE_S + 1.0
+    assert tiers.complete_store(ticket) == [False] and near.get_many([key(1)]) == [None]
     tiers.close()
 
 

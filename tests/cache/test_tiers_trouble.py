@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from skymemory.cache.outbound import Moving
 from skymemory.cache.tier import TierSettings
 from skymemory.cache.tiers import TieredStore
 from skymemory.cache.value import is_sound_block
-from skymemory.store.base import Presence
+from skymemory.store.base import LoadTicket, Presence
 from skymemory.store.memory import MemoryStore
 
 PATIENT = {"ask_deadline_s": 10.0, "load_deadline_s": 10.0, "store_deadline_s": 10.0}
@@ -69,6 +71,26 @@ def test_a_load_has_a_deadline_and_what_comes_late_is_let_go() -> None:
     assert ticket.report is not None and ticket.report.keys[0].reason == "deadline"
     far.trouble = ""
     assert soon(lambda: far.stats()["open_leases"] == 0 and tiers.stats()["in_flight_bytes"] == 0)
+    tiers.close()
+
+
+def test_a_lease_that_came_too_late_is_let_go() -> None:
+    leased = threading.Event()
+
+    class Slow(FaultyTier):
+        def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+            ticket = super().prepare_load(keys)
+            leased.set()
+            return ticket
+
+    far = Slow("far", slow_s=0.4)
+    tiers = TieredStore([(MemoryStore(name="near"), LOCAL), (far, TierSettings(ask_deadline_s=0.5))])
+    far.put_many(items(1))
+    far.trouble = "slow"
+    assert tiers.get_many([key(1)]) == [None], "look-up and lease take longer together"
+    assert leased.wait(20.0)
+    far.trouble = ""
+    assert soon(lambda: far.stats()["open_leases"] == 0)
     tiers.close()
 
 

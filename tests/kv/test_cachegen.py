@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec import entropy
 from skymemory.kv.codec.base import Codec, measure
-from skymemory.kv.codec.cachegen import BOUND, CACHEGEN, CacheGen, steps_in
+from skymemory.kv.codec.cachegen import BOUND, CACHEGEN, CacheGen, _to_bytes, steps_in
 from skymemory.kv.codec.steps import LEVELS
 from skymemory.kv.layout import KVLayout, to_float32
 
@@ -180,6 +180,13 @@ def test_the_largest_numbers_of_a_dtype_stay_finite(dtype: str) -> None:
     bits[..., 0, :] = largest
     raw = bits.tobytes()
     assert_within_bound(raw, CACHEGEN.encode(memoryview(raw), layout), layout)
+
+
+def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_the_even() -> None:
+    tie, above = 2.0**-8, 2.0**-8 + 2.0**-16
+    numbers = np.array([1.0, 1 + tie, 1 + above, 1 + 3 * tie, 1 + 3 * tie - 2.0**-16, -1 - above], np.float32)
+    raw = _to_bytes(numbers, "bfloat16")
+    assert to_float32(raw, "bfloat16").tolist() == [1.0, 1.0, 1 + 2 * tie, 1 + 4 * tie, 1 + 2 * tie, -1 - 2 * tie]
 
 
 def test_sizes_of_the_caller_are_checked() -> None:

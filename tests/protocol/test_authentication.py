@@ -207,6 +207,15 @@ def test_rotation_old_and_new_are_accepted_and_then_the_old_is_not(world: type[W
     assert counted(machine) == (2, 0, 0)
 
 
+def test_a_new_key_takes_a_number_that_is_free():
+    ring = first_ring(bytes(32))
+    for number in (2, 3, 4):
+        ring = ring.with_key(bytes([number]) * 32, float(number))
+        assert [key.key_id for key in ring.keys] == list(range(1, number + 1))
+    last = KeyRing((SecretKey(1, bytes(32)), SecretKey(0xFFFF, bytes(32), 1.0)))
+    assert [key.key_id for key in last.with_key(bytes(32), 2.0).keys] == [1, 0xFFFF, 2]
+
+
 def test_a_ring_refuses_what_makes_no_sense() -> None:
     ring = first_ring(OLD)
     with pytest.raises(InvalidInput, match="in use"):

@@ -201,6 +201,19 @@ def test_no_room_no_copy_and_nothing_in_the_place_of_another_setting(world, valu
     assert other.shares[info.key][index] == later
 
 
+def test_nothing_is_mended_while_chunks_are_handed_over(world, value_of):
+    """What is lacking may be on its way."""
+    sky = world(eviction=policy(sweep_s=5.0))
+    info = put(sky, "v", value_of(40_000))
+    assert lose(sky, info, 3, 0) == 4
+    for satellite in sky.sim.satellites.values():
+        satellite.handover.stray((key_of("another"), 0), 30.0)
+    sky.settle(25.0)
+    assert sky.counted("copies_mended") == 0
+    sky.settle(30.0)
+    assert sky.counted("copies_mended") == 4
+
+
 def test_one_sweep_sends_so_much_and_the_next_the_rest(world, value_of, monkeypatch):
     monkeypatch.setattr("skymemory.protocol.mending.MOST_BYTES", 3 * 1072)
     sky = world(eviction=policy(sweep_s=5.0))

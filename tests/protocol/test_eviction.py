@@ -135,6 +135,22 @@ def test_sweeps_find_a_hole_and_leave_the_rest_alone(world, value_of, lost):
     assert dead_and_live(sky, infos)[1] == values.keys() - {"v3"}
 
 
+def test_a_suspicion_from_before_a_move_says_nothing_after_it(world, value_of):
+    """What was lacking may have been on its way. The satellite itself, and its own chunks, stay where they are."""
+    sky = world(eviction=PERIODIC)
+    _, info = sky.put("v", value_of(20_000), 1000)
+    here = next(one for index, (one,) in sky.homes(info, (0, 0)).items() if sky.homes(info, (1, 0))[index] == [one])
+    store = sky.sim.satellites[here].store
+    store.remove((info.key, min(store.shares[info.key])))
+    sky.sim.settle(10.5)
+    assert sky.sim.satellites[here]._forgetting._completeness.suspects(info.key)
+    sky.advance(1)
+    sky.sim.settle(14.0)
+    assert store.shares.get(info.key), "it is suspected anew by the next sweep"
+    sky.sim.settle(300.0)
+    assert not any(sky.holders(info).values())
+
+
 def test_sweeps_do_not_take_a_slow_writer_or_a_move_for_a_hole(world, value_of):
     sky = world(eviction=EvictionConfig.of(["periodic"], sweep_s=0.3), link_s=0.1)
     values, infos = {}, {}

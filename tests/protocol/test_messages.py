@@ -96,6 +96,14 @@ def test_packets_beyond_a_datagram_are_refused():
     assert 16 + SKY_BYTES + 72 + MAX_CHUNK_BYTES == MAX_PACKET_BYTES
 
 
+@pytest.mark.parametrize(("first", "stride", "count"), [(1, 0xFFFFFFFF, 3), (0xFFFFFFFF, 1, 2), (2, 0x10002, 0x10000)])
+def test_a_selection_ends_where_chunks_can(first, stride, count):
+    """However few bits are set: what is asked for would be looked up one by one."""
+    bitmap = (1 | 1 << count - 1).to_bytes((count + 7) // 8, "little")
+    with pytest.raises(MalformedPacket, match="beyond"):
+        Selection.unpack(struct.pack(">32sIII", bytes(32), first, stride, count) + bitmap)
+
+
 def test_keys_and_selections_have_limits():
     assert len(messages.unpack_keys(messages.pack_keys([KEY] * 180))) == 180
     for keys in ([], [KEY] * 181):

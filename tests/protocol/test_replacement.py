@@ -53,6 +53,39 @@ def test_a_policy_does_what_its_naive_twin_does(name, steps):
         assert policy.victim() == twin.victim(set(twin.order()) - held)
 
 
+def test_lfu_never_ages_and_lfuda_does():
+    """What was asked for twice long ago goes before a newcomer only where the evicted have raised the age."""
+    orders = {}
+    for name in ("lfu", "lfuda"):
+        policy = policy_named(name, depth_of)
+        once, twice, newcomer = (bytes([number]) * 32 for number in range(3))
+        policy.noted(once)
+        policy.noted(twice)
+        policy.used(twice)
+        policy.gone(once, evicted=True)
+        policy.noted(newcomer)
+        orders[name] = policy.order()
+    assert orders == {"lfu": [newcomer, twice], "lfuda": [twice, newcomer]}
+
+
+def test_what_was_held_and_goes_late_does_not_turn_the_age_back():
+    """It has the rank of a time long past; newcomers start where the others were."""
+    policy = policy_named("lfuda", depth_of)
+    held, often, newcomer, latest = (bytes([number]) * 32 for number in range(4))
+    policy.noted(held)
+    policy.hold(held)
+    for verb in (policy.noted, policy.used, policy.used):
+        verb(often)
+    assert policy.victim() == often
+    policy.gone(often, evicted=True)
+    policy.noted(newcomer)
+    policy.free(held)
+    assert policy.victim() == held
+    policy.gone(held, evicted=True)
+    policy.noted(latest)
+    assert policy.order() == [newcomer, latest]
+
+
 def test_the_heap_does_not_grow_with_the_uses():
     keys: RankedKeys[int] = RankedKeys()
     for rank in range(5000):

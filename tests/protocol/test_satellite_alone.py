@@ -9,12 +9,14 @@ from tests.protocol.conftest import key_of
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
-from skymemory.protocol.messages import Packet
+from skymemory.protocol.checks import Check, Found, pack_checks, unpack_found
+from skymemory.protocol.eviction import EvictionConfig
+from skymemory.protocol.messages import Packet, Presence
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.selection import Selection
-from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, PlacementTag, SkyHeader
 
 HERE = SatelliteId(2, 9)
 SKY = SkyMap(Torus(5, 19), HERE)
@@ -25,8 +27,11 @@ PAYLOADS = [bytes([index]) * 100 for index in range(3)]
 class Alone:
     """Its own gateway's only ground host talks to it. All values are of three chunks on one server, which it is."""
 
-    def __init__(self) -> None:
-        self.machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20), SKY, MoveClock(), 0.0)
+    def __init__(self, memory_bytes: int = 1 << 20, *policies: str) -> None:
+        eviction = EvictionConfig.of(policies, sweep_s=10.0)
+        self.machine = SatelliteMachine(
+            SatelliteConfig(HERE, memory_bytes, eviction=eviction), SKY, MoveClock(), 0.0
+        )  # fmt: skip
         self.requests = 0
 
     def header(self, op: Op, gateway: SatelliteId = HERE) -> SkyHeader:
@@ -45,8 +50,8 @@ class Alone:
             self.machine.receive_datagram(datagram, BEAM, 0.0)
         return self.said()
 
-    def said(self) -> list[Packet]:
-        batches = self.machine.datagrams_to_send(0.0)
+    def said(self, now_s: float = 0.0) -> list[Packet]:
+        batches = self.machine.datagrams_to_send(now_s)
         return [messages.parse_packet(datagram) for batch, _ in batches for datagram in batch.datagrams()]
 
 
@@ -78,6 +83,42 @@ def test_while_chunks_are_handed_over_sets_are_left_to_the_machine() -> None:
     alone.machine.handover.enqueue(SatelliteId(2, 8), [(key_of("v"), 0)])
     requests = alone.machine.plain_requests(0.0)
     assert requests is not None and not requests[2]
+
+
+def test_room_is_told_once_to_who_asks_for_much_at_a_time() -> None:
+    """Two values of 516 bytes into a memory of 600."""
+    alone = Alone(600)
+    checks = [Check(key_of(name), bytes(12), 1, 0, 3, 100) for name in "vw"]
+    (answer,) = alone.hear(Op.CHECK, pack_checks(checks))
+    assert unpack_found(answer.body) == [Found.LACKING, Found.NO_ROOM]
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> None:
+    """Of twenty chunks on ten servers we hold two, and so should whomever we ask: twice, with a while between."""
+    alone, payload = Alone(1 << 20, "periodic"), bytes(100)
+    placement = SKY.placement(3, 10)
+    server = placement.locate_all().index(HERE)
+    crcs = np.full(20, native.crc32(payload), np.uint32)
+    refs = pack_refs(key_of("v"), [server, server + 10], crcs, 100, 2000, 5, 10, 3, (0, 0))
+    for datagram in bulk_batch(alone.header(Op.SET), refs, [payload] * 2, 0, 0.0).datagrams():
+        alone.machine.receive_datagram(datagram, BEAM, 0.0)
+    alone.said()
+    asked = 0
+    for tenth in range(1, 200):
+        now_s = tenth / 10
+        alone.machine.handle_timer(now_s)
+        for question in alone.said(now_s):
+            if question.header.op is not Op.HAS:
+                continue
+            asked += 1
+            there = question.header.destination
+            its = PlacementTag(3, 10, placement.locate_all().index(SatelliteId(there.plane, there.slot)), 0, 0)
+            presence = Presence(its.server, 20, 100, 2000, 5, held, its) if held else None
+            header = SkyHeader(Op.PRESENCE, Address(*HERE), there, 0, question.header.request_id)
+            answer = messages.build_packet(header, messages.pack_presences([presence]), 0, now_s)
+            alone.machine.receive_datagram(answer, SatelliteId(there.plane, there.slot), now_s)
+    assert asked and bool(alone.machine.store.shares) == (held == 2)
 
 
 def test_a_set_ends_what_a_deletion_forbids() -> None:

@@ -76,6 +76,31 @@ def test_what_was_deleted_still_joins_what_is_before_it_and_behind_it() -> None:
     assert watcher.may[key(0)]
 
 
+def test_keys_named_in_a_circle_hold_nobody() -> None:
+    """Where both have something behind them already, nothing else would end it."""
+    watcher = Watcher()
+    chains, (one, other) = watcher.chains, (key(1), key(2))
+    for each in (one, other):
+        watcher.may[each] = True
+        chains.came(each)
+        chains.hold(each)
+    chains.learn([one, other])
+    chains.learn([other, one])
+    for each in (one, other):
+        chains.free(each)
+    assert watcher.may[other], "it stands behind the first, and nothing behind it"
+    chains.left(other)
+    assert watcher.may[one]
+
+
+def test_neighbours_of_keys_that_are_not_here_are_remembered_within_bounds() -> None:
+    chains = Watcher(remembered=10).chains
+    keys = [bytes([number]) * 32 for number in range(200)]
+    for at in range(0, 200, 2):
+        chains.learn(keys[at : at + 2])
+    assert sum(chains.before(one) is not None for one in keys) == 10 and chains.before(keys[199]) == keys[198]
+
+
 def test_a_neighbour_learnt_late_counts() -> None:
     watcher = Watcher()
     for number in (0, 1, 2):

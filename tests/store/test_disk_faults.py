@@ -12,6 +12,7 @@ import pytest
 from tests.contract.store_contract import key, value
 
 from skymemory.store.base import Presence
+from skymemory.store.disk import store as disk_store
 from skymemory.store.disk import value_file
 from skymemory.store.disk.store import DiskStore
 
@@ -201,6 +202,45 @@ def test_readers_see_old_or_new_while_a_writer_replaces(tmp_path: Path) -> None:
         reader.join()
     assert wrong == []
     assert store.stats().get("unread{corrupt}_total", 0) == 0
+    store.close()
+
+
+def test_a_file_of_another_value_under_its_name_is_a_miss(tmp_path: Path) -> None:
+    """Whole and sound, and of the same size: only the key in it tells."""
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    store.put_many([(key(n), value(n)) for n in (1, 2)])
+    files = {n: tmp_path / "values" / value_file.file_name(key(n)) for n in (1, 2)}
+    files[2].unlink()
+    files[2].write_bytes(files[1].read_bytes())
+    assert store.get_many([key(1), key(2)]) == [value(1), None] and not files[2].exists()
+    store.close()
+
+
+def test_evicted_values_take_no_room_in_the_folder(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 3000)
+    for number in range(12):
+        assert store.put_many([(key(number), value(number))]) == [True]
+    assert len(os.listdir(tmp_path / "values")) == store.stats()["entries"] < 12
+    store.close()
+
+
+def test_a_load_that_is_given_up_while_it_reads_lends_its_room_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    store.put_many([(key(n), value(n)) for n in (1, 2)])
+    read, kept = disk_store.read_file, []
+
+    def give_up_first(*how: object) -> object:
+        if not kept:
+            kept.append(None)
+            store.release(ticket)
+            kept[:] = store.get_many([key(2)])
+        return read(*how)
+
+    monkeypatch.setattr(disk_store, "read_file", give_up_first)
+    ticket = store.prepare_load([key(1)])
+    assert store.complete_load(ticket) == [value(1)] and kept == [value(2)]
     store.close()
 
 

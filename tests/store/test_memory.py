@@ -67,6 +67,17 @@ def test_a_pin_ends_by_itself_and_has_a_budget() -> None:
     assert store.pin([key(2)], 60.0) == [True]
 
 
+def test_a_pin_lasts_as_long_as_the_latest_says_and_goes_with_its_value() -> None:
+    clock = Clock()
+    store = MemoryStore(4000, clock=clock)
+    store.put_many([(key(1), value(1, 2000))])
+    assert store.pin([key(1)], 10.0) == store.pin([key(1)], 100.0) == [True]
+    clock.now_s = 50.0
+    assert store.put_many([(key(2), value(2, 3000))]) == [False], "the first end has passed, the second has not"
+    assert store.put_many([(key(1), value(3, 2000))]) == [True]
+    assert store.put_many([(key(2), value(2, 3000))]) == [True] and store.get_many([key(1)]) == [None]
+
+
 def test_a_closed_store_holds_nothing() -> None:
     store = MemoryStore(4000)
     store.put_many([(key(1), value(1))])

@@ -1,0 +1,33 @@
+"""A prompt's chunks out of a store: what was leased is given back, whatever came of it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.cache.test_manager import BLOCK, LAYOUT, TOKENS, Engine, context, save
+
+from skymemory.cache.chunk_blocks import BlockChunks
+from skymemory.cache.manager import BlockCache
+from skymemory.cache.prompt_chunks import PromptChunk
+from skymemory.cache.usual import Usual
+from skymemory.store.memory import MemoryStore
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_chunk_of_which_a_block_is_lacking_does_not_come_and_keeps_no_lease(lacking: int) -> None:
+    store = MemoryStore()
+    cache = BlockCache(context(), LAYOUT, store)
+    save(cache, TOKENS)
+    hashes = cache.hashes(TOKENS)
+    chunks = [PromptChunk(0, 2 * BLOCK, 1, True), PromptChunk(2 * BLOCK, 2 * BLOCK, 1, True)]
+    engine = Engine(TOKENS)
+    source = BlockChunks(cache, hashes, chunks, engine, Usual())
+    store.delete(hashes[2 + lacking : 3 + lacking])
+    released = []
+    release = cache.release
+    cache.release = lambda ticket: (released.append(ticket), release(ticket))  # type: ignore[method-assign]
+    assert source.fetch(1) is None and len(released) == 1
+    assert source.failures() == {"absent": 1}
+    fetched = source.fetch(0)
+    assert fetched is not None and fetched.place()
+    fetched.release()
+    assert len(released) == 2 and set(engine.placed) == {0, 1} and store.stats()["open_leases"] == 0
