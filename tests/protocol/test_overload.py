@@ -63,6 +63,16 @@ def test_a_silence_while_we_were_stopped_is_no_death():
     assert links.links.is_up(HERE, EAST)
 
 
+def test_a_last_question_that_nobody_could_answer_in_time_is_asked_anew():
+    """Three questions were unanswered and the fourth had just been asked when we were stopped."""
+    links = Links()
+    links.it.used(EAST, 0.0)
+    links.run(0.19)
+    links.lateness.measured(15.0, 15.0)
+    links.it.handle_timer(15.0)
+    assert links.links.is_up(HERE, EAST)
+
+
 def test_who_is_dead_is_found_out_all_the_same_once_we_are_on_time():
     links = Links()
     links.it.used(EAST, 0.0)
@@ -159,6 +169,8 @@ def test_a_link_that_is_lost_here_is_passed_by_before_routes_are_worked_out_anew
     assert state.learn(Declaration(HERE, east_of_here, 3_000), 2.0, at_once=True)
     assert state.onward(HERE, SatelliteId(2, 12), EAST) not in (EAST, None)
     assert state.trees_grown == grown + 1
+    assert state.learn(Declaration(HERE, 0, 3_001), 2.001, at_once=True)
+    assert state.onward(HERE, SatelliteId(2, 12), EAST) == EAST, "and used again as soon as it is there"
 
 
 def test_a_throttle_lets_some_through_at_once_and_then_one_in_its_longest_hold():
@@ -335,6 +347,14 @@ def test_moves_that_were_missed_are_one_handover():
     assert machine.moves == (5, 0) and machine.wants_work and len(machine.store) == held
     machine.work(5.1)
     assert machine.handover.chunks_planned == before + held
+
+
+def test_before_the_plan_is_made_nothing_is_known_to_rest():
+    """A MISS then proves no loss: the chunk may be one that is to leave for here."""
+    handover = Handover(4, 0.1, 1.0)
+    assert handover.rests(KEY, [0])
+    handover.moved = True
+    assert not handover.rests(KEY, [0]) and not handover.idle
 
 
 def test_on_time_again_what_waited_is_done_without_being_asked_for():

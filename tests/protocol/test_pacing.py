@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
+from skymemory.protocol.outbox import Operation, Outbox
 from skymemory.protocol.pacing import RTO_CEILING_S, RTO_FLOOR_S, RoundTrip, Window
+from skymemory.protocol.transfer import TransferReport
+from skymemory.protocol.wire import Op
 
 HERE = SatelliteId(1, 2)
 
@@ -102,3 +106,17 @@ def test_another_way_may_take_as_long_as_any_way_has():
     assert trip.timeout_s() >= 0.2, "the long way may be back"
     trip.sample(0.03)
     assert trip.smoothed_s == 0.03, "and is forgotten with the first answer"
+
+
+def test_how_slow_a_satellite_was_long_ago_does_not_make_us_patient_now():
+    """An overload has passed, and the box comes round to it again: what is lost now is asked for again at once."""
+    links = Links(1 << 20, 1 << 20, expected_rtt_s=0.008)
+    in_flight = InFlight(links, Outbox(7, 1 << 20, None), give_up_s=0.8)
+    peer = links.peer(HERE)
+    for number in range(20):
+        peer.heard(1.5, 0.1 * number)
+    operation = Operation(1, None, 2.0, TransferReport())
+    busy = in_flight.begin(operation, HERE, Op.PING, [], b"", 0, (0, 0), 2.0)
+    assert busy.deadline_s == 2.8
+    rested = in_flight.begin(operation, HERE, Op.PING, [], b"", 0, (0, 0), 20.0)
+    assert rested.deadline_s == pytest.approx(20.066)

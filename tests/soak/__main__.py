@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.soak.overload import CAUSES, OverloadSoak
 from tests.soak.terms import Setting
 from tests.soak.virtual import VirtualSoak
 
@@ -18,11 +20,15 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=1_000_000, help="on values of 1 to 4 chunks (default 10^6)")
     parser.add_argument("--full-blocks", type=int, default=2_000, help="operations on 480 chunks (default 2,000)")
     parser.add_argument("--real", action="store_true", help="real UDP: processes, killed and started again")
+    parser.add_argument("--cause", choices=sorted(CAUSES), help="with --real: overload it so, and watch it heal")
+    parser.add_argument("--runs", type=int, default=1, help="with --cause (default 1)")
     parser.add_argument("--minutes", type=float, default=10.0, help="with --real (default 10)")
     parser.add_argument("--replicas", type=int, default=1, help="copies of each chunk, in virtual time (default 1)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if options.cause is not None:
+        return _overload(options.cause, options.runs, options.seed, options.json)
     if options.real:
         from tests.soak.real import RealSoak
 
@@ -44,6 +50,24 @@ def main() -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(row, indent=1) + "\n", "utf-8")
     return 1 if outcome.wrong or outcome.open_books else 0
+
+
+def _overload(cause: str, runs: int, seed: int, json_path: Path | None) -> int:
+    """Each run by itself; all have to hold."""
+    verdicts, rows = [], []
+    for run in range(runs):
+        soak = OverloadSoak(cause, seed + run)
+        verdict = soak.run(_tell)
+        verdicts.append(verdict)
+        rows.append({**asdict(verdict), "holds": verdict.holds, "rows": [asdict(row) for row in soak.watched.rows]})
+        print(
+            f"{cause}, run {run + 1}: {verdict.answer:.0%} answer, {verdict.hits:.0%} of {verdict.reads} reads hit, "
+            f"processor {verdict.cores:.2f} times {verdict.healthy_cores:.2f} cores, {verdict.forced} killed: "
+            f"{'holds' if verdict.holds else 'DOES NOT HOLD'}"
+        )
+    if json_path is not None:
+        json_path.write_text(json.dumps({"cause": cause, "runs": rows}, indent=1) + "\n", "utf-8")
+    return 0 if all(verdict.holds for verdict in verdicts) else 1
 
 
 def _tell(line: str) -> None:

@@ -13,38 +13,46 @@ import random
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from tests.soak.slept_host import sleepy
 
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.messages import build_packet, pack_moves
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
 from skymemory.store.constellation import ConstellationStore
+from skymemory.testbed import child
 from skymemory.testbed.connect import open_constellation
 from skymemory.testbed.control import ping_all
 from skymemory.testbed.key_file import new_keys
 from skymemory.testbed.memory_policy import MemoryPolicy
-from skymemory.testbed.plan import ConstellationPlan, Faults, local_hosts, make_plan
+from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import start_on_free_ports, stop
+from skymemory.transport import udp_client
 
 _FAULTS = Faults(loss=0.02, duplicate=0.01, reorder=0.03, corrupt=0.005, seed=1)
 _VALUE_BYTES = 1_800_000
-_HEALTHY_S = 20.0
+_HEALTHY_S = 40.0
+"""As long as two plane moves at sixty times the pace: what a move costs depends on which it is."""
 _AFTER_S = 60.0
 _ANSWER_AFTER_S = 10.0
 _READ_AFTER_S = 30.0
 _PATIENCE_S = 1.0
+_READ_EVERY_S = 0.4
 _BUSY = "while True: pass"
+_ROOT = Path(__file__).parents[2]
+_SLEPT_HOST = "import sys; sys.path.insert(0, {!r}); from tests.soak import slept_host; slept_host.run(sys.argv[1:])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +112,7 @@ class Watched:
 
 
 class _Watch(threading.Thread):
-    """Pings all satellites once a second, and reads a value a second, until ``end``."""
+    """Pings all satellites once a second, and reads a few values a second, until ``end``."""
 
     def __init__(self, plan: ConstellationPlan, folder: Path, pids: list[int], keys: list[bytes], seed: int) -> None:
         super().__init__(daemon=True, name="watch")
@@ -157,11 +165,11 @@ class _Watch(threading.Thread):
                 if found is not None and found != value_of(key):
                     self.watched.wrong += 1
                 if found is None:
-                    reason = ticket.report.keys[0].reason if ticket.report else "miss"
+                    reason = f"{self.phase}: {ticket.report.keys[0].reason if ticket.report else 'miss'}"
                     self.watched.reasons[reason] = self.watched.reasons.get(reason, 0) + 1
                 store.release(ticket)
                 self._reads.append(found is not None)
-                self._over.wait(max(0.0, began_s + 1.0 - time.monotonic()))
+                self._over.wait(max(0.0, began_s + _READ_EVERY_S - time.monotonic()))
         finally:
             store.close()
 
@@ -190,28 +198,55 @@ def _signal_all(pids: list[int], number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+@contextmanager
+def sleeping(slept: Path) -> Iterator[None]:
+    """This computer sleeps by a file (see ``slept_host``): so do its hosts, and clients in this process."""
+    whole_command, own_clock = child.host_command, udp_client.UnixClock
+
+    def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
+        python, _, _, *rest = whole_command(host, plan_path, directory, line_fd)
+        return [python, "-c", _SLEPT_HOST.format(str(_ROOT)), str(slept), *rest]
+
+    slept.write_bytes(struct.pack("d", 0.0))
+    child.host_command = host_command
+    udp_client.UnixClock = lambda: sleepy(slept)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        child.host_command, udp_client.UnixClock = whole_command, own_clock  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a cause may lay hands on. ``slept`` says how long the computer has slept, in seconds."""
+
+    plan: ConstellationPlan
+    pids: list[int]
+    slept: Path
+
+
 # --- causes: each returns when it is over ---
 
 
-def pause(plan: ConstellationPlan, pids: list[int]) -> None:
+def pause(trial: Trial) -> None:
     """All hosts stopped for 15 s, then 30 s of one core shared with three busy programs."""
-    _signal_all(pids, signal.SIGSTOP)
+    _signal_all(trial.pids, signal.SIGSTOP)
     time.sleep(15.0)
     cores = os.sched_getaffinity(0)
     one = min(cores)
-    for pid in pids:
+    for pid in trial.pids:
         os.sched_setaffinity(pid, {one})
     with busy(3, one):
-        _signal_all(pids, signal.SIGCONT)
+        _signal_all(trial.pids, signal.SIGCONT)
         time.sleep(30.0)
-    for pid in pids:
+    for pid in trial.pids:
         os.sched_setaffinity(pid, cores)
 
 
-def pushes(plan: ConstellationPlan, pids: list[int]) -> None:
+def pushes(trial: Trial) -> None:
     """Ten ADVANCE of 2³⁰ moves there and back, each to one satellite, on a loaded machine."""
     dice = random.Random(1)
-    addresses = plan.addresses()
+    addresses = trial.plan.addresses()
     with busy(4), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for number in range(10):
             victim = dice.choice(list(addresses))
@@ -225,26 +260,35 @@ def pushes(plan: ConstellationPlan, pids: list[int]) -> None:
         time.sleep(10.0)
 
 
-def tenth(plan: ConstellationPlan, pids: list[int]) -> None:
+def tenth(trial: Trial) -> None:
     """Every host gets 10 % of a core for 30 s."""
     end_s = time.monotonic() + 30.0
     while time.monotonic() < end_s:
-        _signal_all(pids, signal.SIGSTOP)
+        _signal_all(trial.pids, signal.SIGSTOP)
         time.sleep(0.09)
-        _signal_all(pids, signal.SIGCONT)
+        _signal_all(trial.pids, signal.SIGCONT)
         time.sleep(0.01)
 
 
-def load(plan: ConstellationPlan, pids: list[int]) -> None:
-    """Busy programs for a minute: nothing that passes, but the machine is shared."""
-    with busy(6):
+def load(trial: Trial) -> None:
+    """Twenty busy programs for a minute: nothing that passes, but the machine is shared."""
+    with busy(20):
         time.sleep(60.0)
+
+
+def suspend(trial: Trial) -> None:
+    """The computer sleeps for 45 s: processes stand still, ``CLOCK_MONOTONIC`` too, all other clocks go on."""
+    _signal_all(trial.pids, signal.SIGSTOP)
+    time.sleep(2.0)
+    with trial.slept.open("r+b") as file:
+        file.write(struct.pack("d", 45.0))
+    _signal_all(trial.pids, signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
     sky: Sky
-    happen: Callable[[ConstellationPlan, list[int]], None]
+    happen: Callable[[Trial], None]
     throughout: bool = False
     """Nothing passes: what holds afterwards has to hold while it lasts, too."""
 
@@ -253,6 +297,7 @@ CAUSES = {
     "pause": Cause(Sky(), pause),
     "pushes": Cause(Sky(), pushes),
     "tenth": Cause(Sky(), tenth),
+    "suspend": Cause(Sky(), suspend),
     "kuiper": Cause(
         Sky("kuiper-b", "hybrid", servers=16, replicas=2, faults=Faults(), time_scale=1.0, values=60), load, True
     ),
@@ -271,36 +316,41 @@ class OverloadSoak:
 
     def run(self, tell: Callable[[str], None]) -> Verdict:
         folder = Path(tempfile.mkdtemp(prefix="skymemory-overload-"))
-        directory, sky = RunDirectory(folder), self._sky
+        directory = RunDirectory(folder)
+        slept = folder / "slept"
         forced = 0
-        try:
-            keys_file = ""
-            if sky.auth != "off":
-                new_keys(folder / "keys")
-                keys_file = str(folder / "keys")
-            plan = start_on_free_ports(
-                directory,
-                lambda base_port: make_plan(
-                    sky.preset, hosts=local_hosts(sky.preset, 5, base_port), servers=sky.servers, access=sky.access,
-                    time_scale=sky.time_scale, epoch_s=time.time(), replicas=sky.replicas, faults=sky.faults,
-                    memory_per_satellite_bytes=sky.memory_bytes, auth=sky.auth, keys_file=keys_file,
-                    memory_policy=MemoryPolicy(sky.eviction),
-                ),
-                preset_named(sky.preset).torus.size,
-            ).plan  # fmt: skip
-            pids = [record.pid for record in directory.running().values()]
-            self._live(plan, folder, pids, tell)
-        finally:
-            with suppress(ProcessLookupError):
-                _, forced = stop(directory)
-            shutil.rmtree(folder, ignore_errors=True)
+        with sleeping(slept) if self.cause.happen is suspend else nullcontext():
+            try:
+                plan = self._start(folder, directory)
+                pids = [record.pid for record in directory.running().values()]
+                self._live(Trial(plan, pids, slept), folder, tell)
+            finally:
+                with suppress(ProcessLookupError):
+                    _, forced = stop(directory)
+                shutil.rmtree(folder, ignore_errors=True)
         return self._verdict(plan, forced)
 
-    def _live(self, plan: ConstellationPlan, folder: Path, pids: list[int], tell: Callable[[str], None]) -> None:
+    def _start(self, folder: Path, directory: RunDirectory) -> ConstellationPlan:
+        sky, keys_file = self._sky, ""
+        if sky.auth != "off":
+            keys_file = str(folder / "keys")
+            new_keys(folder / "keys")
+        return start_on_free_ports(
+            directory,
+            lambda base_port: make_plan(
+                sky.preset, hosts=local_hosts(sky.preset, 5, base_port), servers=sky.servers, access=sky.access,
+                time_scale=sky.time_scale, epoch_s=time.time(), replicas=sky.replicas, faults=sky.faults,
+                memory_per_satellite_bytes=sky.memory_bytes, auth=sky.auth, keys_file=keys_file,
+                memory_policy=MemoryPolicy(sky.eviction),
+            ),
+            preset_named(sky.preset).torus.size,
+        ).plan  # fmt: skip
+
+    def _live(self, trial: Trial, folder: Path, tell: Callable[[str], None]) -> None:
         keys = [hashlib.sha256(b"%d %d" % (self._seed, number)).digest() for number in range(self._sky.values)]
         keys = self._fill(folder, keys)
         tell(f"{len(keys)} values of {_VALUE_BYTES} bytes are stored")
-        watch = _Watch(plan, folder, pids, keys, self._seed)
+        watch = _Watch(trial.plan, folder, trial.pids, keys, self._seed)
         self.watched = watch.watched
         watch.start()
         told = 0
@@ -315,7 +365,7 @@ class OverloadSoak:
         time.sleep(_HEALTHY_S)
         watch.phase = "cause"
         tell_rows()
-        self.cause.happen(plan, pids)
+        self.cause.happen(trial)
         watch.phase = "after"
         tell_rows()
         end_s = time.monotonic() + _AFTER_S

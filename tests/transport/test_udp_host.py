@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from skymemory.protocol import messages
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
@@ -10,6 +11,7 @@ from skymemory.testbed.plan import local_hosts, make_plan
 from skymemory.testbed.ports import free_base_port
 from skymemory.testbed.wiring import host_spec
 from skymemory.transport.udp_host import UdpHost
+from skymemory.transport.unix_clock import UnixClock, running_s
 
 
 def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
@@ -32,6 +34,30 @@ def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
             for here, satellite in host._satellites.items():
                 assert satellite.machine is not before[here] and satellite.machine.moves == (5, -1)
                 assert satellite.machine.neighbourhood.pushed_at_ms >= before[here].neighbourhood.pushed_at_ms > 0
+        finally:
+            host.close()
+
+    asyncio.run(scenario())
+
+
+def test_after_a_suspend_the_moves_that_were_missed_are_made_at_once() -> None:
+    """The event loop's own time stands still while the computer sleeps: its alarms are set for a time long past."""
+
+    async def scenario() -> None:
+        plan = make_plan(
+            hosts=local_hosts("testbed-19x5", 1, free_base_port(95)), delay_scale=0.0, time_scale=60.0,
+            epoch_s=time.time() - 1.0,
+        )  # fmt: skip
+        asleep_s = 0.0
+        host = UdpHost(host_spec(plan, plan.hosts[0]), asyncio.get_running_loop())
+        try:
+            host._clock = UnixClock(lambda: time.time() + asleep_s, lambda: running_s() + asleep_s)
+            assert {satellite.machine.moves for satellite in host._satellites.values()} == {(0, 0)}
+            asleep_s = 45.0
+            await asyncio.sleep(0.5)
+            expected = host.spec.clock.moves(host.now_s())
+            assert expected[0] >= 10
+            assert {satellite.machine.moves for satellite in host._satellites.values()} == {expected}
         finally:
             host.close()
 

@@ -113,7 +113,11 @@ class Handover:
         """
         if self.at_rest:
             return True
-        if self._some_leave_as_others or any(burst.names[0][0] == key for burst in self._in_flight.values()):
+        if (
+            self.moved
+            or self._some_leave_as_others
+            or any(burst.names[0][0] == key for burst in self._in_flight.values())
+        ):
             return False
         names = [(key, index) for index in indices]
         return not any(name in waiting for waiting in (self._queued, self._strays, self._doomed) for name in names)

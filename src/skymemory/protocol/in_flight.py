@@ -30,6 +30,8 @@ it. At 2 % of loss each way one question in 390,000 comes to that by chance; it 
 
 _MODEST_BYTES_PER_S = 200e6
 """A busy satellite (or we) may take what is queued as slowly as this before it looks like loss."""
+_STALE_S = 10.0
+"""A round trip measured so long ago is none: in an overload that has passed answers took seconds."""
 
 
 class InFlight:
@@ -73,6 +75,8 @@ class InFlight:
     ) -> Request:  # fmt: skip
         """``send`` without the sending."""
         window, peer = self.window(op, satellite), self._links.peer(satellite)
+        if peer.heard_s + _STALE_S < now_s:
+            peer.round_trip.forget()
         timeout_s = min(_patience_s(peer, window), self._give_up_s)
         if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
             timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _LEAST_HEDGE_S))

@@ -14,10 +14,14 @@ class RoundTrip:
     """
 
     def __init__(self, expected_s: float = 0.0) -> None:
-        self.smoothed_s = expected_s
+        self._expected_s = expected_s
+        self.forget()
+
+    def forget(self) -> None:
+        """What was measured is of another time: patience with an overloaded satellite is none with one that is not."""
+        self.smoothed_s = self._longest_s = self._expected_s
         self._deviation_s = 0.0
         self._measured = False
-        self._longest_s = expected_s
 
     def rerouted(self) -> None:
         """Packets take another way from now on: until that is measured, it may be as long as any way was."""

@@ -5,9 +5,8 @@ holds them for the delay of their link, and injects the faults that were asked f
 both directions, so that a client needs to know nothing of geometry.
 
 One loop has too much to do now and then. How late it is with it is measured here, by its alarms and by how long a
-socket was not found empty, and given to the machines (``Lateness``). What waits in a socket is taken before an alarm
-that came late: it may be what the alarm is about. What the machines put off is done in the moments that are left, and
-at least for a fifth of the time.
+socket was not found empty, and given to the machines (``Lateness``). What the machines put off is done in the moments
+that are left, and at least for a fifth of the time.
 """
 
 from __future__ import annotations
@@ -297,13 +296,7 @@ class UdpHost:
 
     def _alarm(self, satellite: UdpSatellite) -> None:
         satellite.timer = None
-        late_s = self.now_s() - satellite.alarm_s
-        if late_s > LATE_S:
-            self.lateness.measured(late_s, self.now_s())
-            self._readable(satellite)
-            if satellite.timer is not None:  # armed anew meanwhile
-                satellite.timer.cancel()
-                satellite.timer = None
+        self._late_by(self.now_s() - satellite.alarm_s, self.now_s())
         satellite.machine.handle_timer(self.now_s())
         self._after(satellite)
 
