@@ -32,6 +32,7 @@ from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, decode_records, encode_record
 from skymemory.index.radix import RadixIndex
 from skymemory.protocol import ledger, messages
+from skymemory.protocol.capabilities import Capabilities
 from skymemory.protocol.client import ClientConfig, ClientMachine
 from skymemory.protocol.motion import MoveClock
 from skymemory.protocol.selection import Selection
@@ -44,7 +45,7 @@ Target = Callable[[random.Random], None]
 _UNPACKERS: tuple[Callable[[bytes], object], ...] = (
     messages.unpack_keys, messages.unpack_presences, messages.unpack_listed, messages.unpack_list,
     messages.unpack_moves, messages.unpack_count, messages.unpack_housekeeping, Selection.unpack, ChunkRef.unpack,
-    SkyHeader.unpack, messages.parse_packet, parse_header,
+    SkyHeader.unpack, messages.parse_packet, parse_header, Capabilities.unpack_unsupported,
 )  # fmt: skip
 _TRAFFIC = [*SOUND, *bulk(Op.SET, servers=9), *bulk(Op.MIGRATE)]
 _ANSWERS = [*bulk(Op.DATA, 2), *bulk(Op.DATA, 1), *SOUND]

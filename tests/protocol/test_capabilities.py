@@ -175,6 +175,25 @@ def test_a_neighbour_that_asks_for_what_is_unknown_is_answered_too(world):
     assert ops[Op.UNSUPPORTED] == NEIGHBOUR
 
 
+@pytest.mark.parametrize("wrong", ["telemetry", "moves", "version"])
+def test_what_is_no_sound_command_gets_no_answer(world, wrong):
+    """An unknown number below 0x40 in telemetry, and headers that no packet may have, are malformed as ever."""
+    packet = bytearray(later_command())
+    if wrong == "telemetry":
+        header = SkyHeader(Op.PONG, Address(*HERE), Address(*NEIGHBOUR), 0, 77)
+        packet = bytearray(messages.build_packet(header, b"", 0, 0.0))
+        packet[17] = LATER_OP
+    elif wrong == "moves":
+        packet[COMMAND_BYTES + 28] = 0x7F
+    else:
+        packet[COMMAND_BYTES] = 2
+    start = 16 if wrong == "telemetry" else COMMAND_BYTES
+    machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20), world().sky, MoveClock(), 0.0)
+    machine.receive_datagram(messages.sealed(bytes(packet), start), GROUND, 0.0)
+    assert machine.datagrams_to_send(0.0) == []
+    assert machine.counters.get("packets_malformed") == 1 and machine.counters.get("packets_unsupported") == 0
+
+
 def test_a_client_takes_unsupported_for_an_answer(world):
     """Its satellite lacks RETAIN and says so: one round trip, nobody suspected, not asked again."""
     sky = world()

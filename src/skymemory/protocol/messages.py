@@ -20,7 +20,7 @@ from skymemory.protocol.space_packet import (
     pack_telemetry,
     parse_header,
 )
-from skymemory.protocol.wire import MAX_MOVES, SKY_BYTES, PlacementTag, SkyHeader
+from skymemory.protocol.wire import MAX_MOVES, SKY_BYTES, PlacementTag, SkyHeader, UnknownOperation
 
 Buffer = bytes | bytearray | memoryview
 
@@ -202,12 +202,17 @@ def parse_packet(data: Buffer) -> Packet:
     """Read one control packet whose CRC ``native.verify_segments`` has accepted.
 
     Raises:
-        MalformedPacket: anything out of order.
+        MalformedPacket: anything out of order; UnknownOperation for an otherwise sound command.
     """
     outer = parse_header(data)
     if outer.apid != SKY_APID:
         raise MalformedPacket(f"APID {outer.apid:#x}: expected {SKY_APID:#x}")
-    header = SkyHeader.unpack(data, outer.header_bytes)
+    try:
+        header = SkyHeader.unpack(data, outer.header_bytes)
+    except UnknownOperation as error:
+        if outer.telemetry:
+            raise MalformedPacket(f"{error}, in a telemetry packet") from None
+        raise
     if header.op.is_command == outer.telemetry:
         raise MalformedPacket(f"{header.op.name} in a {'telemetry' if outer.telemetry else 'command'} packet")
     return Packet(header, memoryview(data)[outer.header_bytes + SKY_BYTES :])

@@ -223,12 +223,12 @@ class SkyHeader(NamedTuple):
         if version != VERSION:
             raise MalformedPacket(f"protocol version {version}: expected {VERSION}")
         known_op, known_status = _OPS.get(op), _STATUSES.get(status)
+        if not (-MAX_MOVES <= slot_moves <= MAX_MOVES and -MAX_MOVES <= plane_moves <= MAX_MOVES):
+            raise MalformedPacket(f"{slot_moves} and {plane_moves} moves: expected {MAX_MOVES} at most")
         if known_op is None and op < _FIRST_ANSWER and known_status is not None:
             raise UnknownOperation(f"operation {op:#x}: not known to this release")
         if known_op is None or known_status is None:
             raise MalformedPacket(f"operation {op:#x}, status {status}: not known to version {VERSION}")
-        if not (-MAX_MOVES <= slot_moves <= MAX_MOVES and -MAX_MOVES <= plane_moves <= MAX_MOVES):
-            raise MalformedPacket(f"{slot_moves} and {plane_moves} moves: expected {MAX_MOVES} at most")
         return cls(
             known_op, Address.unpack(destination), Address.unpack(source), ground, request_id, known_status,
             hop_limit, hop_count, congestion, timestamp_us, slot_moves, plane_moves, credit, key_id, flags,
