@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.contract.store_contract import StoreContract, Tier
+from tests.contract.store_contract import Clock, StoreContract, Tier
 from tests.store.conftest import simulated, store_over
 
 from skymemory.cache.hierarchy_settings import HierarchySettings
@@ -25,8 +25,9 @@ class TestOneStore(StoreContract):
 
     @pytest.fixture(params=[LOCAL, REMOTE], ids=["local", "threads"])
     def tier(self, request: pytest.FixtureRequest) -> Iterator[Tier]:
-        store = TieredStore([(MemoryStore(256_000), request.param)])
-        yield Tier(store, budget_bytes=256_000, supplied_by=("memory",))
+        clock = Clock()
+        store = TieredStore([(MemoryStore(256_000, clock=clock), request.param)], clock=clock)
+        yield Tier(store, budget_bytes=256_000, supplied_by=("memory",), later=clock.later)
         store.close()
 
 

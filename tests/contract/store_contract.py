@@ -8,11 +8,13 @@ class TestMemory(StoreContract):
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -20,7 +22,7 @@ from tests.contract.forked import in_child
 
 from skymemory.errors import InvalidInput, ValueTooLarge, WrongProcess
 from skymemory.kv.block import Place, places_in
-from skymemory.store.base import Presence, Store
+from skymemory.store.base import ABANDONED_S, LEASE_S, Presence, Store
 
 
 @dataclass
@@ -39,6 +41,10 @@ class Tier:
     """Value sizes to try."""
     supplied_by: tuple[str, ...] = ()
     """What a hit may be attributed to; empty: the store itself."""
+    later: Callable[[float], object] | None = None
+    """Lets so many seconds pass by the store's clock. None: it cannot be made to."""
+    outage: Callable[[], AbstractContextManager[object]] | None = None
+    """Within it nobody answers the store, and all is well again after it. None: its values are here."""
     another: Callable[[], Store] | None = None
     """Opens the same values once more, as another process would; it may close ``store``, which is then not used any
     more. None: nobody else can have them.
@@ -53,6 +59,23 @@ class Tier:
         other = self.another()
         yield other
         other.close()
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def later(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Watched(bytearray):
+    """A value that can be seen to be let go."""
 
 
 def key(number: int) -> bytes:
@@ -404,3 +427,92 @@ class StoreContract:
         assert not any(missed), f"the parent missed {sum(map(bool, missed))} of {len(missed)}"
         assert store.get_many(keys) == right and store.prefix(keys) == 6
         assert store.put_many([(key(60), b"after")]) == [True] and store.delete([key(60)]) == [True]
+
+    # --- promises ---
+
+    def fill(self, tier: Tier, values: int) -> list[bytes]:
+        """A budget full of values of one size; their keys."""
+        assert tier.budget_bytes is not None
+        size = tier.budget_bytes // values
+        for number in range(values):
+            assert tier.store.put_many([(key(number), value(number, size))]) == [True]
+        return [key(number) for number in range(values)]
+
+    def test_a_batch_with_a_value_that_can_never_fit_costs_nobody_a_place(self, tier: Tier) -> None:
+        if tier.budget_bytes is None:
+            pytest.skip("no exact budget")
+        keys = self.fill(tier, 8)
+        too_large = bytes(tier.budget_bytes + 1)
+        for batch in ([(key(50), b"small"), (key(51), too_large)], [(key(51), too_large), (key(50), bytes(50_000))]):
+            with pytest.raises(ValueTooLarge):
+                tier.store.put_many(batch)
+            assert tier.store.lookup(keys) == [Presence.HIT] * 8
+            assert tier.store.lookup([key(50), key(51)]) == [Presence.MISS] * 2
+
+    def test_a_value_that_does_not_fit_beside_pins_costs_nobody_a_place(self, tier: Tier) -> None:
+        if tier.budget_bytes is None or not tier.pins:
+            pytest.skip("no pins against a budget")
+        keys = self.fill(tier, 8)
+        assert tier.store.pin(keys[:4], 1000.0) == [True] * 4
+        assert tier.store.put_many([(key(50), bytes(tier.budget_bytes // 8 * 5))]) == [False]
+        assert tier.store.lookup(keys) == [Presence.HIT] * 8
+        assert tier.store.put_many([(key(50), bytes(tier.budget_bytes // 8 * 4))]) == [True]
+        assert tier.store.lookup(keys) == [Presence.HIT] * 4 + [Presence.MISS] * 4
+
+    def test_a_large_value_under_a_pinned_key_pins_no_more_than_may_be_pinned(self, tier: Tier) -> None:
+        if tier.budget_bytes is None or not tier.pins:
+            pytest.skip("no pins against a budget")
+        tier.store.put_many([(key(1), b"small")])
+        assert tier.store.pin([key(1)], 1000.0) == [True]
+        assert tier.store.put_many([(key(1), bytes(tier.budget_bytes // 10 * 9))]) == [True]
+        assert tier.store.put_many([(key(2), bytes(tier.budget_bytes // 2))]) == [True], "half of it is nobody's to pin"
+
+    def test_a_store_that_nobody_completes_ends_with_its_lease(self, tier: Tier) -> None:
+        if tier.later is None:
+            pytest.skip("a clock that nobody can put forward")
+        size = (tier.budget_bytes or 40_000) // 2
+        ticket = tier.store.prepare_store([(key(1), value(1, size))])
+        assert tier.store.lookup([key(1)]) == [Presence.PENDING]
+        tier.later(LEASE_S + 1)
+        assert tier.store.lookup([key(1)]) == [Presence.MISS]
+        assert tier.store.put_many([(key(2), value(2, size)), (key(3), value(3, size))]) == [True, True]
+        (stored,) = tier.store.complete_store(ticket)
+        assert tier.store.lookup([key(1)]) == [Presence.HIT if stored else Presence.MISS]
+
+    def test_what_nobody_completes_is_let_go_in_the_end(self, tier: Tier) -> None:
+        if tier.later is None:
+            pytest.skip("a clock that nobody can put forward")
+        values = [Watched(value(number)) for number in range(3)]
+        alive = [weakref.ref(one) for one in values]
+        for number, one in enumerate(values):
+            tier.store.prepare_store([(key(number), one)])
+        loads = [tier.store.prepare_load([key(7), key(8)]) for _ in range(3)]
+        del values, one
+        tier.later(LEASE_S + ABANDONED_S + 1)
+        assert tier.store.put_many([(key(9), b"another")]) == [True]
+        tier.store.get_many([key(9)])
+        del loads
+        gc.collect()
+        assert [one() for one in alive] == [None] * 3
+
+    def test_nothing_is_lost_by_looking_for_it_in_an_outage(self, tier: Tier) -> None:
+        if tier.outage is None:
+            pytest.skip("nobody has to answer")
+        tier.store.put_many([(key(1), value(1)), (key(2), value(2))])
+        with tier.outage():
+            ticket = tier.store.prepare_load([key(1)])
+            assert tier.store.complete_load(ticket) == [None]
+            assert ticket.report is not None and ticket.report.keys[0].reason not in ("", "absent")
+            tier.store.touch([key(1), key(2)])
+            tier.store.lookup([key(2)])
+        assert tier.store.get_many([key(1), key(2)]) == [value(1), value(2)]
+
+    def test_a_deletion_that_nobody_confirmed_is_not_said_to_be_one(self, tier: Tier) -> None:
+        if tier.outage is None:
+            pytest.skip("nobody has to answer")
+        tier.store.put_many([(key(1), value(1)), (key(2), value(2))])
+        with tier.outage():
+            assert tier.store.delete([key(1)]) == [None]
+        first, second = tier.store.delete([key(1), key(2)])
+        assert first is not None, "it may have been heard, though not answered"
+        assert second and tier.store.get_many([key(1), key(2)]) == [None, None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.contract.store_contract import StoreContract, Tier
-from tests.store.conftest import simulated, store_on, store_over, udp_sky
+from tests.store.conftest import cut_off, simulated, store_on, store_over, udp_sky
 
 from skymemory.protocol.pointing import ACCESS_MODES
 from skymemory.store.shared_index import SharedIndex
@@ -20,7 +20,10 @@ class TestSimulatedWithIndex(StoreContract):
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         sky, journal = simulated(), tmp_path / "index"
         store = store_over(sky, index=SharedIndex(journal, born=True))
-        yield Tier(store, pins=False, leases=False, another=lambda: store_over(sky, 2, SharedIndex(journal)))
+        yield Tier(
+            store, pins=False, leases=False, another=lambda: store_over(sky, 2, SharedIndex(journal)),
+            later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
+        )  # fmt: skip
         store.close()
 
 
@@ -37,7 +40,10 @@ class TestSimulatedWithoutIndex(StoreContract):
     def tier(self) -> Iterator[Tier]:
         sky = simulated()
         store = store_over(sky)
-        yield Tier(store, pins=False, leases=False, knows_absence=False, another=lambda: store_over(sky, 2))
+        yield Tier(
+            store, pins=False, leases=False, knows_absence=False, another=lambda: store_over(sky, 2),
+            later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
+        )  # fmt: skip
         store.close()
 
 

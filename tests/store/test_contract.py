@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.contract.evicting_contract import SIZE, EvictingContract
-from tests.contract.store_contract import StoreContract, Tier
+from tests.contract.store_contract import Clock, StoreContract, Tier
 
 from skymemory.store.memory import MemoryStore
 
@@ -14,8 +14,9 @@ from skymemory.store.memory import MemoryStore
 class TestMemory(StoreContract):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        store = MemoryStore(256_000)
-        yield Tier(store, budget_bytes=256_000)
+        clock = Clock()
+        store = MemoryStore(256_000, clock=clock)
+        yield Tier(store, budget_bytes=256_000, later=clock.later)
         store.close()
 
 

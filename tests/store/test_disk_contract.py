@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.contract.evicting_contract import SIZE, EvictingContract
-from tests.contract.store_contract import StoreContract, Tier, key, value
+from tests.contract.store_contract import Clock, StoreContract, Tier, key, value
 
 from skymemory.store.base import Presence
 from skymemory.store.disk.store import DiskStore
@@ -31,8 +31,9 @@ class TestDisk(StoreContract):
 class TestSyncedDisk(StoreContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        store = DiskStore(tmp_path / "disk", 256_000, sync="each")
-        yield Tier(store, budget_bytes=256_000)
+        clock = Clock()
+        store = DiskStore(tmp_path / "disk", 256_000, sync="each", clock=clock)
+        yield Tier(store, budget_bytes=256_000, later=clock.later)
         store.close()
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from tests.contract.store_contract import StoreContract, Tier, key, value
+from tests.contract.store_contract import Clock, StoreContract, Tier, key, value
 from tests.store.redis_server import RedisServer
 
 from skymemory.errors import InvalidInput, MissingExtra, ValueTooLarge
@@ -48,8 +48,20 @@ class TestRedis(StoreContract):
         raw = Link(shared_server.url, 2.0)
         raw.ask([pack(b"FLUSHALL")], 1)
         raw.close()
-        store = RedisStore(shared_server.url)
-        yield Tier(store, pins=False, leases=False, another=lambda: RedisStore(shared_server.url))
+        clock = Clock()
+        store = RedisStore(shared_server.url, timeout_s=0.5, clock=clock)
+
+        @contextmanager
+        def outage() -> Iterator[None]:
+            shared_server.process.send_signal(signal.SIGSTOP)
+            yield
+            shared_server.process.send_signal(signal.SIGCONT)
+            clock.later(5.0)  # it rests after a timeout
+
+        yield Tier(
+            store, pins=False, leases=False, another=lambda: RedisStore(shared_server.url), later=clock.later,
+            outage=outage,
+        )  # fmt: skip
         store.close()
 
 

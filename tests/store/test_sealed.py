@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.contract.store_contract import StoreContract, Tier
+from tests.contract.store_contract import Clock, StoreContract, Tier
 from tests.store.conftest import store_on, udp_sky
 
 from skymemory import open_store
@@ -34,8 +34,9 @@ def sealed(below, ring: KeyRing = RING, now_s: float = NOW_S) -> SealedStore:
 class TestSealedMemory(StoreContract):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        store = sealed(MemoryStore(256_000))
-        yield Tier(store)
+        clock = Clock()
+        store = sealed(MemoryStore(256_000, clock=clock))
+        yield Tier(store, later=clock.later)
         store.close()
 
 

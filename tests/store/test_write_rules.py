@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.contract.store_contract import StoreContract, Tier
-from tests.store.conftest import simulated, store_over, udp_store
+from tests.contract.store_contract import Clock, StoreContract, Tier
+from tests.store.conftest import cut_off, simulated, store_over, udp_store
 
 from skymemory.errors import InvalidInput
 from skymemory.store.admission import AdmittingStore, Sketch
@@ -31,16 +31,18 @@ class Everything(Sketch):
 class TestBehindAdmission(StoreContract):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        store = AdmittingStore(MemoryStore(256_000), Everything())
-        yield Tier(store, budget_bytes=256_000)
+        clock = Clock()
+        store = AdmittingStore(MemoryStore(256_000, clock=clock), Everything())
+        yield Tier(store, budget_bytes=256_000, later=clock.later)
         store.close()
 
 
 class TestBehindAQuota(StoreContract):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        store = TenantStore(MemoryStore(256_000), "a", 1 << 30)
-        yield Tier(store, budget_bytes=256_000)
+        clock = Clock()
+        store = TenantStore(MemoryStore(256_000, clock=clock), "a", 1 << 30)
+        yield Tier(store, budget_bytes=256_000, later=clock.later)
         store.close()
 
 
@@ -169,3 +171,38 @@ def _simulated_store():  # type: ignore[no-untyped-def]
     from contextlib import closing
 
     return closing(store_over(simulated(), index=SharedIndex()))
+
+
+def test_a_read_in_an_outage_does_not_double_a_quota() -> None:
+    sky = simulated()
+    tenant = TenantStore(store_over(sky, index=SharedIndex()), "a", 50_000)
+    keys = KEYS[:5]
+    assert tenant.put_many([(key, bytes(10_000)) for key in keys]) == [True] * 5
+    with cut_off(sky):
+        assert tenant.get_many(keys) == [None] * 5
+    assert tenant.used_bytes == 50_000, "what did not come is there all the same"
+    for key in KEYS[10:15]:
+        assert tenant.put_many([(key, bytes(10_000))]) == [True]
+    assert tenant.lookup(keys) == [Presence.MISS] * 5 and tenant.lookup(KEYS[10:15]) == [Presence.HIT] * 5
+
+
+def test_a_quota_counts_what_it_could_not_delete() -> None:
+    sky = simulated()
+    store = store_over(sky, index=SharedIndex())
+    tenant = TenantStore(store, "a", 50_000)
+    assert tenant.put_many([(key, bytes(10_000)) for key in KEYS[:5]]) == [True] * 5
+    with cut_off(sky):
+        assert tenant.put_many([(KEYS[9], bytes(10_000))]) == [False]
+        assert tenant.delete(KEYS[:1]) == [None] and tenant.used_bytes == 50_000
+    assert tenant.delete(KEYS[:1]) == [True] and tenant.used_bytes == 40_000
+    store.delete(KEYS[1:2])
+    assert tenant.delete(KEYS[1:2]) == [False] and tenant.used_bytes == 30_000, "it was gone already"
+
+
+def test_two_puts_at_once_leave_no_more_than_the_quota() -> None:
+    tenant = TenantStore(MemoryStore(), "a", 50_000)
+    first, second = (
+        tenant.prepare_store([(key, bytes(10_000)) for key in part]) for part in (KEYS[:4], KEYS[10:14])
+    )  # fmt: skip
+    assert tenant.complete_store(first) == [True] * 4 and tenant.complete_store(second) == [True] * 4
+    assert tenant.used_bytes <= 50_000 and tenant.prefix(KEYS[10:14]) == 4

@@ -10,7 +10,9 @@ from skymemory.errors import ValueTooLarge
 from skymemory.store.base import Buffer, Places, StoreTicket
 
 Items = Sequence[tuple[bytes, Buffer]]
-_Prepared = tuple[list[tuple[StoreTicket, list[int]]], dict[int, ValueTooLarge]]
+_Tickets = list[tuple[StoreTicket, list[int]]]
+_TooLarge = dict[int, ValueTooLarge]
+_Prepared = tuple[_Tickets, _TooLarge, list[int]]
 
 
 class TierWrite:
@@ -24,13 +26,17 @@ class TierWrite:
         """Whether the tier could be asked for room at all."""
         self.certain = False
         """Whether what ``end`` gave is the tier's own word on all of ``items``."""
-        self.too_large: dict[int, ValueTooLarge] = {}
-        self._tickets: list[tuple[StoreTicket, list[int]]] = []
+        self.too_large: _TooLarge = {}
+        self._tickets: _Tickets = []
+        self._left: list[int] = []
+        """Positions that the tier has not been asked for room for, because a larger one was too large."""
         self._call: Call[list[list[bool]]] | None = None
 
     @classmethod
     def prepare(cls, tier: Tier, items: Items, places: Places = ()) -> TierWrite:
-        """Set room aside for those of ``items`` that are not in doubt there."""
+        """Set room aside for those of ``items`` that are not in doubt there. Where the largest of them is too large
+        nothing is set aside yet, and nobody has gone for it (``prepare_rest``).
+        """
         self = cls(tier, items, places)
         keys = [key for key, _ in items]
         wanted = [at for at, key in enumerate(keys) if key not in tier.doubts]
@@ -39,8 +45,16 @@ class TierWrite:
         told = tier.ask(lambda: _prepare(tier, items, self._places, wanted))
         if told is not None:
             self.answered = True
-            self._tickets, self.too_large = told
+            self._tickets, self.too_large, self._left = told
         return self
+
+    def prepare_rest(self) -> None:
+        """Where one item was too large for the tier, room for the others."""
+        left, self._left = self._left, []
+        if left and (told := self.tier.ask(lambda: _prepare_rest(self.tier, self.items, self._places, left))):
+            tickets, too_large = told
+            self._tickets += tickets
+            self.too_large |= too_large
 
     def start(self) -> None:
         tickets, store = self._tickets, self.tier.store
@@ -72,21 +86,31 @@ class TierWrite:
 
 def _prepare(tier: Tier, items: Items, places: Places, wanted: list[int]) -> _Prepared:
     try:
-        return [(tier.store.prepare_store([items[at] for at in wanted], [places[at] for at in wanted]), wanted)], {}
-    except ValueTooLarge:
-        pass
-    tickets: list[tuple[StoreTicket, list[int]]] = []
-    too_large: dict[int, ValueTooLarge] = {}
-    for at in wanted:
-        try:
-            tickets.append((tier.store.prepare_store([items[at]], [places[at]]), [at]))
-        except ValueTooLarge as error:
-            too_large[at] = error
-    return tickets, too_large
+        ticket = tier.store.prepare_store([items[at] for at in wanted], [places[at] for at in wanted])
+        return [(ticket, wanted)], {}, []
+    except ValueTooLarge as error:
+        largest = _largest(items, wanted)
+        return [], {largest: error}, [at for at in wanted if at != largest]
+
+
+def _prepare_rest(tier: Tier, items: Items, places: Places, left: list[int]) -> tuple[_Tickets, _TooLarge]:
+    """Without the largest, as often as it is too large."""
+    too_large: _TooLarge = {}
+    while left:
+        tickets, more, left = _prepare(tier, items, places, left)
+        too_large |= more
+        if tickets:
+            return tickets, too_large
+    return [], too_large
+
+
+def _largest(items: Items, wanted: list[int]) -> int:
+    return max(wanted, key=lambda at: memoryview(items[at][1]).nbytes)
 
 
 def write(tier: Tier, items: Items, places: Places = ()) -> tuple[list[bool], bool]:
     """Both phases: per item whether it was stored, and whether all of that is certain (``TierWrite.certain``)."""
     one = TierWrite.prepare(tier, items, places)
+    one.prepare_rest()
     one.start()
     return one.end(), one.certain

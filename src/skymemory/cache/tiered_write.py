@@ -35,14 +35,26 @@ class TieredWrite:
         every = list(self._items.items())
         first = tiers[:1] if self._write_back else tiers
         self._writes = [self._prepare(tier, every) for tier in first]
-        if self._write_back and (oversize := [every[place] for place in self._writes[0].too_large]):
+        oversize = self._oversize(every) if self._write_back else []
+        if oversize:
             self._writes += [self._prepare(tier, oversize) for tier in tiers[1:]]
         self._refuse_what_fits_nowhere()
+        for write in self._writes:
+            write.prepare_rest()
+        if oversize and (more := [item for item in self._oversize(every) if item not in oversize]):
+            for write in [self._prepare(tier, more) for tier in tiers[1:]]:
+                write.prepare_rest()
+                self._writes.append(write)
+
+    def _oversize(self, every: Sequence[tuple[bytes, Buffer]]) -> list[tuple[bytes, Buffer]]:
+        """Those that are known to be too large for the nearest tier."""
+        return [every[place] for place in self._writes[0].too_large]
 
     def _prepare(self, tier: Tier, items: Sequence[tuple[bytes, Buffer]]) -> TierWrite:
         return TierWrite.prepare(tier, items, [self._places[key] for key, _ in items])
 
     def _refuse_what_fits_nowhere(self) -> None:
+        """Before room is set aside in a tier that cannot take all. What fits nowhere is the largest, or nothing is."""
         answered = [write for write in self._writes if write.answered]
         for write in answered:
             for place, error in write.too_large.items():
@@ -60,7 +72,10 @@ class TieredWrite:
             rest = [(key, value) for key, value in self._items.items() if key not in dirty]
             rest = [item for item in rest if not self._stored_below(item[0])]
             if rest:
-                self._run([self._prepare(tier, rest) for tier in self._tiers[1:]])
+                writes = [self._prepare(tier, rest) for tier in self._tiers[1:]]
+                for write in writes:
+                    write.prepare_rest()
+                self._run(writes)
                 taken = taken.union(*self._stored.values())
         for tier in self._tiers:
             outdated = taken - self._stored[tier.number]

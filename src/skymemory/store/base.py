@@ -15,6 +15,7 @@ hold for all of them:
   or evicted. ``release(ticket)`` says that the caller has copied what it needs: only then may the memory
   behind the views be used again.
 - **Values are copied.** After ``complete_store`` returns, the caller may change or free what it passed in.
+- **Nobody goes for what does not come.** Where room for a value cannot be made, nothing is evicted for it.
 - **A lease protects.** From ``prepare_load`` until ``complete_load`` (or ``release``, or the lease's end) the
   keys that were there are not evicted; nor are those being stored, between the two phases of a store.
 """

@@ -122,7 +122,8 @@ class ConstellationStore(TwoPhase):
         ticket.state = room
         outcomes, values = self._fetch(unique, room.data)
         seconds = self._driver.now_s() - started_s
-        reports = [self._key_report(outcomes.get(key)) for key in ticket.keys]
+        absent = KeyReport(reason="unreachable" if self._nobody_knows() else "absent")
+        reports = [self._key_report(outcomes[key]) if key in outcomes else absent for key in ticket.keys]
         ticket.report = LoadReport(tuple(reports), seconds)
         loaded_bytes = sum(len(value) for value in values.values())
         if loaded_bytes > 1 << 20 and seconds > 0:
@@ -175,9 +176,7 @@ class ConstellationStore(TwoPhase):
             self._counters.add("requests", outcome.report.requests)
         return {outcome.info.key: outcome for outcome in finished.values() if outcome.info is not None}
 
-    def _key_report(self, outcome: Finished | None) -> KeyReport:
-        if outcome is None:
-            return KeyReport(reason="absent")
+    def _key_report(self, outcome: Finished) -> KeyReport:
         report = outcome.report
         if outcome.ok:
             return KeyReport(self._name, report.value_bytes, report.seconds, report.retransmitted_chunks)
@@ -267,10 +266,13 @@ class ConstellationStore(TwoPhase):
         keys = self._check(keys)
         infos = self._catalog.find(keys)
         gone = self._upkeep.delete(list(infos.values()))
-        index = self._catalog.index
-        nobody_knows = self._driver.machine.breaker.is_open and (index is None or not index.complete)
-        absent = None if nobody_knows else False
+        absent = None if self._nobody_knows() else False
         return [(True if key in gone else None) if key in infos else absent for key in keys]
+
+    def _nobody_knows(self) -> bool:
+        """Whether what was not found may be there all the same: no satellite answers, and no index knows all."""
+        index = self._catalog.index
+        return self._driver.machine.breaker.is_open and (index is None or not index.complete)
 
     def synchronise(self) -> bool:
         """Ask satellites how far the box has moved (an operator may have pushed it); whether any answered."""

@@ -56,10 +56,23 @@ class TenantStore(Selecting):
                     victims.append(key)
                     excess_bytes -= size
             if victims:
-                self.delete(victims)
-                self._counters.add("evicted_for_quota", len(victims), self.tenant)
+                gone = sum(told is not None for told in self.delete(victims))
+                self._counters.add("evicted_for_quota", gone, self.tenant)
+            self._drop_what_is_over(chosen, sizes)
             self._counters.add("refused_for_quota", len(sizes) - len(chosen), self.tenant)
         return [key in chosen for key, _ in items]
+
+    def _drop_what_is_over(self, chosen: set[bytes], sizes: dict[bytes, int]) -> None:
+        """Where room could not be made, because nobody confirmed that the oldest are gone: the end of the chain stays
+        out.
+        """
+        own_bytes = sum(self._sizes.get(key, 0) for key in chosen)
+        total_bytes = self._used_bytes - own_bytes + sum(sizes[key] for key in chosen)
+        for key in reversed([key for key in sizes if key in chosen]):
+            if total_bytes <= self.quota_bytes:
+                return
+            chosen.discard(key)
+            total_bytes -= sizes[key] - self._sizes.get(key, 0)
 
     def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         with self._lock:
@@ -67,20 +80,36 @@ class TenantStore(Selecting):
                 self._forget([key])
                 self._sizes[key] = memoryview(value).nbytes
                 self._used_bytes += self._sizes[key]
+            new = {key for key, _ in items}
+            over = []
+            excess_bytes = self._used_bytes - self.quota_bytes  # two puts at once were chosen for the same room
+            for key, size in self._sizes.items():
+                if excess_bytes <= 0:
+                    break
+                if key not in new:
+                    over.append(key)
+                    excess_bytes -= size
+            if over:
+                self.delete(over)
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        """What the store says is absent is not counted any more. What it did not get may be there all the same."""
         values = self.store.complete_load(ticket)
+        told = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
-            self._forget([key for key, value in zip(ticket.keys, values, strict=True) if value is None])
+            self._forget([key for key, one in zip(ticket.keys, told, strict=False) if one.reason == "absent"])
             for key in reversed(ticket.keys):
                 if key in self._sizes:
                     self._sizes.move_to_end(key)
         return values
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """What is not confirmed to be gone is counted as before."""
+        keys = check_keys(keys)
         with self._lock:
-            self._forget(check_keys(keys))
-            return self.store.delete(keys)
+            told = self.store.delete(keys)
+            self._forget([key for key, gone in zip(keys, told, strict=True) if gone is not None])
+            return told
 
     def stats(self) -> dict[str, int | float]:
         own = {"tenant_used_bytes": self._used_bytes, "tenant_quota_bytes": self.quota_bytes}

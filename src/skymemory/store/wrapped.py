@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from skymemory.errors import InvalidInput
 from skymemory.store.base import (
     Buffer,
     LoadTicket,
@@ -70,12 +72,18 @@ class Wrapped(TwoPhase):
         self.store.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What a ticket of ours stands for: the store's own, and per item whether it is in that. Kept by the ticket alone,
+    so that one that nobody completes is let go with it.
+    """
+
+    inner: StoreTicket
+    chosen: list[bool]
+
+
 class Selecting(Wrapped):
     """Stores some of what it is offered: ``select`` says which. The rest comes back as not stored."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self._opened: dict[StoreTicket, tuple[StoreTicket, list[bool]]] = {}
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         """Whether each of these goes to the store behind."""
@@ -91,14 +99,15 @@ class Selecting(Wrapped):
             [item for item, go in zip(items, chosen, strict=True) if go],
             [place for place, go in zip(places, chosen, strict=True) if go],
         )
-        ticket = StoreTicket(tuple(items), inner.expires_s, places=places)
-        self._opened[ticket] = (inner, chosen)
-        return ticket
+        return StoreTicket(tuple(items), inner.expires_s, state=_Chosen(inner, chosen), places=places)
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
-        inner, chosen = self._opened.pop(ticket, (ticket, []))
+        state = ticket.state
+        if not isinstance(state, _Chosen):
+            raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
+        inner, ticket.state = state.inner, None
         outcomes = iter(self.store.complete_store(inner))
-        done = [go and next(outcomes) for go in chosen]
+        done = [go and next(outcomes) for go in state.chosen]
         ticket.seconds, ticket.state = inner.seconds, inner.state
         self.stored([item for item, ok in zip(ticket.items, done, strict=True) if ok])
         return done
