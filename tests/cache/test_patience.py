@@ -18,7 +18,7 @@ from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.manager import BlockCache
 from skymemory.cache.pace import ComputeRate, Pace
-from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, TierSettings
+from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, UNKNOWN_PATIENCE_S, WORTH_SHARE, TierSettings
 from skymemory.cache.tier_breaker import TierBreaker
 from skymemory.cache.tiers import TieredStore
 from skymemory.cache.usual import Usual
@@ -168,7 +168,9 @@ def test_worth_is_the_threads_own_and_ends_with_it() -> None:
 
 def test_the_usual_is_the_99th_percentile_of_calls_alike() -> None:
     usual = Usual()
-    assert usual.p99_s() is None
+    for _ in range(7):
+        assert usual.p99_s() is None
+        usual.took(0.0005)
     for at in range(100):
         usual.took(0.001 * (at + 1))
     assert usual.p99_s() == pytest.approx(0.099)
@@ -215,11 +217,14 @@ def test_patience_is_the_largest_of_three() -> None:
     tiers = TieredStore([(MemoryStore(name="near"), TierSettings(local=True)), (far, TierSettings())])
     tier = tiers.tiers[1]
     assert tier.deadline_s("load", 10) == 5.0, "nobody has said what it is worth"
-    with worth(4.0):
-        assert tier.deadline_s("load", 10) == pytest.approx(WORTH_SHARE * 4.0)
+    with worth(40.0):
+        assert tier.deadline_s("load", 10) == pytest.approx(WORTH_SHARE * 40.0)
     with worth(0.01):
+        assert tier.deadline_s("load") == UNKNOWN_PATIENCE_S and tier.deadline_s("ask") == 0.5
+        for _ in range(8):
+            tier._usual["ask"].took(0.001)
+            tier._usual["load"].took(0.3, 10)
         assert tier.deadline_s("ask") == LEAST_PATIENCE_S
-        tier._usual["load"].took(0.3, 10)
         assert tier.deadline_s("load", 10) == pytest.approx(TIMES_USUAL * 0.3)
         tier._usual["load"].took(30.0, 10)
         assert tier.deadline_s("load", 10) == 5.0, "never longer than its settings say"

@@ -20,7 +20,7 @@ from skymemory.cache.manager import TIER_FAILURES, BlockCache
 from skymemory.cache.pace import Pace
 from skymemory.cache.prompt_chunks import PromptChunk, cut_prompt
 from skymemory.cache.results import LoadResult
-from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, patience_s
+from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, UNKNOWN_PATIENCE_S, WORTH_SHARE, patience_s
 from skymemory.cache.tier_workers import Call, TierWorkers
 from skymemory.cache.usual import Usual
 from skymemory.cache.value import PAYLOAD_AT
@@ -182,7 +182,8 @@ class Cake:
         """
         if computing_s is None:
             return self.settings.patience_s(size_bytes)
-        usual_s = TIMES_USUAL * (self._usual_fetch.p99_s(size_bytes) or 0.0)
+        known_s = self._usual_fetch.p99_s(size_bytes)
+        usual_s = UNKNOWN_PATIENCE_S if known_s is None else TIMES_USUAL * known_s
         return min(
             self.settings.patience_s(size_bytes), max((1 + WORTH_SHARE) * computing_s, usual_s, LEAST_PATIENCE_S)
         )

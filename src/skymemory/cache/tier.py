@@ -30,6 +30,10 @@ from skymemory.store.patience import worth_s
 WORTH_SHARE = 0.1
 """Of what the caller would need without the tier, the part that may be lost by waiting for it in vain."""
 TIMES_USUAL = 2.0
+UNKNOWN_PATIENCE_S = 1.0
+"""For a tier of which too little is known to say what is usual: its first answers (a connection is made, nothing is
+warm) are worth waiting for, since they tell.
+"""
 LEAST_PATIENCE_S = 0.1
 """What a busy computer may take to wake a thread: less would measure the computer, not the tier."""
 
@@ -315,4 +319,6 @@ def patience_s(usual_s: float | None) -> float:
     needs_s = worth_s()
     if needs_s is None:
         return math.inf
-    return max(WORTH_SHARE * needs_s, TIMES_USUAL * (usual_s or 0.0), LEAST_PATIENCE_S)
+    return max(
+        WORTH_SHARE * needs_s, UNKNOWN_PATIENCE_S if usual_s is None else TIMES_USUAL * usual_s, LEAST_PATIENCE_S
+    )

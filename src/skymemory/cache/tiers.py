@@ -192,7 +192,7 @@ class TieredStore(TwoPhase):
         started_s = self._clock()
         if ticket.expires_s < started_s:
             return [False] * len(ticket.items)
-        with self._guard.changing([key for key, _ in ticket.items], patience_s(None)) as ours:
+        with self._guard.changing([key for key, _ in ticket.items], patience_s(0.0)) as ours:
             stored = state.complete() if ours else set[bytes]()
         self._outbound.poke()
         self._counters.add("stored_total", len(stored))
@@ -261,7 +261,7 @@ class TieredStore(TwoPhase):
             figures[f"{tier.name}_breaker_open"] = int(not tier.breaker.closed)
             figures[f"{tier.name}_breaker_opened_total"] = tier.breaker.times_opened
             figures[f"{tier.name}_keys_in_doubt"] = len(tier.doubts)
-            told = None if self._closed or not tier.breaker.closed else tier.ask(tier.store.stats)
+            told = None if self._closed or not tier.usable(()) else tier.ask(tier.store.stats)
             figures.update({f"{tier.name}_{name}": figure for name, figure in (told or {}).items()})
         return figures
 

@@ -1,7 +1,8 @@
 """Quota: so many bytes for one tenant; over them it evicts its own oldest values first, never another's.
 
 Tenants have keys of their own, because their salt is in the hash of every block: so a tenant's handle on a store sees
-all of its writes, and nobody else's. What it counts is the values that it stored and has not been told are gone.
+all of its writes, and nobody else's. What it counts is the values that it stored and has not been told are gone: a read
+that brings nothing in an outage, or a deletion that nobody confirmed, says nothing of the kind.
 """
 
 from __future__ import annotations
