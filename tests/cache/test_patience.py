@@ -25,7 +25,7 @@ from skymemory.cache.usual import Usual
 from skymemory.store.memory import MemoryStore
 from skymemory.store.patience import worth, worth_s
 
-SLACK_S = 0.25
+SLACK_S = 0.6
 """For a busy computer; all that is measured would be seconds without patience."""
 PROMPT_S = 1.0
 """What computing a prompt takes here."""
