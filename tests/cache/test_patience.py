@@ -25,8 +25,8 @@ from skymemory.cache.usual import Usual
 from skymemory.store.memory import MemoryStore
 from skymemory.store.patience import worth, worth_s
 
-SLACK_S = 0.6
-"""For a busy computer; all that is measured would be seconds without patience."""
+SLACK_S = 1.0
+"""For a busy computer; all that is measured would be many seconds without patience."""
 PROMPT_S = 1.0
 """What computing a prompt takes here."""
 
@@ -41,21 +41,33 @@ def hierarchy() -> Iterator[tuple[BlockCache, Hanging]]:
     far = Hanging(name="far")
     near = MemoryStore(name="near")
     tiers = TieredStore(
-        [(near, TierSettings(local=True)), (far, TierSettings(threads=4))], HierarchySettings(promote="never")
+        [(near, TierSettings(local=True)), (far, TierSettings(ask_deadline_s=5.0, threads=4))],
+        HierarchySettings(promote="never"),
     )
     cache = BlockCache(context(), LAYOUT, tiers)
-    tokens = prompts(1)[0]
-    cache.compute.took(1000 * len(tokens), 1000 * PROMPT_S)
     for prompt in prompts(12):
         cache.save(cache.hashes(prompt), range(6), Engine(prompt))
         near.delete(cache.hashes(prompt))
         assert load(cache, prompt)[0].hit_tokens == {"far": 23}
+    cache.compute.took(1000 * len(prompts(1)[0]), 1000 * PROMPT_S)
     try:
         yield cache, far
     finally:
         far.method = ""
         far.gate.set()
         tiers.close()
+
+
+def patience_s(cache: BlockCache) -> float:
+    """The longest that a call about a prompt may be waited for: on a busy computer twice the usual is the most."""
+    assert isinstance(cache.store, TieredStore)
+    with worth(PROMPT_S):
+        return max(cache.store.tiers[1].deadline_s(kind, 10_000) for kind in ("ask", "load", "store"))
+
+
+def waits_in_vain(cache: BlockCache) -> float:
+    """Calls that were given up."""
+    return cache.store.stats().get("tier_deadlines_total{far}", 0)
 
 
 @contextmanager
@@ -70,26 +82,23 @@ def timed() -> Iterator[list[float]]:
 def test_a_tier_that_hangs_is_waited_for_once_and_for_a_tenth_of_computing(method: str) -> None:
     with hierarchy() as (cache, far):
         far.method = method
-        every = prompts(12)
-        with timed() as first_s:
-            assert load(cache, every[0])[0].hit_tokens == {}
-        assert first_s[0] < WORTH_SHARE * PROMPT_S + SLACK_S
-        with timed() as others_s:
-            for prompt in every[1:]:
+        longest_s = patience_s(cache)
+        with timed() as took_s:
+            for prompt in prompts(12):
                 assert load(cache, prompt)[0].hit_tokens == {}
-        assert others_s[0] < SLACK_S, "nobody waits a second time"
+        assert waits_in_vain(cache) <= 2, "once, and perhaps once for a busy computer; not by each of the twelve"
+        assert took_s[0] < longest_s + SLACK_S
 
 
 def test_a_prompt_that_is_stored_waits_no_longer_than_it_is_worth() -> None:
     with hierarchy() as (cache, far):
         far.method = "complete_store"
         prompt = np.arange(50_000, 50_024)
+        longest_s = patience_s(cache)
         with timed() as took_s:
-            assert cache.save(cache.hashes(prompt), range(6), Engine(prompt))[0] == 6
-        assert took_s[0] < WORTH_SHARE * PROMPT_S + SLACK_S
-        with timed() as again_s:
-            cache.save(cache.hashes(prompt), range(6), Engine(prompt))
-        assert again_s[0] < SLACK_S
+            for _ in range(5):
+                assert cache.save(cache.hashes(prompt), range(6), Engine(prompt))[0] == 6
+        assert waits_in_vain(cache) <= 2 and took_s[0] < longest_s + SLACK_S
 
 
 def test_a_tier_that_answers_late_is_used_again_as_soon_as_it_has() -> None:
@@ -127,10 +136,9 @@ def test_the_first_prompt_of_all_waits_for_one_question_at_most() -> None:
     tiers = TieredStore([(MemoryStore(name="near"), TierSettings(local=True)), (far, TierSettings())])
     cache = BlockCache(context(), LAYOUT, tiers)
     far.method = "prefix"
-    with timed() as took_s:
-        for prompt in prompts(5):
-            assert load(cache, prompt)[0].hit_tokens == {}
-    assert took_s[0] < TierSettings().ask_deadline_s + SLACK_S
+    for prompt in prompts(5):
+        assert load(cache, prompt)[0].hit_tokens == {}
+    assert waits_in_vain(cache) == 1
     far.gate.set()
     tiers.close()
 
