@@ -84,7 +84,7 @@ test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## metrics, events and rout
 fuzz: $(VENV)/.installed-dev ## a million hostile inputs and every property, drawn anew, about six minutes (ARGS="--inputs 200000 --seed 1")
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-soak: $(VENV)/.installed-dev ## 30 days in virtual time, about 40 minutes (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP)
+soak: $(VENV)/.installed-dev ## 30 days in virtual time, about 40 minutes (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP; ARGS="--real --cause pause": an overload)
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 mutants: $(VENV)/.installed-dev ## seeded faults, and whether the tests notice: about 15 minutes (ARGS="--sample 20 --only protocol")

@@ -11,6 +11,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
 from skymemory.protocol.client import Finished
 from skymemory.protocol.messages import pack_moves, unpack_housekeeping
+from skymemory.protocol.whereabouts import MOST_PUSHED, MOST_PUSHED_AT_ONCE
 from skymemory.protocol.wire import Op
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.wiring import control_client, worst_round_trip_s
@@ -18,7 +19,7 @@ from skymemory.transport.udp_client import UdpClient
 
 PATIENCE_S = 1.0
 FAULTY_ROUNDS = 5
-MAX_MOVES = 10_000
+MAX_MOVES = MOST_PUSHED_AT_ONCE
 _SETTLE_POLL_S = 0.05
 _SETTLED_POLLS = 3
 
@@ -146,6 +147,8 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
         before = _ping(client, satellites)
         moves_before = pushed_moves(before.values())
         moves_after = (moves_before[0] + slot_moves, moves_before[1] + plane_moves)
+        if max(map(abs, moves_after)) > MOST_PUSHED:
+            raise InvalidInput(f"pushed moves {moves_after}: satellites take {MOST_PUSHED} in all, so move back first")
         living = [satellite for satellite in satellites if before[satellite] is not None]
         answers = _ask_all(client, Op.ADVANCE, pack_moves(*moves_after), living)
         acknowledged = sum(answer is not None for answer in answers.values())

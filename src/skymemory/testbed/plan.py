@@ -18,6 +18,7 @@ from skymemory.errors import InvalidInput
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import check_servers, layout, parse_strategy
 from skymemory.protocol.pointing import ACCESS_MODES as ACCESS_MODES
+from skymemory.protocol.whereabouts import MOST_PUSHED
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
 from skymemory.testbed.ground import Ground
 from skymemory.testbed.memory_policy import MemoryPolicy
@@ -28,7 +29,7 @@ DEFAULT_BASE_PORT = 26_000
 """Below the range from which kernels take ports for clients (32768 and up on Linux)."""
 DEFAULT_MEMORY_BYTES = 64 * 2**20
 MAX_PORT = 65_535
-MAX_PUSHED_MOVES = 1_000_000
+MAX_PUSHED_MOVES = MOST_PUSHED
 
 
 def _require(holds: bool, message: str) -> None:

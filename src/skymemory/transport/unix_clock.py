@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+_RUNNING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _STEP_S = 1.0
 """A wall clock further ahead than this was set; what is less is its drift, and its correction."""
 
@@ -20,9 +21,7 @@ def wall_s() -> float:
 
 def running_s() -> float:
     """Seconds that passed since some time in the past, also those in a suspend."""
-    if hasattr(time, "CLOCK_BOOTTIME"):
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.monotonic()
+    return time.clock_gettime(_RUNNING)
 
 
 class UnixClock:
