@@ -111,6 +111,16 @@ def test_declarations_grow_old_and_newer_ones_replace_older():
     assert state.clear and not state.declared() and state.next_expiry_s == math.inf
 
 
+def test_a_link_that_one_end_declares_down_is_down_both_ways():
+    torus, here = Torus(5, 19), SatelliteId(2, 9)
+    for bit, neighbour in enumerate(torus.neighbours(here)):
+        links = LinkState(torus)
+        assert links.learn(Declaration(here, 1 << bit, 1_000_000), 1000.0)
+        assert not links.is_up(here, neighbour) and not links.is_up(neighbour, here)
+        assert links.learn(Declaration(here, 0, 1_000_001), 1000.0)
+        assert links.is_up(here, neighbour) and links.is_up(neighbour, here)
+
+
 def test_a_repeated_declaration_leaves_known_ways_known():
     """All are repeated each minute: the ways are searched for anew only where something has changed."""
     torus, here, there = Torus(5, 19), SatelliteId(1, 1), SatelliteId(3, 4)

@@ -53,6 +53,22 @@ def test_a_policy_does_what_its_naive_twin_does(name, steps):
         assert policy.victim() == twin.victim(set(twin.order()) - held)
 
 
+def test_arc_gives_room_back_to_what_was_seen_again():
+    """Of a key seen once that comes back it learns that those seen once need room; of one seen again, the other."""
+    policy = policy_named("arc", depth_of)
+    once, again, other = (bytes([number]) * 32 for number in range(3))
+    for key in (once, again, other):
+        policy.noted(key)
+    policy.gone(once, evicted=True)
+    policy.noted(once)
+    assert policy.victim() == again, "of the two that were seen once"
+    policy.used(again)
+    assert policy.victim() == once, "one seen once has its room now"
+    policy.gone(again, evicted=True)
+    policy.noted(again)
+    assert policy.victim() == other
+
+
 def test_lfu_never_ages_and_lfuda_does():
     """What was asked for twice long ago goes before a newcomer only where the evicted have raised the age."""
     orders = {}

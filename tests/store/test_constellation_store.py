@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from skymemory.protocol.messages import pack_moves
 from skymemory.protocol.wire import Op
 from skymemory.store.base import ABANDONED_S, LEASE_S, Presence
 from skymemory.store.constellation import ConstellationStore
-from skymemory.store.named import get_named, put_named
+from skymemory.store.named import get_named, named_key, put_named
 from skymemory.store.shared_index import SharedIndex
 from skymemory.transport.simulated import SimulatedConstellation
 
@@ -176,6 +177,28 @@ def test_a_writer_with_chunks_of_another_size_is_read_by_the_index(chunk_bytes: 
     items = list(zip(KEYS, values, strict=False))
     assert all(store_over(sky, 1, index, chunk_bytes=chunk_bytes).put_many(items))
     assert same(store_over(sky, 2, index).get_many(KEYS[: len(items)]), values)
+
+
+def test_an_entry_is_switched_only_while_it_is_what_was_copied() -> None:
+    store = store_over(simulated(), index=SharedIndex())
+    store.put_many(ITEMS[:1])
+    catalog = store._catalog
+    old = catalog.settled(KEYS[:1])[KEYS[0]]
+    store.put_many([(KEYS[0], VALUES[1])])
+    latest = catalog.settled(KEYS[:1])
+    assert not catalog.switch(old, replace(old, set_moves=(9, 9)), 0.0) and catalog.settled(KEYS[:1]) == latest
+    assert catalog.switch(latest[KEYS[0]], replace(latest[KEYS[0]], set_moves=(9, 9)), 0.0)
+    assert catalog.settled(KEYS[:1])[KEYS[0]].set_moves == (9, 9)
+
+
+def test_a_value_under_another_name_is_foreign() -> None:
+    store = store_over(simulated(), index=SharedIndex())
+    put_named(store, "mine", b"data")
+    stored = store.get_many([named_key("mine")])[0]
+    assert stored is not None
+    store.put_many([(named_key("yours"), bytes(stored))])
+    assert get_named(store, "mine").value == b"data"
+    assert get_named(store, "yours").value is None and "foreign" in get_named(store, "yours").reason
 
 
 def test_buffers_are_used_again_only_after_release() -> None:

@@ -188,6 +188,16 @@ def test_room_that_cannot_be_made_costs_nobody_anything() -> None:
     assert store.prefix(CHAINS[2]) == 1
 
 
+def test_of_keys_that_are_used_together_the_first_is_the_most_recent() -> None:
+    """In one order for all: in memory it is that of the policy, on a disk that of the files' times."""
+    shelf = Shelf(BUDGET_BYTES, 0, "lru")
+    keys = [bytes([number]) * 32 for number in range(3)]
+    for one in keys:
+        shelf.put(one, 10)
+    assert shelf.use(keys[:2]) == [keys[1], keys[0]]
+    assert shelf._policy.order() == [keys[2], keys[1], keys[0]]
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(InvalidInput, match="lru, lfu, lfuda, length, arc, lrfu"):
         MemoryStore(1000, policy="fifo")

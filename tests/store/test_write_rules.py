@@ -56,6 +56,13 @@ def test_the_second_sighting_stores() -> None:
     assert store.put_many([(shared[0], b"new")]) == [True] and bytes(store.get_many(shared[:1])[0] or b"") == b"new"
 
 
+def test_what_is_there_already_is_written_over_at_its_first_offer() -> None:
+    """Else the old value would be what is read."""
+    behind, one = MemoryStore(), bytes(range(32))
+    behind.put_many([(one, b"old")])
+    assert AdmittingStore(behind).put_many([(one, b"new")]) == [True] and behind.get_many([one]) == [b"new"]
+
+
 def test_a_sketch_forgets_in_time_and_seldom_errs() -> None:
     sketch = Sketch(1000)
     fresh = [random.Random(number).randbytes(32) for number in range(10_000, 14_000)]
