@@ -35,6 +35,8 @@ class Tier:
     pins: bool = True
     leases: bool = True
     """Loads and stores that are open hold off eviction."""
+    flood_bytes: int | None = None
+    """So many bytes of small values displace all that was there, where the store has no exact budget."""
     knows_absence: bool = True
     """It need not ask anybody to know that a key is absent."""
     sizes: tuple[int, ...] = (0, 1, 100, 6144, 6145, 40_000)
@@ -316,6 +318,21 @@ class StoreContract:
         assert tier.store.put_many([(key(3), value(3, size))]) == [False]
         assert [bytes(v) for v in tier.store.complete_load(lease) if v is not None] == [value(1, size), value(2, size)]
         assert tier.store.put_many([(key(3), value(3, size))]) == [True]
+
+    def test_what_a_load_has_leased_outlives_a_flood(self, tier: Tier) -> None:
+        flood_bytes = tier.flood_bytes or tier.budget_bytes
+        if flood_bytes is None or not tier.leases:
+            pytest.skip("no leases, or more room than a test can fill")
+        store, size = tier.store, flood_bytes // 20
+        for number in range(1, 5):
+            assert store.put_many([(key(number), value(number, size))]) == [True]
+        lease = store.prepare_load([key(1), key(2)])
+        for number in range(10, 50):
+            assert store.put_many([(key(number), value(number, size))]) == [True]
+        loaded = [None if found is None else bytes(found) for found in store.complete_load(lease)]
+        assert loaded == [value(1, size), value(2, size)]
+        assert store.get_many([key(3), key(4)]) == [None, None], "the flood did displace what was not leased"
+        store.release(lease)
 
     def test_a_pin_protects_until_it_is_taken_out(self, tier: Tier) -> None:
         if not tier.pins or tier.budget_bytes is None:

@@ -373,6 +373,47 @@ def test_no_more_than_its_share_of_the_memory_is_pinned(world, value_of):
     assert retain(sky, Retain.PIN, 60.0, "never stored", SatelliteId(2, 9)) == [Kept.ABSENT]
 
 
+def lease(sky: World, name: str, info, ttl_s: float = 30.0) -> None:
+    """As a client does ahead of a read: nobody answers."""
+    for satellite in dict.fromkeys(sky.sim.sky.servers_at(info.strategy, info.servers, info.set_moves, info.set_moves)):
+        body = pack_retain(Retain.LEASE, sky.sim.now_s + ttl_s, [key_of(name)])
+        sky.host.machine.cancel(sky.host.machine.ask(Op.RETAIN, body, satellite, sky.sim.now_s))
+    sky.host.run(())
+    sky.sim.settle(sky.sim.now_s + 0.1)
+
+
+def flood(sky: World, value_of, name: str) -> None:
+    for number in range(30):
+        sky.put(f"{name}{number}", value_of(9_000, number), 1000)
+
+
+@pytest.mark.parametrize("end", ["read", "time", "never"])
+def test_a_lease_holds_until_the_reader_has_it_or_its_time_is_over(world, value_of, end):
+    sky = world(memory_bytes=24 * 1072, replacement="lru")
+    values, infos = fill(sky, 2, value_of)
+    lease(sky, "v0", infos["v0"])
+    if end == "time":
+        sky.sim.settle(sky.sim.now_s + 31.0)
+    if end == "read":
+        assert sky.get(infos["v0"])[0].ok
+    flood(sky, value_of, "other")
+    read, out = sky.get(infos["v0"])
+    assert read.ok == (end == "never") and (not read.ok or out == values["v0"])
+    assert not sky.get(infos["v1"])[0].ok
+    assert all(machine.store.held_bytes == 0 for machine in sky.sim.satellites.values())
+
+
+def test_a_quarter_of_the_memory_is_leased_and_pins_have_their_own(world, value_of):
+    sky = world(memory_bytes=20 * 1072)
+    _, infos = fill(sky, 9, value_of, size=19_900)
+    for name in list(infos)[:6]:
+        lease(sky, name, infos[name])
+    held = {machine.store.held_bytes for machine in sky.sim.satellites.values()} - {0}
+    assert held and max(held) <= 20 * 1072 // 4
+    assert sky.counted("leases_refused") >= 10
+    assert [everywhere(sky, Retain.PIN, 60.0, name, infos[name]) for name in list(infos)[:5]] == [{Kept.DONE}] * 5
+
+
 def test_what_expires_goes_at_its_time_wherever_it_is_then(world, value_of):
     sky = world()
     _, infos = fill(sky, 3, value_of)

@@ -47,6 +47,16 @@ class TestSimulatedWithoutIndex(StoreContract):
         store.close()
 
 
+class TestSimulatedWithLittleMemory(StoreContract):
+    """Ten satellites of 128 KiB: loads are leased there, too."""
+
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        store = store_over(simulated(memory_bytes=128 << 10), index=SharedIndex())
+        yield Tier(store, pins=False, flood_bytes=10 * 128 << 10)
+        store.close()
+
+
 class TestUdpWithIndexFile(StoreContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:

@@ -15,6 +15,7 @@ from skymemory.protocol.messages import KEY_BYTES, Packet
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.share import Chunk, Share
+from skymemory.protocol.space_packet import COMMAND_BYTES
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
     FLAG_SETTLED,
@@ -33,6 +34,7 @@ header that brought them, and the time.
 OpenedRun = tuple[list[int], list[Chunk], int]
 """Indices, chunks, and what they count in memory."""
 
+_GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _JOURNEY_BYTES = 20
 """Of the SKY header: version, operation, flags, status, addresses, ground host and request id."""
 
@@ -69,6 +71,8 @@ class ChunkService:
         self._unanswered: dict[bytes, _Request] = {}
         self.on_set: Callable[[bytes], None] | None = None
         """Told of each key that a writer (not a handover) stored chunks of."""
+        self.on_served: Callable[[bytes, int], None] | None = None
+        """Told of each key that a ground host, by its number, was sent chunks of."""
 
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
         """SET and MIGRATE, as ``native.open_runs`` took them apart; ``start`` is where the SKY header begins."""
@@ -169,7 +173,7 @@ class ChunkService:
         if found is None:
             return None
         key, batch = found
-        self.served(key, batch.count)
+        self.served(key, batch.count, int.from_bytes(view[_GROUND], "big"))
         return batch
 
     @property
@@ -187,8 +191,10 @@ class ChunkService:
         self._store.added(key, chunks - replaced, added_bytes, replaced_bytes)
         self._count(PutOutcome(True, replaced), Op.SET, chunks, key)
 
-    def served(self, key: bytes, chunks: int) -> None:
-        """So many chunks of this key, which is here, were sent to whoever asked for them."""
+    def served(self, key: bytes, chunks: int, ground: int) -> None:
+        """So many chunks of this key, which is here, were sent to the ground host that asked for them."""
+        if self.on_served is not None:
+            self.on_served(key, ground)
         self._store.touch(key)
         self._counters.add("chunks_served", chunks)
 
@@ -199,6 +205,8 @@ class ChunkService:
         chunks, missing = self._store.get_run(selection.key, indices)
         if chunks:
             self._counters.add("chunks_served", len(chunks))
+            if self.on_served is not None:
+                self.on_served(selection.key, packet.header.ground)
             self._departures.reply_chunks(packet.header, chunks, now_s)
         if missing:
             self._counters.add("chunks_missed", len(missing))

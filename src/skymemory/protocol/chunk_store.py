@@ -44,6 +44,8 @@ class ChunkStore:
         """A shielded key that grows beyond what all of them may have is shielded no longer."""
         self.unshielded: Callable[[bytes], None] | None = None
         """Told of each key that lost its shield by growing."""
+        self.held_bytes = 0
+        """What held keys have; none is shielded."""
         self.ledger = Ledger()
         self.evicted: dict[bytes, bytes] | None = None
         """Where somebody set a dictionary: keys that lost chunks to eviction and were not stored since, with the packed
@@ -56,6 +58,7 @@ class ChunkStore:
         self._shares: dict[bytes, Share] = {}
         self._replacement: Replacement = replacement if replacement is not None else LeastRecentlyUsed()
         self._shielded: set[bytes] = set()
+        self._held: set[bytes] = set()
         self._ordered = OrderedKeys()
         self._count = 0
 
@@ -102,6 +105,25 @@ class ChunkStore:
     def is_shielded(self, key: bytes) -> bool:
         return key in self._shielded
 
+    def hold(self, key: bytes) -> None:
+        """The key, which is here and not shielded, is not evicted until it is freed; uses of it count as ever."""
+        if key not in self._held:
+            self._held.add(key)
+            self.held_bytes += self.share_bytes(key)
+            self._replacement.hold(key)
+
+    def free(self, key: bytes) -> None:
+        """The key may be evicted again, by the rank that it has now."""
+        if key in self._held:
+            self._held.discard(key)
+            self.held_bytes -= self.share_bytes(key)
+            self._replacement.free(key)
+
+    def _kept_beside(self, key: bytes) -> int:
+        """What other keys have that is not evicted, in bytes."""
+        own_bytes = self.share_bytes(key) if key in self._shielded or key in self._held else 0
+        return self.shielded_bytes + self.held_bytes - own_bytes
+
     def share_bytes(self, key: bytes) -> int:
         """What the chunks of ``key`` that are here count in memory."""
         return size_bytes_of(self._shares.get(key, {}))
@@ -111,6 +133,8 @@ class ChunkStore:
         self.used_bytes += size_bytes
         if key in self._shielded:
             self.shielded_bytes += size_bytes
+        if key in self._held:
+            self.held_bytes += size_bytes
 
     def _came(self, key: bytes, size_bytes: int) -> None:
         """``_grow`` by chunks that came."""
@@ -178,8 +202,7 @@ class ChunkStore:
         old = [share[index] for index in indices if index in share] if share else []
         outcome = PutOutcome(stored=True, replaced=len(old))
         if self.used_bytes + size_bytes > self.limit_bytes:
-            own_bytes = 0 if key in self._shielded else size_bytes_of(share)
-            if old or own_bytes + self.shielded_bytes + size_bytes > self.limit_bytes:
+            if old or size_bytes_of(share) + self._kept_beside(key) + size_bytes > self.limit_bytes:
                 return None
             if not self._has_room((key, indices[0]), chunks[0][0], len(chunks[0][1]) + CHUNK_REF_BYTES):
                 return None
@@ -220,8 +243,7 @@ class ChunkStore:
             for at, (its_ref, payload) in share.items()
             if at != index and its_ref[_VERSION] == packed[_VERSION]
         }
-        others_bytes = self.shielded_bytes - (self.share_bytes(key) if key in self._shielded else 0)
-        return others_bytes + sum(same.values()) + size_bytes + _coming_bytes(ref, same) <= self.limit_bytes
+        return self._kept_beside(key) + sum(same.values()) + size_bytes + _coming_bytes(ref, same) <= self.limit_bytes
 
     def _victim(self, key: bytes, ref: bytes) -> ChunkName:
         """What goes next to make room for a chunk of ``key``: never a chunk of the same value. There is one, as
@@ -293,6 +315,7 @@ class ChunkStore:
             del self._shares[key]
             self._ordered.remove(key)
             self._shielded.discard(key)
+            self._held.discard(key)
             self._replacement.gone(key, evicted)
             if self.gone is not None:
                 self.gone(key)

@@ -78,7 +78,7 @@ class PlainCases:
         for op, key, ground, endpoint, chunks, replaced, replaced_bytes, added_bytes, _ in served:
             self._router.remember(ground, endpoint)
             if op == Op.GET:
-                self._chunks.served(key, chunks)
+                self._chunks.served(key, chunks, ground)
                 self._departures.sent(chunks)
                 packets += 1
             else:

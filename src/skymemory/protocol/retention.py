@@ -26,6 +26,9 @@ _RETAIN = struct.Struct(">HBBQ")
 _MOST_EXPIRIES = 1 << 16
 _REPEAT_S = 0.25
 _MOST_ATTEMPTS = 8
+_LEASE_SHARE = 0.25
+"""Of the memory: the most that may be leased, beside what is pinned."""
+_LONGEST_LEASE_S = 60.0
 _LATEST_S = 1e12
 """Later times are this one, some 30,000 years on."""
 
@@ -39,6 +42,8 @@ class Retain(IntEnum):
     """Not evicted until then; a time that has passed takes the pin out."""
     EXPIRE = 2
     """Forgotten then, pinned or not; a time of 0 means never. A later SET means never, too."""
+    LEASE = 3
+    """Not evicted until then, or until the ground host that asks has got chunks of it. Not answered."""
 
 
 class Kept(IntEnum):
@@ -62,7 +67,7 @@ def unpack_retain(body: Buffer) -> tuple[Retain, float, list[bytes]]:
     if len(body) < _RETAIN.size:
         raise MalformedPacket(f"RETAIN of {len(body)} bytes: expected {_RETAIN.size} and keys")
     count, what, _, until_ms = _RETAIN.unpack_from(body)
-    if not 1 <= count <= MAX_KEYS_PER_PACKET or len(body) != _RETAIN.size + count * KEY_BYTES or what > Retain.EXPIRE:
+    if not 1 <= count <= MAX_KEYS_PER_PACKET or len(body) != _RETAIN.size + count * KEY_BYTES or what > Retain.LEASE:
         raise MalformedPacket(f"RETAIN {what} of {count} keys in {len(body)} bytes")
     keys = [bytes(body[at : at + KEY_BYTES]) for at in range(_RETAIN.size, len(body), KEY_BYTES)]
     return Retain(what), until_ms / 1000, keys
@@ -96,6 +101,9 @@ class Retention:
         self._pin_bytes = int(store.limit_bytes * pin_share)
         self._pins: dict[bytes, float] = {}
         self._expiries: dict[bytes, float] = {}
+        self._leases: dict[bytes, dict[int, float]] = {}
+        """Of each key the ground hosts that are about to read it, and until when."""
+        self._lease_bytes = int(store.limit_bytes * _LEASE_SHARE)
         self._next_s = math.inf
         self._handed: dict[int, _Handed] = {}
         """By request id, the next to be repeated first."""
@@ -118,11 +126,41 @@ class Retention:
             for key in reversed(keys):
                 self._store.refresh(key)
             return
+        if what is Retain.LEASE:
+            for key in keys:
+                if key in self._store.shares:
+                    self._lease(key, packet.header.ground, min(until_s, now_s + _LONGEST_LEASE_S), now_s)
+            return
         promise = self._pin if what is Retain.PIN else self._expire
         outcomes = [promise(key, until_s, now_s) if key in self._store.shares else Kept.ABSENT for key in keys]
         self._departures.reply(packet.header, Op.RETAINED, pack_retained(outcomes), now_s)
 
+    def _lease(self, key: bytes, ground: int, until_s: float, now_s: float) -> None:
+        if until_s <= now_s:
+            return
+        if self._store.is_shielded(key):
+            return
+        if key not in self._leases:
+            if self._store.held_bytes + self._store.share_bytes(key) > self._lease_bytes:
+                self._counters.add("leases_refused")
+                return
+            self._store.hold(key)
+        holders = self._leases.setdefault(key, {})
+        holders[ground] = max(until_s, holders.get(ground, 0.0))
+        self._next_s = min(self._next_s, until_s)
+
+    def served(self, key: bytes, ground: int) -> None:
+        """This ground host has got chunks of the key: its lease has done its work."""
+        holders = self._leases.get(key) if self._leases else None
+        if holders is not None and holders.pop(ground, None) is not None and not holders:
+            self._end_lease(key)
+
+    def _end_lease(self, key: bytes) -> None:
+        if self._leases.pop(key, None) is not None:
+            self._store.free(key)
+
     def _pin(self, key: bytes, until_s: float, now_s: float) -> Kept:
+        self._end_lease(key)
         if until_s <= now_s:
             self._pins.pop(key, None)
             self._store.unshield(key)
@@ -164,6 +202,7 @@ class Retention:
         """
         self._pins.pop(key, None)
         self._expiries.pop(key, None)
+        self._end_lease(key)
 
     def handle_timer(self, now_s: float) -> None:
         if now_s >= self._next_s:
@@ -172,7 +211,12 @@ class Retention:
                 self._store.unshield(key)
             for key in [key for key, until_s in self._expiries.items() if until_s <= now_s]:
                 self._forget(key)
-            self._next_s = min([*self._pins.values(), *self._expiries.values()], default=math.inf)
+            for key, holders in list(self._leases.items()):
+                self._leases[key] = left = {ground: until_s for ground, until_s in holders.items() if until_s > now_s}
+                if not left:
+                    self._end_lease(key)
+            leases = [until_s for holders in self._leases.values() for until_s in holders.values()]
+            self._next_s = min([*self._pins.values(), *self._expiries.values(), *leases], default=math.inf)
         while self._handed and (number := next(iter(self._handed))) and self._handed[number].due_s <= now_s:
             self._repeat(number, now_s)
 
@@ -187,6 +231,9 @@ class Retention:
             until_s = promises.get(key)
             if until_s is not None and (what is Retain.EXPIRE or self._store.is_shielded(key)):
                 self._hand(there, pack_retain(what, until_s, [key]), now_s)
+        if key in self._leases:
+            until_s = max(self._leases[key].values())
+            self._departures.command(Op.RETAIN, there, 0, pack_retain(Retain.LEASE, until_s, [key]), now_s)
 
     def _hand(self, there: SatelliteId, body: bytes, now_s: float) -> None:
         if (there, body) in self._awaited:

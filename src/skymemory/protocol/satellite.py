@@ -102,6 +102,7 @@ class SatelliteMachine:
             self.counters,
         )  # fmt: skip
         self._chunks.on_set = self._forgetting.stored
+        self._chunks.on_served = self._forgetting.retention.served
         self._plain = PlainCases(self._address, self._chunks, self._departures, self._router, self._gate)
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict, Op.LIST: self._chunks.list,

@@ -17,7 +17,9 @@ hold for all of them:
 - **Values are copied.** After ``complete_store`` returns, the caller may change or free what it passed in.
 - **Nobody goes for what does not come.** Where room for a value cannot be made, nothing is evicted for it.
 - **A lease protects.** From ``prepare_load`` until ``complete_load`` (or ``release``, or the lease's end) the
-  keys that were there are not evicted; nor are those being stored, between the two phases of a store.
+  keys that were there are not evicted; nor are those being stored, between the two phases of a store. Two tiers
+  promise less. Redis evicts by its own rules and leases nothing. Satellites are told of the lease without an answer and
+  lease a quarter of their memory: what does not fit, or was not heard, may go. For both it is a miss.
 """
 
 from __future__ import annotations

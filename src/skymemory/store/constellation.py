@@ -108,6 +108,18 @@ class ConstellationStore(TwoPhase):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        """The lease is told to the satellites ahead of the read, for what is known here to be there; one that does not
+        hear it, or has leased its share already, may evict. It ends when the chunks are served.
+        """
+        ticket = self._begin_load(keys)
+        self._upkeep.lease(list(self._catalog.settled(ticket.keys).values()), ticket.expires_s)
+        return ticket
+
+    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        """Both phases at once: there is nothing to protect in between."""
+        return self.complete_load(self._begin_load(keys))
+
+    def _begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = LoadTicket(self._check(keys), self._driver.now_s() + LEASE_S)
         self._loads.add(ticket, self._driver.now_s())
         return ticket

@@ -125,14 +125,20 @@ class Upkeep:
         self._touch(self._catalog.before(key))
 
     def _touch(self, infos: Sequence[ValueInfo]) -> None:
+        self._hint(Retain.TOUCH, 0.0, list(reversed(self._pages(infos, nearby=False))))
+
+    def _hint(self, what: Retain, until_s: float, pages: Sequence[tuple[SatelliteId, list[bytes]]]) -> None:
         machine, now_s = self._driver.machine, self._driver.now_s()
-        pages = self._pages(infos, nearby=False)
         if not pages:
             return
         with self._driver.lock:
-            for satellite, page in reversed(pages):
-                machine.cancel(machine.ask(Op.RETAIN, pack_retain(Retain.TOUCH, 0, page), satellite, now_s))
+            for satellite, page in pages:
+                machine.cancel(machine.ask(Op.RETAIN, pack_retain(what, until_s, page), satellite, now_s))
             self._driver.run(())
+
+    def lease(self, infos: Sequence[ValueInfo], until_s: float) -> None:
+        """Not to be evicted until then, or until we have read them. Sent ahead of the read; nobody answers."""
+        self._hint(Retain.LEASE, until_s, self._pages(infos, nearby=False))
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Pin for so long (0: no more). A value that some satellite cannot pin is not left pinned on the others."""
