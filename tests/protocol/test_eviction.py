@@ -314,7 +314,7 @@ def test_regions_wrap_and_may_be_wider_than_the_torus():
     ("body", "unpack"),
     [
         (b"", Notice.unpack), (bytes(24), Notice.unpack), (bytes(23) + b"\1", Notice.unpack), (b"", unpack_retain),
-        (b"\0\1\3\0" + bytes(40), unpack_retain), (b"\0\2\1\0" + bytes(40), unpack_retain), (b"", unpack_retained),
+        (b"\0\1\4\0" + bytes(40), unpack_retain), (b"\0\2\1\0" + bytes(40), unpack_retain), (b"", unpack_retained),
         (b"", unpack_dead), (b"\0\1\0\0" + bytes(43), unpack_dead), (b"\0\0\0\0", unpack_dead),
         (b"\0\1\0\0\3", unpack_retained), (b"\0\2\0\0\1", unpack_retained),
     ],
