@@ -114,3 +114,13 @@ def test_acknowledgements_of_nothing_change_nothing():
     assert handover.acknowledged(7, names(3), 0.0) == 0
     handover.refused(7, 0.0)
     assert handover.idle and handover.next_timer_s() is None
+
+
+def test_a_burst_whose_chunks_were_all_stored_anew_keeps_no_other_key_from_resting():
+    """It stays in flight, with no chunk left of it, until it is answered: a look at its first one raised IndexError."""
+    handover = Handover(32, 0.1, 1.0)
+    handover.enqueue(SatelliteId(0, 1), [(b"k" * 32, 0)])
+    (burst,) = handover.bursts_to_send(0.0)
+    handover.keep(b"k" * 32, [0])
+    assert burst.names == []
+    assert handover.rests(b"o" * 32, [0])

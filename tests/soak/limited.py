@@ -25,7 +25,7 @@ from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.simulated import SimulatedConstellation
+from skymemory.transport.simulated import SimulatedClient, SimulatedConstellation
 from skymemory.transport.simulated_host import HostLimits, WorkCosts, split_evenly
 
 _BEAM_S = 0.002
@@ -139,7 +139,8 @@ class LimitedSoak:
         self.sim = SimulatedConstellation(sky, 64 << 20, clock, delay_s, faults, limits=self.limits)
         self.outcome = Outcome(torus.size)
         self._dice = random.Random(shape.seed)
-        self._pings = self.sim.connect(ClientConfig(7, "los", expected_rtt_s=2 * _BEAM_S, give_up_s=_PATIENCE_S))
+        self._operators = 0
+        self._pings = self._new_operator()
         self._reads = self.sim.connect(ClientConfig(9, "los", expected_rtt_s=2 * _BEAM_S))
         self._writes = self.sim.connect(ClientConfig(11, "los", expected_rtt_s=2 * _BEAM_S))
         self._values: list[tuple[ValueInfo, bytes]] = []
@@ -149,6 +150,12 @@ class LimitedSoak:
         self._busy_s = 0.0
         self._work: Counter[str] = Counter()
         self.tell: Callable[[str], None] | None = None
+
+    def _new_operator(self) -> SimulatedClient:
+        """Who asks whether satellites live is new each second, as a command is, and knows no round trips of before."""
+        self._operators += 1
+        ground = 100 + self._operators % 32
+        return self.sim.connect(ClientConfig(ground, "los", expected_rtt_s=2 * _BEAM_S, give_up_s=_PATIENCE_S))
 
     def run(self, cause: Callable[[LimitedSoak], Iterator[float]]) -> Outcome:
         """Fill it, watch it, let ``cause`` happen (it yields how long each part of it lasts), and watch again."""
@@ -185,6 +192,7 @@ class LimitedSoak:
         before = self._worked()
         while self.sim.now_s < end_s - 1e-6:
             began_s = self.sim.now_s
+            self._pings = self._new_operator()
             asked = {self._ping(satellite) for satellite in self.sim.satellites}
             self._read()
             for part in range(1, 11):

@@ -116,7 +116,7 @@ class Handover:
         if (
             self.moved
             or self._some_leave_as_others
-            or any(burst.names[0][0] == key for burst in self._in_flight.values())
+            or any(burst.names and burst.names[0][0] == key for burst in self._in_flight.values())
         ):
             return False
         names = [(key, index) for index in indices]

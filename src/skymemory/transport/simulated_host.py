@@ -16,7 +16,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -46,7 +46,8 @@ _STEP_S = 1.0
 @dataclass(frozen=True, slots=True)
 class WorkCosts:
     """Processor seconds of the satellites' own code, by what is done: measured by ``benchmarks/satellite_work.py`` with
-    the compiled helper on a core of a Xeon of 2021, and what was measured together is parted as said here.
+    the compiled helper on a core of a Xeon of 2021, and what was measured together is parted as said here. Declarations
+    and searches cost what they did when each was unpacked and each packet searched for; they have become cheaper since.
     """
 
     wake_s: float = 12e-6
@@ -236,6 +237,10 @@ class SimulatedHost:
         """The time by its own clock."""
         return self._now_s - self._behind_s
 
+    def _is_due(self, its_s: float) -> bool:
+        """Whether a time by its own clock has come, to the same rounding as ``wake_s`` says when."""
+        return its_s + self._behind_s <= self._now_s
+
     def _wake(self, now_s: float) -> None:
         """There is something to do."""
         if self._share and not self._working:
@@ -265,7 +270,7 @@ class SimulatedHost:
             self._send_off(self._its_now_s)
         self._now_s = now_s
         if not self._turn and self._next_s(now_s) <= now_s:
-            self._next_turn(self._its_now_s)
+            self._next_turn()
         if self._turn:
             self._turn.popleft()()
             self.busy_s += self._left_s
@@ -287,16 +292,16 @@ class SimulatedHost:
 
     # --- a turn of its loop ---
 
-    def _next_turn(self, now_s: float) -> None:
+    def _next_turn(self) -> None:
         """Alarms first: only what is due before the sockets are looked at."""
         turn = self._turn
         turn.extend(partial(self._after, satellite) for satellite in self._nudged)
         self._nudged.clear()
-        if self._beat_s <= now_s:
+        if self._is_due(self._beat_s):
             turn.append(self._feel_pulse)
-        while self._late and self._late[0].due_s <= now_s:
+        while self._late and self._is_due(self._late[0].due_s):
             turn.append(partial(self._come_late, heapq.heappop(self._late)))
-        while self._alarms and self._alarms[0][0] <= now_s:
+        while self._alarms and self._is_due(self._alarms[0][0]):
             due_s, _, satellite = heapq.heappop(self._alarms)
             if self._alarm_s.get(satellite, (0.0, -1.0))[1] == due_s:
                 turn.append(partial(self._alarm, satellite, due_s))
@@ -305,7 +310,7 @@ class SimulatedHost:
         turn.append(self._look_at_sockets)
 
     def _look_at_sockets(self) -> None:
-        if self._line and self._line[0].due_s <= self._its_now_s:
+        if self._line and self._is_due(self._line[0].due_s):
             self._turn.append(self._release_due)
         self._turn.extend(partial(self._readable, satellite) for satellite in self._filled)
 
@@ -324,23 +329,15 @@ class SimulatedHost:
             self.lateness.measured(late_s, self._its_now_s)
 
     def _alarm(self, satellite: SatelliteId, due_s: float) -> None:
-        """What waits in the socket is taken before an alarm that came late."""
-        if self._alarm_s.get(satellite, (0.0, -1.0))[1] != due_s:
-            return  # set anew meanwhile
-        late_s = self._its_now_s - due_s
-        self._late_by(late_s)
-        self._turn.appendleft(partial(self._go_off, satellite))
-        if late_s > LATE_S and self._inboxes[satellite].runs:
-            self._readable(satellite)
-
-    def _go_off(self, satellite: SatelliteId) -> None:
         machine = self.machines.get(satellite)
-        if machine is not None:
-            self._spend("wake_s")
-            self._spend("alarm_s")
-            self._alarm_s.pop(satellite, None)
-            machine.handle_timer(self._its_now_s)
-            self._after(satellite)
+        if machine is None or self._alarm_s.get(satellite, (0.0, -1.0))[1] != due_s:
+            return  # dead, or set anew meanwhile
+        self._spend("wake_s")
+        self._spend("alarm_s")
+        self._late_by(self._its_now_s - due_s)
+        del self._alarm_s[satellite]
+        machine.handle_timer(self._its_now_s)
+        self._after(satellite)
 
     # --- background ---
 
@@ -376,7 +373,7 @@ class SimulatedHost:
         held = heapq.heappop(self._line)
         self._spend("wake_s")
         self._sending.append((held.batch, held.satellite, held.other, 0.0))
-        if self._line and self._line[0].due_s <= self._its_now_s:
+        if self._line and self._is_due(self._line[0].due_s):
             self._turn.appendleft(self._release)
 
     def _readable(self, satellite: SatelliteId) -> None:
@@ -442,7 +439,7 @@ class SimulatedHost:
             op_at = _op_at(batch.headers)
             self._spend("batch_s")
             self._spend("packet_s", batch.count)
-            if batch.headers[op_at + 7 : op_at + 11] == Address(*satellite).pack().to_bytes(4, "big"):
+            if batch.headers[op_at + 7 : op_at + 11] == _packed(satellite):
                 self._spend("packed_s")
                 if batch.headers[op_at] == Op.LINKS:
                     self._spend("declaration_s", _declarations(len(batch.headers), op_at))
@@ -468,8 +465,7 @@ class SimulatedHost:
             self._spend("control_s")
             return
         op = data[op_at]
-        destination = int.from_bytes(data[op_at + 3 : op_at + 7], "big")
-        if destination != Address(*satellite).pack():
+        if data[op_at + 3 : op_at + 7] != _packed(satellite):
             self._spend("forward_s")
             self._spend("packet_s", packets)
         elif op in _CARRIERS:
@@ -503,6 +499,11 @@ def split_evenly(satellites: Iterable[SatelliteId], hosts: int) -> tuple[tuple[S
     for at, plane in enumerate(sorted(planes)):
         shares[at * hosts // len(planes)] += planes[plane]
     return tuple(tuple(share) for share in shares)
+
+
+@lru_cache(maxsize=4096)
+def _packed(satellite: SatelliteId) -> bytes:
+    return Address(*satellite).pack().to_bytes(4, "big")
 
 
 def _op_at(packet: bytes | bytearray) -> int:
