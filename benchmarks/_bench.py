@@ -89,7 +89,7 @@ def constellation(
     try:
         started = start_on_free_ports(
             directory,
-            lambda base_port: make_plan(preset, hosts=local_hosts(preset, hosts, base_port), **options),
+            lambda ports: make_plan(preset, hosts=local_hosts(preset, hosts, ports), **options),
             preset_named(preset).torus.size,
         )
         yield started.plan, folder

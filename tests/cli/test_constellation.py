@@ -132,7 +132,9 @@ def test_a_plan_for_other_computers_without_keys_must_be_asked_for(
     assert "--host 0 --insecure" in said and "not authenticated" in said
     assert _main(f"satellite --plan {out} --host 0") == 2
     assert "10.0.0.1" in capsys.readouterr().err
-    assert _main(f"constellation plan --out {out} --host 127.0.0.1:1") == 0 and load_plan(out).auth == "off"
+    assert _main(f"constellation plan --out {out} --host 127.0.0.1:1") == 0 and load_plan(out).auth == "on"
+    assert _main(f"constellation plan --out {out} --host 127.0.0.1:1 --auth off") == 0
+    assert load_plan(out).auth == "off"
     assert _main(f"satellite --plan {out} --host 0 --listen 0.0.0.0") == 2
     assert "--insecure" in capsys.readouterr().err
 

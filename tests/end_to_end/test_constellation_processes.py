@@ -129,7 +129,7 @@ def test_up_twice_is_answered_and_harmless(sky: Sky) -> None:
 
 def test_two_ups_at_once_make_one_constellation(sky: Sky) -> None:
     both = [sky.start("constellation", "up", "--base-port", "auto", "--hosts", "2") for _ in range(2)]
-    errors = [process.communicate(timeout=30)[1] for process in both]
+    errors = [process.communicate(timeout=100)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 1]
     assert re.search("already running|starting or stopping", "".join(errors))
     assert len(sky.processes()) == 2 and sky.status()["healthy"]

@@ -50,8 +50,8 @@ class RealSoak:
         try:
             plan = start_on_free_ports(
                 directory,
-                lambda base_port: make_plan(
-                    _PRESET, hosts=local_hosts(_PRESET, 5, base_port), delay_scale=0.0, time_scale=60.0,
+                lambda ports: make_plan(
+                    _PRESET, hosts=local_hosts(_PRESET, 5, ports), delay_scale=0.0, time_scale=60.0,
                     epoch_s=time.time(), memory_per_satellite_bytes=1 << 20,
                 ),
                 preset_named(_PRESET).torus.size,

@@ -16,7 +16,7 @@ from skymemory.store.constellation import ConstellationStore
 from skymemory.store.shared_index import SharedIndex
 from skymemory.store.sky_settings import SkySettings
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
-from skymemory.testbed.ports import free_base_port
+from skymemory.testbed.ports import free_ports
 from skymemory.testbed.wiring import clock_of, host_spec, sky_of
 from skymemory.transport.simulated import SimulatedConstellation
 from skymemory.transport.udp_client import UdpClient
@@ -75,7 +75,7 @@ def store_on(
 def udp_sky(authority: Authority | None = None) -> Iterator[ConstellationPlan]:
     """The satellites of ``udp_store`` alone."""
     plan = make_plan(
-        PRESET, hosts=local_hosts(PRESET, 1, free_base_port(95)), delay_scale=0.0, memory_per_satellite_bytes=8 << 20
+        PRESET, hosts=local_hosts(PRESET, 1, free_ports(95)), delay_scale=0.0, memory_per_satellite_bytes=8 << 20
     )
     loop = asyncio.new_event_loop()
     ready = threading.Event()

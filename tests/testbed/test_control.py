@@ -1,44 +1,84 @@
-"""Who has to answer before a constellation is said to be up."""
+"""What operators ask of satellites over real sockets: who has to answer before a constellation is said to be up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError
 from skymemory.testbed import control
-from skymemory.testbed.plan import ConstellationPlan, make_plan
-
-PLAN = make_plan()
-
-
-def _answer(monkeypatch: pytest.MonkeyPatch, most: int, dead: frozenset[SatelliteId] = frozenset()) -> list[int]:
-    """At each ping so many answer, but the dead. How many were asked each time."""
-    asked: list[int] = []
-
-    def ping_all(
-        plan: ConstellationPlan, patience_s: float, satellites: Iterable[SatelliteId] | None = None
-    ) -> dict[SatelliteId, control.Housekeeping | None]:
-        wanted = list(plan.torus.satellites() if satellites is None else satellites)
-        asked.append(len(wanted))
-        able = [one for one in wanted if one not in dead][:most]
-        return {one: {"chunks_held": 0} if one in able else None for one in wanted}
-
-    monkeypatch.setattr(control, "ping_all", ping_all)
-    return asked
+from skymemory.testbed.control import Silence, ping_all
+from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
+from skymemory.testbed.ports import free_ports
+from skymemory.testbed.wiring import host_spec
+from skymemory.transport.udp_host import UdpHost
 
 
-def test_on_a_busy_computer_those_who_had_no_turn_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grid of 1,156 satellites never came up beside other work: in its one second only some had answered."""
-    asked = _answer(monkeypatch, most=40)
-    control.confirm_all_answer(PLAN)
-    assert asked == [95, 55, 15]
+@contextmanager
+def serving(plan: ConstellationPlan, slow_s: float = 0.0) -> Iterator[list[UdpHost]]:
+    """The hosts of a plan in a thread of this process; ``slow_s`` of its time go before each turn at a socket."""
+    loop, hosts = asyncio.new_event_loop(), list[UdpHost]()
+    ready = threading.Event()
+
+    async def serve() -> None:
+        hosts.extend(UdpHost(host_spec(plan, host), loop) for host in plan.hosts)
+        for host in hosts:
+            readable = host._readable
+            for satellite in host._satellites.values():
+                slowly = lambda one, readable=readable: (time.sleep(slow_s), readable(one))  # noqa: E731
+                loop.remove_reader(satellite.sock.fileno())
+                loop.add_reader(satellite.sock.fileno(), slowly, satellite)
+        ready.set()
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(serve(), loop).result()
+    ready.wait()
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            loop.call_soon_threadsafe(host.close)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
-def test_the_dead_are_named_after_one_more_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = _answer(monkeypatch, most=95, dead=frozenset({SatelliteId(3, 7)}))
-    with pytest.raises(ConstellationError, match="1 satellites of host-3 do not answer, the first is plane 3, slot 7"):
-        control.confirm_all_answer(PLAN)
-    assert asked == [95, 1]
+@pytest.fixture
+def plan() -> ConstellationPlan:
+    return make_plan(hosts=local_hosts("testbed-19x5", 5, free_ports(95)), delay_scale=0.0)
+
+
+def test_a_host_that_takes_its_time_is_heard_whole(plan: ConstellationPlan) -> None:
+    """2 s for all 95 satellites at the least, beside what they say to each other: those who had no turn in the first
+    second did not count before.
+    """
+    with serving(plan, slow_s=0.02):
+        answers = ping_all(plan, Silence(1.0, 30.0, busy=lambda: [host.name for host in plan.hosts]))
+    assert sum(answer is not None for answer in answers.values()) == 95
+
+
+def test_the_dead_are_named(plan: ConstellationPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_START_PATIENCE_S", 2.0)
+    with serving(plan) as hosts:
+        control.confirm_all_answer(plan, lambda: [host.name for host in plan.hosts])
+        hosts[3].set_dead([SatelliteId(3, 7)])
+        with pytest.raises(
+            ConstellationError, match="1 satellites of host-3 do not answer, the first is plane 3, slot 7"
+        ):
+            control.confirm_all_answer(plan, tuple)
+
+
+def test_a_busy_host_is_waited_for_and_one_that_is_off_is_not(plan: ConstellationPlan) -> None:
+    """Nobody answers: who is busy has ten patiences, who is off has one."""
+    for satellites, least_s, most_s in ((plan.torus.satellites(), 1.9, 3.5), ([SatelliteId(0, 1)], 0.1, 1.5)):
+        began_s = time.monotonic()
+        silence = Silence(0.2, busy=lambda: ["host-1"], off=[SatelliteId(0, 1)])
+        assert set(ping_all(plan, silence, satellites).values()) == {None}
+        assert least_s < time.monotonic() - began_s < most_s

@@ -5,6 +5,7 @@ object.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from skymemory.testbed.plan import (
     ConstellationPlan,
     Faults,
     HostShare,
+    Ports,
     local_hosts,
     make_plan,
     remote_hosts,
@@ -68,7 +70,7 @@ def plans(draw: st.DrawFn) -> ConstellationPlan:
     hosts = draw(st.integers(1, min(6, torus.planes)))
     return make_plan(
         preset,
-        hosts=local_hosts(preset, hosts, draw(st.integers(1, 40_000))),
+        hosts=local_hosts(preset, hosts, draw(free_ports())),
         servers=draw(st.integers(1, torus.size)),
         strategy=draw(st.sampled_from(["rotation", "hop", "rotation_hop", "cost", "baseline"])),
         access=draw(st.sampled_from(ACCESS_MODES)),
@@ -83,11 +85,33 @@ def plans(draw: st.DrawFn) -> ConstellationPlan:
 
 
 @st.composite
+def free_ports(draw: st.DrawFn) -> Ports:
+    edges = sorted(draw(st.lists(st.integers(2, 20_000), max_size=8, unique=True)))
+    base_port = draw(st.integers(1, 20_000))
+    gaps = zip(edges[::2], edges[1::2], strict=False)
+    return Ports(base_port, tuple((base_port + first, base_port + last) for first, last in gaps))
+
+
+@given(ports=free_ports(), count=st.integers(1, 3000))
+def test_ports_go_round_the_gaps(ports: Ports, count: int) -> None:
+    taken = {port for first, last in ports.skipped for port in range(first, last + 1)}
+    free = (port for port in itertools.count(ports.base_port) if port not in taken)
+    assert ports.first(count) == list(itertools.islice(free, count))
+
+
+@st.composite
 def grounds(draw: st.DrawFn) -> Ground:
     latitude, longitude = draw(st.floats(-80, 80)), draw(st.floats(-180, 180))
     way = [Waypoint(100.0 * point, latitude / 2, longitude) for point in range(draw(st.integers(0, 3)))]
     gateway = draw(st.sampled_from(["nearest", "climbing"]))
     return Ground(latitude, longitude, draw(st.floats(0, 89)), gateway, tuple(way))
+
+
+_HOST = {"name": "a", "ip": "127.0.0.1", "base_port": 1, "planes": [0, 1, 2, 3, 4]}
+
+
+def test_a_plan_without_gaps_is_what_earlier_versions_read() -> None:
+    assert "skipped_ports" not in to_json(make_plan())
 
 
 @given(plan=plans())
@@ -166,6 +190,12 @@ def _changed(**changes: object) -> str:
         ({"hosts": []}, "no hosts"),
         ({"hosts": [{"name": "a", "ip": "127.0.0.1", "port": 1, "planes": [0]}]}, "unknown key 'port'; did you mean"),
         ({"hosts": [{"name": "a", "ip": "127.0.0.1", "base_port": 1}]}, "missing planes"),
+        ({"hosts": [{**_HOST, "skipped_ports": 5}]}, "hosts[0].skipped_ports: expected a list"),
+        ({"hosts": [{**_HOST, "skipped_ports": [5]}]}, "expected a list of whole numbers"),
+        ({"hosts": [{**_HOST, "skipped_ports": [[5, 4]]}]}, "ascending order"),
+        ({"hosts": [{**_HOST, "skipped_ports": [[1, 4]]}]}, "beyond 1"),
+        ({"hosts": [{**_HOST, "skipped_ports": [[4]]}]}, "first and last of each gap"),
+        ({"hosts": [{**_HOST, "skipped_ports": [[4, 9], [9, 10]]}]}, "ascending order"),
         ({"hosts": [{"name": "a", "ip": "127.0.0.1", "base_port": 1, "planes": "0"}]}, "list of whole numbers"),
         ({"hosts": [{"name": "a", "ip": "::1", "base_port": 1, "planes": [0]}]}, "expected an IPv4 address"),
         ({"hosts": [{"name": "../a", "ip": "127.0.0.1", "base_port": 1, "planes": [0]}]}, "host name '../a'"),

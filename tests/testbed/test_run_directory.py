@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
+from skymemory.testbed import child
 from skymemory.testbed.child import end_processes, send_signal
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.run_directory import ProcessRecord, RunDirectory, default_run_directory, process_start
@@ -176,3 +177,32 @@ def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", "utf-8")
     with pytest.raises(InvalidInput, match="run directory"):
         RunDirectory(tmp_path / "file" / "run").create()
+
+
+_ENDS = {
+    "computes": "until = time.monotonic() + 1.5\nwhile time.monotonic() < until: pass\n"
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])\ntime.sleep(60)",
+    "is stopped": "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "hangs": "time.sleep(60)",
+    "spins": "while True: pass",
+}
+
+
+@pytest.mark.parametrize(("behaviour", "forced"), [("computes", 0), ("is stopped", 0), ("hangs", 1), ("spins", 1)])
+def test_who_is_busy_is_given_time_to_end_and_who_hangs_is_not(
+    behaviour: str, forced: int, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host in overload sees its signal late: three seconds were too few, and it was killed."""
+    monkeypatch.setattr(child, "MOST_GRACE_S", 6.0)
+    block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\nprint(flush=True)\n"
+    code = f"import os, signal, time\n{block}{_ENDS[behaviour]}"
+    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        if behaviour == "is stopped":
+            os.waitpid(process.pid, os.WUNTRACED)
+        directory.write_record("host-0", process.pid)
+        assert end_processes(directory.living().values(), grace_s=0.6) == forced
+        assert process.wait(5) == -(signal.SIGKILL if forced else signal.SIGTERM)
+    finally:
+        process.kill()

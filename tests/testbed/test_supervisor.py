@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -17,9 +18,10 @@ import pytest
 
 from skymemory.errors import ConstellationError, NoConstellation
 from skymemory.store.shared_index import SharedIndex
-from skymemory.testbed import child, supervisor
-from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
-from skymemory.testbed.ports import check_ports, free_base_port
+from skymemory.testbed import child, ports, supervisor
+from skymemory.testbed.plan import ConstellationPlan, HostShare, Ports, local_hosts, make_plan
+from skymemory.testbed.plan_file import load_plan, save_plan
+from skymemory.testbed.ports import check_ports, free_ports
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.signals import SignalGate
 
@@ -44,7 +46,7 @@ Behaviours = dict[str, str]
 
 @pytest.fixture
 def plan() -> ConstellationPlan:
-    return make_plan(hosts=local_hosts("testbed-19x5", 3, free_base_port(95)))
+    return make_plan(hosts=local_hosts("testbed-19x5", 3, free_ports(95)))
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def _eventually(holds: Callable[[], bool], patience_s: float = 5.0) -> bool:
 
 def test_up_then_down(behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan) -> None:
     confirmed: list[ConstellationPlan] = []
-    started = supervisor.start(directory, plan, confirm=confirmed.append)
+    started = supervisor.start(directory, plan, confirm=lambda plan, busy: confirmed.append(plan))
     assert started.children == [] and confirmed == [plan]
     assert directory.running_plan() == plan
     states = supervisor.inspect(directory)
@@ -139,7 +141,7 @@ def test_one_host_that_hangs_stops_all(
 def test_satellites_that_do_not_answer_stop_all(
     behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
 ) -> None:
-    def refuse(plan: ConstellationPlan) -> None:
+    def refuse(plan: ConstellationPlan, busy: object) -> None:
         raise ConstellationError("host-0 does not answer")
 
     with pytest.raises(ConstellationError, match="does not answer"):
@@ -280,26 +282,58 @@ def test_a_taken_port_is_named_before_anything_starts(
         ):
             supervisor.start(directory, plan)
         assert directory.living() == {}
-        assert free_base_port(95) != plan.hosts[0].base_port
+        assert free_ports(95).base_port != plan.hosts[0].base_port
     check_ports(plan)
 
 
 def test_somebody_faster_on_the_same_ports_is_no_obstacle_when_any_will_do(
     behave: Behaviours, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offered: list[int] = []
+    offered: list[Ports] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         other.bind(("127.0.0.1", 0))
-        taken, free = other.getsockname()[1] - 10, free_base_port(95)
-        monkeypatch.setattr(supervisor, "free_base_port", lambda count: taken if len(offered) < 2 else free)
+        taken, free = Ports(other.getsockname()[1] - 10), free_ports(95)
+        monkeypatch.setattr(supervisor, "free_ports", lambda count, attempt: free if attempt == 2 else taken)
 
-        def plan_at(base_port: int) -> ConstellationPlan:
-            offered.append(base_port)
-            return make_plan(hosts=local_hosts("testbed-19x5", 2, base_port))
+        def plan_at(ports: Ports) -> ConstellationPlan:
+            offered.append(ports)
+            return make_plan(hosts=local_hosts("testbed-19x5", 2, ports))
 
         started = supervisor.start_on_free_ports(directory, plan_at, 95)
     assert offered == [taken, taken, free]
-    assert started.plan.hosts[0].base_port == free
+    assert started.plan.hosts[0].base_port == free.base_port
+
+
+def test_1584_ports_are_found_among_those_of_others(
+    behave: Behaviours, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every 50th port is another program's, so there are nowhere 50 in a row."""
+    bind_error = ports._bind_error
+    monkeypatch.setattr(ports, "_bind_error", lambda address: errno.EADDRINUSE * (address[1] % 50 == 0))
+    found = free_ports(1584)
+    assert len(found.skipped) > 30 and all(port % 50 for port in found.first(1584))
+    made = make_plan("starlink-a", hosts=local_hosts("starlink-a", 5, found))
+    assert [port for _, port in made.addresses().values()] == found.first(1584)
+    check_ports(made)
+    save_plan(made, tmp_path / "plan")
+    assert load_plan(tmp_path / "plan") == made
+    monkeypatch.setattr(ports, "_bind_error", lambda address: errno.EADDRINUSE * (address[1] % 60 > 0))
+    with pytest.raises(ConstellationError, match=r"no 1584 free UDP ports on 127.0.0.1, there are 1075"):
+        free_ports(1584)
+    monkeypatch.setattr(ports, "_bind_error", bind_error)
+    assert free_ports(95).skipped == ()
+
+
+def test_hosts_with_gaps_among_their_ports_start_beside_who_holds_them(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    taken = plan.hosts[0].base_port + 3
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", taken))
+        gapped = Ports(plan.hosts[0].base_port, ((taken, taken),))
+        started = supervisor.start(directory, make_plan(hosts=local_hosts("testbed-19x5", 3, gapped)))
+    assert supervisor.inspect(directory)[0].state == "running"
+    assert taken not in [port for _, port in started.plan.addresses().values()]
 
 
 def test_hosts_of_other_computers_are_not_started_here(directory: RunDirectory) -> None:

@@ -8,7 +8,7 @@ import time
 from skymemory.protocol import messages
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
 from skymemory.testbed.plan import local_hosts, make_plan
-from skymemory.testbed.ports import free_base_port
+from skymemory.testbed.ports import free_ports
 from skymemory.testbed.wiring import host_spec
 from skymemory.transport.udp_host import UdpHost
 from skymemory.transport.unix_clock import UnixClock, running_s
@@ -20,7 +20,7 @@ def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
     """
 
     async def scenario() -> None:
-        plan = make_plan(hosts=local_hosts("testbed-19x5", 1, free_base_port(95)), delay_scale=0.0)
+        plan = make_plan(hosts=local_hosts("testbed-19x5", 1, free_ports(95)), delay_scale=0.0)
         host = UdpHost(host_spec(plan, plan.hosts[0]), asyncio.get_running_loop())
         try:
             for here, satellite in host._satellites.items():
@@ -45,7 +45,7 @@ def test_after_a_suspend_the_moves_that_were_missed_are_made_at_once() -> None:
 
     async def scenario() -> None:
         plan = make_plan(
-            hosts=local_hosts("testbed-19x5", 1, free_base_port(95)), delay_scale=0.0, time_scale=60.0,
+            hosts=local_hosts("testbed-19x5", 1, free_ports(95)), delay_scale=0.0, time_scale=60.0,
             epoch_s=time.time() - 1.0,
         )  # fmt: skip
         asleep_s = 0.0

@@ -117,8 +117,8 @@ def _constellation(speed: float, gate: SignalGate) -> Iterator[tuple[Started, Ru
         try:
             started = start_on_free_ports(
                 directory,
-                lambda base_port: make_plan(
-                    hosts=local_hosts(DEFAULT_PRESET, 5, base_port), epoch_s=time.time(), time_scale=speed
+                lambda ports: make_plan(
+                    hosts=local_hosts(DEFAULT_PRESET, 5, ports), epoch_s=time.time(), time_scale=speed
                 ),
                 preset_named(DEFAULT_PRESET).torus.size,
                 foreground=True, confirm=confirm_all_answer, gate=gate,

@@ -38,7 +38,7 @@ def _constellation(narrator: Narrator) -> Iterator[tuple[ConstellationPlan, RunD
         try:
             started = start_on_free_ports(
                 directory,
-                lambda base_port: make_plan(hosts=local_hosts(DEFAULT_PRESET, 5, base_port), delay_scale=1.0),
+                lambda ports: make_plan(hosts=local_hosts(DEFAULT_PRESET, 5, ports), delay_scale=1.0),
                 preset_named(DEFAULT_PRESET).torus.size,
                 foreground=True,
                 confirm=confirm_all_answer,

@@ -9,26 +9,28 @@ from typing import TYPE_CHECKING
 from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from skymemory.testbed.plan import ConstellationPlan, HostShare
+    from skymemory.testbed.plan import ConstellationPlan
 
 
 def add_auth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--auth", choices=("off", "on", "every"),
-        help="MACs on commands (on) or on every packet (default: off on this computer alone, else on)",
+        help="MACs on commands (on), on every packet, or none (default: on, with keys made for it)",
     )  # fmt: skip
     parser.add_argument(
         "--keys", type=Path, metavar="FILE", help="the keys, as `skymemory keys new` makes them (default: new ones)"
     )
 
 
-def auth_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> dict[str, str]:
-    """The fields ``auth`` and ``keys_file`` of a plan. New keys lie in the run directory, or beside the plan."""
+def auth_of(args: argparse.Namespace) -> dict[str, str]:
+    """The fields ``auth`` and ``keys_file`` of a plan. New keys lie in the run directory, or beside the plan, where
+    whoever reads the plan finds them.
+    """
     from skymemory.testbed.key_file import read_keys
     from skymemory.testbed.run_directory import RunDirectory
 
-    local = all(host.is_loopback for host in hosts)
-    auth = args.auth or ("on" if args.keys is not None or not (local or getattr(args, "insecure", False)) else "off")
+    insecure = getattr(args, "insecure", False) and args.keys is None
+    auth = args.auth or ("off" if insecure else "on")
     if auth == "off":
         if args.keys is not None:
             raise InvalidInput("--keys with --auth off: leave one of them out")

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.errors import NoConstellation
+from skymemory.errors import InvalidInput, NoConstellation
 from skymemory.protocol.capabilities import OURS, Capabilities
 from skymemory.store.shared_index import look_at_journal
-from skymemory.testbed.control import Housekeeping, ping_all, pushed_moves
+from skymemory.testbed.control import Housekeeping, Silence, ping_all, pushed_moves
+from skymemory.testbed.demand import Demand
+from skymemory.testbed.outages import read_outages
 from skymemory.testbed.plan_file import load_plan
 from skymemory.testbed.supervisor import HostState, inspect
 from skymemory.testbed.wiring import tolerated_skew_s
@@ -85,13 +87,22 @@ def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) 
         return StatusReport(plan, hosts, ping_all(plan, patience_s), str(plan_path))
     plan = directory.read_plan()
     hosts = inspect(directory)
+    demand = Demand({host.name: host.pid for host in hosts if host.pid is not None and host.state == "running"})
+    silence = Silence(patience_s, busy=demand.busy, off=_disabled(directory))
     if all(host.state == "dead" for host in hosts):
         raise NoConstellation(
             f"the constellation of {directory.path} has died, all {len(hosts)} host processes; "
             f"start another with `skymemory constellation up`\n{hosts[0].log_tail}".rstrip()
         )
     index = look_at_journal(directory.index_path)
-    return StatusReport(plan, hosts, ping_all(plan, patience_s), str(directory.path), index)
+    return StatusReport(plan, hosts, ping_all(plan, silence), str(directory.path), index)
+
+
+def _disabled(directory: RunDirectory) -> frozenset[SatelliteId]:
+    try:
+        return read_outages(directory)
+    except InvalidInput:
+        return frozenset()  # the hosts say so in their logs; whoever is asked in vain is only waited for longer
 
 
 def _as_object(report: StatusReport) -> dict[str, Any]:
@@ -152,7 +163,7 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
     for share, host in zip(plan.hosts, report.hosts, strict=True):
         answering, satellites = report.answering(host.name)
         planes = f"{share.planes[0]}" if len(share.planes) == 1 else f"{share.planes[0]}-{share.planes[-1]}"
-        ports = f"{share.base_port}-{share.base_port + satellites - 1}"
+        ports = f"{share.base_port}-{share.ports(plan.slots_per_plane)[-1]}"
         process = f"{host.state} {host.pid}" if host.state == "running" else host.state
         memory = format_size(host.memory_bytes) if host.memory_bytes is not None else "-"
         print(f"{host.name:<10}{planes:<10}{ports:<14}{process:<16}{memory:<12}{answering} of {satellites}")

@@ -20,7 +20,7 @@ from skymemory.units import format_size, parse_delay
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
-    from skymemory.testbed.plan import ConstellationPlan, HostShare
+    from skymemory.testbed.plan import ConstellationPlan, HostShare, Ports
     from skymemory.testbed.run_directory import RunDirectory
     from skymemory.testbed.signals import SignalGate
     from skymemory.testbed.supervisor import Started
@@ -147,7 +147,7 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
         memory_policy=MemoryPolicy(args.eviction, args.replacement, 30.0 if args.sweep is None else args.sweep),
         ground=ground_of(args),
         faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
-        **auth_of(args, hosts),
+        **auth_of(args),
     )
 
 
@@ -179,26 +179,28 @@ def _up(args: argparse.Namespace) -> int:
 def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate | None) -> Started:
     """Start the constellation that the options ask for, and say that it is up."""
     from skymemory.constellation.presets import preset_named
+    from skymemory.testbed.carrying import check_time_scale
     from skymemory.testbed.control import confirm_all_answer
-    from skymemory.testbed.plan import DEFAULT_HOSTS, local_hosts
+    from skymemory.testbed.plan import DEFAULT_BASE_PORT, DEFAULT_HOSTS, local_hosts
     from skymemory.testbed.supervisor import start, start_on_free_ports
 
     torus = preset_named(args.preset).torus
     hosts = min(DEFAULT_HOSTS, torus.planes) if args.hosts is None else args.hosts
 
-    def plan_at(base_port: int) -> ConstellationPlan:
-        return _plan_of(args, local_hosts(args.preset, hosts, base_port))
+    def plan_at(ports: int | Ports) -> ConstellationPlan:
+        return _plan_of(args, local_hosts(args.preset, hosts, ports))
 
+    check_time_scale(plan_at(args.base_port or DEFAULT_BASE_PORT))
     how: dict[str, Any] = {"foreground": args.foreground, "confirm": confirm_all_answer, "gate": gate}
     if args.base_port is None:
         started = start_on_free_ports(directory, plan_at, torus.size, **how)
     else:
         started = start(directory, plan_at(args.base_port), **how)
     plan = started.plan
-    base_port = plan.hosts[0].base_port
+    ports = [port for _, port in plan.addresses().values()]
     print(
-        f"{plan.preset} is up: {torus.size} satellites in {_processes(hosts)} on ports {base_port} to "
-        f"{base_port + torus.size - 1}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s",
+        f"{plan.preset} is up: {torus.size} satellites in {_processes(hosts)} on ports {min(ports)} to "
+        f"{max(ports)}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s",
         flush=True,
     )
     return started

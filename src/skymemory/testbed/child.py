@@ -14,16 +14,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from skymemory.testbed.demand import Demand
 from skymemory.testbed.plan import HostShare
 from skymemory.testbed.run_directory import ProcessRecord, RunDirectory
 
 READY = b"ready\n"
 STAY = b"stay\n"
 POLL_S = 0.01
+GRACE_S = 3.0
+MOST_GRACE_S = 60.0
+_LOOK_S = 0.5
 
 
 @dataclass(slots=True)
@@ -103,38 +107,49 @@ def send_signal(record: ProcessRecord, number: signal.Signals) -> None:
             os.close(handle)
 
 
-def end_processes(records: Iterable[ProcessRecord], grace_s: float = 3.0) -> int:
-    """Ask these processes to end, and end those that do not within ``grace_s``. Returns how many needed
-    that.
+def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) -> int:
+    """Ask these processes to end, and end those that do not. Returns how many needed that.
+
+    One has ``grace_s`` from when it last wanted the processor: a busy one comes to the signal, a hung one never does.
     """
-    remaining = [record for record in records if record.alive]
-    for record in remaining:
+    asked = [record for record in records if record.alive]
+    for record in asked:
         send_signal(record, signal.SIGTERM)
-    remaining = _await_end(remaining, grace_s)
+        send_signal(record, signal.SIGCONT)  # one that was stopped would not see the other
+    _await_end(lambda: {str(record.pid): record.pid for record in asked if record.alive}, grace_s)
+    remaining = [record for record in asked if record.alive]
     for record in remaining:
         send_signal(record, signal.SIGKILL)
-    _await_end(remaining, 2.0)
+    _await_end(lambda: {str(record.pid): record.pid for record in remaining if record.alive}, 2.0)
     return len(remaining)
 
 
-def _await_end(records: list[ProcessRecord], patience_s: float) -> list[ProcessRecord]:
-    deadline_s = time.monotonic() + patience_s
-    while (records := [record for record in records if record.alive]) and time.monotonic() < deadline_s:
+def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
+    """Until none of them (pids by name) lives; while one wants the processor ``grace_s`` begin anew, for so long as
+    ``MOST_GRACE_S`` says.
+    """
+    began_s = progress_s = look_s = time.monotonic()
+    demand, every_s = Demand(living()), min(_LOOK_S, grace_s / 2)
+    while left := living():
+        now_s = time.monotonic()
+        if now_s > look_s + every_s:
+            look_s = now_s
+            progress_s = now_s if demand.busy() & left.keys() else progress_s
+        if now_s > min(progress_s + grace_s, began_s + MOST_GRACE_S):
+            return
         time.sleep(POLL_S)
-    return records
 
 
-def end_children(children: Iterable[Child], grace_s: float = 3.0) -> None:
-    """End children that we started, and collect them."""
+def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
+    """End children that we started, as ``end_processes``, and collect them."""
     started = list(children)
     for child in started:
         child.line.close()
         if child.process.poll() is None:
             child.process.terminate()
-    deadline_s = time.monotonic() + grace_s
+            child.process.send_signal(signal.SIGCONT)
+    _await_end(lambda: {one.host.name: one.process.pid for one in started if one.process.poll() is None}, grace_s)
     for child in started:
-        try:
-            child.process.wait(timeout=max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if child.process.poll() is None:
             child.process.kill()
-            child.process.wait()
+        child.process.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
@@ -14,11 +14,20 @@ from skymemory.protocol.messages import pack_moves, unpack_housekeeping
 from skymemory.protocol.whereabouts import MOST_PUSHED, MOST_PUSHED_AT_ONCE
 from skymemory.protocol.wire import Op
 from skymemory.testbed.plan import ConstellationPlan
+from skymemory.testbed.survey import Survey
 from skymemory.testbed.wiring import control_client, worst_round_trip_s
 from skymemory.transport.udp_client import UdpClient
 
 PATIENCE_S = 1.0
-FAULTY_ROUNDS = 5
+MOST_PATIENCES = 10
+"""A host that goes on answering, or is busy, is waited for so many times as long."""
+_START_PATIENCE_S = 5.0
+"""Where faults are injected, five questions that come ever more seldom fit into it."""
+_MOST_START_S = 300.0
+_LOOK_S = 0.5
+"""How often it is asked which hosts are busy."""
+_OFF = ""
+"""In a survey, the host of those who are expected to be silent."""
 MAX_MOVES = MOST_PUSHED_AT_ONCE
 _SETTLE_POLL_S = 0.05
 _SETTLED_POLLS = 3
@@ -43,18 +52,65 @@ class Rotation:
         return self.acknowledged == self.satellites and self.settled
 
 
+class Silence:
+    """How long silent satellites are waited for, and who of the hosts is only busy.
+
+    ``patience_s`` beside the round trip; as much again whenever their host has answered or been ``busy``, up to
+    ``most_s``. Of the satellites that are ``off`` no answer is expected: they get ``patience_s`` and no more.
+    """
+
+    def __init__(
+        self, patience_s: float = PATIENCE_S, most_s: float | None = None, *,
+        busy: Callable[[], Collection[str]] = tuple, off: Collection[SatelliteId] = (),
+    ) -> None:  # fmt: skip
+        self.patience_s = patience_s
+        self.most_s = MOST_PATIENCES * patience_s if most_s is None else most_s
+        self.busy = busy
+        self.off = frozenset(off)
+
+    def survey(self, plan: ConstellationPlan, satellites: Collection[SatelliteId]) -> Survey:
+        """A survey of these satellites."""
+        hosts = {host.name: [one for one, _ in plan.addresses_of(host) if one in satellites] for host in plan.hosts}
+        expected = {host: [one for one in mine if one not in self.off] for host, mine in hosts.items()}
+        expected[_OFF] = [one for mine in hosts.values() for one in mine if one in self.off]
+        return Survey(expected, self.patience_s, self.most_s, worst_round_trip_s(plan, satellites))
+
+
 def _ask_all(
-    client: UdpClient, op: Op, body: bytes, satellites: Iterable[SatelliteId]
+    client: UdpClient, plan: ConstellationPlan, op: Op, body: bytes, satellites: Iterable[SatelliteId], silence: Silence
 ) -> dict[SatelliteId, Finished | None]:
     """Each satellite's answer; None from one that gave none."""
+    answers: dict[SatelliteId, Finished | None] = dict.fromkeys(satellites)
+    if not answers:
+        return answers
+    survey = silence.survey(plan, answers.keys())
+    under_way: dict[int, SatelliteId] = {}
     with client.lock:
-        numbers = {client.machine.ask(op, body, satellite, client.now_s()): satellite for satellite in satellites}
-        finished = client.run(numbers)
-    return {satellite: finished[number] if finished[number].ok else None for number, satellite in numbers.items()}
+        every_s = min(_LOOK_S, silence.patience_s / 2)
+        look_s = client.now_s() + every_s
+        while True:
+            now_s = client.now_s()
+            if now_s >= look_s:
+                survey.busy(silence.busy(), now_s)
+                look_s = now_s + every_s
+            for satellite in survey.to_ask(now_s):
+                under_way[client.machine.ask(op, body, satellite, now_s, once=True)] = satellite
+            if not survey.waiting:
+                break
+            for number, answer in client.run_any(under_way, min(survey.next_s(now_s), look_s)).items():
+                satellite = under_way.pop(number)
+                if answer.ok and answers[satellite] is None:
+                    answers[satellite] = answer
+                    survey.answered(satellite, client.now_s())
+        for number in under_way:
+            client.machine.cancel(number)
+    return answers
 
 
-def _ping(client: UdpClient, satellites: Iterable[SatelliteId]) -> dict[SatelliteId, Housekeeping | None]:
-    answers = _ask_all(client, Op.PING, b"", satellites)
+def _ping(
+    client: UdpClient, plan: ConstellationPlan, satellites: Iterable[SatelliteId], silence: Silence
+) -> dict[SatelliteId, Housekeeping | None]:
+    answers = _ask_all(client, plan, Op.PING, b"", satellites, silence)
     return {satellite: None if answer is None else _housekeeping(answer) for satellite, answer in answers.items()}
 
 
@@ -65,46 +121,24 @@ def _housekeeping(answer: Finished) -> Housekeeping:
 
 
 def ping_all(
-    plan: ConstellationPlan, patience_s: float = PATIENCE_S, satellites: Iterable[SatelliteId] | None = None
+    plan: ConstellationPlan, silence: Silence | float = PATIENCE_S, satellites: Iterable[SatelliteId] | None = None
 ) -> dict[SatelliteId, Housekeeping | None]:
     """The housekeeping (fields of ``HOUSEKEEPING_FIELDS``, and ``clock_off_us``) of each satellite, or of these; None
-    where none came in time.
+    where none came in time: ``silence``, or so many seconds beside the round trip.
     """
-    client = control_client(plan, patience_s)
+    silence = silence if isinstance(silence, Silence) else Silence(silence)
+    client = control_client(plan, 2 * silence.most_s)
     try:
-        return _ping(client, plan.torus.satellites() if satellites is None else satellites)
+        return _ping(client, plan, plan.torus.satellites() if satellites is None else satellites, silence)
     finally:
         client.close()
 
 
-def ping_these(
-    plan: ConstellationPlan, satellites: Iterable[SatelliteId], patience_s: float
-) -> dict[SatelliteId, Housekeeping | None]:
-    """``ping_all`` of some; ``patience_s`` comes on top of the round trip."""
-    asked = list(satellites)
-    client = control_client(plan, patience_s + worst_round_trip_s(plan, asked))
-    try:
-        return _ping(client, asked)
-    finally:
-        client.close()
-
-
-def confirm_all_answer(plan: ConstellationPlan) -> None:
-    """Raise ``ConstellationError`` naming the hosts some of whose satellites do not answer.
-
-    Who is silent is asked again: where the plan injects faults, some of 95 lose every packet of a second, and on a busy
-    computer a thousand do not all get their turn in one. Where nobody new answers and there are no faults, that is all.
+def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[str]]) -> None:
+    """Raise ``ConstellationError`` naming the hosts some of whose satellites do not answer, although they are not
+    ``busy``.
     """
-    patience_s = PATIENCE_S + worst_round_trip_s(plan, plan.torus.satellites())
-    answers = ping_all(plan, patience_s)
-    for _ in range(FAULTY_ROUNDS):
-        silent = [satellite for satellite, answer in answers.items() if answer is None]
-        if not silent:
-            break
-        again = ping_all(plan, patience_s, silent)
-        answers |= again
-        if not (plan.faults.any or any(again.values())):
-            break
+    answers = ping_all(plan, Silence(_START_PATIENCE_S, _MOST_START_S, busy=busy))
     for host in plan.hosts:
         silent = [satellite for satellite, _ in plan.addresses_of(host) if answers[satellite] is None]
         if silent:
@@ -140,19 +174,20 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
         raise InvalidInput(f"{slot_moves} slot and {plane_moves} plane moves: at most {MAX_MOVES} at once")
     if plan.access == "onboard":
         raise InvalidInput("the host flies with its satellite and its box with both: there is nothing to rotate")
-    client = control_client(plan, PATIENCE_S)
+    silence = Silence()
+    client = control_client(plan, 2 * silence.most_s)
     satellites = plan.torus.satellites()
     try:
         began_s = time.monotonic()
-        before = _ping(client, satellites)
+        before = _ping(client, plan, satellites, silence)
         moves_before = pushed_moves(before.values())
         moves_after = (moves_before[0] + slot_moves, moves_before[1] + plane_moves)
         if max(map(abs, moves_after)) > MOST_PUSHED:
             raise InvalidInput(f"pushed moves {moves_after}: satellites take {MOST_PUSHED} in all, so move back first")
         living = [satellite for satellite in satellites if before[satellite] is not None]
-        answers = _ask_all(client, Op.ADVANCE, pack_moves(*moves_after), living)
+        answers = _ask_all(client, plan, Op.ADVANCE, pack_moves(*moves_after), living, silence)
         acknowledged = sum(answer is not None for answer in answers.values())
-        now, settled = _settle(client, living, began_s + patience_s)
+        now, settled = _settle(client, plan, living, began_s + patience_s)
         return Rotation(
             moves_before, moves_after, len(satellites), acknowledged,
             _migrated(now)[0] - _migrated(before)[0], settled, time.monotonic() - began_s,
@@ -162,17 +197,19 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
 
 
 def _settle(
-    client: UdpClient, living: list[SatelliteId], deadline_s: float
+    client: UdpClient, plan: ConstellationPlan, living: list[SatelliteId], deadline_s: float
 ) -> tuple[dict[SatelliteId, Housekeeping | None], bool]:
     """Ask until what was handed over has stopped changing and all of it has arrived."""
     quiet_polls, last = 0, (-1, -1)
     while True:
-        answers = _ping(client, living)
+        asked_s = time.monotonic()
+        answers = _ping(client, plan, living, Silence())
         migrated = _migrated(answers)
         quiet_polls = quiet_polls + 1 if migrated == last else 0
         last = migrated
         if quiet_polls >= _SETTLED_POLLS:
             return answers, True
-        if time.monotonic() > deadline_s:
+        now_s = time.monotonic()
+        if now_s > deadline_s:
             return answers, False
-        time.sleep(_SETTLE_POLL_S)
+        time.sleep(max(_SETTLE_POLL_S, now_s - asked_s))  # of a busy host's time no more than half goes into answers

@@ -14,7 +14,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.files import read_bounded, write_private
 from skymemory.testbed.child import send_signal
-from skymemory.testbed.control import ping_these
+from skymemory.testbed.control import ping_all
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
 
@@ -107,7 +107,7 @@ def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) 
     """Until they all answer, or none does."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while satellites:
-        answers = ping_these(plan, satellites, _PING_S)
+        answers = ping_all(plan, _PING_S, satellites)
         satellites = [one for one in satellites if (answers[one] is not None) != alive]
         if satellites and time.monotonic() > deadline_s:
             first = satellites[0]

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -46,15 +47,33 @@ def check_ip(text: str, where: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Ports:
+    """UDP ports in ascending order: from ``base_port`` upwards without ``skipped`` (first and last of each gap)."""
+
+    base_port: int
+    skipped: tuple[tuple[int, int], ...] = ()
+
+    def first(self, count: int) -> list[int]:
+        """The first ``count`` of them; what lies beyond the last port there is must be refused by the caller."""
+        found: list[int] = []
+        at = self.base_port
+        for gap_first, gap_last in self.skipped:
+            found += range(at, min(gap_first, at + count - len(found)))
+            at = max(at, gap_last + 1)
+        return found + list(range(at, at + count - len(found)))
+
+
+@dataclass(frozen=True, slots=True)
 class HostShare:
     """One host process's part: it runs all satellites of ``planes``, one UDP port each, from ``base_port``
-    upwards.
+    upwards; ``skipped_ports`` are others' (the first and the last of each gap, in ascending order).
     """
 
     name: str
     ip: str
     base_port: int
     planes: tuple[int, ...]
+    skipped_ports: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         _require(
@@ -67,6 +86,17 @@ class HostShare:
             f"{self.name}: base port {self.base_port}: expected 1 to {MAX_PORT}",
         )
         _require(len(self.planes) > 0, f"{self.name} has no planes: give each host at least one")
+        gaps = [(self.base_port, self.base_port), *self.skipped_ports]
+        _require(
+            all(len(gap) == 2 and gap[0] <= gap[1] for gap in gaps)
+            and all(before[1] < after[0] for before, after in pairwise(gaps)),
+            f"{self.name}: skipped ports {list(self.skipped_ports)}: expected the first and last of each gap, "
+            f"beyond {self.base_port} and in ascending order",
+        )
+
+    def ports(self, slots_per_plane: int) -> list[int]:
+        """The ports of its satellites, in ascending order."""
+        return Ports(self.base_port, self.skipped_ports).first(len(self.planes) * slots_per_plane)
 
     @property
     def is_loopback(self) -> bool:
@@ -179,20 +209,16 @@ class ConstellationPlan:
             taken == list(range(self.planes)),
             f"the hosts' planes are {taken}: expected 0 to {self.planes - 1}, each once",
         )
-        spans: list[tuple[str, int, int, str]] = []
+        owners: dict[tuple[str, int], str] = {}
         for host in self.hosts:
-            last = host.base_port + len(host.planes) * self.slots_per_plane - 1
+            ports = host.ports(self.slots_per_plane)
             _require(
-                last <= MAX_PORT,
-                f"{host.name} needs ports {host.base_port} to {last}: the last port is {MAX_PORT}",
+                ports[-1] <= MAX_PORT,
+                f"{host.name} needs ports {ports[0]} to {ports[-1]}: the last port is {MAX_PORT}",
             )
-            for ip, first_other, last_other, other in spans:
-                _require(
-                    ip != host.ip or last < first_other or host.base_port > last_other,
-                    f"{host.name} and {other} share ports on {ip}: {host.base_port} to {last} "
-                    f"and {first_other} to {last_other}",
-                )
-            spans.append((host.ip, host.base_port, last, host.name))
+            for port in ports:
+                other = owners.setdefault((host.ip, port), host.name)
+                _require(other == host.name, f"{host.name} and {other} share ports on {host.ip}, the first is {port}")
 
     @property
     def torus(self) -> Torus:
@@ -205,11 +231,9 @@ class ConstellationPlan:
 
     def addresses_of(self, host: HostShare) -> Iterator[tuple[SatelliteId, tuple[str, int]]]:
         """The satellites of one host with their addresses, in the order of their ports."""
-        port = host.base_port
-        for plane in host.planes:
-            for slot in range(self.slots_per_plane):
-                yield SatelliteId(plane, slot), (host.ip, port)
-                port += 1
+        satellites = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
+        for satellite, port in zip(satellites, host.ports(self.slots_per_plane), strict=True):
+            yield satellite, (host.ip, port)
 
     def addresses(self) -> dict[SatelliteId, tuple[str, int]]:
         """Every satellite's ``(ip, port)``."""
@@ -228,14 +252,19 @@ def _shares(planes: int, hosts: int) -> list[tuple[int, ...]]:
     return [tuple(range(planes * host // hosts, planes * (host + 1) // hosts)) for host in range(hosts)]
 
 
-def local_hosts(preset: str, hosts: int, base_port: int, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
-    """``hosts`` processes on one computer, their ports one after the other from ``base_port``."""
+def local_hosts(preset: str, hosts: int, ports: int | Ports, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
+    """``hosts`` processes on one computer, their ports one after the other from the first of ``ports``."""
     torus = preset_named(preset).torus
     _require(1 <= hosts <= torus.planes, f"{hosts} hosts for {torus.planes} planes: expected 1 to {torus.planes}")
-    return tuple(
-        HostShare(f"host-{number}", ip, base_port + planes[0] * torus.slots_per_plane, planes)
-        for number, planes in enumerate(_shares(torus.planes, hosts))
-    )
+    ports = Ports(ports) if isinstance(ports, int) else ports
+    all_ports = ports.first(torus.size)
+    shares = []
+    for number, planes in enumerate(_shares(torus.planes, hosts)):
+        first = all_ports[planes[0] * torus.slots_per_plane]
+        last = all_ports[(planes[-1] + 1) * torus.slots_per_plane - 1]
+        gaps = tuple(gap for gap in ports.skipped if first < gap[0] < last)
+        shares.append(HostShare(f"host-{number}", ip, first, planes, gaps))
+    return tuple(shares)
 
 
 def remote_hosts(preset: str, addresses: Sequence[tuple[str, int]]) -> tuple[HostShare, ...]:

@@ -30,6 +30,9 @@ def to_json(plan: ConstellationPlan) -> str:
     """The file's text: indented, one key per field, ``version`` first."""
     fields = dataclasses.asdict(plan)
     fields["centre"] = {"plane": plan.centre.plane, "slot": plan.centre.slot}
+    for host in fields["hosts"]:
+        if not host["skipped_ports"]:
+            del host["skipped_ports"]  # which earlier versions do not know
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
 
 
@@ -110,6 +113,10 @@ def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan
     for number, share in enumerate(fields["hosts"]):
         host = _mapping(share, HostShare, f"{where}: hosts[{number}]")
         host["planes"] = _numbers(host["planes"], f"{where}: hosts[{number}].planes")
+        gaps = host.get("skipped_ports", [])
+        if not isinstance(gaps, list):
+            raise InvalidInput(f"{where}: hosts[{number}].skipped_ports: expected a list of [first, last]")
+        host["skipped_ports"] = tuple(_numbers(gap, f"{where}: hosts[{number}].skipped_ports") for gap in gaps)
         hosts.append(_build(HostShare, host, where))
     centre = fields["centre"]
     if not isinstance(centre, dict) or set(centre) != {"plane", "slot"}:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterable
+from itertools import pairwise
 
 from skymemory.errors import ConstellationError
-from skymemory.testbed.plan import DEFAULT_BASE_PORT, ConstellationPlan, HostShare
+from skymemory.testbed.plan import DEFAULT_BASE_PORT, MAX_PORT, ConstellationPlan, HostShare, Ports
 
 
 class PortTaken(ConstellationError):
@@ -56,22 +56,23 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
         raise ConstellationError(f"{where} cannot be used: {errno.errorcode.get(number, number)}")
 
 
-def _all_free(ip: str, ports: Iterable[int]) -> bool:
-    return all(_bind_error((ip, port)) == 0 for port in ports)
+def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
+    """``count`` free UDP ports: in a row where there are so many between the default one and those of clients, else all
+    that are free from there on, whatever lies between.
 
-
-def free_base_port(count: int, ip: str = "127.0.0.1") -> int:
-    """A base port with ``count`` free UDP ports in a row, between the default one and those of clients.
-
-    Where the search begins depends on the process, so that two that search at once find different ones.
+    Where the search begins depends on the process and the ``attempt``, so that two that search at once find others.
     """
-    candidates = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
-    first = os.getpid() % max(1, len(candidates))
-    order: list[int] = [*candidates[first:], *candidates[:first]]
-    for base_port in order:
-        if _all_free(ip, range(base_port, base_port + count)):
-            return base_port
+    starts = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
+    first = (os.getpid() + attempt) % max(1, len(starts))
+    for base_port in (*starts[first:], *starts[:first]):
+        if all(_bind_error((ip, port)) == 0 for port in range(base_port, base_port + count)):
+            return Ports(base_port)
+    # The higher the port, the likelier a client gets it from the kernel while we start.
+    for some in (range(DEFAULT_BASE_PORT, _LAST_BASE_PORT), range(1024, _LAST_BASE_PORT), range(1024, MAX_PORT + 1)):
+        free = [port for port in some if _bind_error((ip, port)) == 0][:count]
+        if len(free) == count:
+            gaps = ((low + 1, high - 1) for low, high in pairwise(free) if high > low + 1)
+            return Ports(free[0], tuple(gaps))
     raise ConstellationError(
-        f"no {count} free UDP ports in a row on {ip} between {DEFAULT_BASE_PORT} and {_LAST_BASE_PORT}: "
-        "choose some with --base-port PORT"
+        f"no {count} free UDP ports on {ip}, there are {len(free)}: stop what uses them, or start fewer satellites"
     )

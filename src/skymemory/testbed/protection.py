@@ -25,7 +25,9 @@ def check_auth(auth: str, keys_file: str, chunk_bytes: int) -> None:
     if auth != "off" and not keys_file:
         raise InvalidInput(f"auth {auth} without a keys_file: name one, `skymemory keys new` makes it")
     if auth != "off" and chunk_bytes > MAX_SIGNED_CHUNK_BYTES:
-        raise InvalidInput(f"chunks of {chunk_bytes} bytes with MACs: at most {MAX_SIGNED_CHUNK_BYTES}")
+        raise InvalidInput(
+            f"chunks of {chunk_bytes} bytes with MACs: at most {MAX_SIGNED_CHUNK_BYTES}, or more with --auth off"
+        )
 
 
 def follower_of(plan: ConstellationPlan, say: Callable[[str], None] | None = None) -> KeyFollower | None:

@@ -7,22 +7,30 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from skymemory.errors import ConstellationError
 from skymemory.store.shared_index import found_journal
-from skymemory.testbed.child import READY, Child, end_children, end_processes, spawn
-from skymemory.testbed.plan import ConstellationPlan
-from skymemory.testbed.ports import PortTaken, check_host_ports, check_ports, free_base_port
+from skymemory.testbed.child import GRACE_S, READY, Child, end_children, end_processes, spawn
+from skymemory.testbed.demand import Demand
+from skymemory.testbed.plan import ConstellationPlan, Ports
+from skymemory.testbed.ports import PortTaken, check_host_ports, check_ports, free_ports
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.signals import SignalGate
 
 START_PATIENCE_S = 30.0
+"""A host that does not even want the processor for so long does not come any more."""
+MOST_START_S = 600.0
 POLL_S = 0.05
+_LOOK_S = 1.0
 FREE_PORT_ATTEMPTS = 5
+
+
+Confirm = Callable[[ConstellationPlan, Callable[[], Collection[str]]], None]
+"""Asks what has been started whether all is well; the second argument says which hosts are busy."""
 
 
 class AlreadyRunning(ConstellationError):
@@ -89,21 +97,29 @@ def _failed(child: Child, plan: ConstellationPlan, directory: RunDirectory) -> C
 
 
 def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunDirectory, gate: SignalGate) -> None:
-    """Until each child has said that its satellites listen."""
-    deadline_s = time.monotonic() + START_PATIENCE_S
+    """Until each child has said that its satellites listen: on a busy computer for as long as it makes progress."""
+    began_s = progress_s = look_s = time.monotonic()
+    demand = Demand({child.host.name: child.process.pid for child in children})
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.line, selectors.EVENT_READ, child)
-        while selector.get_map():
+        while waiting := selector.get_map():
             gate.check()
             for key, _ in selector.select(POLL_S):
                 child = key.data
                 selector.unregister(child.line)
                 if child.line.recv(len(READY)) != READY:
                     raise _failed(child, plan, directory)
-            if time.monotonic() > deadline_s:
-                late = ", ".join(key.data.host.name for key in selector.get_map().values())
-                raise ConstellationError(f"{late} not ready after {START_PATIENCE_S:.0f} s: all hosts stopped")
+                progress_s = time.monotonic()
+            now_s = time.monotonic()
+            late = [key.data.host.name for key in waiting.values()]
+            if now_s > look_s + _LOOK_S:
+                look_s = now_s
+                progress_s = now_s if demand.busy().intersection(late) else progress_s
+            if late and now_s > min(progress_s + START_PATIENCE_S, began_s + MOST_START_S):
+                raise ConstellationError(
+                    f"{', '.join(late)} not ready after {now_s - began_s:.0f} s: all hosts were stopped"
+                )
 
 
 def start(
@@ -111,13 +127,14 @@ def start(
     plan: ConstellationPlan,
     *,
     foreground: bool = False,
-    confirm: Callable[[ConstellationPlan], None] | None = None,
+    confirm: Confirm | None = None,
     gate: SignalGate | None = None,
 ) -> Started:
     """Start every host of ``plan`` here and return when all of them listen.
 
-    ``confirm`` is called with the plan when they do (it may ping them); if it raises, all are stopped. With
-    ``foreground`` the children are kept on their lines, to be watched; they end when this process does.
+    ``confirm`` is called with the plan when they do, and with what says which hosts are busy (it may ping them); if it
+    raises, all are stopped. With ``foreground`` the children are kept on their lines, to be watched; they end when this
+    process does.
     A ``gate`` that the caller has entered already leaves no moment without one between here and ``watch``.
     Raises ``AlreadyRunning``, ``ConstellationError`` or KeyboardInterrupt, leaving nothing behind.
     """
@@ -137,7 +154,7 @@ def start(
                 children.append(spawn(host, directory.plan_path, directory))
             _await_ready(children, plan, directory, gate)
             if confirm is not None:
-                confirm(plan)
+                confirm(plan, Demand({child.host.name: child.process.pid for child in children}).busy)
             gate.check()
             if not foreground:
                 for child in children:
@@ -174,22 +191,20 @@ def revive(directory: RunDirectory, gate: SignalGate | None = None, kept: list[C
 
 def start_on_free_ports(
     directory: RunDirectory,
-    plan_at: Callable[[int], ConstellationPlan],
+    plan_at: Callable[[Ports], ConstellationPlan],
     satellites: int,
     *,
     foreground: bool = False,
-    confirm: Callable[[ConstellationPlan], None] | None = None,
+    confirm: Confirm | None = None,
     gate: SignalGate | None = None,
 ) -> Started:
-    """``start`` with the plan that ``plan_at`` makes for a free base port; another one if somebody was
-    faster.
-    """
-    for attempt in range(1, FREE_PORT_ATTEMPTS + 1):
-        plan = plan_at(free_base_port(satellites))
+    """``start`` with the plan that ``plan_at`` makes for free ports; with others if another process was faster."""
+    for attempt in range(FREE_PORT_ATTEMPTS):
+        plan = plan_at(free_ports(satellites, attempt=attempt))
         try:
             return start(directory, plan, foreground=foreground, confirm=confirm, gate=gate)
         except PortTaken:
-            if attempt == FREE_PORT_ATTEMPTS:
+            if attempt == FREE_PORT_ATTEMPTS - 1:
                 raise
     raise AssertionError("unreachable")
 
@@ -213,7 +228,7 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None],
     return 0 if gate.closed else 1
 
 
-def stop(directory: RunDirectory, grace_s: float = 3.0) -> tuple[int, int]:
+def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
     """Stop every host process of this directory and remove its files: ``(stopped, of them killed by
     force)``.
     """

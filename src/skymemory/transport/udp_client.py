@@ -7,6 +7,7 @@ While somebody is silent, a thread asks him now and then (``healer``).
 
 from __future__ import annotations
 
+import math
 import select
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -94,18 +95,12 @@ class UdpClient:
                 if machine.ailing:
                     self._take(*self._sock.receive_awaited(machine.awaited, _CALLS, 0))  # answers to earlier probes
                 while True:
-                    if machine.wants_to_send or self._backlog:
-                        self._send()
-                    while (event := machine.next_event()) is not None:
-                        (finished if event.number in waiting else self._unclaimed)[event.number] = event
-                        waiting.discard(event.number)
+                    self._turn(waiting, finished)
                     if not waiting:
                         return finished
                     self._receive_or_wait()
             finally:
-                for number in waiting:
-                    self.machine.cancel(number)
-                    self._unclaimed.pop(number, None)
+                self._give_up(waiting)
                 if machine.ailing and self._healer is None and not self._closed:
                     self._healer = Healer(self._heal, self._sock.fileno())
 
@@ -113,6 +108,41 @@ class UdpClient:
         """In a forked child: the healer and its line are the parent's."""
         self._healer, self._closed = None, True
         self._sock.close()
+
+    def run_any(self, numbers: Iterable[int], until_s: float) -> dict[int, Finished]:
+        """Carry datagrams until one of these operations has ended, at most until ``until_s`` (of ``now_s``): those that
+        have. The others go on in a later call, or are to be cancelled; an interruption cancels them all.
+        """
+        self._clock.follow_wall()
+        if self._refresh is not None:
+            self._refresh()
+        waiting, finished = set(numbers), dict[int, Finished]()
+        with self._lock:
+            try:
+                for number in waiting & self._unclaimed.keys():
+                    finished[number] = self._unclaimed.pop(number)
+                waiting -= finished.keys()
+                while True:
+                    self._turn(waiting, finished)
+                    if finished or self.now_s() >= until_s:
+                        return finished
+                    self._receive_or_wait(until_s)
+            except BaseException:
+                self._give_up(waiting)
+                raise
+
+    def _turn(self, waiting: set[int], finished: dict[int, Finished]) -> None:
+        """Send what there is to send, and sort what has ended: what nobody of ``waiting`` asked for is kept."""
+        if self.machine.wants_to_send or self._backlog:
+            self._send()
+        while (event := self.machine.next_event()) is not None:
+            (finished if event.number in waiting else self._unclaimed)[event.number] = event
+            waiting.discard(event.number)
+
+    def _give_up(self, waiting: Iterable[int]) -> None:
+        for number in waiting:
+            self.machine.cancel(number)
+            self._unclaimed.pop(number, None)
 
     def close(self) -> None:
         if self._lock.owner.elsewhere:
@@ -158,13 +188,13 @@ class UdpClient:
                 self._backlog.appendleft((endpoint, rest))
                 return
 
-    def _receive_or_wait(self) -> None:
-        """Take what is there; with nothing there, sleep until something comes or a timer is due."""
+    def _receive_or_wait(self, until_s: float = math.inf) -> None:
+        """Take what is there; with nothing there, sleep until something comes, a timer is due, or until then."""
         machine = self.machine
         calls = 1 if machine.wants_to_send or self._backlog else _CALLS
         tallies, runs = self._sock.receive_awaited(machine.awaited, calls, _PATIENCE_US)
         if not tallies and not runs:
-            self._sleep()
+            self._sleep(until_s)
             tallies, runs = self._sock.receive_awaited(machine.awaited, calls, 0)
         self._take(tallies, runs)
 
@@ -179,10 +209,11 @@ class UdpClient:
         if due_s is not None and due_s <= now_s:
             machine.handle_timer(now_s)
 
-    def _sleep(self) -> None:
+    def _sleep(self, until_s: float) -> None:
         """Until something comes, may be sent, or is due."""
-        due_s = self.machine.next_timer_s()
-        wait_s = max(0.0, due_s - self.now_s()) if due_s is not None else 1.0
+        due_s, now_s = self.machine.next_timer_s(), self.now_s()
+        wait_s = max(0.0, due_s - now_s) if due_s is not None else 1.0
+        wait_s = max(0.0, min(wait_s, until_s - now_s))
         if self._backlog:
             self._poll.modify(self._sock.fileno(), select.POLLIN | select.POLLOUT)
         self._poll.poll(wait_s * 1e3)
