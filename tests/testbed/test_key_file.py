@@ -61,7 +61,7 @@ def test_keys_that_others_may_read_are_refused(tmp_path: Path, mode: int) -> Non
         ("", "not JSON"),
         ("[" * 100_000, "larger than|not JSON"),
         ("[]", "not a key file"),
-        (GOOD.replace('"version": 1', '"version": 2'), "version 1"),
+        (GOOD.replace('"version": 1', '"version": 2'), "version 2; a later release"),
         ('{"version": 1, "keys": []}', "0 keys"),
         (GOOD.replace('"id": 1', '"id": 0'), "expected 1 to"),
         (GOOD.replace('"id": 1', '"id": "1"'), "each key needs"),
