@@ -78,14 +78,20 @@ def check_load_does_not_grow(burst: list[tuple[float, int, int]]) -> None:
     """In no 13 s after its cause has ended do the hosts work more, beyond what they would have to anyway, than in the
     13 s before; and in the end not at all.
     """
-    outcome = LimitedSoak(replace(SHAPE, after_s=39.0)).run(lambda soak: suffer(burst, soak))
+    shape = replace(SHAPE, after_s=39.0)
+    outcome = LimitedSoak(shape).run(lambda soak: suffer(burst, soak))
+    usual = undisturbed()
+    if any(
+        0 < abs(moves) < 1 << 30 for _, _, moves in burst
+    ):  # obeyed: the box is elsewhere, and does other work there
+        usual = LimitedSoak(shape).run(lambda soak: suffer([(shape.share, s, moves) for _, s, moves in burst], soak))
     end_s = outcome.rows[-1].at_s - 39.0
     excess = [
-        cores(outcome, from_s, from_s + 13) - cores(undisturbed(), from_s, from_s + 13)
+        cores(outcome, from_s, from_s + 13) - cores(usual, from_s, from_s + 13)
         for from_s in (end_s, end_s + 13, end_s + 26)
     ]
     assert excess[1] <= max(excess[0], 0.0) + 1.0 and excess[2] <= max(excess[1], 0.0) + 1.0, excess
-    assert excess[2] <= 0.2 * cores(undisturbed(), end_s + 26, end_s + 39) + 0.5, excess
+    assert excess[2] <= 0.2 * cores(usual, end_s + 26, end_s + 39) + 0.5, excess
     assert outcome.rows[-1].answer >= 0.95 * outcome.satellites
 
 
