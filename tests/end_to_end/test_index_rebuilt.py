@@ -109,11 +109,14 @@ def test_a_damaged_index_is_mended_also_after_the_box_has_moved(sky: Sky) -> Non
     assert found["asked"] > 0 and sky.find()["asked"] == 0
 
 
-def test_another_computer_finds_it_by_a_plan_alone(sky: Sky, tmp_path: Path) -> None:
+def test_another_computer_finds_it_by_a_plan_and_its_keys(sky: Sky, tmp_path: Path) -> None:
     sky.python(PUT)
     other = tmp_path / "other"
     plan = tmp_path / "sky.json"
     plan.write_bytes((sky.run_dir / "constellation.json").read_bytes())
+    keys = tmp_path / "keys"
+    keys.write_bytes((sky.run_dir / "keys").read_bytes())
+    keys.chmod(0o600)
     sky("constellation", "attach", str(plan), run_dir=other)
     found = sky.find(other)
     assert (found["first"], found["right"], found["again"], found["complete"]) == (24, 24, [24, 0], 0)

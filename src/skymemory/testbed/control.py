@@ -30,7 +30,10 @@ _OFF = ""
 """In a survey, the host of those who are expected to be silent."""
 MAX_MOVES = MOST_PUSHED_AT_ONCE
 _SETTLE_POLL_S = 0.05
-_SETTLED_POLLS = 3
+_QUIET_S = 0.3
+"""A handover is over when nothing has changed for so long: later than that none begins. Not a number of polls, which of
+many satellites far away take longer than the box stands still.
+"""
 
 Housekeeping = dict[str, int]
 
@@ -200,16 +203,15 @@ def _settle(
     client: UdpClient, plan: ConstellationPlan, living: list[SatelliteId], deadline_s: float
 ) -> tuple[dict[SatelliteId, Housekeeping | None], bool]:
     """Ask until what was handed over has stopped changing and all of it has arrived."""
-    quiet_polls, last = 0, (-1, -1)
+    last, since_s = (-1, -1), 0.0
     while True:
         asked_s = time.monotonic()
         answers = _ping(client, plan, living, Silence())
         migrated = _migrated(answers)
-        quiet_polls = quiet_polls + 1 if migrated == last else 0
-        last = migrated
-        if quiet_polls >= _SETTLED_POLLS:
+        if migrated != last:
+            last, since_s = migrated, asked_s
+        elif asked_s - since_s >= _QUIET_S:
             return answers, True
-        now_s = time.monotonic()
-        if now_s > deadline_s:
+        if time.monotonic() > deadline_s:
             return answers, False
-        time.sleep(max(_SETTLE_POLL_S, now_s - asked_s))  # of a busy host's time no more than half goes into answers
+        time.sleep(_SETTLE_POLL_S)
