@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.key_order import OrderedKeys
+from skymemory.protocol.wire import CHUNK_REF_BYTES
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -52,3 +54,19 @@ def test_a_page_of_many_keys_looks_at_few_of_them() -> None:
     assert len(keys.after(Counted((9_999).to_bytes(32, "big")), 14)) == 14
     assert looked < 64, "one page of a listing compares with as many keys as the depth of a search"
     assert added < 64 * 20_000
+
+
+def test_keys_that_came_together_are_all_listed() -> None:
+    """The native loop stores SETs of several keys and then says so, key by key, in runs: one key may be named twice
+    before another is named once.
+    """
+    store = ChunkStore(1 << 20)
+    first, second = bytes(32), bytes([1]) * 32
+    ref = bytes(CHUNK_REF_BYTES)
+    store.shares[first] = {0: (ref, b"a"), 1: (ref, b"b")}
+    store.shares[second] = {0: (ref, b"c")}
+    for key in (first, first, second):
+        store.added(key, 1, CHUNK_REF_BYTES + 1)
+    assert store.keys_after(b"", 10) == [first, second]
+    store.remove_key(first)
+    assert store.keys_after(b"", 10) == [second]

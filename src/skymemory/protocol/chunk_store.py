@@ -139,7 +139,7 @@ class ChunkStore:
     def _came(self, key: bytes, size_bytes: int) -> None:
         """``_grow`` by chunks that came."""
         self._grow(key, size_bytes)
-        if len(self._shares) > len(self._ordered):  # else the key was here already: that costs no search
+        if len(self._shares) > len(self._ordered):  # else no key is new: that costs no search
             self._ordered.add(key)
         if key in self._shielded and self.shielded_bytes > self.shield_limit_bytes:
             self.unshield(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 
 _MOST = 512
 """Keys in one block: inserting moves half of so many pointers, which costs less than the search for the place."""
@@ -21,14 +21,17 @@ class OrderedKeys:
         return self._count
 
     def add(self, key: bytes) -> None:
-        """The key, which is not here, comes."""
-        self._count += 1
+        """The key comes; nothing changes if it is here already."""
         if not self._blocks:
-            self._blocks, self._lasts = [[key]], [key]
+            self._blocks, self._lasts, self._count = [[key]], [key], 1
             return
         at = min(bisect_left(self._lasts, key), len(self._blocks) - 1)
         block = self._blocks[at]
-        insort(block, key)
+        place = bisect_left(block, key)
+        if place < len(block) and block[place] == key:
+            return
+        self._count += 1
+        block.insert(place, key)
         if len(block) > _MOST:
             half = len(block) // 2
             self._blocks[at : at + 1] = [block[:half], block[half:]]
