@@ -22,7 +22,7 @@ PATIENCE_S = 1.0
 MOST_PATIENCES = 10
 """A host that goes on answering, or is busy, is waited for so many times as long."""
 _START_PATIENCE_S = 5.0
-"""Where faults are injected, five questions that come ever more seldom fit into it."""
+"""Where faults are injected, some twenty questions to the last satellites fit into it."""
 _MOST_START_S = 300.0
 _LOOK_S = 0.5
 """How often it is asked which hosts are busy."""

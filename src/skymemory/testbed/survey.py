@@ -2,7 +2,8 @@
 
 A thousand questions at once, each repeated within a second, are what keeps an overloaded host from answering; and an
 answer that comes after that second is thrown away. So few questions are under way at a time, an unanswered one is
-repeated ever more seldom, any answer counts whenever it comes, and a host is waited for as long as it makes progress.
+repeated ever more seldom where many of its host are unanswered, any answer counts whenever it comes, and a host is
+waited for as long as it makes progress.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from skymemory.constellation.torus import SatelliteId
 WINDOW = 64
 """Questions under way. One that is overdue (``OVERDUE_S``) does not count: the dead would hold up the living."""
 OVERDUE_S = 0.25
-"""Beside the round trip. After it a question is repeated, and then each time after twice as long."""
+"""Beside the round trip. After it a question is repeated, and then each time after twice as long, while its host gets
+more than ``REPEATED_PER_S``: where packets are lost, not late, a few silent satellites cost nothing to ask again.
+"""
+REPEATED_PER_S = 100.0
+"""Repeated questions to one host. An answer takes a host a tenth of a millisecond."""
 
 
 class Survey:
@@ -69,7 +74,10 @@ class Survey:
         if wait_s is None:  # its host's time begins with the last of its satellites
             self._began_s.setdefault(host, now_s)
             self._progress_s[host] = now_s
-        self._waits_s[satellite] = self._overdue_s if wait_s is None else 2 * wait_s
+            self._waits_s[satellite] = self._overdue_s
+        else:
+            seldom_s = max(self._overdue_s, len(self._open[host]) / REPEATED_PER_S)
+            self._waits_s[satellite] = min(2 * wait_s, seldom_s)
 
     def answered(self, satellite: SatelliteId, now_s: float) -> None:
         """It has, however late."""
