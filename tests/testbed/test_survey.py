@@ -118,7 +118,7 @@ def test_one_dead_satellite_costs_one_patience_more() -> None:
 
 
 def test_a_busy_host_that_never_answers_is_given_up_in_the_end() -> None:
-    sky = sky_of(1, 600, 0.001, dead=hosts_of(1, 600)["host-0"])
+    sky = sky_of(1, 60, 0.001, dead=hosts_of(1, 60)["host-0"])
     survey = Survey(sky.hosts, 1.0, 20.0)
     assert sky.run(survey, busy=["host-0"]) == pytest.approx(20.0, abs=0.6)
     assert sum(at_s >= 10 for at_s, _ in sky.asked) <= 1.2 * 10 * REPEATED_PER_S, "repeated ever more seldom"

@@ -19,8 +19,8 @@ OVERDUE_S = 0.25
 """Beside the round trip. After it a question is repeated, and then each time after twice as long, while its host gets
 more than ``REPEATED_PER_S``: where packets are lost, not late, a few silent satellites cost nothing to ask again.
 """
-REPEATED_PER_S = 100.0
-"""Repeated questions to one host. An answer takes a host a tenth of a millisecond."""
+REPEATED_PER_S = 10.0
+"""Repeated questions to one host: fewer than the most overloaded one that still makes progress can answer."""
 
 
 class Survey:
