@@ -357,6 +357,28 @@ def test_processes_that_write_at_once_lose_nothing_to_a_new_journal(tmp_path: Pa
     assert sorted(os.listdir(tmp_path)) == ["index"] and path.stat().st_size < 2 * COMPACT_BYTES + 600 * 2300
 
 
+def test_what_is_appended_to_a_replaced_journal_is_taken_over_while_its_replacer_lives(tmp_path: Path) -> None:
+    """As an older release does, that had looked before the journal was replaced and writes after it."""
+    path = tmp_path / "index"
+    index = SharedIndex(path, born=True)
+    older = os.open(path, os.O_RDWR | os.O_APPEND)
+    size_bytes = path.stat().st_size
+    churn(index, range(700))
+    assert not os.fstat(older).st_nlink and os.fstat(older).st_size > size_bytes
+    first, second, third = (key(number) for number in (901, 902, 903))
+    record = encode_record(RecordOp.ADD, [first, second], [INFO] * 2)
+    os.write(older, record[:-1])
+    assert index.infos([first]) == [None], "it is only being written"
+    os.write(older, record[-1:] + encode_record(RecordOp.REMOVE, [first]))
+    assert index.infos([first, second]) == [None, INFO]
+    os.write(older, encode_record(RecordOp.ADD, [third], [INFO]))
+    index.close()
+    os.close(older)
+    late = SharedIndex(path)
+    assert late.infos([first, second, third]) == [None, INFO, INFO] and late.standing.complete
+    late.close()
+
+
 def test_a_journal_with_records_of_a_later_release_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "index"
     index = SharedIndex(path, born=True)

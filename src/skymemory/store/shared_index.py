@@ -9,15 +9,19 @@ first, and that something was lost is written in its place.
 
 Where most of a journal is about what is gone, its writer puts a new one in its place that says the same in the fewest
 records: written beside it, then renamed, so that a process killed at any moment leaves one of the two whole. Others,
-who have the old one open, find it removed.
+who have the old one open, find it removed. An older release looks for that before it waits for the lock, and not
+after: what it still appends to the old one, its replacer takes over into the new one.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from skymemory.errors import InvalidInput
@@ -33,7 +37,21 @@ _COMPACT_TIMES = 4
 """A larger one is written anew once it is so many times what it would be then: so its blocks cost a fourth more."""
 _BLOCK_BYTES = 68
 _NEW = ".new"
+_LOCKS = Path("/proc/locks")
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.01, 2.0
+"""How long those who already wait for the lock of a journal that was replaced are waited for. Each holds it for about a
+millisecond; but one that was just woken up is not seen waiting any more.
+"""
+_KEPT_JOURNALS = 4
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
+
+@dataclass(slots=True)
+class _Replaced:
+    """A journal in whose place we have put another, still open, and how much of it is in the new one."""
+
+    fd: int
+    taken_bytes: int
 
 
 class SharedIndex:
@@ -51,6 +69,7 @@ class SharedIndex:
         self._compact_at_bytes = COMPACT_BYTES
         self._shortened = False
         """Somebody has cut records off that we had replayed; none of us does."""
+        self._old: deque[_Replaced] = deque()
         self._lock = OwnLock("this index" if path is None else f"the index {path}", self.close)
         """The file's lock keeps out other processes, not the threads of this one; nor a forked child, which has it with
         the descriptor. So the child closes its copy.
@@ -191,9 +210,14 @@ class SharedIndex:
         self._write(change)
 
     def close(self) -> None:
+        if self._old and not self._lock.owner.elsewhere:
+            with self._lock:
+                self._take_over()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        while self._old:
+            os.close(self._old.pop().fd)
 
     def _noted(self, record: Record) -> bytes:
         self._standing.apply(record)
@@ -213,19 +237,24 @@ class SharedIndex:
                     if not self._replay():
                         self._cut_off()
                     self._append(change())
-                    if self._replayed_bytes >= self._compact_at_bytes:
-                        self._compact()
+                    awaited = (
+                        self._replayed_bytes >= self._compact_at_bytes
+                        and self._compact()
+                        and _lock_is_awaited(self._fd)
+                    )
+                if awaited:
+                    self._wait_for_writers_of_the_old()
                 return
 
-    def _compact(self) -> None:
-        """Put a journal in the place of this one that says the same in the fewest records, if that is much less. With
-        nobody else writing. Others take it once they find theirs removed, and so do we.
+    def _compact(self) -> bool:
+        """Put a journal in the place of this one that says the same in the fewest records, if that is much less;
+        whether that was done. With nobody else writing. Others take it once they find theirs removed, and so do we.
         """
         blocks, path, standing = len(self._index), self._path, self._standing
         least_bytes = COMPACT_BYTES + _COMPACT_TIMES * _BLOCK_BYTES * blocks
         self._compact_at_bytes = least_bytes
         if path is None or self._replayed_bytes < least_bytes or standing.unknown_records:
-            return
+            return False
         self._compact_at_bytes = self._replayed_bytes + COMPACT_BYTES  # where it fails it is not tried at every write
         path = path.resolve()
         new = path.with_name(path.name + _NEW)
@@ -241,6 +270,42 @@ class SharedIndex:
         except OSError:  # no room, or no right to: the old one is whole, and grows on
             with suppress(OSError):
                 new.unlink(missing_ok=True)
+            return False
+        if len(self._old) == _KEPT_JOURNALS:
+            os.close(self._old.popleft().fd)
+        self._old.append(_Replaced(os.dup(self._fd), self._replayed_bytes))
+        return True
+
+    def _wait_for_writers_of_the_old(self) -> None:
+        """Take over what those append to the journal just replaced who waited for its lock meanwhile."""
+        began_s, old = time.monotonic(), self._old[-1].fd
+        ended = False
+        while not ended and time.monotonic() < began_s + _MOST_WAIT_S:
+            time.sleep(0.001)
+            if time.monotonic() > began_s + _LEAST_WAIT_S and not _lock_is_awaited(old):
+                with suppress(BlockingIOError):  # the last of them is writing
+                    fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(old, fcntl.LOCK_UN)
+                    ended = True
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Enter here what has been appended to journals that we have replaced since."""
+        for old in list(self._old):
+            since = os.fstat(old.fd).st_size - old.taken_bytes
+            if since <= 0:
+                continue
+            records, taken = decode_records(os.pread(old.fd, since, old.taken_bytes))
+            old.taken_bytes += taken
+            for record in records:
+                if record.op is RecordOp.ADD:
+                    self.add(record.hashes, record.infos, record.start, record.parent)
+                elif record.op is RecordOp.REMOVE:
+                    self.remove(record.hashes)
+                elif record.op is RecordOp.CLEAR:
+                    self.clear()
+                elif record.op is RecordOp.PROBED:
+                    self.note_probed(*record.probed)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -270,6 +335,8 @@ class SharedIndex:
 
     def _reopen(self) -> None:
         """Take the new journal where ours was removed. With its folder gone no constellation runs there: keep ours."""
+        if self._old:
+            self._take_over()
         if self._fd < 0 or self._path is None or os.fstat(self._fd).st_nlink:
             return
         try:
@@ -311,6 +378,16 @@ class SharedIndex:
         os.ftruncate(self._fd, self._replayed_bytes)
         self._shortened = False
         self._append(self._noted(Record(RecordOp.LOST)))
+
+
+def _lock_is_awaited(fd: int) -> bool:
+    """Whether a process waits for a lock on this file, as far as the kernel lets us see."""
+    inode = os.fstat(fd).st_ino
+    try:
+        lines = _LOCKS.read_text("ascii").splitlines()
+    except OSError:
+        return False
+    return any("->" in line and f":{inode} " in line for line in lines)
 
 
 def found_journal(path: Path) -> None:
