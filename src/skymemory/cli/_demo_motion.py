@@ -44,8 +44,10 @@ LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
 GIVE_UP_S = 0.5
-PATIENCE_S = 5.0
-"""For the last values, and the last satellites, to come back."""
+PATIENCE_S = 20.0
+"""For the first values to be stored, and for the last ones and the last satellites to come back. Only a machine that is
+busy with something else takes more than 5 s.
+"""
 
 
 @dataclass(slots=True)
@@ -186,10 +188,11 @@ def _closing(flight: _Flight) -> tuple[int, int]:
 
 def _fly(flight: _Flight, started: Started, seconds: float) -> MotionReport:
     plan, readers, watch = flight.plan, flight.readers, flight.watch
+    deadline_s = time.monotonic() + PATIENCE_S
     for reader in readers:
         for key in reader.keys:
-            flight.gate.check()
-            reader.store(key)
+            while not reader.store(key) and time.monotonic() < deadline_s:
+                flight.gate.check()
     value_bytes = CHUNKS_PER_VALUE * plan.chunk_bytes
     kinds = ", ".join(f"{len(reader.keys)} with {copies(reader.copies)}" for reader in readers)
     flight.screen.say(
