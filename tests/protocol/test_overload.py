@@ -21,7 +21,7 @@ from skymemory.protocol.whereabouts import MOST_PUSHED, MOST_PUSHED_AT_ONCE
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, Status
 
 TORUS, HERE, CENTRE = Torus(5, 19), SatelliteId(2, 8), SatelliteId(2, 9)
-EAST = SatelliteId(2, 9)
+EAST, EAST_OF_CENTRE = SatelliteId(2, 9), SatelliteId(2, 10)
 KEY, THERE = bytes(32), SatelliteId(0, 1)
 
 
@@ -150,6 +150,20 @@ def test_the_first_news_is_passed_on_at_once():
     assert sorted(told) == sorted(set(TORUS.neighbours(HERE)) - {EAST})
 
 
+def test_what_we_are_said_to_have_declared_in_the_future_holds_back_no_news():
+    """A clock that was ahead before a restart, or a forgery: it is contradicted, and what happens next is told now."""
+    links = Links()
+    links.hear(LinksBody(False, (0, 0), 0, [Declaration(HERE, 1, 1_055_000)]), EAST, 1_000.0)
+    links.said.clear()
+    links.hear(LinksBody(False, (0, 0), 0, [Declaration(SatelliteId(0, 0), 1, 1_001_000)]), EAST, 1_001.0)
+    links.it.used(EAST, 1_001.0)
+    links.run(1_003.0)
+    told = [(body.declarations, to) for _, to, body in links.said if body.declarations]
+    others = set(TORUS.neighbours(HERE)) - {EAST}
+    assert {to for declared, to in told if declared[0].origin == SatelliteId(0, 0)} == others
+    assert {to for declared, to in told if declared[0].origin == HERE} == others, "and that EAST is silent"
+
+
 def test_all_ways_from_here_cost_one_search():
     state = LinkState(TORUS)
     state.learn(Declaration(SatelliteId(2, 10), 0b1010, 1), 0.0)
@@ -272,6 +286,35 @@ def test_relief_starts_every_back_off_from_its_shortest_but_for_who_is_full():
     assert handover.next_timer_s() == pytest.approx(now_s + 11.0)
 
 
+def test_relief_that_comes_too_often_is_put_off_and_not_lost():
+    handover, name, now_s = Handover(4, 0.1, 1.0), (KEY, 0), 0.0
+    for _ in range(80):
+        handover.enqueue(THERE, [name])
+        for burst in handover.bursts_to_send(now_s):
+            handover.refused(burst.request_id, now_s)
+        handover.relieved(now_s)
+        relieved_s, due = now_s, handover.strays_due(now_s)
+        while not due:
+            now_s = handover.next_timer_s() or 999.0
+            assert now_s <= relieved_s + LONG_HOLD_S
+            due = handover.strays_due(now_s)
+        assert due == [name]
+        now_s += 0.05
+    assert now_s > 80 * 0.05 + LONG_HOLD_S, "it came too often"
+
+
+def test_a_chunk_that_was_stored_anew_waits_for_whoever_is_full_like_any_other():
+    """Nobody had answered for the chunk that it replaced: relief is for that one."""
+    handover, name = Handover(4, 0.1, 1.0), (KEY, 0)
+    for full in (False, True):
+        handover.keep(KEY, [0])
+        handover.enqueue(THERE, [name])
+        for burst in handover.bursts_to_send(0.0):
+            handover.refused(burst.request_id, 0.0, full=full)
+    handover.relieved(1.0)
+    assert handover.strays_due(1.0) == []
+
+
 # --- background work yields ---
 
 
@@ -301,6 +344,39 @@ def test_a_late_satellite_answers_and_puts_off_what_nobody_waits_for():
     while machine.wants_work:
         machine.work(10.1)
     assert machine.counters.get("packets_received") == 2 and machine.counters.get("packets_malformed") == 1
+
+
+def test_alarms_that_always_wait_do_not_keep_packets_waiting():
+    """While a handover goes on an alarm is due at each of a satellite's turns."""
+    machine = late_machine()
+    for number in range(10):
+        machine.receive_datagram(packet(Op.CHECK, number.to_bytes(2, "big")), SatelliteId(2, 10), 10.0)
+    for _ in range(20):
+        machine.handle_timer(10.1)
+        machine.work(10.1)
+    assert machine.counters.get("packets_received") == 10
+
+
+def test_an_overload_between_two_alarms_is_noticed():
+    """No alarm of this satellite went off while its host was late; those it lost are asked at once all the same."""
+    machine = late_machine()
+    machine.lateness.measured(0.0, 11.0)
+    machine.neighbourhood.used(EAST_OF_CENTRE, 11.0)
+    now_s = 11.0
+    while now_s < 30.0:
+        machine.lateness.measured(0.0, now_s)
+        machine.handle_timer(now_s)
+        machine.datagrams_to_send(now_s)
+        now_s = machine.next_timer_s() or 99.0
+    assert now_s > 33.0, "of a link that is down the next try is far off"
+    machine.lateness.measured(0.0, 30.0)
+    machine.lateness.measured(1.0, 31.0)
+    machine.receive_datagram(packet(Op.CHECK), SatelliteId(2, 8), 31.0)
+    machine.lateness.measured(0.0, 31.1)
+    while (due_s := machine.next_timer_s()) is not None and due_s < 32.0:
+        machine.handle_timer(max(due_s, 31.1))
+    asked = [to for batch, to in machine.datagrams_to_send(32.0) if batch.headers[9] == Op.LINKS]
+    assert asked == [EAST_OF_CENTRE]
 
 
 def test_what_is_put_off_is_bounded_and_the_oldest_goes_first():

@@ -144,6 +144,17 @@ def test_the_dead_answer_nothing_and_come_back_empty():
     assert finished.ok and unpack_housekeeping(finished.body)["chunks_held"] == 0
 
 
+def test_one_that_dies_and_comes_back_while_its_socket_is_read_goes_on_with_what_comes_then():
+    sky = Sky(costs=WorkCosts().times(10_000.0))
+    for _ in range(3):
+        sky.ground.machine.ask(Op.PING, b"", HERE, sky.sim.now_s)
+    sky.sim.settle(sky.sim.now_s + LINK_S + 0.06)
+    sky.sim.settle(sky.sim.hosts[1].wake_s - 1e-6)
+    sky.sim.kill(HERE)
+    sky.sim.revive(HERE)
+    assert sky.ask_s() < 60.0
+
+
 def test_a_seed_gives_the_same_run():
     def run() -> list[object]:
         sky = Sky(MoveClock(slot_period_s=1.0, time_scale=1.0), FaultInjector(0.05, 0.05, 0.1, 0.02, seed=3), share=0.1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import socket
 import time
 
 from skymemory.protocol import messages
@@ -10,7 +12,8 @@ from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
 from skymemory.testbed.plan import local_hosts, make_plan
 from skymemory.testbed.ports import free_ports
 from skymemory.testbed.wiring import host_spec
-from skymemory.transport.udp_host import UdpHost
+from skymemory.transport.udp_host import RECEIVE_ROUNDS, UdpHost
+from skymemory.transport.udp_socket import DEFAULT_SLOTS
 from skymemory.transport.unix_clock import UnixClock, running_s
 
 
@@ -58,6 +61,27 @@ def test_after_a_suspend_the_moves_that_were_missed_are_made_at_once() -> None:
             expected = host.spec.clock.moves(host.now_s())
             assert expected[0] >= 10
             assert {satellite.machine.moves for satellite in host._satellites.values()} == {expected}
+        finally:
+            host.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_socket_that_was_emptied_keeps_nothing_waiting_until_the_next_burst() -> None:
+    """As many datagrams as are taken at once, and no more: that they come again later is no sign of being late."""
+
+    async def scenario() -> None:
+        plan = make_plan(hosts=local_hosts("testbed-19x5", 1, free_ports(95)), delay_scale=0.0)
+        host = UdpHost(host_spec(plan, plan.hosts[0]), asyncio.get_running_loop())
+        try:
+            await asyncio.sleep(0.3)  # greetings
+            satellite = next(iter(host._satellites.values()))
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+                for number in range(RECEIVE_ROUNDS * DEFAULT_SLOTS):
+                    sender.sendto(bytes(100 + number), satellite.sock.address)
+            await asyncio.sleep(0.1)
+            assert satellite.machine.counters.get("packets_malformed") == RECEIVE_ROUNDS * DEFAULT_SLOTS
+            assert satellite.full_since_s == math.inf
         finally:
             host.close()
 

@@ -49,6 +49,7 @@ _TARGET_DELAY_S = 0.5
 _MOST_DECREASE = 16.0
 _LEAST_BURSTS = 2.0
 _REMEMBERED_TRIPS = 1024
+_REMEMBERED_RETRIES = 1 << 16
 
 
 class Handover:
@@ -92,6 +93,8 @@ class Handover:
         self._unanswered: dict[Leaving, tuple[SatelliteId, bytes]] = {}
         """What is astray because of no answer or no way: which of ``_retries`` it waits for."""
         self._relief = Throttle()
+        self._relief_waits = False
+        """Whether there was reason for relief when it was not its time."""
         self._plans = 0
         self._some_leave_as_others = False
         """Whether any may: most satellites never see one, and need not look for them."""
@@ -184,6 +187,7 @@ class Handover:
             name = (key, index)
             self._doomed.pop(name, None)
             self._strays.pop(name, None)
+            self._unanswered.pop(name, None)
             for burst in of_key:
                 if name in burst.names:
                     burst.names.remove(name)
@@ -216,6 +220,8 @@ class Handover:
 
     def strays_due(self, now_s: float) -> list[Leaving]:
         """Each is returned once."""
+        if self._relief_waits:
+            self.relieved(now_s)
         due = []
         while self._stray_times and self._stray_times[0][0] <= now_s:
             time_s, name = heapq.heappop(self._stray_times)
@@ -326,7 +332,8 @@ class Handover:
         """There is reason to think that who did not answer would now: our host is on time again, or a link is up.
         Waits begin again from the shortest, and what was put off leaves now.
         """
-        if not self._unanswered or not self._relief.is_open(now_s):
+        self._relief_waits = bool(self._unanswered) and not self._relief.is_open(now_s)
+        if self._relief_waits or not self._unanswered:
             return
         self._relief.done(now_s)
         for name, case in self._unanswered.items():
@@ -346,6 +353,8 @@ class Handover:
         case = burst.destination, burst.names[0][0]
         due_s, wait_s = self._retries.get(case, (now_s, _RETRY_S / 2))
         if due_s <= now_s:
+            if len(self._retries) >= _REMEMBERED_RETRIES:
+                self._retries.clear()
             wait_s = min(2 * wait_s, _MOST_RETRY_S)
             due_s = now_s + wait_s
             self._retries[case] = due_s, wait_s
@@ -384,6 +393,8 @@ class Handover:
             times.append(next(iter(self._doomed.values())) + _DELETED_TOGETHER_S)
         if self._stray_times:
             times.append(self._stray_times[0][0])
+        if self._relief_waits:
+            times.append(self._relief.open_s)
         if self._queue and len(self._in_flight) < int(self._window):
             times.append(self._fresh_from_s())
         return min(times) if times else None

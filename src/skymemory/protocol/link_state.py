@@ -128,8 +128,6 @@ class LinkState:
         self._down: set[tuple[SatelliteId, SatelliteId]] = set()
         self._trees: dict[SatelliteId, dict[SatelliteId, int]] = {}
         """From each satellite that asked, by destination: which of its four links a shortest way begins with (bits)."""
-        self.satellites_searched = 0
-        """Satellites looked at so far to find ways: work that nothing sent or received shows."""
         self._growing = Throttle()
         self._stale = False
         self.trees_grown = 0

@@ -168,7 +168,7 @@ class Neighbourhood:
         """
         known_ms, latest_ms = self.links.made_ms(self._here), (now_s + _MOST_AHEAD_S) * 1e3
         if declaration.down != self._bits() and known_ms < declaration.made_ms < latest_ms:
-            self._declare(max(now_s, (declaration.made_ms + 1) / 1e3))
+            self._declare(now_s, outdo_ms=declaration.made_ms)
 
     def _look_around(self, declaration: Declaration, now_s: float) -> None:
         """Who is said to be silent may be dead, and rarely alone: ask those of our neighbours that are near it."""
@@ -237,9 +237,9 @@ class Neighbourhood:
     def _bits(self) -> int:
         return sum(neighbour.bits for neighbour in self._neighbours.values() if neighbour.down)
 
-    def _declare(self, now_s: float) -> None:
-        """Say which of our links are down now, to everybody."""
-        made_ms = max(int(now_s * 1e3), self.links.made_ms(self._here) + 1)
+    def _declare(self, now_s: float, outdo_ms: int = 0) -> None:
+        """Say which of our links are down now, to everybody; as later than what was made at ``outdo_ms``."""
+        made_ms = max(int(now_s * 1e3), self.links.made_ms(self._here) + 1, outdo_ms + 1)
         ours = Declaration(self._here, self._bits(), made_ms)
         self._refresh_s = now_s + REFRESH_S if ours.down else math.inf
         if self.links.learn(ours, now_s, at_once=True):

@@ -86,6 +86,8 @@ class SatelliteMachine:
         self._postponed = Postponed()
         self._timers_wait = False
         """Whether background timers have gone off that ``work`` is to see to."""
+        self._packets_next = False
+        """Of what ``work`` is to do; timers and packets take turns, for there are always timers in a handover."""
         self._was_late = False
         self._look_s = now_s
         """When to look whether our host is on time again."""
@@ -141,7 +143,9 @@ class SatelliteMachine:
             runs, heard = self._gate.admit(runs, source, now_s)
         if heard and isinstance(source, SatelliteId):
             self.neighbourhood.heard(source, now_s)
-        if self._postponed or self.lateness.is_late(now_s):
+        late = self.lateness.is_late(now_s)
+        self._was_late |= late
+        if late or self._postponed:
             runs = self._postponed.sift(runs, source, now_s)
         self._take(runs, source, now_s)
 
@@ -212,7 +216,8 @@ class SatelliteMachine:
         """A piece of the background work that waits: for the transport to call, a little at a time while it is late.
         The packets that were taken up, if it was that.
         """
-        if self._timers_wait:
+        packets_next, self._packets_next = self._packets_next, not self._packets_next
+        if self._timers_wait and not (packets_next and self._postponed):
             self._background(now_s)
         elif (found := self._postponed.take(now_s)) is not None:
             view, size, source = found

@@ -15,9 +15,11 @@ _AT_ONCE = 64
 
 
 class Throttle:
-    """At once, then ``SHORT_HOLD_S`` apart; in any ``t`` seconds at most ``t / LONG_HOLD_S + 64`` times."""
+    """At once, then ``short_hold_s`` apart; in any ``t`` seconds at most ``t / LONG_HOLD_S + at_once`` times."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = _AT_ONCE, short_hold_s: float = SHORT_HOLD_S) -> None:
+        self._burst_s = (at_once - 1) * LONG_HOLD_S
+        self._short_hold_s = short_hold_s
         self.open_s = 0.0
         """From when on it may be done (again)."""
         self._earned_s = -math.inf
@@ -28,5 +30,5 @@ class Throttle:
 
     def done(self, now_s: float) -> None:
         """It is being done."""
-        self._earned_s = max(self._earned_s, now_s - _AT_ONCE * LONG_HOLD_S) + LONG_HOLD_S
-        self.open_s = max(now_s + SHORT_HOLD_S, self._earned_s)
+        self._earned_s = max(self._earned_s, now_s - self._burst_s) + LONG_HOLD_S
+        self.open_s = max(now_s + self._short_hold_s, self._earned_s)

@@ -7,6 +7,7 @@ import math
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
 from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.throttle import Throttle
 from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET
 
 MOST_PUSHED_AT_ONCE = 10_000
@@ -14,8 +15,7 @@ MOST_PUSHED_AT_ONCE = 10_000
 MOST_PUSHED = 1_000_000
 """Moves that may be added to the clock in all, each way: as many as a plan holds."""
 _PUSHES_AT_ONCE = 16
-_PUSH_EVERY_S = 1.0
-"""So many changes may follow on each other at once, then one in so long: each may cost a handover of all there is."""
+"""So many changes may follow on each other at once, then one a second: each may cost a handover of all there is."""
 _REMEMBERED_TAGS = 65_536
 
 
@@ -33,8 +33,7 @@ class Whereabouts:
         self.before: Moves = self.moves
         """The moves that held until they last changed."""
         self.next_move_s = clock.next_move_s(now_s)
-        self._pushes_from_s = -math.inf
-        """When all changes that were taken would have been due, at one in ``_PUSH_EVERY_S``."""
+        self._pushing = Throttle(_PUSHES_AT_ONCE, 0.0)
 
     @property
     def pushed(self) -> Moves:
@@ -48,12 +47,9 @@ class Whereabouts:
         if pushed == self.pushed:
             return True
         steps = (abs(new - old) for new, old in zip(pushed, self.pushed, strict=True))
-        if max(map(abs, pushed)) > MOST_PUSHED or max(steps) > most:
+        if max(map(abs, pushed)) > MOST_PUSHED or max(steps) > most or not self._pushing.is_open(now_s):
             return False
-        from_s = max(self._pushes_from_s, now_s - _PUSHES_AT_ONCE * _PUSH_EVERY_S) + _PUSH_EVERY_S
-        if from_s > now_s:
-            return False
-        self._pushes_from_s = from_s
+        self._pushing.done(now_s)
         return True
 
     def push_to(self, pushed: Moves) -> None:

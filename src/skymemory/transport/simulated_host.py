@@ -387,8 +387,8 @@ class SimulatedHost:
 
     def _read(self, satellite: SatelliteId, runs_left: int, began_s: float) -> None:
         inbox = self._inboxes.get(satellite)
-        if inbox is None:
-            return
+        if inbox is None or not inbox.runs:
+            return  # it has died since, and may be back
         data, segment_bytes, source = inbox.runs.popleft()
         inbox.bytes -= len(data) + _KERNEL_BYTES
         self._spend("run_s")

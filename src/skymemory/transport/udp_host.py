@@ -162,8 +162,8 @@ class UdpHost:
                 satellite.full_since_s = math.inf
                 break  # nothing, or a lone datagram and nothing streams in: answer at once
         else:
-            satellite.full_since_s = min(satellite.full_since_s, now_s)
             self._late_by(now_s - satellite.full_since_s, now_s)
+            satellite.full_since_s = min(satellite.full_since_s, now_s) if satellite.sock.has_more() else math.inf
         if not quiet:
             self._after(satellite)
 

@@ -8,8 +8,10 @@ datagrams get lost, and the machines above ask again.
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import struct
+import termios
 import threading
 from collections.abc import Mapping
 
@@ -114,6 +116,11 @@ class BatchSocket:
         """
         view = _scratch(self._slots)
         return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in self._arrivals(view)]
+
+    def has_more(self) -> bool:
+        """Whether there is something to be received."""
+        waiting = fcntl.ioctl(self.fileno(), termios.FIONREAD, bytes(4))
+        return any(waiting)
 
     def receive_awaited(
         self, awaited: dict[int, native.Landing], calls: int, patience_us: int

@@ -37,8 +37,9 @@ class UnixClock:
 
     def follow_wall(self) -> float:
         """To be called now and then: how many seconds the time has gone forward because the wall clock was set."""
-        ahead_s = self._wall() - self.now_s()
+        offset_s = self._wall() - self._running()  # absolute: two threads that see one step follow it once
+        ahead_s = offset_s - self._offset_s
         if ahead_s < _STEP_S:
             return 0.0
-        self._offset_s += ahead_s
+        self._offset_s = offset_s
         return ahead_s
