@@ -262,10 +262,38 @@ class StoreContract:
         assert wrong == []
 
     def test_closed_is_closed(self, store: Store) -> None:
-        store.close()
-        store.close()
-        with pytest.raises(InvalidInput, match="closed"):
-            store.get_many([key(1)])
+        load, put = store.prepare_load([key(1)]), store.prepare_store([(key(1), b"x")])
+        with store, store:
+            pass
+        calls: list[Callable[[], object]] = [
+            lambda: store.lookup([key(1)]), lambda: store.prefix([key(1)]), lambda: store.get_many([]),
+            lambda: store.complete_load(load), lambda: store.put_many([]), lambda: store.complete_store(put),
+            lambda: store.touch([key(1)]), lambda: store.pin([key(1)], 5.0), lambda: store.delete([key(1)]),
+            lambda: store.estimate_load_s([key(1)], 0.0),
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(InvalidInput, match="closed"):
+                call()
+        store.release(load)
+
+    @pytest.mark.parametrize("look", ["lookup", "prefix", "touch", "get_many"])
+    def test_what_was_looked_at_and_stored_anew_is_found(self, store: Store, look: str) -> None:
+        store.put_many([(key(1), b"old"), (key(2), b"other")])
+        getattr(store, look)([key(1), key(2)])
+        assert store.put_many([(key(1), b"newer")]) == [True]
+        assert store.get_many([key(1), key(2)]) == [b"newer", b"other"]
+
+    def test_a_key_put_or_deleted_twice_in_one_call(self, store: Store) -> None:
+        assert store.put_many([(key(1), b"first"), (key(1), b"second"), (key(2), b"other")]) == [True] * 3
+        assert store.get_many([key(1), key(2)]) == [b"second", b"other"]
+        assert store.delete([key(1), key(1)])[0] is True
+        assert store.lookup([key(1), key(1), key(2)]) == [Presence.MISS, Presence.MISS, Presence.HIT]
+
+    def test_a_pin_is_for_a_number_of_seconds(self, store: Store) -> None:
+        store.put_many([(key(1), b"x")])
+        with pytest.raises(InvalidInput, match="number of seconds"):
+            store.pin([key(1)], math.nan)
+        assert store.pin([key(1)], math.inf) == store.pin([key(1)], -1.0) == store.pin([key(1)], 1e9)
 
     def test_a_value_that_can_never_fit_is_refused_with_the_limit(self, tier: Tier) -> None:
         if tier.budget_bytes is None:

@@ -12,8 +12,8 @@ import pytest
 from tests.contract.store_contract import key, value
 
 from skymemory.store.base import Presence
+from skymemory.store.disk import directory, value_file
 from skymemory.store.disk import store as disk_store
-from skymemory.store.disk import value_file
 from skymemory.store.disk.store import DiskStore
 
 BUDGET_BYTES = 1 << 20
@@ -129,6 +129,20 @@ def test_too_many_open_files_lose_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert store.stats()["unread{unreadable}_total"] == 1
     assert store.get_many([key(1)]) == [value(1)]
     store.close()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ENOMEM])
+def test_what_cannot_be_opened_at_the_start_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    with DiskStore(tmp_path, BUDGET_BYTES) as store:
+        store.put_many([(key(1), value(1)), (key(2), b"")])
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "stored_bytes", _raising(code))
+        store = DiskStore(tmp_path, BUDGET_BYTES)
+    with store:
+        assert store.stats()["torn_total"] == 0 and store.stats()["used_bytes"] == 1000
+        assert store.get_many([key(1), key(2)]) == [value(1), b""]
 
 
 def _raising(code: int) -> Callable[..., int]:

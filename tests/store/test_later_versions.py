@@ -252,6 +252,16 @@ def test_a_disk_store_full_of_later_values_stores_nothing_and_loses_nothing(tmp_
     assert path.stat().st_size == 20_008
 
 
+def test_a_disk_store_with_more_later_values_than_its_budget_keeps_no_others(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, 10_000) as store:
+        assert all(store.put_many([(key(n), bytes(1000)) for n in range(10)]))
+    later = tmp_path / "values" / key(1).hex()
+    later.write_bytes(b"SKYVAL\0\2" + bytes(2000))
+    with DiskStore(tmp_path, 1500) as store:
+        assert store.stats()["entries"] == 0 and store.stats()["used_bytes"] == 2008
+    assert list((tmp_path / "values").iterdir()) == [later]
+
+
 def test_a_disk_store_of_a_later_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "values").mkdir()
     (tmp_path / "format").write_text("skymemory disk store 2\n")

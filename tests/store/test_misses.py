@@ -108,6 +108,23 @@ def test_what_a_silent_satellite_may_still_have_is_neither_forgotten_nor_deleted
     assert fresh_read(sky, index, 6) == (VALUE, "")
 
 
+@pytest.mark.parametrize("indexed", [False, True], ids=["without an index", "with an incomplete one"])
+def test_what_only_a_silent_satellite_can_know_is_not_said_to_be_absent(indexed: bool) -> None:
+    sky = simulated()
+    assert store_over(sky, 1).put_many([(KEY, b"one chunk")]) == [True]
+    (holder,) = [here for here, machine in sky.satellites.items() if machine.store.shares.get(KEY)]
+    reader = store_over(sky, 2, SharedIndex(born=False) if indexed else None)
+    sky.cut(("ground", 2), holder)
+    for _ in range(3):
+        assert read(reader) == (None, "uncertain")
+        assert reader.delete([KEY]) == [None]
+    sky.mend(("ground", 2), holder)
+    sky.settle(sky.now_s + 5.0)
+    assert read(reader) == (b"one chunk", "")
+    assert reader.delete([KEY, bytes(32)]) == [True, False]
+    assert read(reader) == (None, "absent")
+
+
 def test_satellites_that_do_not_say_that_they_are_settled_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do those of earlier versions, and all during a handover."""
     monkeypatch.setattr(SatelliteMachine, "_settled", lambda self, key, now_s: False)

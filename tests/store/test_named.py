@@ -54,6 +54,12 @@ def test_put_get_and_delete_by_name_in_any_store(tmp_path: Path, kind: str) -> N
         assert values.put("a name", memoryview(b"again")).ok and values.get("a name") == b"again"
         assert "a name" in values and 7 not in values
         assert values.delete("a name") and values.get("a name") is None and "a name" not in values
+        for wrong in ("text", None, memoryview(b"0123456")[::2]):
+            with pytest.raises(InvalidInput, match="value"):
+                values.put("a name", wrong)  # type: ignore[arg-type]
+        for name in ("", "\ud800", 7, b"bytes"):
+            with pytest.raises(InvalidInput, match="key"):
+                values.put(name, b"x")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="closed"):
         opened.lookup([bytes(32)])
 

@@ -206,6 +206,14 @@ def test_a_quota_counts_what_it_could_not_delete() -> None:
     assert tenant.delete(KEYS[1:2]) == [False] and tenant.used_bytes == 30_000, "it was gone already"
 
 
+def test_a_put_that_is_refused_evicts_nothing_for_its_quota() -> None:
+    tenant = TenantStore(MemoryStore(), "a", 50_000)
+    assert tenant.put_many([(key, bytes(10_000)) for key in KEYS[:5]]) == [True] * 5
+    with pytest.raises(InvalidInput, match="places"):
+        tenant.put_many([(KEYS[9], bytes(30_000))], [None, None])
+    assert tenant.lookup(KEYS[:5]) == [Presence.HIT] * 5 and tenant.used_bytes == 50_000
+
+
 def test_two_puts_at_once_leave_no_more_than_the_quota() -> None:
     tenant = TenantStore(MemoryStore(), "a", 50_000)
     first, second = (

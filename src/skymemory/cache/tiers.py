@@ -40,6 +40,7 @@ from skymemory.store.base import (
     check_items,
     check_keys,
     check_places,
+    check_ttl,
 )
 from skymemory.store.tickets import OpenTickets
 
@@ -214,7 +215,7 @@ class TieredStore(TwoPhase):
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Pinned in every tier that has it and promises; True where one does."""
-        keys = self._check(keys)
+        keys, ttl_s = self._check(keys), check_ttl(ttl_s)
         told = [self._ask(tier, lambda tier=tier: tier.store.pin(keys, ttl_s), keys) for tier in self.tiers]  # type: ignore[misc]
         return [any(answers) for answers in zip(*told, strict=True)]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
-from skymemory.store.base import Buffer, Presence, Store, check_items
+from skymemory.store.base import Buffer, Presence, Store
 from skymemory.store.wrapped import Selecting
 
 _PROBES = struct.Struct(">IIII")
@@ -59,7 +59,7 @@ class AdmittingStore(Selecting):
         self._lock = threading.Lock()
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        keys = [key for key, _ in check_items(items)]
+        keys = [key for key, _ in items]
         there = self.store.lookup(keys)
         with self._lock:
             seen = [self._sketch.seen(key) for key in keys]

@@ -25,6 +25,7 @@ hold for all of them:
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -156,7 +157,7 @@ class Store(Protocol):
         """Mark as just used, the first key as the most recent; absent keys are ignored."""
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Protect from eviction for ``ttl_s`` seconds (0 unpins). False: absent, or over the pin budget."""
+        """Protect from eviction for ``ttl_s`` seconds (0 or less unpins). False: absent, or over the pin budget."""
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         """Remove, leases and pins notwithstanding (views handed out stay true). True where it was there and nobody can
@@ -273,3 +274,10 @@ def check_places(items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple
         if not (place is None or isinstance(place, Place)):
             raise InvalidInput(f"a place must be a kv.block.Place or None, got {type(place).__name__}")
     return tuple(places) or (None,) * len(items)
+
+
+def check_ttl(ttl_s: float) -> float:
+    """``ttl_s``; InvalidInput for what is no number: it is neither before nor after any time."""
+    if math.isnan(ttl_s):
+        raise InvalidInput(f"a time of {ttl_s} s: expected a number of seconds, math.inf for no end")
+    return ttl_s

@@ -45,15 +45,19 @@ class Catalog:
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
         """What is known of the keys that are there; the satellites are asked for what the index cannot know."""
+        return self.search(keys)[0]
+
+    def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
+        """``find``, and whether the other keys are absent for certain: no satellite that may hold them is silent."""
         self._remember_neighbours(keys)
         if self._rebuilding is None:
-            found = self._prober.find(keys) if keys else {}
+            found, certain = self._prober.search(keys) if keys else ({}, True)
             self._remember(found)
-            return found
+            return found, certain
         found = self.settled(keys)
-        if len(found) < len(keys) and (more := self._rebuilding.find([key for key in keys if key not in found])):
-            found.update(more)
-        return found
+        more, certain = self._rebuilding.search([key for key in keys if key not in found])
+        found.update(more)
+        return found, certain
 
     def told(self, infos: Sequence[ValueInfo]) -> dict[bytes, list[ValueInfo]]:
         """What the box tells of the keys of these values, every different word."""
@@ -139,16 +143,17 @@ class Catalog:
             return list(self.settled(chain).values()) if chain else []
         return [self._known[known] for known in chain if known in self._known]
 
-    def take(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """Infos of the distinct keys that are there, in order; what a probing ``prefix`` learned is used once."""
+    def take(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
+        """As ``search``, of the distinct keys in order; what a probing ``prefix`` learned is used once."""
         wanted = list(dict.fromkeys(keys))
         if self.index is not None:
-            found = self.find(wanted)
+            found, certain = self.search(wanted)
         else:
             found = {key: info for key in wanted if (info := self._known.pop(key, None)) is not None}
             unknown = [key for key in wanted if key not in found]
-            found.update(self._prober.find(unknown) if unknown else {})
-        return {key: found[key] for key in wanted if key in found}
+            more, certain = self._prober.search(unknown) if unknown else ({}, True)
+            found.update(more)
+        return {key: found[key] for key in wanted if key in found}, certain
 
     def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place]) -> None:
         """These have been stored. ``places``: where they stand, of those whose writer said."""
@@ -156,7 +161,10 @@ class Catalog:
             if place.parent is not None:
                 self._neighbours[key] = place.parent
         self._trim_neighbours()
-        if self._rebuilding is not None:
+        if self._rebuilding is None:
+            for info in infos:
+                self._known.pop(info.key, None)  # it was of the value before
+        else:
             self._enter(infos, now_s, places)
             self._rebuilding.there(info.key for info in infos)
 

@@ -34,6 +34,7 @@ from skymemory.store.base import (
     check_items,
     check_keys,
     check_places,
+    check_ttl,
 )
 from skymemory.store.catalog import Catalog
 from skymemory.store.clocks import ask_the_clocks
@@ -128,13 +129,14 @@ class ConstellationStore(TwoPhase):
         self._check(())
         self._loads.take(ticket)
         started_s = self._driver.now_s()
-        infos = self._catalog.take(ticket.keys)
+        infos, certain = self._catalog.take(ticket.keys)
         unique = list(infos.values())
         room = self._rooms.take(sum(info.value_bytes for info in unique))
         ticket.state = room
         outcomes, values = self._fetch(unique, room.data)
         seconds = self._driver.now_s() - started_s
-        absent = KeyReport(reason="unreachable" if self._nobody_knows() else "absent")
+        silent = "unreachable" if self._driver.machine.breaker.is_open else "uncertain"
+        absent = KeyReport(reason="absent" if certain else silent)
         reports = [self._key_report(outcomes[key]) if key in outcomes else absent for key in ticket.keys]
         ticket.report = LoadReport(tuple(reports), seconds)
         loaded_bytes = sum(len(value) for value in values.values())
@@ -265,26 +267,21 @@ class ConstellationStore(TwoPhase):
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """True where every satellite with chunks of the value promised; each pins up to half of its memory."""
-        return self._upkeep.pin(self._check(keys), ttl_s)
+        return self._upkeep.pin(self._check(keys), check_ttl(ttl_s))
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Have values forgotten after ``ttl_s`` seconds (infinite: no more). True where all their satellites will."""
-        return self._upkeep.expire(self._check(keys), ttl_s)
+        return self._upkeep.expire(self._check(keys), check_ttl(ttl_s))
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         """True where satellites have confirmed so much that nobody can put the value together any more; what did not
         answer may keep useless chunks of it. None: it may be there still, and can be deleted again.
         """
         keys = self._check(keys)
-        infos = self._catalog.find(keys)
+        infos, certain = self._catalog.search(keys)
         gone = self._upkeep.delete(list(infos.values()))
-        absent = None if self._nobody_knows() else False
+        absent = False if certain else None
         return [(True if key in gone else None) if key in infos else absent for key in keys]
-
-    def _nobody_knows(self) -> bool:
-        """Whether what was not found may be there all the same: no satellite answers, and no index knows all."""
-        index = self._catalog.index
-        return self._driver.machine.breaker.is_open and (index is None or not index.complete)
 
     def synchronise(self) -> bool:
         """Ask satellites how far the box has moved (an operator may have pushed it); whether any answered."""

@@ -14,8 +14,8 @@ from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
 from skymemory.kv.block import key_hash
 from skymemory.kv.codec.raw import RAW
 from skymemory.kv.value import LATER_VERSION, ValueHeader, unpack_value
-from skymemory.store.base import Buffer, Expiring, Presence, Store
-from skymemory.store.sealed import SealedStore, is_sealed
+from skymemory.store.base import Buffer, Expiring, Presence, Store, check_items
+from skymemory.store.sealed import is_sealed
 from skymemory.store.wrapped import Wrapped
 
 if TYPE_CHECKING:
@@ -58,11 +58,13 @@ def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
     """Store ``data`` under ``name``, replacing what was there.
 
     Raises:
+        InvalidInput: no name, or no bytes.
         ValueTooLarge: it can never fit; the message names the limit.
     """
+    ((key, data),) = check_items([(named_key(name), data)])
     view = memoryview(data).cast("B")
     header = ValueHeader(RAW.codec_id, len(view), len(view), name=name)
-    ticket = store.prepare_store([(named_key(name), header.pack() + view)])
+    ticket = store.prepare_store([(key, header.pack() + view)])
     ok = store.complete_store(ticket)[0]
     retransmitted = ticket.state if isinstance(ticket.state, int) else 0
     return NamedOutcome(ok, None, ticket.seconds, retransmitted, "" if ok else "no room, or no answer")
@@ -93,7 +95,7 @@ def get_named(store: Store, name: str) -> NamedOutcome:
 
 def bare(store: Store) -> Store:
     """The store that holds the values, under the same keys, without what is wrapped around it (seals, quotas …)."""
-    while isinstance(store, Wrapped | SealedStore):
+    while isinstance(store, Wrapped):
         store = store.store
     return store
 
@@ -117,7 +119,8 @@ class NamedValues:
         """Store ``data`` under ``name``, replacing what was there, to be forgotten after ``ttl_s`` seconds.
 
         Raises:
-            InvalidInput: no name; or a lifetime that is none, or that this store cannot see to (nothing is stored).
+            InvalidInput: no name, no bytes, or a lifetime that is none or that this store cannot see to; nothing is
+                stored.
             ValueTooLarge: it can never fit; the message names the limit.
         """
         expiring = None if ttl_s is None else self._expiring(ttl_s)

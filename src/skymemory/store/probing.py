@@ -55,12 +55,9 @@ class Prober:
     def now_s(self) -> float:
         return self._driver.now_s()
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """What the box knows of each key; absent keys are absent from the answer. At most two round trips."""
-        return self.search(keys)[0]
-
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """``find``, and whether the keys that were not found are absent for certain: all that may hold some answered.
+        """What the box knows of each key, in at most two round trips; and whether the keys that were not found are
+        absent for certain: all that may hold some answered.
 
         Just after a move these are the satellites of the box of before, too: a chunk outlives its handover there. Where
         the answers tell that the box is elsewhere than we thought, it is searched again, once.
@@ -99,7 +96,7 @@ class Prober:
         known: dict[bytes, ValueInfo] = {}
 
         def find(asked: list[bytes]) -> set[bytes]:
-            known.update(self.find(asked))
+            known.update(self.search(asked)[0])
             return set(asked) & known.keys()
 
         return prefix_by(find, keys), known

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
 from skymemory.metrics import Counters
-from skymemory.store.base import Buffer, LoadTicket, Store, check_items, check_keys
+from skymemory.store.base import Buffer, LoadTicket, Store, check_keys
 from skymemory.store.wrapped import Selecting
 from skymemory.units import format_size
 
@@ -39,7 +39,7 @@ class TenantStore(Selecting):
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         """As many of the chain's first blocks as the quota holds; room is made among the tenant's own, oldest first."""
-        sizes = {key: memoryview(value).nbytes for key, value in check_items(items)}
+        sizes = {key: memoryview(value).nbytes for key, value in items}
         with self._lock:
             chosen, wanted_bytes = set[bytes](), 0
             for key, size in sizes.items():

@@ -17,6 +17,7 @@ from skymemory.store.shared_index import SharedIndex
 ABSENT_S = 30.0
 SILENT_S = 1.0
 _MOST_REMEMBERED = 1 << 17
+_UNKNOWN = (0.0, False)
 
 Adopt = Callable[[Iterable[ValueInfo], float], None]
 """Enters values in the index, at this time."""
@@ -29,14 +30,20 @@ class Rebuilding:
         self._index = index
         self._prober = prober
         self._adopt = adopt
-        self._absent_until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._absent: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
+        """Until when a key is taken to be nowhere, and whether that is certain."""
         self.keys_probed = 0
         self.values_adopted = 0
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """Of keys that the index does not know, what the satellites know; nothing where the index is complete."""
+    def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
+        """Of keys that the index does not know, what the satellites know (nothing where the index is complete); and
+        whether the others are absent for certain.
+        """
+        if self._index.complete:
+            return {}, True
         wanted = [key for key in dict.fromkeys(keys) if not self.absent(key)]
-        return self._probe(wanted) if wanted else {}
+        found = self._probe(wanted) if wanted else {}
+        return found, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in found)
 
     def prefix(self, keys: Sequence[bytes], known: int) -> int:
         """Leading keys that are all there; the first ``known`` are in the index. The index goes on from hole to hole,
@@ -57,32 +64,32 @@ class Rebuilding:
 
     def absent(self, key: bytes) -> bool:
         """Whether a key that the index does not know is taken to be nowhere, without asking."""
-        return self._index.complete or self._absent_until_s.get(key, 0.0) > self._prober.now_s()
+        return self._index.complete or self._absent.get(key, _UNKNOWN)[0] > self._prober.now_s()
 
     def gone(self, keys: Iterable[bytes]) -> None:
         """These have been evicted: what is left of them is not to be found again at once."""
         if not self._index.complete:
-            self._remember(keys, ABSENT_S)
+            self._remember(keys, True)
 
     def there(self, keys: Iterable[bytes]) -> None:
         """These have been stored."""
         for key in keys:
-            self._absent_until_s.pop(key, None)
+            self._absent.pop(key, None)
 
     def _probe(self, keys: list[bytes]) -> dict[bytes, ValueInfo]:
         found, certain = self._prober.search(keys)
         self.keys_probed += len(keys)
-        self._remember((key for key in keys if key not in found), ABSENT_S if certain else SILENT_S)
+        self._remember((key for key in keys if key not in found), certain)
         if found:
             self.values_adopted += len(found)
             self._adopt([found[key] for key in keys if key in found], self._prober.now_s())
             self._index.note_probed(len(keys), len(found))
         return found
 
-    def _remember(self, keys: Iterable[bytes], for_s: float) -> None:
-        until_s = self._prober.now_s() + for_s
+    def _remember(self, keys: Iterable[bytes], certain: bool) -> None:
+        until_s = self._prober.now_s() + (ABSENT_S if certain else SILENT_S)
         for key in keys:
-            self._absent_until_s[key] = until_s
-            self._absent_until_s.move_to_end(key)
-        while len(self._absent_until_s) > _MOST_REMEMBERED:
-            self._absent_until_s.popitem(last=False)
+            self._absent[key] = until_s, certain
+            self._absent.move_to_end(key)
+        while len(self._absent) > _MOST_REMEMBERED:
+            self._absent.popitem(last=False)

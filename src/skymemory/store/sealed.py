@@ -28,14 +28,12 @@ from skymemory.store.base import (
     LoadReport,
     LoadTicket,
     Places,
-    Presence,
     Store,
     StoreTicket,
-    TwoPhase,
-    bring_near,
     check_items,
 )
 from skymemory.store.rooms import Rooms
+from skymemory.store.wrapped import Wrapped
 
 NONCE_BYTES, TAG_BYTES = 12, 16
 _MAGIC, _VERSION = b"SKYE", 1
@@ -60,8 +58,8 @@ def is_sealed(value: Buffer) -> bool:
     return bytes(value[: len(_MAGIC)]) == _MAGIC
 
 
-class SealedStore(TwoPhase):
-    """Any store, its values sealed. ``ring`` is asked for the keys at each use: it may be rotated meanwhile.
+class SealedStore(Wrapped):
+    """Any store, its values sealed, under the same keys. ``ring`` gives the tenant's keys at each use: they may change.
 
     Raises:
         MissingExtra: the ``cryptography`` library is not installed.
@@ -74,17 +72,13 @@ class SealedStore(TwoPhase):
         except ImportError as error:
             raise MissingExtra("sealed values need the extra 'secure': pip install 'skymemory[secure]'") from error
         self._cipher, self._invalid = AESGCM, (InvalidTag, ValueError)
-        self.store = store
+        super().__init__(store)
         self._ring = ring
         self._now_s = now_s
         self._ciphers: dict[bytes, Any] = {}
         self._rooms = Rooms()
         self._counters = Counters()
         self._owner = Owner(f"the sealed {store.name} store")
-
-    @property
-    def name(self) -> str:
-        return self.store.name
 
     # --- sealing and opening ---
 
@@ -201,32 +195,5 @@ class SealedStore(TwoPhase):
         self._counters.add("values_sealed", sum(stored))
         return stored
 
-    # --- the rest: keys are what they are below ---
-
-    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        return self.store.lookup(keys)
-
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        return self.store.prefix(keys)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self.store.touch(keys)
-
-    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        return self.store.pin(keys, ttl_s)
-
-    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        return self.store.delete(keys)
-
-    def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
-        """What is copied stays sealed; no key is needed for it."""
-        return bring_near(self.store, keys, at)
-
-    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        return self.store.estimate_load_s(keys, now_s)
-
     def stats(self) -> dict[str, int | float]:
         return {**self.store.stats(), **self._counters.as_dict()}
-
-    def close(self) -> None:
-        self.store.close()

@@ -244,7 +244,7 @@ class Shelf:
     def shrink(self, now_s: float) -> list[bytes]:
         """Evict what is over the budget, as far as that can be."""
         self._expire(now_s)
-        return self._room_behind(None, 0) or []
+        return self._make_room(0, partly=True) or []
 
     def _room_behind(self, before: bytes | None, size_bytes: int) -> list[bytes] | None:
         """Who had to go; not ``before``, behind which it will be, nor what is before that. None: it cannot be made."""
@@ -256,7 +256,7 @@ class Shelf:
         finally:
             self.chains.free(before)
 
-    def _make_room(self, size_bytes: int) -> list[bytes] | None:
+    def _make_room(self, size_bytes: int, partly: bool = False) -> list[bytes] | None:
         excess_bytes = self.used_bytes + self._reserved_bytes + size_bytes - self.budget_bytes
         victims: list[bytes] = []
         while excess_bytes > 0:
@@ -267,7 +267,7 @@ class Shelf:
             victims.append(victim)
             self._policy.hold(victim)  # as if it were gone: what is before it may be next
             self.chains.left(victim)
-        if excess_bytes > 0:
+        if excess_bytes > 0 and not partly:
             for victim in reversed(victims):
                 self.chains.came(victim)
                 self._policy.free(victim)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
-from skymemory.store.base import LoadTicket, Presence, TwoPhase, check_keys
+from skymemory.store.base import LoadTicket, Presence, TwoPhase, check_keys, check_ttl
 from skymemory.store.shelf import Shelf
 
 
@@ -44,7 +44,7 @@ class ShelfStore(TwoPhase):
             return self._shelf.open_load(keys, self._clock(), self._lease_s)
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        keys = check_keys(keys)
+        keys, ttl_s = check_keys(keys), check_ttl(ttl_s)
         with self._open():
             now_s = self._clock()
             return [self._shelf.pin(key, now_s + ttl_s, now_s) for key in keys]

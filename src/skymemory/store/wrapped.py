@@ -15,6 +15,7 @@ from skymemory.store.base import (
     StoreTicket,
     TwoPhase,
     bring_near,
+    check_items,
     check_places,
 )
 
@@ -93,13 +94,13 @@ class Selecting(Wrapped):
         """These were stored."""
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        items, places = check_items(items), check_places(items, places)
         chosen = self.select(items)
-        places = check_places(items, places)
         inner = self.store.prepare_store(
             [item for item, go in zip(items, chosen, strict=True) if go],
             [place for place, go in zip(places, chosen, strict=True) if go],
         )
-        return StoreTicket(tuple(items), inner.expires_s, state=_Chosen(inner, chosen), places=places)
+        return StoreTicket(items, inner.expires_s, state=_Chosen(inner, chosen), places=places)
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         state = ticket.state

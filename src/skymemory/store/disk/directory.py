@@ -18,7 +18,15 @@ from pathlib import Path
 
 from skymemory.errors import InvalidInput, LaterFile, LaterVersion
 from skymemory.forks import Owner
-from skymemory.store.disk.value_file import PART, PLAIN, file_name, key_of, stored_bytes
+from skymemory.store.disk.value_file import (
+    FAULTS_OF_THE_FILE,
+    HEADER_BYTES,
+    PART,
+    PLAIN,
+    file_name,
+    key_of,
+    stored_bytes,
+)
 
 _FORMAT = "skymemory disk store 1\n"
 _OURS = {"format", "lock", "values"}
@@ -128,8 +136,11 @@ class StoreDirectory:
                     status = entry.stat()
                     yield FoundValue(key, status.st_size, status.st_mtime_ns, later=True)
                     continue
-                except OSError:
-                    pass  # what cannot be opened cannot be read either
+                except OSError as error:
+                    if error.errno not in FAULTS_OF_THE_FILE:  # too many open ones: it may be read later
+                        status = entry.stat(follow_symlinks=False)
+                        yield FoundValue(key, max(0, status.st_size - HEADER_BYTES), status.st_mtime_ns)
+                        continue
                 self.torn += 1
                 self.remove(path)
 

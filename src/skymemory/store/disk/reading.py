@@ -9,12 +9,7 @@ from pathlib import Path
 
 from skymemory.errors import LaterVersion
 from skymemory.kv.value import LATER_VERSION
-from skymemory.store.disk.value_file import read_value, stored_bytes
-
-_FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
-"""It is not there, not readable, or a link, a pipe or a socket. Of no other error does the file seem to be the cause:
-there may be too many open ones, or too little memory.
-"""
+from skymemory.store.disk.value_file import FAULTS_OF_THE_FILE, read_value, stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +33,7 @@ def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]
         whole = read_value(path, key, out)
     except OSError as error:
         reason = "absent" if error.errno == errno.ENOENT else "unreadable"
-        return Reading(None, clock() - started_s, reason, error.errno in _FAULTS_OF_THE_FILE)
+        return Reading(None, clock() - started_s, reason, error.errno in FAULTS_OF_THE_FILE)
     if not whole:
         return Reading(None, clock() - started_s, "corrupt", lost=True)
     return Reading(out.toreadonly(), clock() - started_s)

@@ -6,6 +6,7 @@ power cut tore all the same (a file renamed before its bytes were on the disk) f
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Sequence
@@ -24,6 +25,11 @@ _MAGIC = b"SKYVAL\x00\x01"
 PART = ".part"
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """How files in the store's directory are opened: no link is followed, no pipe waited for."""
+
+FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
+"""It is not there, not readable, or a link, a pipe or a socket. Of no other error does the file seem to be the cause:
+there may be too many open ones, or too little memory.
+"""
 
 
 def file_name(key: bytes) -> str:

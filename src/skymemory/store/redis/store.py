@@ -27,6 +27,7 @@ from skymemory.store.base import (
     check_items,
     check_keys,
     check_places,
+    check_ttl,
 )
 from skymemory.store.redis.link import Link, Unreachable, pack
 from skymemory.store.tickets import OpenTickets
@@ -174,6 +175,7 @@ class RedisStore(TwoPhase):
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Never: what the server evicts is not ours to say."""
+        check_ttl(ttl_s)
         return [False] * len(self._check(keys))
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
