@@ -30,11 +30,12 @@ class Bursts:
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
         key, window = transfer.info.key, self._links.inbound
         suspects = self._links.suspects
-        lone = len(suspects) > 0 and not isinstance(transfer, ReplicatedRead)
-        if lone and any(
-            burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
-        ):
-            return Verdict(operation, "unreachable")
+        if transfer.checked_suspects != suspects.added and not isinstance(transfer, ReplicatedRead):
+            if len(suspects) > 0 and any(
+                burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
+            ):
+                return Verdict(operation, "unreachable")
+            transfer.checked_suspects = suspects.added
         requests = []
         while transfer.pending:
             satellite, indices, steps = transfer.pending[0]

@@ -31,6 +31,8 @@ class Suspects:
         self._fresh: list[SatelliteId] = []
         self.next_s = math.inf
         """None is to be asked earlier, and nothing else has changed."""
+        self.added = 0
+        """How many were added so far: who has looked at all of them need not look again until this has changed."""
 
     def __len__(self) -> int:
         return len(self._suspicions)
@@ -45,6 +47,7 @@ class Suspects:
         if len(self._suspicions) >= MOST_SUSPECTS:
             del self._suspicions[next(iter(self._suspicions))]
         self._suspicions[satellite] = _Suspicion(now_s, now_s + _SOONEST_S)
+        self.added += 1
         self._fresh.append(satellite)
         self.next_s = min(self.next_s, now_s)
 

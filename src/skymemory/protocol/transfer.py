@@ -181,6 +181,8 @@ class ReadTransfer:
         self.missing = info.chunks
         bursts, satellites = planned(info.chunks, where(moves), info.servers, burst_chunks)
         self.pending = deque(bursts)
+        self.checked_suspects: int | None = None
+        """``Suspects.added`` when none of ``pending`` was for one of them."""
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self.landing: Landing = (
             info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc, out, self.arrived, self.crcs
@@ -234,6 +236,7 @@ class ReadTransfer:
                 for place in self._begin_everywhere(index, search, answer):
                     bursts.setdefault(place, []).append(index)
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
+        self.checked_suspects = None
         return ""
 
     def _likely(self, index: int, answer: Absence) -> deque[SatelliteId]:
