@@ -49,6 +49,19 @@ def test_a_dead_tier_costs_next_to_nothing_and_comes_back_by_itself() -> None:
     tiers.close()
 
 
+@pytest.mark.parametrize("settings", [LOCAL, TierSettings(**PATIENT)], ids=["local", "threads"])
+def test_a_load_that_fails_is_a_miss_and_the_next_tier_is_asked(settings: TierSettings) -> None:
+    class Failing(MemoryStore):
+        def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+            raise OSError("broken")
+
+    near, far = Failing(name="near"), MemoryStore(name="far")
+    with TieredStore([(near, settings), (far, TierSettings(**PATIENT))]) as tiers:
+        assert tiers.put_many(items(1)) == [True] and near.put_many(items(2)) == [True]
+        assert tiers.get_many([key(1), key(2)]) == [items(1)[0][1], None]
+        assert tiers.stats()["in_flight_bytes"] == 0
+
+
 def test_a_tier_that_nobody_asks_comes_back_too() -> None:
     tiers, _near, far = near_and_far()
     far.trouble = "raise"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from skymemory.cache.in_flight_budget import InFlightBudget
@@ -23,6 +24,7 @@ class TierLoad:
         self.keys = keys
         self._ticket: LoadTicket | None = ticket
         self._call: Call[list[memoryview | None]] | None = None
+        self._budget: InFlightBudget | None = None
         self._taken: list[int] = []
         self._why = "unreachable"
 
@@ -61,22 +63,25 @@ class TierLoad:
             self._why = "too many bytes in flight"
             self.tier.counters.add("loads_without_room_total", label=self.tier.name)
             return
+        self._budget = budget
         self._taken.append(size_bytes)
 
         def work() -> list[memoryview | None]:
             try:
                 return store.complete_load(ticket)
             finally:
-                self._give_back(budget)
+                self._give_back()
 
         self._call = self.tier.start(work)
         if self._call is None:
-            self._give_back(budget)
-        self._budget = budget
+            self._give_back()
 
-    def _give_back(self, budget: InFlightBudget) -> None:
-        while self._taken:
-            budget.give_back(self._taken.pop())
+    def _give_back(self) -> None:
+        """Once, by whoever of the caller and the tier's thread is first; nothing of a local tier."""
+        with suppress(IndexError):
+            size_bytes = self._taken.pop()
+            if self._budget is not None:
+                self._budget.give_back(size_bytes)
 
     def end(self, until_s: float) -> Loaded:
         """What has come by ``until_s``."""
@@ -86,8 +91,7 @@ class TierLoad:
             return {}, {key: KeyReport(reason=self._why) for key in self.keys}
 
         def late(values: list[memoryview | None] | None) -> None:
-            if not tier.settings.local:
-                self._give_back(self._budget)
+            self._give_back()
             tier.store.release(ticket)
 
         def sound(values: list[memoryview | None]) -> bool:
@@ -98,7 +102,7 @@ class TierLoad:
 
         values = tier.end(call, until_s, late, sound=sound, kind="load", moved=_size_bytes)
         if values is None:
-            self._give_back(self._budget)  # what others load does not wait for what nobody waits for
+            self._give_back()  # what others load does not wait for what nobody waits for
             if call.error is None:
                 self._ticket = None  # released when it lands
             why = "unreachable" if call.error is not None else "deadline"
