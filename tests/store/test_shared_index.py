@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.store.conftest import simulated, store_over
 
 from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, encode_record
@@ -155,19 +156,45 @@ def test_a_journal_shortened_between_two_records_is_noticed_by_whoever_had_read_
     assert standing(path) == (False, 1)
 
 
-def test_with_no_room_left_the_journal_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "no space left on device")
+def full(fd: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "no space left on device")
 
+
+def test_with_no_room_left_the_journal_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "index"
     found_journal(path)
-    index = SharedIndex(path)
+    index, other = SharedIndex(path), SharedIndex(path)
     add(index, 1)
+    assert other.standing.complete
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with pytest.raises(OSError, match="no space"):
-            add(index, 2)
+        add(index, 2)
+        for one in (index, other, index):
+            assert (one.standing.complete, len(one)) == (False, 1), "what was written is known still"
+        assert not index.replace(key(1), lambda info: True, lambda info: info)
+    assert index.unwritten >= 2
     assert standing(path) == (False, 1)
+    add(index, 3)
+    assert standing(path) == (False, 2) and len(other) == 2
+
+
+def test_a_full_disk_on_the_ground_keeps_nobody_from_what_is_in_the_sky(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sky, path = simulated(), tmp_path / "index"
+    found_journal(path)
+    store, other = (store_over(sky, ground, SharedIndex(path)) for ground in (1, 2))
+    assert store.put_many([(key(1), b"before")]) == [True]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        assert store.put_many([(key(2), b"meanwhile")]) == [True]
+        for one in (store, other):
+            assert one.get_many([key(1), key(2), key(3)]) == [b"before", b"meanwhile", None]
+            assert one.prefix([key(2), key(1), key(3)]) == 2
+        assert store.delete([key(1)]) == [True]
+    assert store.get_many([key(1), key(2)]) == [None, b"meanwhile"]
+    assert other.get_many([key(1), key(2)]) == [None, b"meanwhile"]
+    assert store.stats()["index_unwritten"] > 0 and not store.stats()["index_complete"]
 
 
 def test_what_probing_brought_is_written_down(tmp_path: Path) -> None:

@@ -88,10 +88,13 @@ class Catalog:
         return any(self._rebuilding.absent(key) for key in keys if key not in known)
 
     def probing(self) -> dict[str, int]:
-        """What probing has cost and brought in this process: HAS packets, keys asked for, values adopted."""
+        """What probing has cost and brought in this process: HAS packets, keys asked for, values adopted; and how often
+        the index had no room.
+        """
         figures = {"index_probe_packets": self._prober.questions}
         if self._rebuilding is not None and self.index is not None:
             figures["index_complete"] = int(self.index.complete)
+            figures["index_unwritten"] = self.index.unwritten
             figures["index_keys_probed"] = self._rebuilding.keys_probed
             figures["index_values_adopted"] = self._rebuilding.values_adopted
         return figures

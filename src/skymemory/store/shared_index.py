@@ -4,8 +4,8 @@ Every change is one record appended under a file lock; every reader replays what
 the journal was removed and the constellation started anew, the index begins anew with it. Without a path the index
 lives and dies with the process.
 
-A journal knows whether it is complete (``index.standing``). What is torn or damaged is cut off by whoever sees it
-first, and that something was lost is written in its place.
+A journal knows whether it is complete (``index.standing``). What is torn or damaged is cut off by the first process
+that sees it, and that something was lost is written in its place. So it is where a disk is full.
 
 Where most of a journal is about what is gone, its writer puts a new one in its place that says the same in the fewest
 records: written beside it, then renamed, so that a process killed at any moment leaves one of the two whole. Others,
@@ -67,6 +67,8 @@ class SharedIndex:
         self._fd = -1
         self._replayed_bytes = 0
         self._compact_at_bytes = COMPACT_BYTES
+        self.unwritten = 0
+        """Changes, and notes of a loss, that there was no room for in the journal."""
         self._shortened = False
         """Somebody has cut records off that we had replayed; none of us does."""
         self._old: deque[_Replaced] = deque()
@@ -190,8 +192,7 @@ class SharedIndex:
             done = True
             return encode_record(RecordOp.ADD, [key], fresh, start=start, parent=parent)
 
-        self._write(change)
-        return done
+        return self._write(change) and done
 
     def remove(self, keys: Sequence[bytes]) -> None:
         def change() -> bytes:
@@ -223,12 +224,14 @@ class SharedIndex:
         self._standing.apply(record)
         return encode_record(record.op, probed=record.probed)
 
-    def _write(self, change: Callable[[], bytes]) -> None:
-        """Apply a change and append its records, with nobody else writing meanwhile."""
+    def _write(self, change: Callable[[], bytes]) -> bool:
+        """Apply a change and append its records, with nobody else writing meanwhile. False: there was no room for it,
+        and the journal is incomplete from now on.
+        """
         with self._lock:
             if self._fd < 0:
                 change()
-                return
+                return True
             while True:
                 self._reopen()
                 with self._alone():
@@ -236,7 +239,12 @@ class SharedIndex:
                         continue  # while we waited for the lock
                     if not self._replay():
                         self._cut_off()
-                    self._append(change())
+                    record, whole = change(), False
+                    try:
+                        whole = self._append(record)
+                    finally:
+                        if not whole:  # what others cannot read is not known here either
+                            self._forget()
                     awaited = (
                         self._replayed_bytes >= self._compact_at_bytes
                         and self._compact()
@@ -244,7 +252,7 @@ class SharedIndex:
                     )
                 if awaited:
                     self._wait_for_writers_of_the_old()
-                return
+                return whole
 
     def _compact(self) -> bool:
         """Put a journal in the place of this one that says the same in the fewest records, if that is much less;
@@ -316,18 +324,21 @@ class SharedIndex:
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def _append(self, record: bytes) -> None:
-        written = 0
+    def _append(self, record: bytes) -> bool:
+        """Whether there was room for it. If not, a torn tail tells everybody that the journal is not whole; OSError
+        where that cannot be written either.
+        """
         try:
             written = os.write(self._fd, record)
-        finally:
-            if written == len(record):
-                self._replayed_bytes += written
-            else:  # no room left: what others cannot read is not known here either
-                if not written and os.fstat(self._fd).st_size == self._replayed_bytes:
-                    with suppress(OSError):
-                        os.ftruncate(self._fd, self._replayed_bytes + 1)  # a torn tail that takes no room
-                self._forget()
+        except OSError:
+            written = 0
+            if os.fstat(self._fd).st_size == self._replayed_bytes:
+                os.ftruncate(self._fd, self._replayed_bytes + 1)  # takes no room
+        if written < len(record):
+            self.unwritten += 1
+            return False
+        self._replayed_bytes += written
+        return True
 
     def _forget(self) -> None:
         self._index, self._standing, self._replayed_bytes = RadixIndex(), Standing(), 0
