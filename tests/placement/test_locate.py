@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from skymemory.constellation.presets import PRESETS
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
-from skymemory.placement.layout import STRATEGIES
+from skymemory.placement.layout import STRATEGIES, Strategy
 from skymemory.placement.locate import Placement
 
 FIGURE_7 = Placement.of("rotation_hop", 9, Torus(5, 7), SatelliteId(plane=2, slot=3))
@@ -94,3 +95,21 @@ def test_servers_and_centres_that_do_not_exist_are_refused() -> None:
             FIGURE_7.locate(server)
     with pytest.raises(InvalidInput, match="centre"):
         Placement.of("hop", 1, Torus(5, 7), SatelliteId(5, 0))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("torus", "servers"), [(Torus(5, 19), 10), (Torus(72, 22), 81), (Torus(7, 12), 9)])
+def test_the_moves_of_all_places_name_every_place_that_there_ever_is(
+    strategy: Strategy, torus: Torus, servers: int
+) -> None:
+    placement = Placement.of(strategy, servers, torus, SatelliteId(2, 5))
+    dice, start = random.Random(servers), (-37, 12)
+    moves = placement.moves_of_all_places(start)
+    assert len(moves) <= torus.planes * torus.slots_per_plane
+    for server, replica in ((0, 0), (servers - 1, 0), (servers // 2, 1)):
+        places = {placement.locate(server, start, at, replica) for at in moves}
+        ever = {
+            placement.locate(server, start, (dice.randrange(-500, 500), dice.randrange(-500, 500)), replica)
+            for _ in range(2000)
+        }
+        assert ever <= places

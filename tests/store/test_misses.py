@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 from tests.store.conftest import simulated, store_over
 
-from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.native import crc32
-from skymemory.protocol.motion import MoveClock
+from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteMachine
 from skymemory.protocol.segments import bulk_batch
 from skymemory.protocol.space_packet import TELEMETRY_BYTES
@@ -85,6 +85,30 @@ def test_a_chunk_that_could_not_follow_the_box_is_found_where_it_was_left(moves_
     assert writer.put_many([(KEY, VALUE)]) == [True]
     isolate(sky, first_to_leave(sky))
     sky.settle(sky.now_s + moves_later * SLOT_S + 2.0)
+    assert fresh_read(sky, index, 2) == (VALUE, "")
+    assert chunks_in(sky) == 20
+
+
+def test_what_was_left_behind_hundreds_of_moves_ago_is_found_there() -> None:
+    """The box has not gone round the ring yet, and a look at each of the last 256 moves would not come so far back."""
+    sky_map = SkyMap(Torus(3, 400), SatelliteId(1, 200))
+    clock = MoveClock(epoch_s=-301.5 * SLOT_S, slot_period_s=SLOT_S, time_scale=1.0)
+    sky = SimulatedConstellation(sky_map, 8 << 20, clock, delay_s=lambda a, b: 0.002)
+    index = SharedIndex()
+    writer = store_over(sky, 1, index)
+    driver = writer._driver
+    number, info = driver.machine.put(KEY, VALUE, 6144, 3, 10, sky.now_s, set_moves=(0, 0))
+    assert driver.run([number])[number].ok
+    writer._catalog.add([info], sky.now_s, {})
+    placement, now = sky_map.placement(3, 10), sky.clock.moves(sky.now_s)
+    isolate(sky, placement.locate(4, (0, 0), (20, 0)))
+    for server in range(10):  # all are where they belong but those of one
+        first = sky.satellites[placement.locate(server)].store
+        there = placement.locate(server, (0, 0), (20, 0) if server == 4 else now)
+        chunks = [(name, chunk) for name, chunk in first.items() if name[1] % 10 == server]
+        for name, (ref, payload) in chunks:
+            first.remove(name)
+            sky.satellites[there].store.put(name, ref, payload)
     assert fresh_read(sky, index, 2) == (VALUE, "")
     assert chunks_in(sky) == 20
 

@@ -13,6 +13,7 @@ when the servers do not fill it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -143,6 +144,23 @@ class Placement:
     def locate_all(self, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> tuple[SatelliteId, ...]:
         """``locate`` of every server, in order; remembered, since a read asks for all of them at once."""
         return _locate_all(self, set_moves, now_moves)
+
+    def moves_of_all_places(self, set_moves: Moves) -> list[Moves]:
+        """Counts of moves by which ``locate`` names every satellite that can ever hold what was set at ``set_moves``.
+
+        A server keeps its satellite until it has crossed the box, and is then on the one a whole box further: so the
+        counts are a box apart on each axis, until both rings have been gone round.
+        """
+        if not self.migrates:
+            return [set_moves]
+        box, torus = self.layout.box, self.torus
+        slot_steps = torus.slots_per_plane // math.gcd(box.width, torus.slots_per_plane)
+        plane_steps = torus.planes // math.gcd(box.height, torus.planes)
+        return [
+            (set_moves[0] + across * box.width, set_moves[1] + down * box.height)
+            for down in range(plane_steps)
+            for across in range(slot_steps)
+        ]
 
     def server_at(self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> int | None:
         """The server that ``satellite`` is, at ``now_moves``, of what was set at ``set_moves``; None if it is

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.native import Ack, Tally
+from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.authentication import FLAG_AUTHENTICATED
 from skymemory.protocol.capabilities import Capabilities
@@ -17,10 +19,11 @@ from skymemory.protocol.dead import Dead, unpack_dead
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
+from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.outbox import Operation, Request
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import made_at_s
-from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Absence, ReadTransfer, WriteTransfer
+from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Absence, ReadTransfer, ValueInfo, WriteTransfer
 from skymemory.protocol.wire import CREDIT_UNIT_BYTES, FLAG_SETTLED, Op, SkyHeader, Status, since_s
 
 _REMEMBERED_GONE = 1 << 16
@@ -43,12 +46,13 @@ class Answers:
     """Reads what satellites answer. ``resume`` is told of operations that have something to send again."""
 
     def __init__(
-        self, in_flight: InFlight, links: Links, clock: FollowedClock, counters: Counters, ground: int,
+        self, in_flight: InFlight, links: Links, clock: FollowedClock, sky: SkyMap, counters: Counters, ground: int,
         resume: Callable[[Operation], None],
     ) -> None:  # fmt: skip
         self._in_flight = in_flight
         self._links = links
         self._clock = clock
+        self._sky = sky
         self._counters = counters
         self._ground = ground
         self._resume = resume
@@ -210,7 +214,7 @@ class Answers:
         self._in_flight.refused(request, len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
         answer = Absence(
             request.satellite, self._clock.nearby(now_s),
-            lambda: self._clock.everywhere(now_s, transfer.info.set_moves), bool(header.flags & FLAG_SETTLED),
+            partial(self._everywhere, transfer.info, now_s), bool(header.flags & FLAG_SETTLED),
             (header.slot_moves, header.plane_moves), request.begun_s, now_s,
         )  # fmt: skip
         if failure := transfer.absent(indices, answer):
@@ -222,6 +226,9 @@ class Answers:
             self._in_flight.retire(request)
         self._resume(request.operation)
         return None
+
+    def _everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
+        return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
     def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
         """A checked answer came: the satellite lives. Returns the round trip it took, as far as that can be told."""

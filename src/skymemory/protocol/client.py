@@ -54,7 +54,9 @@ class ClientMachine:
         self._gate = ClientGate(config.authority, self.counters) if every_packet and config.authority else None
         self._in_flight = InFlight(self._links, self._outbox, config.give_up_s)
         self._bursts = Bursts(self._links, self._in_flight)
-        self._answers = Answers(self._in_flight, self._links, self._clock, self.counters, config.ground, self._enqueue)
+        self._answers = Answers(
+            self._in_flight, self._links, self._clock, sky, self.counters, config.ground, self._enqueue
+        )
         self._outages = Outages(sky, self._links, self._outbox, self._pointing, self.counters, self._ping)
         self.breaker = self._outages.breaker
         self._operations: dict[int, Operation] = {}

@@ -13,12 +13,10 @@ from collections import deque
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
-from skymemory.placement.locate import Moves
+from skymemory.placement.locate import Moves, Placement
 from skymemory.protocol.motion import MoveClock
 
 _REMEMBERED = 4
-_MOST_EARLIER = 256
-"""Moves that a look everywhere goes back: at ``time_scale`` 60 a quarter of an hour, at 1 half a day."""
 LISTENERS = 5
 """So many satellites, those that spoke last, are asked for the majority."""
 _LEAST_AGREEING = 2
@@ -120,20 +118,9 @@ class FollowedClock:
         said = [(base[0] + slots, base[1] + planes) for (slots, planes), _ in reversed(self._words.values())]
         return list(dict.fromkeys([(r, p), *self._before, *said, (r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)]))
 
-    def everywhere(self, now_s: float, set_moves: Moves) -> list[Moves]:
-        """All counts of moves at which a chunk that was set at ``set_moves`` may have been left: those ``nearby``, all
-        since it was set (as far as ``_MOST_EARLIER``), and those on the way that operators have pushed the box.
+    def everywhere(self, now_s: float, set_moves: Moves, placement: Placement) -> list[Moves]:
+        """Counts of moves that name every satellite where a chunk that was set at ``set_moves`` may have been left:
+        those ``nearby``, and all since it was set.
         """
-        earlier = self._clock.moves_before(now_s, _MOST_EARLIER)
-        while set_moves in earlier and earlier[-1] != set_moves:
-            earlier.pop()
-        (r, p), (slots, planes) = self._base.moves(now_s), self._added
-        pushed = [(r + slots - step, p + planes) for step in _steps(slots)]
-        pushed += [(r, p + planes - step) for step in _steps(planes)]
-        return list(dict.fromkeys([*self.nearby(now_s), *earlier, *pushed[:_MOST_EARLIER], set_moves]))
-
-
-def _steps(moves: int) -> range:
-    """From the last of them back to none."""
-    most = min(abs(moves), _MOST_EARLIER)
-    return range(1, most + 1) if moves > 0 else range(-1, -most - 1, -1)
+        since = self._clock.moves_since(set_moves, placement, now_s)
+        return list(dict.fromkeys([*self.nearby(now_s), *since]))

@@ -21,6 +21,8 @@ STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 
 """Numbers on the wire; frozen."""
 _ROUNDING_STEPS = 1 << 12
 """How far behind an edge, in roundings of the clock, it is looked for whether it was crossed."""
+_MOST_EARLIER = 256
+"""Moves that ``moves_since`` looks back at one by one: at ``time_scale`` 60 a quarter of an hour, at 1 half a day."""
 _FIRST_SPAN_S, _LONGEST_SPAN_S = 600.0, 1e8
 """How far back earlier moves are looked for: so long as satellites fly at first, then twice as long, and so on."""
 STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
@@ -91,6 +93,18 @@ class MoveClock:
             found.appendleft(self.moves(time_s))
             time_s = self.next_move_s(time_s)
         return list(found)[1:]
+
+    def moves_since(self, set_moves: Moves, placement: Placement, now_s: float) -> list[Moves]:
+        """Counts of moves by which ``placement`` names every satellite where a chunk that was set at ``set_moves`` can
+        have been left: those since then, the latest first. Where too many are, or operators have pushed the box, so
+        that nobody knows all of them, those of every satellite where it can ever be.
+        """
+        known = [self.moves(now_s), *self.moves_before(now_s, _MOST_EARLIER)]
+        if set_moves not in known or any(self.pushed):
+            return [known[0], *placement.moves_of_all_places(set_moves)]
+        while known[-1] != set_moves:
+            known.pop()
+        return list(dict.fromkeys(known))
 
     def _next_edge_s(self, now_s: float) -> float:
         """When a cell's edge is next reached, to within rounding; a track may turn back at it and not cross."""
