@@ -104,6 +104,28 @@ def test_a_block_of_which_a_share_is_whole_nowhere_is_dead_in_all_copies(world, 
         assert get(sky, infos[name], replicas) == (True, values[name])
 
 
+@pytest.mark.parametrize("names", [("gossip",), ("periodic",)])
+def test_copies_with_holes_in_different_places_are_one_block_that_can_be_read(world, value_of, names):
+    """Reads mix copies chunk by chunk."""
+    sky = world(eviction=policy(*names, sweep_s=10.0 if "periodic" in names else 1e6))
+    value = value_of(40_000)
+    info = put(sky, "a", value)
+    for replica in range(2):
+        here = place(sky, info, 3, replica)
+        store = sky.sim.satellites[here].store
+        its = sorted(index for index in store.shares[info.key] if index % SERVERS == 3)
+        store._evict((info.key, its[replica]))
+        store.limit_bytes = store.used_bytes
+        sky.ask(Op.HAS, messages.pack_keys([info.key]), here)
+    before = copies(sky, info)
+    sky.settle(100.0)
+    assert copies(sky, info) == before and get(sky, info) == (True, value)
+    lose(sky, info, 3, 0)
+    lose(sky, info, 3, 1)
+    sky.settle(100.0)
+    assert not copies(sky, info)
+
+
 def test_under_pressure_gossip_leaves_blocks_that_can_be_read_and_none_that_cannot(world, value_of):
     """Memories of different fullness evict different blocks at different times."""
     sky = world(memory_bytes=48 * 1072, eviction=policy("gossip"))

@@ -284,22 +284,81 @@ def test_a_notice_goes_no_further_than_its_hops(world, value_of):
 
 
 def test_a_notice_reaches_all_of_its_region_from_wherever_it_comes(world, value_of):
-    """A chunk that has not been handed over yet is evicted anywhere: the satellite whose value it was must hear of it,
-    at the end of the longest way there is.
+    """A chunk that could not be handed over is evicted anywhere: the satellite with the value's other chunk must hear
+    of it, at the end of the longest way there is.
     """
     sky = world(eviction=GOSSIP)
     infos = {}
     for origin in sky.torus.satellites():
-        _, infos[origin] = sky.put(f"{origin}", value_of(900), 1000, servers=1)
+        _, infos[origin] = sky.put(f"{origin}", value_of(1900), 1000, servers=1)
         store = sky.sim.satellites[origin].store
         (home,) = sky.holders(infos[origin])[0]
         if origin != home:
-            store.put((infos[origin].key, 0), *sky.sim.satellites[home].store.peek((infos[origin].key, 0)))
-            store._evict((infos[origin].key, 0))
+            name = infos[origin].key, 0
+            store.put(name, *sky.sim.satellites[home].store.peek(name))
+            sky.sim.satellites[home].store.remove(name)
+            store._evict(name)
             sky.ask(Op.HAS, messages.pack_keys([infos[origin].key]), origin)
     sky.settle(5.0)
     (home,) = sky.homes(infos[SatelliteId(0, 0)], (0, 0))[0]
-    assert [origin for origin, info in infos.items() if sky.holders(info)[0]] == [home]
+    assert [origin for origin, info in infos.items() if any(sky.holders(info).values())] == [home]
+
+
+def test_a_copy_that_goes_after_it_was_handed_over_costs_nothing(world, value_of):
+    """It is evicted within the second that it outlives its acknowledgement: the value is whole, elsewhere."""
+    sky = world(eviction=GOSSIP)
+    value = value_of(20_000)
+    _, info = sky.put("v", value, 1000)
+    sky.advance(1)
+    sky.settle(0.5)
+    gone = 0
+    for here, machine in sky.sim.satellites.items():
+        for name in [name for name, _ in machine.store.items() if sky.homes(info, (1, 0))[name[1]] != [here]]:
+            machine.store._evict(name)
+            gone += 1
+        sky.ask(Op.HAS, messages.pack_keys([info.key]), here)
+    sky.settle(3.0)
+    assert gone and sky.get(info)[1] == value and not sky.host.machine.take_gone()
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["all of a share", "part of a share"])
+def test_sweeps_delete_nothing_that_a_silent_satellite_may_still_have(world, value_of, part):
+    """It was cut off before the box moved on, with chunks that belong elsewhere now, and comes back with them."""
+    sky = world(eviction=PERIODIC)
+    value = value_of(40_000)
+    _, info = sky.put("v", value, 1000)
+    leaving = next(i for i, (one,) in sky.homes(info, (0, 0)).items() if sky.homes(info, (1, 0))[i] != [one])
+    (stuck,) = sky.homes(info, (0, 0))[leaving]
+    (there,) = sky.homes(info, (1, 0))[leaving]
+    if part:  # some of it had arrived
+        name = info.key, min(sky.sim.satellites[stuck].store.shares[info.key])
+        sky.sim.satellites[there].store.put(name, *sky.sim.satellites[stuck].store.peek(name))
+    for neighbour in sky.torus.neighbours(stuck):
+        sky.sim.cut(stuck, neighbour)
+    sky.advance(1)
+    sky.settle(100.0)
+    assert dead_and_live(sky, {"v": info}) == (set(), {"v"})
+    for neighbour in sky.torus.neighbours(stuck):
+        sky.sim.mend(stuck, neighbour)
+    sky.settle(200.0)
+    assert sky.holders(info) == sky.homes(info, (1, 0)) and sky.get(info)[1] == value
+
+
+def test_a_sweep_deletes_nothing_of_which_chunks_still_wait_to_be_handed_over(world, value_of):
+    """The satellite that has them lives and answers, but the one they are for has no room."""
+    sky = world(eviction=PERIODIC)
+    value = value_of(40_000)
+    _, info = sky.put("v", value, 1000)
+    leaving = next(i for i, (one,) in sky.homes(info, (0, 0)).items() if sky.homes(info, (1, 0))[i] != [one])
+    (there,) = sky.homes(info, (1, 0))[leaving]
+    full = sky.sim.satellites[there].store
+    limit, full.limit_bytes = full.limit_bytes, full.used_bytes
+    sky.advance(1)
+    sky.settle(100.0)
+    assert dead_and_live(sky, {"v": info}) == (set(), {"v"})
+    full.limit_bytes = limit
+    sky.settle(400.0)
+    assert sky.holders(info) == sky.homes(info, (1, 0)) and sky.get(info)[1] == value
 
 
 def test_regions_wrap_and_may_be_wider_than_the_torus():

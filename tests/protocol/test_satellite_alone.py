@@ -9,14 +9,14 @@ from tests.protocol.conftest import key_of
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
-from skymemory.protocol.checks import Check, Found, pack_checks, unpack_found
+from skymemory.protocol.checks import Check, Found, pack_checks, pack_found, unpack_checks, unpack_found
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.messages import Packet, Presence
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.selection import Selection
-from skymemory.protocol.wire import GROUND_SHELL, Address, Op, PlacementTag, SkyHeader
+from skymemory.protocol.wire import FLAG_SETTLED, GROUND_SHELL, Address, Op, PlacementTag, SkyHeader
 
 HERE = SatelliteId(2, 9)
 SKY = SkyMap(Torus(5, 19), HERE)
@@ -95,7 +95,9 @@ def test_room_is_told_once_to_who_asks_for_much_at_a_time() -> None:
 
 @pytest.mark.parametrize("held", [0, 1, 2])
 def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> None:
-    """Of twenty chunks on ten servers we hold two, and so should whomever we ask: twice, with a while between."""
+    """Of twenty chunks on ten servers we hold two, and so should whomever we ask: first how many are there, after a
+    while for each that may be lost.
+    """
     alone, payload = Alone(1 << 20, "periodic"), bytes(100)
     placement = SKY.placement(3, 10)
     server = placement.locate_all().index(HERE)
@@ -109,10 +111,16 @@ def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> No
         now_s = tenth / 10
         alone.machine.handle_timer(now_s)
         for question in alone.said(now_s):
+            there = question.header.destination
+            if question.header.op is Op.CHECK:
+                asked_for = [check.server for check in unpack_checks(question.body)]
+                found = [Found.WHOLE if index < 10 * held else Found.LACKING for index in asked_for]
+                header = SkyHeader(Op.CHECKED, Address(*HERE), there, 0, question.header.request_id, flags=FLAG_SETTLED)
+                answer = messages.build_packet(header, pack_found(found), 0, now_s)
+                alone.machine.receive_datagram(answer, SatelliteId(there.plane, there.slot), now_s)
             if question.header.op is not Op.HAS:
                 continue
             asked += 1
-            there = question.header.destination
             its = PlacementTag(3, 10, placement.locate_all().index(SatelliteId(there.plane, there.slot)), 0, 0)
             presence = Presence(its.server, 20, 100, 2000, 5, held, its) if held else None
             header = SkyHeader(Op.PRESENCE, Address(*HERE), there, 0, question.header.request_id)

@@ -22,7 +22,7 @@ from skymemory.protocol.messages import KEY_BYTES, Buffer, Packet
 from skymemory.protocol.share import Share
 from skymemory.protocol.verdicts import pack_verdicts, unpack_verdicts
 from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, ChunkRef, Op
+from skymemory.protocol.wire import CHUNK_REF_BYTES, FLAG_SETTLED, MAX_CHUNK_BYTES, ChunkRef, Op
 
 MAX_CHECKS_PER_PACKET = 100
 ANSWER_S = 0.3
@@ -103,8 +103,23 @@ def unpack_found(body: Buffer) -> list[Found]:
     return unpack_verdicts(body, Op.CHECKED, Found)
 
 
-Heard = Callable[[SatelliteId, list[Check], list[Found], bool, float], None]
-"""Told of an answer: whose, to what, what it says, whether the moves are the same there, and the time."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What ``place`` said of ``checks``. ``same_moves``: it counts the moves that we do; ``settled``: none of these
+    chunks is being handed over there.
+    """
+
+    place: SatelliteId
+    checks: list[Check]
+    found: list[Found]
+    same_moves: bool
+    settled: bool
+
+
+Heard = Callable[[Answer, float], None]
+"""Told of an answer, and when."""
+Settled = Callable[[bytes, Iterable[int], float], bool]
+"""Whether what is said here of these chunks of a key is no matter of a handover."""
 
 
 @dataclass(slots=True)
@@ -112,13 +127,16 @@ class _Asked:
     place: SatelliteId
     checks: list[Check]
     heard: Heard
-    asked_s: float
+    until_s: float
 
 
 class Checks:
     """The questions of one satellite on their way, and its answers to those of others."""
 
-    def __init__(self, store: ChunkStore, whereabouts: Whereabouts, departures: Departures, counters: Counters) -> None:
+    def __init__(
+        self, store: ChunkStore, whereabouts: Whereabouts, departures: Departures, counters: Counters, settled: Settled
+    ) -> None:
+        self.settled = settled
         self._store = store
         self._whereabouts = whereabouts
         self._departures = departures
@@ -133,14 +151,16 @@ class Checks:
         """Whether answers are awaited."""
         return bool(self._asked)
 
-    def ask(self, place: SatelliteId, checks: list[Check], heard: Heard, now_s: float) -> None:
+    def ask(
+        self, place: SatelliteId, checks: list[Check], heard: Heard, now_s: float, answer_s: float = ANSWER_S
+    ) -> None:
         """Nothing is repeated: whoever does not answer is not heard."""
-        self._asked = {n: asked for n, asked in self._asked.items() if asked.asked_s + ANSWER_S > now_s}
+        self._asked = {n: asked for n, asked in self._asked.items() if asked.until_s > now_s}
         for at in range(0, len(checks), MAX_CHECKS_PER_PACKET):
             page = checks[at : at + MAX_CHECKS_PER_PACKET]
             number = self._next_request_id
             self._next_request_id = 0xC0000000 | (number + 1) & 0x3FFFFFFF
-            self._asked[number] = _Asked(place, page, heard, now_s)
+            self._asked[number] = _Asked(place, page, heard, now_s + answer_s)
             self._counters.add("questions_asked")
             self._departures.command(Op.CHECK, place, number, pack_checks(page), now_s)
 
@@ -161,13 +181,15 @@ class Checks:
         found = unpack_found(packet.body)
         if asked is not None and len(found) == len(asked.checks):
             same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._whereabouts.moves
-            asked.heard(asked.place, asked.checks, found, same_moves, now_s)
+            settled = bool(packet.header.flags & FLAG_SETTLED)
+            asked.heard(Answer(asked.place, asked.checks, found, same_moves, settled), now_s)
 
     def receive(self, packet: Packet, now_s: float) -> None:
         """A CHECK for us. Room is told once to whoever asks for much at a time."""
         room_bytes = self._store.limit_bytes - self._store.used_bytes
-        found = []
+        found, settled = [], True
         for check in unpack_checks(packet.body):
+            settled = settled and self.settled(check.key, range(check.server, check.chunks, check.servers), now_s)
             share = self._store.shares.get(check.key, {})
             lacking = check.expected - len(check.held_in(share))
             size_bytes = lacking * (check.length_bytes + CHUNK_REF_BYTES)
@@ -182,7 +204,9 @@ class Checks:
             else:
                 room_bytes -= size_bytes
                 found.append(Found.LACKING)
-        self._departures.reply(packet.header, Op.CHECKED, pack_found(found), now_s)
+        self._departures.reply(
+            packet.header, Op.CHECKED, pack_found(found), now_s, flags=FLAG_SETTLED if settled else 0
+        )
 
 
 def _taken_by_others(check: Check, share: Share) -> bool:

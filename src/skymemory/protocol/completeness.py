@@ -4,11 +4,12 @@ Of each key it knows from the placement tag which servers hold chunks, and how m
 Of the others it asks one (HAS): the server one further in the ring of the key's servers, at the next sweep two further,
 then four: so word of a hole reaches all S servers in about log2 S sweeps, by one question a key and sweep.
 
-Nothing is dropped on a first suspicion. A block may just be being written, or be on its way to other satellites: what
-looks incomplete is looked at again after ``confirm_s``, and dropped only if it still does and the box has not moved.
+Nothing is dropped on a suspicion. A block may just be being written, or be on its way to other satellites: what looks
+incomplete is looked at again after ``confirm_s``, if the box has not moved, and dropped only if it is proved then that
+one of its chunks is lost (``proofs``).
 
-With copies a block is dead when *no* copy of a server's share is whole: reads mix copies chunk by chunk. So all places
-of a share are asked (CHECK), also of those that are not whole here, and one that has it will do.
+With copies no suspicion is raised where any copy of a share is whole: so all places of it are asked (CHECK), also of
+shares that are not whole here.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.checks import ANSWER_S, MAX_CHECKS_PER_PACKET, Check, Checks, Found
+from skymemory.protocol.checks import ANSWER_S, MAX_CHECKS_PER_PACKET, Answer, Check, Checks, Found
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.copies import Copies
 from skymemory.protocol.dead import Dead, setting_of
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Packet
 from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.proofs import Proofs
 from skymemory.protocol.share import told_by
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import ChunkRef, Op
@@ -38,6 +40,7 @@ MOST_QUESTIONS = 8
 """HAS packets of one sweep, and of one handover: so many times 180 keys."""
 
 _MOST_LOOKS = 4
+"""So often a proof is tried; then the suspicion ends, until a sweep finds the same again."""
 _FOUND = 1 << 30
 """Some place has it: no count of the others brings this down to 0."""
 
@@ -48,7 +51,8 @@ class _Question:
 
     keys: list[bytes]
     expected: list[int]
-    distance: int
+    servers: dict[bytes, int]
+    """Of each key the server that the question is about."""
     asked_s: float
     lacking: dict[bytes, int]
     """Shared by the questions about one key: how many places are left that may have it. Without their answers it is
@@ -58,12 +62,12 @@ class _Question:
 
 @dataclass(slots=True)
 class _Suspect:
-    distance: int
-    """How far round the ring the server is that lacks it; 0: our own share is not whole."""
+    server: int
+    """Whose share is not whole."""
     due_s: float
-    moves: Moves = (0, 0)
-    server: int = -1
-    """Whose share it is, where there are copies: of that ring there may be more than one to ask for."""
+    moves: Moves
+    nothing: bool
+    """Nothing at all of the key is where that share is to be: so any of its chunks is missing there."""
     looks: int = 0
 
 
@@ -72,12 +76,14 @@ class Completeness:
 
     def __init__(
         self, here: SatelliteId, config: EvictionConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, checks: Checks, purge: Callable[[list[Dead], float], None],
+        departures: Departures, counters: Counters, checks: Checks, proofs: Proofs,
+        purge: Callable[[list[Dead], float], None],
     ) -> None:  # fmt: skip
         self._here = here
         self._confirm_s = config.confirm_s
         self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
         self._checks = checks
+        self._proofs = proofs
         self._store = store
         self._whereabouts = whereabouts
         self._sky = sky
@@ -114,13 +120,15 @@ class Completeness:
         self._questions = {n: q for n, q in self._questions.items() if q.asked_s + ANSWER_S > now_s}
         by_place: dict[SatelliteId, tuple[list[bytes], list[int]]] = {}
         lacking: dict[bytes, int] = {}
+        servers: dict[bytes, int] = {}
         packets, left = 0, list[bytes]()
         for key in keys:
             ref = self._ref(key)
             if ref is None:
                 continue
-            if not self._own_share_is_whole(key):
-                self._suspect(key, 0, now_s)
+            own = self._own_share_that_is_not_whole(key)
+            if own is not None:
+                self._suspect(key, own, now_s)
                 continue
             ring = min(ref.tag.servers, ref.chunks)
             server = (ref.tag.server + distance) % ring
@@ -133,6 +141,7 @@ class Completeness:
                 continue
             packets += fresh
             lacking[key] = len(places)
+            servers[key] = server
             for place in places:
                 asked, expected = by_place.setdefault(place, ([], []))
                 asked.append(key)
@@ -140,7 +149,7 @@ class Completeness:
         for place, (asked, expected) in by_place.items():
             for at in range(0, len(asked), MAX_KEYS_PER_PACKET):
                 page = slice(at, at + MAX_KEYS_PER_PACKET)
-                self._ask(place, _Question(asked[page], expected[page], distance, now_s, lacking))
+                self._ask(place, _Question(asked[page], expected[page], servers, now_s, lacking))
         return left
 
     def _look_at_copies(
@@ -151,18 +160,16 @@ class Completeness:
         lacking: dict[tuple[bytes, int], int] = {}
         asked, left = 0, list[bytes]()
 
-        def heard(
-            place: SatelliteId, checks: list[Check], found: list[Found], same_moves: bool, heard_s: float
-        ) -> None:
-            for check, what in zip(checks, found, strict=True):
+        def heard(answer: Answer, heard_s: float) -> None:
+            for check, what in zip(answer.checks, answer.found, strict=True):
                 name = check.key, check.server
                 if what is Found.WHOLE:
                     lacking[name] = _FOUND
-                    self._clear(check.key, distance, check.server)
-                else:
+                    self._clear(check.key, check.server)
+                elif answer.same_moves:
                     lacking[name] -= 1
-                    if lacking[name] == 0 and same_moves:
-                        self._suspect(check.key, distance, heard_s, check.server)
+                    if lacking[name] == 0:
+                        self._suspect(check.key, check.server, heard_s)
 
         for key in keys:
             for check, places in copies.to_ask(key, distance, before):
@@ -186,50 +193,53 @@ class Completeness:
         same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._whereabouts.moves
         for key, expected, presence in zip(question.keys, question.expected, presences, strict=True):
             if presence is not None and presence.held >= expected:
-                self._clear(key, question.distance)
+                self._clear(key, question.servers[key])
                 question.lacking[key] = _FOUND
-            else:
+            elif same_moves:
                 question.lacking[key] -= 1
-                if question.lacking[key] == 0 and same_moves:
-                    self._suspect(key, question.distance, now_s)
+                if question.lacking[key] == 0:
+                    self._suspect(key, question.servers[key], now_s, presence is None)
 
     def handle_timer(self, now_s: float) -> None:
-        """Look again at what is due; what has been suspected twice is dead."""
-        due = [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]
-        again: dict[int, list[bytes]] = {}
-        dead = []
-        for key in due:
+        """Have what is due proved, or not."""
+        values = []
+        for key in [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]:
             suspect = self._suspects[key]
-            moved = suspect.moves != self._whereabouts.moves
-            if self._ref(key) is None or moved or (self._copies is not None and suspect.looks == _MOST_LOOKS):
+            missing = self._missing(key, suspect)
+            if not missing or suspect.moves != self._whereabouts.moves or suspect.looks == _MOST_LOOKS:
                 del self._suspects[key]
-            elif suspect.distance == 0 and self._copies is None:
-                del self._suspects[key]
-                if not self._own_share_is_whole(key):
-                    dead.append(key)
-            else:
-                suspect.due_s = now_s + self._confirm_s
-                suspect.looks += 1
-                again.setdefault(suspect.distance, []).append(key)
-        self._drop(dead, now_s)
-        for distance, keys in again.items():
-            for key in self.look_at(keys, distance, now_s):
-                self._suspects.pop(key, None)
+                continue
+            suspect.due_s = now_s + self._confirm_s
+            suspect.looks += 1
+            share = self._store.shares[key]
+            values.append((share[told_by(share)][0], missing))
+        if values:
+            self._proofs.ask(values, self._proved, now_s)
 
-    def _suspect(self, key: bytes, distance: int, now_s: float, server: int = -1) -> None:
-        known = self._suspects.get(key)
-        if known is None:
-            self._suspects[key] = _Suspect(distance, now_s + self._confirm_s, self._whereabouts.moves, server)
-            return
-        again = known.server == server and (known.looks > 0 if server >= 0 else known.distance == distance > 0)
-        if again and known.moves == self._whereabouts.moves:
-            del self._suspects[key]
+    def _missing(self, key: bytes, suspect: _Suspect) -> list[int]:
+        """Chunks of the suspected share that are not here; the first of them will do where none is in its place."""
+        share = self._store.shares.get(key)
+        if not share:
+            return []
+        packed = share[told_by(share)][0]
+        ref = ChunkRef.unpack(packed)
+        its = range(suspect.server, ref.chunks, ref.tag.servers)
+        missing = [index for index in its if index not in share or setting_of(share[index][0]) != setting_of(packed)]
+        return missing[:1] if suspect.nothing else missing
+
+    def _proved(self, packed: bytes, lost: bool, now_s: float) -> None:
+        key = packed[:KEY_BYTES]
+        if self._suspects.pop(key, None) is not None and lost:
             self._drop([key], now_s)
 
-    def _clear(self, key: bytes, distance: int, server: int = -1) -> None:
+    def _suspect(self, key: bytes, server: int, now_s: float, nothing: bool = False) -> None:
+        if key not in self._suspects:
+            self._suspects[key] = _Suspect(server, now_s + self._confirm_s, self._whereabouts.moves, nothing)
+
+    def _clear(self, key: bytes, server: int) -> None:
         """It is there: no suspicion."""
         known = self._suspects.get(key)
-        if known is not None and known.server == server and (server >= 0 or known.distance == distance):
+        if known is not None and known.server == server:
             del self._suspects[key]
 
     def _drop(self, dead: list[bytes], now_s: float) -> None:
@@ -249,8 +259,8 @@ class Completeness:
         share = self._store.shares.get(key)
         return ChunkRef.unpack(share[told_by(share)][0]) if share else None
 
-    def _own_share_is_whole(self, key: bytes) -> bool:
-        """Whether all chunks are here that belong to the servers of which we hold any.
+    def _own_share_that_is_not_whole(self, key: bytes) -> int | None:
+        """A server of whose chunks we hold some, but not all.
 
         Leftovers of an earlier value or placement of the key say nothing of this one, and are not counted.
         """
@@ -262,7 +272,7 @@ class Completeness:
             if setting_of(its_ref) == setting_of(packed):
                 server = index % ref.tag.servers
                 held[server] = held.get(server, 0) + 1
-        return all(count >= _chunks_of(server, ref) for server, count in held.items())
+        return next((server for server, count in held.items() if count < _chunks_of(server, ref)), None)
 
     def _places(self, ref: ChunkRef, server: int, before: Moves | None) -> Sequence[SatelliteId]:
         """Where that server is now, and where it was; empty where that is this satellite itself."""

@@ -40,7 +40,7 @@ class Copies:
         ref = ChunkRef.unpack(packed)
         further = (ref.tag.server + distance) % min(ref.tag.servers, ref.chunks)
         shares = [*self._not_whole(packed, before is None), Check.of(packed, further)]
-        wanted = dict.fromkeys(shares[:-1] if self.whole(shares[-1]) else shares)
+        wanted = dict.fromkeys(shares if self.missing(shares[-1]) else shares[:-1])
         return [(check, others) for check in wanted if (others := self.others(packed, check.server, before))]
 
     def gone(self, packed: bytes, before: Moves | None = None) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
@@ -49,9 +49,10 @@ class Copies:
         """
         return [(check, self.others(packed, check.server, before)) for check in self._not_whole(packed, True)]
 
-    def whole(self, check: Check) -> bool:
-        """Whether all of a share is here (again)."""
-        return len(check.held_in(self._store.shares.get(check.key, {}))) >= check.expected
+    def missing(self, check: Check) -> list[int]:
+        """Which chunks of a share are not here."""
+        held = set(check.held_in(self._store.shares.get(check.key, {})))
+        return [index for index in range(check.server, check.chunks, check.servers) if index not in held]
 
     def others(self, packed: bytes, server: int, before: Moves | None = None) -> tuple[SatelliteId, ...]:
         """Where the copies of a server's share are, or were before: everybody but this satellite."""

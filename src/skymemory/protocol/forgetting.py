@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
-from skymemory.protocol.checks import ANSWER_S, Checks
+from skymemory.protocol.checks import ANSWER_S, Checks, Settled
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.completeness import Completeness
 from skymemory.protocol.dead import Dead
@@ -18,6 +18,7 @@ from skymemory.protocol.mending import Mending
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.notices import Notices
+from skymemory.protocol.proofs import Proofs
 from skymemory.protocol.retention import Retention
 from skymemory.protocol.satellite_config import SatelliteConfig
 from skymemory.protocol.share import names_by_tag
@@ -34,7 +35,7 @@ class Forgetting:
 
     def __init__(
         self, satellite: SatelliteConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, handover: Handover, now_s: float,
+        departures: Departures, counters: Counters, handover: Handover, settled: Settled, now_s: float,
     ) -> None:  # fmt: skip
         self._here = here = satellite.address
         self._config = config = satellite.eviction
@@ -43,13 +44,14 @@ class Forgetting:
         self._counters = counters
         self._handover = handover
         self.retention = Retention(store, departures, counters, config.pin_share)
-        self._checks = checks = Checks(store, whereabouts, departures, counters)
+        self._checks = checks = Checks(store, whereabouts, departures, counters, settled)
+        proofs = Proofs(here, config.replicas, whereabouts, sky, checks)
         self._notices = Notices(
-            here, config, store, whereabouts, sky, departures, counters, checks,
+            here, config, store, whereabouts, sky, departures, counters, checks, proofs,
             lambda: 0 if handover.at_rest else 1, now_s,
         )  # fmt: skip
         self._completeness = Completeness(
-            here, config, store, whereabouts, sky, departures, counters, checks, self._purge
+            here, config, store, whereabouts, sky, departures, counters, checks, proofs, self._purge
         )  # fmt: skip
         self._mending = Mending(
             here, config.replicas, config.sweep_s, store, whereabouts, checks, handover, counters, now_s

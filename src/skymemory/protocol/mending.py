@@ -14,7 +14,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
-from skymemory.protocol.checks import MAX_CHECKS_PER_PACKET, Check, Checks, Found
+from skymemory.protocol.checks import MAX_CHECKS_PER_PACKET, Answer, Check, Checks, Found
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.dead import setting_of
 from skymemory.protocol.handover import Handover
@@ -103,13 +103,11 @@ class Mending:
         checks = {name: (Check.of(latest, name[0]), indices) for name, indices in groups.items()}
         return {name: one for name, one in checks.items() if len(one[1]) == one[0].expected}
 
-    def _heard(
-        self, place: SatelliteId, checks: list[Check], found: list[Found], same_moves: bool, now_s: float
-    ) -> None:
+    def _heard(self, answer: Answer, now_s: float) -> None:
         """Send what is lacking there, as far as the budget goes."""
-        if not same_moves:
+        if not answer.same_moves:
             return
-        for check, what in zip(checks, found, strict=True):
+        for check, what in zip(answer.checks, answer.found, strict=True):
             if what is not Found.LACKING or self._left_bytes <= 0:
                 continue
             for (server, replica), (ours, indices) in self._whole(check.key).items():
@@ -117,7 +115,7 @@ class Mending:
                 if server != check.server or ours.setting != check.setting:
                     continue
                 ref = self._store.shares[check.key][indices[0]][0]
-                if self._whereabouts.home(as_copy(ref, copy)) == place:
+                if self._whereabouts.home(as_copy(ref, copy)) == answer.place:
                     self._left_bytes -= len(indices) * (check.length_bytes + CHUNK_REF_BYTES)
                     self._counters.add("copies_mended", len(indices))
-                    self._handover.enqueue(place, [(check.key, index, copy) for index in indices])
+                    self._handover.enqueue(answer.place, [(check.key, index, copy) for index in indices])

@@ -4,8 +4,9 @@ A NOTICE is flooded link by link within a rectangle of satellites, each of which
 the rectangle passes it on towards its centre. Several evict the same block at the same time, since they hold the same
 blocks in the same order: so notices wait a moment, and who meanwhile hears of a key has nothing left to tell of it.
 
-Where values have copies, a block is dead when no copy of some share is whole. Who evicts part of one asks those who
-have the other copies (CHECK), and tells only when none of them has it; the last one to evict always finds out.
+A chunk that is evicted where it belongs is gone. One that is evicted elsewhere may have been handed over before, and
+where values have copies another has it: then the satellite tells only what is proved lost (``proofs``). With copies it
+asks first, with one question for many values, who has a share whole; the last one to evict always finds out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
-from skymemory.protocol.checks import Check, Checks, Found
+from skymemory.protocol.checks import Answer, Check, Checks, Found
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.copies import Copies
 from skymemory.protocol.dead import (
@@ -35,8 +36,9 @@ from skymemory.protocol.departures import Departures
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.messages import KEY_BYTES, Buffer, Packet
 from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.proofs import Proofs
 from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import TAG_OFFSET, Address, Op
+from skymemory.protocol.wire import TAG_OFFSET, Address, ChunkRef, Op
 
 _NOTICE = struct.Struct(">IIIHHHHBBH")
 _TOLD = 0x01
@@ -96,10 +98,12 @@ class Notices:
 
     def __init__(
         self, here: SatelliteId, config: EvictionConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, checks: Checks, margin: Callable[[], int], now_s: float,
+        departures: Departures, counters: Counters, checks: Checks, proofs: Proofs,
+        margin: Callable[[], int], now_s: float,
     ) -> None:  # fmt: skip
         self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
         self._checks = checks
+        self._proofs = proofs
         self._here = here
         self._config = config
         self._store = store
@@ -134,36 +138,51 @@ class Notices:
         refs = list(self._evicted.values())
         self._evicted.clear()
         if self._copies is None:
-            self._tell(refs, now_s)
+            at_home = [ref for ref in refs if self._whereabouts.home(ref) == self._here]
+            self._tell(at_home, now_s)
+            away = [(ref, (ChunkRef.unpack(ref).index,)) for ref in refs if ref not in at_home]
+            self._proofs.ask(away, self._proved, now_s)
         else:
             self._ask_others(self._copies, refs, now_s)
 
+    def _proved(self, ref: bytes, lost: bool, now_s: float) -> None:
+        if lost:
+            self._tell([ref], now_s)
+
     def _ask_others(self, copies: Copies, refs: Sequence[bytes], now_s: float) -> None:
-        """Tell of those of which some share is whole nowhere; who does not answer is taken to have his."""
+        """Have those proved lost of which some share is whole in no copy; who does not answer is taken to have his."""
         by_key = {ref[:KEY_BYTES]: ref for ref in refs}
         by_place: dict[SatelliteId, list[Check]] = {}
         left: dict[Check, int] = {}
-        alone: list[bytes] = []
+        doubtful: list[tuple[bytes, list[int]]] = []
 
-        def heard(
-            place: SatelliteId, checks: list[Check], found: list[Found], same_moves: bool, heard_s: float
-        ) -> None:
-            dead = []
-            for check, what in zip(checks, found, strict=True):
-                left[check] -= what is not Found.WHOLE and same_moves
-                if left[check] == 0 and not copies.whole(check) and (ref := by_key.pop(check.key, None)):
-                    dead.append(ref)
-            self._tell(dead, heard_s)
+        def doubt(check: Check) -> None:
+            missing = copies.missing(check)
+            if missing and (ref := by_key.pop(check.key, None)):
+                doubtful.append((ref, missing))
+
+        def heard(answer: Answer, heard_s: float) -> None:
+            for check, what in zip(answer.checks, answer.found, strict=True):
+                left[check] -= what is not Found.WHOLE and answer.same_moves
+                if left[check] == 0:
+                    doubt(check)
+            self._prove(doubtful, heard_s)
 
         for ref in refs:
             for check, others in copies.gone(ref, self._whereabouts.before if self._margin() else None):
-                alone += [] if others else [by_key.pop(check.key, b"")]
                 left[check] = len(others)
+                if not others:
+                    doubt(check)
                 for place in others:
                     by_place.setdefault(place, []).append(check)
-        self._tell([ref for ref in alone if ref], now_s)
+        self._prove(doubtful, now_s)
         for place, checks in by_place.items():
             self._checks.ask(place, checks, heard, now_s)
+
+    def _prove(self, doubtful: list[tuple[bytes, list[int]]], now_s: float) -> None:
+        if doubtful:
+            self._proofs.ask(doubtful, self._proved, now_s)
+            doubtful.clear()
 
     def _tell(self, refs: Sequence[bytes], now_s: float) -> None:
         by_region: dict[Region, list[Dead]] = {}

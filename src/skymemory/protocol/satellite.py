@@ -10,7 +10,7 @@ links: all else waits until the transport has a moment to call ``work``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from skymemory import native
@@ -97,7 +97,8 @@ class SatelliteMachine:
             Latecomers(config.address, sky, self._whereabouts), self._settled,
         )  # fmt: skip
         self._forgetting = Forgetting(
-            config, self.store, self._whereabouts, sky, self._departures, self.counters, self.handover, now_s
+            config, self.store, self._whereabouts, sky, self._departures, self.counters, self.handover,
+            self._settled_chunks, now_s,
         )  # fmt: skip
         self._migration = Migration(
             config.address, self.store, self.handover, self._whereabouts, self._departures, self._forgetting,
@@ -351,12 +352,16 @@ class SatelliteMachine:
 
     def _settled(self, key: bytes, now_s: float) -> bool:
         """Whether what we say of this key is no matter of a handover: a MISS then counts towards a proof of loss."""
+        return self._settled_chunks(key, self.store.shares.get(key, ()), now_s)
+
+    def _settled_chunks(self, key: bytes, indices: Iterable[int], now_s: float) -> bool:
+        """The same of some of its chunks."""
         next_move_s = self._whereabouts.next_move_s
         if next_move_s is not None and now_s >= next_move_s:
             return False  # the box has moved and we have not looked yet
         if self.wants_work or self.lateness.is_late(now_s):
             return False  # what waits here may be the very chunk
-        return self.handover.rests(key, self.store.shares.get(key, ()))
+        return self.handover.rests(key, indices)
 
     def _get(self, packet: Packet, now_s: float) -> None:
         if self.backlog_bytes > self.config.max_backlog_bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.placement.locate import Moves
+from skymemory.placement.locate import Moves, Placement
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.throttle import Throttle
 from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET
@@ -74,6 +74,10 @@ class Whereabouts:
             return math.inf
         following_s = self._clock.next_move_s(self.next_move_s)
         return math.inf if following_s is None else (following_s - now_s) / 2
+
+    def moves_since(self, set_moves: Moves, placement: Placement, now_s: float) -> list[Moves]:
+        """Counts of moves that name every satellite where a chunk that was set at ``set_moves`` can have been left."""
+        return self._clock.moves_since(set_moves, placement, now_s)
 
     def is_past(self, moves: Moves) -> bool:
         """Whether who counts so many moves is behind us (a box that goes back makes who is ahead look so)."""
