@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,25 @@ def test_what_is_written_privately_is_whole_and_for_its_owner_only(tmp_path: Pat
     with pytest.raises(FileExistsError):
         write_private(path, "newer", replace=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["settings"] and path.read_text() == "new"
+
+
+def test_threads_that_write_one_file_each_write_it_whole(tmp_path: Path) -> None:
+    path = tmp_path / "settings"
+    failed: list[object] = []
+
+    def write(letter: str) -> None:
+        try:
+            for _ in range(100):
+                write_private(path, letter * 10_000)
+                text = path.read_text()
+                if len(text) != 10_000 or len(set(text)) != 1:
+                    failed.append(text[:9])
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(letter,)) for letter in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [] and [entry.name for entry in tmp_path.iterdir()] == ["settings"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -24,30 +25,36 @@ MAX_TOKENIZER_BYTES = 512 * 2**20
 """The largest ``tokenizer.json`` of the models that are served today has 33 MB."""
 
 
-def write_private(path: Path, text: str, *, replace: bool = True, durable: bool = False) -> None:
+def write_private(path: Path, data: str | bytes, *, replace: bool = True, durable: bool = False) -> None:
     """Write a file that only its owner may read, whole or not at all: a reader sees the old one or the new one.
 
-    Without ``replace`` there must be none yet. ``durable``: what the new one replaces stays until it is on the disk.
+    Without ``replace`` there must be none yet. ``durable``: it is on the disk when this returns, and what it replaces
+    stays until then.
 
     Raises:
         FileExistsError: there is one, and ``replace`` is False.
         OSError: it cannot be written.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    fd, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        scratch.unlink(missing_ok=True)  # of a process that was killed here and had our number
-        with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(text.encode("utf-8"))
+        with os.fdopen(fd, "wb") as file:
+            file.write(data.encode("utf-8") if isinstance(data, str) else data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         if replace:
-            scratch.replace(path)
+            os.replace(scratch, path)
         else:
             os.link(scratch, path)
     finally:
         with suppress(OSError):
-            scratch.unlink(missing_ok=True)
+            os.unlink(scratch)
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:

@@ -145,7 +145,7 @@ def test_clearing_leaves_what_is_not_ours(directory: RunDirectory) -> None:
     mine.write_text("keep", "utf-8")
     directory.write_plan(make_plan())
     directory.log_path("host-0").write_text("x", "utf-8")
-    for left_by_the_killed in (".constellation.json.17", ".host-0.pid.17"):
+    for left_by_the_killed in (".constellation.json.17", ".host-0.pid.17", ".keys.x1_y2", ".outages.json.x1"):
         (directory.path / left_by_the_killed).write_text("x", "utf-8")
     with directory.locked():
         directory.sweep()

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from skymemory.cache.habit import KEPT_DAYS, Habit
 from skymemory.cache.predictor import Predictor
 from skymemory.errors import InvalidInput, LaterFile
-from skymemory.files import open_file
+from skymemory.files import open_file, write_private
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 64 << 20
@@ -25,7 +22,7 @@ _MOST_KEY_DIGITS = 128
 
 
 def save_habits(predictor: Predictor, path: Path) -> None:
-    """Replace the file with what the predictor knows, by way of one beside it. Raises ``OSError``."""
+    """Replace the file with what the predictor knows, at once. Raises ``OSError``."""
     found = {
         "version": FORMAT_VERSION,
         "zone": predictor.zone,
@@ -37,17 +34,7 @@ def save_habits(predictor: Predictor, path: Path) -> None:
             for habit in predictor.habits
         ],
     }  # fmt: skip
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="ascii") as out:
-            json.dump(found, out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    write_private(path, json.dumps(found), durable=True)
 
 
 def load_habits(predictor: Predictor, path: Path) -> None:

@@ -6,10 +6,7 @@ that restarted meanwhile could not be told from one that did not.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
@@ -21,7 +18,7 @@ from skymemory.conductor.prefix_index.snapshot import (
     unpack_snapshot,
 )
 from skymemory.errors import InvalidInput
-from skymemory.files import read_bounded
+from skymemory.files import read_bounded, write_private
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -38,26 +35,10 @@ def save_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapp
 def write_snapshot(path: Path, snapshot: Snapshot) -> int:
     """As ``save_index``, with what was taken before: packing and writing can go on in a thread."""
     data = pack_snapshot(snapshot)
-    unfinished = None
     try:
-        descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        unfinished = None
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        write_private(path, data, durable=True)
     except OSError as error:
         raise InvalidInput(f"the index cannot be kept in {path}: {error.strerror or error}") from None
-    finally:
-        if unfinished is not None:
-            with suppress(OSError):
-                os.unlink(unfinished)
     return len(data)
 
 
