@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.followed_clock import HANDED_OVER_S
-from skymemory.protocol.handover import Handover
-from skymemory.protocol.leaving import BURST_CHUNKS
+from skymemory.protocol.handover import BURST_CHUNKS, Handover
 from skymemory.protocol.pacer import SPREAD_S, SPREAD_SHARE, Pacer, phase_of
 
 GAP_S = 0.002

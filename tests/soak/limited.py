@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from tests.soak.terms import ANSWER_AFTER_S, READ_AFTER_S, Row, later, share_of_hits
+
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
@@ -30,8 +32,6 @@ from skymemory.transport.simulated_host import HostLimits, WorkCosts, split_even
 
 _BEAM_S = 0.002
 _PATIENCE_S = 1.0
-ANSWER_AFTER_S = 10.0
-READ_AFTER_S = 30.0
 _LONGEST_CAUSE_S = 45.0
 
 
@@ -65,18 +65,6 @@ each kind, for a search of routes or a flood among a third of the satellites is 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One second. ``cores``: processor of all hosts; ``hits`` of ``reads`` that ended in it."""
-
-    at_s: float
-    phase: str
-    cores: float
-    answer: int
-    reads: int
-    hits: int
-
-
 @dataclass(slots=True)
 class Outcome:
     """Rows, what work was done in each phase (seconds of processor by kind), and values that were read wrong."""
@@ -86,10 +74,6 @@ class Outcome:
     work_s: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: int = 0
 
-    def _after(self, seconds: float) -> list[Row]:
-        rows = [row for row in self.rows if row.phase == "after"]
-        return [row for row in rows if row.at_s > rows[0].at_s + seconds]
-
     @property
     def healthy_cores(self) -> float:
         rows = [row.cores for row in self.rows if row.phase == "healthy"]
@@ -98,19 +82,18 @@ class Outcome:
     @property
     def answer(self) -> float:
         """The smallest share of the satellites that answered in any second from 10 s on after the cause."""
-        return min(row.answer for row in self._after(ANSWER_AFTER_S)) / self.satellites
+        return min(row.answer for row in later(self.rows, ANSWER_AFTER_S)) / self.satellites
 
     @property
     def hits(self) -> float:
         """The share of the reads that hit from 30 s on after the cause."""
-        rows = self._after(READ_AFTER_S)
-        return sum(row.hits for row in rows) / max(1, sum(row.reads for row in rows))
+        return share_of_hits(later(self.rows, READ_AFTER_S))
 
     def load(self, undisturbed: Outcome) -> float:
         """Processor from 30 s on after the cause, as a multiple of what it was without it in the same seconds: how much
         there is to do depends on where the box is.
         """
-        rows = self._after(READ_AFTER_S)
+        rows = later(self.rows, READ_AFTER_S)
         as_usual = (row.cores for row in undisturbed.rows if rows[0].at_s - 0.5 < row.at_s < rows[-1].at_s + 0.5)
         return sum(row.cores for row in rows) / sum(as_usual)
 

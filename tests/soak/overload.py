@@ -26,6 +26,7 @@ from pathlib import Path
 
 import psutil
 from tests.soak.slept_host import sleepy
+from tests.soak.terms import ANSWER_AFTER_S, READ_AFTER_S, Row, later, share_of_hits
 
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.messages import build_packet, pack_moves
@@ -46,8 +47,6 @@ _VALUE_BYTES = 1_800_000
 _HEALTHY_S = 40.0
 """As long as two plane moves at sixty times the pace: what a move costs depends on which it is."""
 _AFTER_S = 60.0
-_ANSWER_AFTER_S = 10.0
-_READ_AFTER_S = 30.0
 _PATIENCE_S = 1.0
 _READ_EVERY_S = 0.4
 _BUSY = "while True: pass"
@@ -69,18 +68,6 @@ class Sky:
     values: int = 100
     memory_bytes: int = 64 << 20
     eviction: str = "lazy"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One second. ``cores``: processor of all hosts; ``hits`` of ``reads`` that ended in it."""
-
-    at_s: float
-    phase: str
-    cores: float
-    answer: int
-    reads: int
-    hits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,15 +377,12 @@ class OverloadSoak:
     def _verdict(self, plan: ConstellationPlan, forced: int) -> Verdict:
         rows = self.watched.rows
         healthy = [row for row in rows if row.phase == "healthy"]
-        over_s = next((row.at_s for row in rows if row.phase == "after"), 0.0)
-        after = [row for row in rows if row.phase == "after"]
-        answering = rows if self.cause.throughout else [row for row in after if row.at_s >= over_s + _ANSWER_AFTER_S]
-        reading = rows if self.cause.throughout else [row for row in after if row.at_s >= over_s + _READ_AFTER_S]
-        late = [row for row in after if row.at_s >= over_s + _READ_AFTER_S]
-        reads = sum(row.reads for row in reading)
+        late = later(rows, READ_AFTER_S)
+        answering = rows if self.cause.throughout else later(rows, ANSWER_AFTER_S)
+        reading = rows if self.cause.throughout else late
         healthy_cores = sum(row.cores for row in healthy) / max(1, len(healthy))
         return Verdict(
             min((row.answer for row in answering), default=0) / plan.torus.size,
-            sum(row.hits for row in reading) / max(1, reads), reads,
+            share_of_hits(reading), sum(row.reads for row in reading),
             sum(row.cores for row in late) / max(1, len(late)) / max(healthy_cores, 1e-9), healthy_cores, forced,
         )  # fmt: skip

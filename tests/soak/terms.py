@@ -1,10 +1,14 @@
-"""What a soak is asked for and what comes of it, and the values it writes."""
+"""What a soak is asked for and what comes of it, the values it writes, and how a recovery is judged."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+ANSWER_AFTER_S, READ_AFTER_S = 10.0, 30.0
+"""When satellites answer again, and reads hit, after the end of what overloaded them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +47,26 @@ class Outcome:
 def bytes_of(key: bytes, number: int, size: int) -> bytes:
     """Version ``number`` of a value: anybody can make it again."""
     return random.Random(key + number.to_bytes(4, "big")).randbytes(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One second. ``cores``: processor of all hosts; ``hits`` of ``reads`` that ended in it."""
+
+    at_s: float
+    phase: str
+    cores: float
+    answer: int
+    reads: int
+    hits: int
+
+
+def later(rows: Sequence[Row], seconds: float) -> list[Row]:
+    """Those from so long on after the cause."""
+    after = [row for row in rows if row.phase == "after"]
+    return [row for row in after if row.at_s >= after[0].at_s + seconds]
+
+
+def share_of_hits(rows: Sequence[Row]) -> float:
+    """Of the reads that ended in these seconds."""
+    return sum(row.hits for row in rows) / max(1, sum(row.reads for row in rows))

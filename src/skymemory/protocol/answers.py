@@ -116,7 +116,7 @@ class Answers:
             self._clock.told(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
             if header.op is Op.PONG:
                 request.operation.report.clock_ahead_s = made_at_s(view, now_s) - (now_s - round_trip_s / 2)
-                request.peer.told(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)
+                request.peer.declares(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)
             return self._control(request, header, packet.body, now_s)
         except MalformedPacket:
             self._counters.add("packets_malformed")
@@ -130,7 +130,7 @@ class Answers:
             return self.lost(request, "unreachable")
         if header.op is Op.UNSUPPORTED:
             _, known = Capabilities.unpack_unsupported(body)
-            request.peer.told(known, now_s)
+            request.peer.declares(known, now_s)
             request.peer.cannot(request.op, now_s)
             return self.lost(request, "unsupported")
         if header.op is Op.BUSY:

@@ -12,8 +12,7 @@ from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.completeness import Completeness
 from skymemory.protocol.dead import Dead
 from skymemory.protocol.departures import Departures
-from skymemory.protocol.handover import Handover
-from skymemory.protocol.leaving import Burst
+from skymemory.protocol.handover import Burst, Handover
 from skymemory.protocol.mending import Mending
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
 from skymemory.protocol.motion import SkyMap

@@ -12,9 +12,9 @@ Where values have copies, a chunk may also leave *as another copy* than the one 
 nothing here is deleted when it has arrived.
 
 A handover is background traffic and takes what others leave: bursts in flight become fewer as their answers come later
-than they can (LEDBAT, RFC 6817), and half as many where nobody answers any more. A lone burst that is lost says
-nothing: links lose some. What was put off because a satellite did not answer is tried again as soon as there is reason
-to think that it would.
+than they can (LEDBAT, RFC 6817), and half as many when no answer comes at all. A single lost burst is no sign of
+congestion: links lose some. What was put off because a satellite did not answer is tried again as soon as our host is
+on time again or a link has come up.
 """
 
 from __future__ import annotations
@@ -23,16 +23,21 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.lateness import LATE_S, Lateness
-from skymemory.protocol.leaving import BURST_CHUNKS, AsCopy, Burst, Leaving
 from skymemory.protocol.pacer import Pacer
 from skymemory.protocol.pacing import RoundTrip
 from skymemory.protocol.share import ChunkName, names_by_tag
 from skymemory.protocol.throttle import Throttle
 
+AsCopy = tuple[bytes, int, int]
+"""(key, 0-based index, replica): the chunk, leaving as that copy."""
+Leaving = ChunkName | AsCopy
+BURST_CHUNKS = 10
+"""Chunks of one MIGRATE request: as many as one segmentation-offload send carries."""
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
 _RETRY_S = 10.0
@@ -42,14 +47,36 @@ _MOST_RETRY_S = 160.0
 _DELETED_TOGETHER_S = 0.05
 """What may go within this time of each other goes at once: an alarm for every burst costs more than its deletion."""
 _SLOW = 2.0
+"""An answer may take so many mean round trips before its burst is sent again, and at most:"""
 _MOST_PATIENCE_S = 2.0
 _MOST_QUEUED = 1 << 20
 _TARGET_DELAY_S = 0.5
 """How much longer than the shortest an answer may take because of queues: beyond, fewer bursts are sent at a time."""
 _MOST_DECREASE = 16.0
+"""By how many times as much the window shrinks for a very late answer as it grows for a prompt one."""
 _LEAST_BURSTS = 2.0
 _REMEMBERED_TRIPS = 1024
 _REMEMBERED_RETRIES = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class Burst:
+    """One MIGRATE request in flight: chunks of one key for one satellite."""
+
+    request_id: int
+    destination: SatelliteId
+    names: list[Leaving]
+    plan: int
+    """The number of the plan, one for each move of the box, by which ``destination`` is the place of its chunks."""
+    sent_s: float
+    """For the first time."""
+    deadline_s: float
+    last_sent_s: float
+    attempts: int = 1
+    answered: bool = False
+    """Whether some of its chunks have arrived."""
+    spared: bool = False
+    """Whether its deadline was put off because our host was late."""
 
 
 class Handover:
@@ -329,8 +356,8 @@ class Handover:
         self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
 
     def relieved(self, now_s: float) -> None:
-        """There is reason to think that who did not answer would now: our host is on time again, or a link is up.
-        Waits begin again from the shortest, and what was put off leaves now.
+        """Satellites that did not answer may do so now: our host is on time again, or a link is up. Back-offs begin
+        again from the shortest, and what was put off leaves as soon as the throttle allows.
         """
         self._relief_waits = bool(self._unanswered) and not self._relief.is_open(now_s)
         if self._relief_waits or not self._unanswered:

@@ -254,7 +254,7 @@ class LinkState:
         return self._growing.open_s if self._stale else math.inf
 
     def grow_anew(self, now_s: float) -> None:
-        """From now on the ways are those of what is known now; grown when somebody asks for one."""
+        """Discard the trees, so that the next look-up of a way grows one from what is known now."""
         if self._stale:
             self._stale = False
             self._growing.done(now_s)

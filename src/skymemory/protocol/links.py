@@ -42,8 +42,8 @@ class Peer:
             if sent_s > self.answered_sent_s:
                 self.answered_sent_s = sent_s
 
-    def told(self, capabilities: Capabilities, now_s: float) -> None:
-        """It has said what it understands. What it does not name is not asked of it for a while."""
+    def declares(self, capabilities: Capabilities, now_s: float) -> None:
+        """It declares what it supports. What is not on that list is not asked of it for a while."""
         self.capabilities = capabilities
         if capabilities.stated:
             lacking = (op for op in Op if op.is_command and not capabilities.serves(op))

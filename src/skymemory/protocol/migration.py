@@ -7,9 +7,8 @@ from skymemory.metrics import Counters
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.forgetting import Forgetting
-from skymemory.protocol.handover import Handover
+from skymemory.protocol.handover import Burst, Handover, Leaving
 from skymemory.protocol.lateness import Lateness
-from skymemory.protocol.leaving import Burst, Leaving
 from skymemory.protocol.meetings import Meetings
 from skymemory.protocol.messages import Packet
 from skymemory.protocol.pacer import Pacer, phase_of
@@ -54,7 +53,9 @@ class Migration:
 
     @property
     def _plan_s(self) -> float:
-        """When a plan may be made: the clock moves at a known pace, operators (or who says he is one) at any."""
+        """When a plan may be made. The clock's own moves are as rare as it makes them; pushes, which may be forged, are
+        throttled.
+        """
         return self._planning.open_s if self._in_haste else 0.0
 
     def next_timer_s(self) -> float | None:

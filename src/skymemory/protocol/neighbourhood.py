@@ -5,9 +5,9 @@ and it has been silent for a while. One that stays silent is declared down, the 
 again now and then until it answers. A satellite that has just started greets its neighbours, who then tell it all they
 know: which links are down, and how far operators have moved the box meanwhile.
 
-Who is late himself hears late that others live. So a silence counts only as far as our own host was on time while it
-lasted (``Lateness``), and a neighbour that says how late its host is gets so much longer. What is new is passed on at
-once, and held for up to a second where news does not stop: then it leaves together.
+A host that is late reads signs of life late. So a silence counts only while our own host was on time (``Lateness``),
+and a neighbour that says how late its host is gets so much longer to answer. A new declaration is flooded at once;
+where they keep coming they are held for up to a second and leave together.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _TRIES = 4
 _MOST_AHEAD_S = 60.0
 """What was made further in the future is not believed."""
 _SAID_LATE_S = 2.0
-"""For so long a neighbour is believed that its host is late; who is, says so all the time."""
+"""How long a neighbour's word that its host is late counts; it comes with each of its LINKS."""
 _MOST_LATE_S = 1.0
-"""For so much lateness time is given at once; where it is more, a silence is not counted at all."""
+"""The most by which lateness prolongs a wait; beyond it a silence does not count at all."""
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 8.0
 """A link that is down is tried after 1, 2, 4, 8, 8 … s."""

@@ -1,8 +1,8 @@
-"""Background work that came while the host was late: it waits here while answers go first, and the oldest is dropped.
+"""A bounded queue for background packets that come while the host is late; answers go first, the oldest is dropped.
 
-Background is what satellites ask of each other for the good of later reads: chunks handed over, copies and suspicions
-looked into, gossip; also where it only passes through. Nobody waits for it, and whoever sent it sends it again. Signs
-of life and what is known of links are none of it: late, they would make the living look dead.
+Background is what satellites ask of each other for the good of later reads: handovers, checks of copies and of
+suspected losses, gossip; also in transit. No read waits for it, and its sender repeats it. Signs of life and
+declarations of links are not background: delayed, they would make living satellites look dead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from skymemory.protocol.wire import SKY_BYTES, Op
 
 MOST_BYTES = 1 << 20
 MOST_AGE_S = 2.0
-"""What waited longer has been sent again, or will be."""
+"""What has waited longer is dropped: its sender has repeated it, or will."""
 _BACKGROUND = (Op.MIGRATE, Op.CHECK, Op.NOTICE)
 _BETWEEN_SATELLITES = (Op.HAS, Op.RETAIN)
-"""Asked by ground hosts too, who wait for the answer."""
+"""Background only between satellites: a ground host waits for the answer."""
 
 
 class Postponed:

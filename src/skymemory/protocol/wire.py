@@ -106,7 +106,7 @@ _STATUSES: dict[int, Status] = {status.value: status for status in Status}
 
 FLAG_SETTLED = 0x02
 """In the flags of a MISS: nothing of the key is being handed over here, and the count of moves in this header is up to
-date. Whoever does not say so may know of a chunk that is on its way.
+date. Without it a chunk may still be on its way to or from this satellite.
 """
 
 GROUND_SHELL = 0xFF
