@@ -20,7 +20,7 @@ from skymemory.errors import WrongProcess
 
 class Owner:
     """The process that opens ``what`` now. ``let_go`` is a method, called in a forked child at its very beginning: it
-    closes descriptors, and nothing else (no goodbye to anybody, no unlocking: those are the parent's still).
+    closes descriptors and does nothing else (no goodbye to a server, no unlocking: both would affect the parent).
     """
 
     __slots__ = ("__weakref__", "_let_go", "_process", "_what")
@@ -51,7 +51,7 @@ class Owner:
 
 
 class OwnLock:
-    """A reentrant lock of the process that opened ``what``: in any other, where nobody might ever free it, taking it
+    """A reentrant lock of the process that opened ``what``. In any other, where it might never be freed, taking it
     raises WrongProcess.
     """
 

@@ -35,7 +35,7 @@ class BlockChunks:
         self, blocks: BlockCache, hashes: Sequence[BlockHash], chunks: Sequence[PromptChunk], sink: BlockSink,
         usual: Usual,
     ) -> None:  # fmt: skip
-        """``usual`` is told what fetches take that bring something."""
+        """``usual`` is given the seconds of each fetch that succeeds."""
         self._blocks = blocks
         self._usual = usual
         self._hashes = hashes

@@ -59,7 +59,7 @@ class TierBreaker:
             self._open(now_s)
 
     def hung(self, now_s: float) -> None:
-        """A call was not answered within all the time that a call may take: nobody is to wait for another."""
+        """A call was not answered within the longest time that one may take: opens at once."""
         if self.closed:
             self._open(now_s)
 

@@ -77,7 +77,7 @@ class TierLoad:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Once, by whoever of the caller and the tier's thread is first; nothing of a local tier."""
+        """Once, by the caller or the tier's thread, whichever is first; nothing of a local tier."""
         with suppress(IndexError):
             size_bytes = self._taken.pop()
             if self._budget is not None:

@@ -35,7 +35,7 @@ class TierWrite:
     @classmethod
     def prepare(cls, tier: Tier, items: Items, places: Places = ()) -> TierWrite:
         """Set room aside for those of ``items`` that are not in doubt there. Where the largest of them is too large
-        nothing is set aside yet, and nobody has gone for it (``prepare_rest``).
+        nothing is set aside or evicted yet (``prepare_rest`` does that).
         """
         self = cls(tier, items, places)
         keys = [key for key, _ in items]

@@ -23,8 +23,8 @@ def add_auth(parser: argparse.ArgumentParser) -> None:
 
 
 def auth_of(args: argparse.Namespace) -> dict[str, str]:
-    """The fields ``auth`` and ``keys_file`` of a plan. New keys lie in the run directory, or beside the plan, where
-    whoever reads the plan finds them.
+    """The fields ``auth`` and ``keys_file`` of a plan. New keys lie in the run directory, or beside the plan: a
+    reader of the plan looks for them there.
     """
     from skymemory.testbed.key_file import read_keys
     from skymemory.testbed.run_directory import RunDirectory

@@ -105,10 +105,10 @@ class RadixIndex:
         return self._forest.place_of(block_hash)
 
     def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
-        """A place for an absent block of which nobody says where it stands: one that contradicts nothing known.
+        """A place for an absent block whose writer gave none: one that contradicts nothing known.
 
-        That is a beginning of its own; or, where blocks are known to follow it, before those and behind a block that
-        nobody has, so that no prefix reaches it by the index alone.
+        That is a beginning of its own; or, where blocks are known to follow it, before those and behind a made-up hash,
+        so that no prefix reaches it by the index alone.
         """
         below = self._forest.depth_below(block_hash)
         return (0, None) if below is None or below == 1 else (below - 1, bytes(0xFF - byte for byte in block_hash))

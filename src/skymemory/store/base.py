@@ -15,11 +15,12 @@ hold for all of them:
   or evicted. ``release(ticket)`` says that the caller has copied what it needs: only then may the memory
   behind the views be used again.
 - **Values are copied.** After ``complete_store`` returns, the caller may change or free what it passed in.
-- **Nobody goes for what does not come.** Where room for a value cannot be made, nothing is evicted for it.
+- **No eviction in vain.** Where room for a value cannot be made, nothing is evicted for it.
 - **A lease protects.** From ``prepare_load`` until ``complete_load`` (or ``release``, or the lease's end) the
   keys that were there are not evicted; nor are those being stored, between the two phases of a store. Two tiers
-  promise less. Redis evicts by its own rules and leases nothing. Satellites are told of the lease without an answer and
-  lease a quarter of their memory: what does not fit, or was not heard, may go. For both it is a miss.
+  promise less. Redis evicts by its own rules and leases nothing. Satellites get the lease in one unacknowledged packet
+  and lease at most a quarter of their memory: what does not fit, or whose packet was lost, may be evicted. Either is a
+  miss of that load.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ class Store(Protocol):
         """Protect from eviction for ``ttl_s`` seconds (0 or less unpins). False: absent, or over the pin budget."""
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Remove, leases and pins notwithstanding (views handed out stay true). True where it was there and nobody can
-        read it any more, False where it was not there, None where that is not known: who may hold it has not answered.
+        """Remove, leases and pins notwithstanding (views handed out stay true). True where it was there and can no
+        longer be read, False where it was not there, None where that is unknown: a holder has not answered.
         """
 
     def stats(self) -> dict[str, int | float]:

@@ -59,21 +59,21 @@ class Catalog:
         found.update(more)
         return found, certain
 
-    def told(self, infos: Sequence[ValueInfo]) -> dict[bytes, list[ValueInfo]]:
-        """What the box tells of the keys of these values, every different word."""
-        return self._prober.told([info.key for info in infos])
+    def settings_in_box(self, infos: Sequence[ValueInfo]) -> dict[bytes, list[ValueInfo]]:
+        """All settings of the keys of these values that satellites of the box report."""
+        return self._prober.settings_in_box([info.key for info in infos])
 
     def replaced(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """Keys of those of these values that somebody else has set anew, as the box tells."""
-        told = self.told(infos)
-        return {info.key for info in infos if _replacement_of(info, told.get(info.key, ())) is not None}
+        """Keys of those of these values that another writer has set anew, as satellites report."""
+        reported = self.settings_in_box(infos)
+        return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
     def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> None:
-        """Chunks of other values came under the keys of these. Where the box tells of a later setting of the key, or of
-        others only, the entry is out of date: that one takes its place. Nothing is known otherwise.
+        """Chunks of other values came under the keys of these. Where satellites report a later setting of the key, or
+        only other settings, the entry is out of date and the latest of those takes its place. Else it stays.
         """
-        told = self.told(infos)
-        fresh = [later for info in infos if (later := _replacement_of(info, told.get(info.key, ()))) is not None]
+        reported = self.settings_in_box(infos)
+        fresh = [later for info in infos if (later := _replacement_of(info, reported.get(info.key, ()))) is not None]
         self.remove([info.key for info in fresh], gone=False)
         if self.index is None:
             self._remember({info.key: info for info in fresh})
@@ -230,13 +230,13 @@ def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
     return (one.value_crc, one.set_moves) == (other.value_crc, other.set_moves)
 
 
-def _replacement_of(info: ValueInfo, told: Sequence[ValueInfo]) -> ValueInfo | None:
-    """What was set in the place of ``info``, by what satellites tell of its key: the latest setting, if it is later, or
-    if nobody knows ``info``. Of leftovers of an earlier value beside it nothing follows.
+def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo | None:
+    """What was set in the place of ``info``, by the settings of its key that satellites report: the latest, if it is
+    later than ``info``, or if none reports ``info``. Leftovers of an earlier value beside it mean nothing.
     """
-    others = [one for one in told if not _same_setting(info, one)]
+    others = [one for one in reported if not _same_setting(info, one)]
     if not others:
         return None
     latest = max(others, key=lambda one: sum(one.set_moves))
     later = sum(latest.set_moves) > sum(info.set_moves)
-    return latest if later or len(others) == len(told) else None
+    return latest if later or len(others) == len(reported) else None

@@ -50,7 +50,7 @@ from skymemory.store.upkeep import Upkeep
 
 _TYPICAL_BYTES = 3e6
 _DOUBTFUL = ("corrupt", "other version")
-"""What one look may be wrong about: the value is read once more before anything is made of it."""
+"""Failures that one read may report wrongly: the value is read once more before anything follows from it."""
 _GONE = ("missing", "corrupt")
 """What is known for certain then: a chunk is nowhere, or what is stored is not what was written."""
 
@@ -109,8 +109,8 @@ class ConstellationStore(TwoPhase):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """The lease is told to the satellites ahead of the read, for what is known here to be there; one that does not
-        hear it, or has leased its share already, may evict. It ends when the chunks are served.
+        """The lease is sent to the satellites ahead of the read, for what is known here to be there. One that misses
+        the packet, or has leased its share already, may evict. It ends when the chunks are served.
         """
         ticket = self._begin_load(keys)
         self._upkeep.lease(list(self._catalog.settled(ticket.keys).values()), ticket.expires_s)
@@ -274,8 +274,8 @@ class ConstellationStore(TwoPhase):
         return self._upkeep.expire(self._check(keys), check_ttl(ttl_s))
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """True where satellites have confirmed so much that nobody can put the value together any more; what did not
-        answer may keep useless chunks of it. None: it may be there still, and can be deleted again.
+        """True where so many satellites have confirmed that the value can no longer be put together; one that did not
+        answer may keep useless chunks of it. None: it may still be there; delete it again.
         """
         keys = self._check(keys)
         infos, certain = self._catalog.search(keys)

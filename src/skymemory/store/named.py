@@ -130,7 +130,7 @@ class NamedValues:
         return done
 
     def get(self, name: str) -> bytes | None:
-        """The bytes under ``name``; None where they are not to be had. ``get_named`` says why."""
+        """The bytes under ``name``; None for a miss, of which ``get_named`` gives the reason."""
         value = get_named(self._store, name).value
         return None if value is None else bytes(value)
 
@@ -139,8 +139,8 @@ class NamedValues:
         return isinstance(name, str) and self._store.lookup([named_key(name)]) == [Presence.HIT]
 
     def delete(self, name: str) -> bool | None:
-        """True where it was there and is gone, False where it was not there, None where not all that may hold it have
-        answered.
+        """True where it was there and is gone, False where it was not there, None where a satellite that may hold it
+        has not answered.
         """
         return self._store.delete([named_key(name)])[0]
 
@@ -157,7 +157,7 @@ class NamedValues:
         return self._expiring(ttl_s).expire([named_key(name)], ttl_s)[0]
 
     def names(self) -> list[NamedValue]:
-        """What is there, by name, with sizes; without values that are sealed, whose names nobody can read.
+        """What is there, by name, with sizes; without sealed values, whose names cannot be read.
 
         Raises:
             InvalidInput: this store cannot list.

@@ -70,9 +70,9 @@ class Prober:
             found.update(more)
         return found, certain and self._moves() == moves
 
-    def told(self, keys: Sequence[bytes]) -> dict[bytes, list[ValueInfo]]:
-        """What all the box tells of each key: as many values as there are different words."""
-        return self._told(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
+    def settings_in_box(self, keys: Sequence[bytes]) -> dict[bytes, list[ValueInfo]]:
+        """All different settings of each key that the satellites of the box report."""
+        return self._settings(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
 
     def _moves(self) -> Moves:
         return self._driver.machine.moves(self._driver.now_s())
@@ -105,10 +105,10 @@ class Prober:
         """What these know of the keys, and whether all of them answered. Of two values of one key it is the one that
         was set at more moves.
         """
-        told, certain = self._told(satellites, keys)
-        return {key: max(infos, key=lambda info: sum(info.set_moves)) for key, infos in told.items()}, certain
+        reported, certain = self._settings(satellites, keys)
+        return {key: max(infos, key=lambda info: sum(info.set_moves)) for key, infos in reported.items()}, certain
 
-    def _told(
+    def _settings(
         self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]
     ) -> tuple[dict[bytes, list[ValueInfo]], bool]:
         machine, now_s = self._driver.machine, self._driver.now_s()

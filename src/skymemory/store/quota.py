@@ -1,8 +1,8 @@
 """Quota: so many bytes for one tenant; over them it evicts its own oldest values first, never another's.
 
 Tenants have keys of their own, because their salt is in the hash of every block: so a tenant's handle on a store sees
-all of its writes, and nobody else's. What it counts is the values that it stored and has not been told are gone: a read
-that brings nothing in an outage, or a deletion that nobody confirmed, says nothing of the kind.
+all of its writes, and no other tenant's. It counts the values that it stored until the store says that they are gone: a
+read that brings nothing in an outage, or an unconfirmed deletion, does not say so.
 """
 
 from __future__ import annotations
@@ -57,16 +57,14 @@ class TenantStore(Selecting):
                     victims.append(key)
                     excess_bytes -= size
             if victims:
-                gone = sum(told is not None for told in self.delete(victims))
+                gone = sum(one is not None for one in self.delete(victims))
                 self._counters.add("evicted_for_quota", gone, self.tenant)
             self._drop_what_is_over(chosen, sizes)
             self._counters.add("refused_for_quota", len(sizes) - len(chosen), self.tenant)
         return [key in chosen for key, _ in items]
 
     def _drop_what_is_over(self, chosen: set[bytes], sizes: dict[bytes, int]) -> None:
-        """Where room could not be made, because nobody confirmed that the oldest are gone: the end of the chain stays
-        out.
-        """
+        """Where room could not be made, the deletion of the oldest being unconfirmed: refuse the end of the chain."""
         own_bytes = sum(self._sizes.get(key, 0) for key in chosen)
         total_bytes = self._used_bytes - own_bytes + sum(sizes[key] for key in chosen)
         for key in reversed([key for key in sizes if key in chosen]):
@@ -96,9 +94,9 @@ class TenantStore(Selecting):
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         """What the store says is absent is not counted any more. What it did not get may be there all the same."""
         values = self.store.complete_load(ticket)
-        told = ticket.report.keys if ticket.report is not None else ()
+        reports = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
-            self._forget([key for key, one in zip(ticket.keys, told, strict=False) if one.reason == "absent"])
+            self._forget([key for key, one in zip(ticket.keys, reports, strict=False) if one.reason == "absent"])
             for key in reversed(ticket.keys):
                 if key in self._sizes:
                     self._sizes.move_to_end(key)
@@ -108,9 +106,9 @@ class TenantStore(Selecting):
         """What is not confirmed to be gone is counted as before."""
         keys = check_keys(keys)
         with self._lock:
-            told = self.store.delete(keys)
-            self._forget([key for key, gone in zip(keys, told, strict=True) if gone is not None])
-            return told
+            outcomes = self.store.delete(keys)
+            self._forget([key for key, gone in zip(keys, outcomes, strict=True) if gone is not None])
+            return outcomes
 
     def stats(self) -> dict[str, int | float]:
         own = {"tenant_used_bytes": self._used_bytes, "tenant_quota_bytes": self.quota_bytes}

@@ -117,13 +117,13 @@ class SharedIndex:
             self._follow()
             count = self._index.longest_prefix(keys)
             # By search that is as far as places are known. From there key by key: they may not begin at a chain's first
-            # block, and of some blocks nobody has said where they stand.
+            # block, and the places of some are not known.
             while count < len(keys) and keys[count] in self._index:
                 count += 1
             return count
 
     def before(self, key: bytes, most: int) -> list[bytes]:
-        """Up to ``most`` blocks before ``key``, the nearest first, as far as places of blocks that are here tell."""
+        """Up to ``most`` blocks before ``key``, the nearest first, as far as the places of blocks here are known."""
         found: list[bytes] = []
         with self._lock:
             self._reopen()
@@ -141,8 +141,8 @@ class SharedIndex:
             return [self._index.get(key) for key in keys]
 
     def add(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> None:
-        """Add a chain by its writer's word, which is believed more than what is known of the same blocks. Those that
-        it cannot be true of, as other blocks stand, are entered without a place.
+        """Add a chain with the places that its writer gives, which replace what is known of the same blocks. Blocks
+        whose place contradicts those of other blocks are entered without one.
         """
 
         def change() -> bytes:
@@ -162,7 +162,7 @@ class SharedIndex:
         self._write(change)
 
     def add_unplaced(self, keys: Sequence[bytes], infos: Sequence[BlockInfo]) -> None:
-        """Add values of which nobody says where they stand. Places that are known stay."""
+        """Add values without their places. Places that are known stay."""
         self._write(lambda: b"".join(self._enter_unplaced(*entry) for entry in zip(keys, infos, strict=True)))
 
     def _enter_unplaced(self, key: bytes, info: BlockInfo) -> bytes:
@@ -225,7 +225,7 @@ class SharedIndex:
         return encode_record(record.op, probed=record.probed)
 
     def _write(self, change: Callable[[], bytes]) -> bool:
-        """Apply a change and append its records, with nobody else writing meanwhile. False: there was no room for it,
+        """Apply a change and append its records, while no other process writes. False: there was no room for it,
         and the journal is incomplete from now on.
         """
         with self._lock:
@@ -325,8 +325,8 @@ class SharedIndex:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _append(self, record: bytes) -> bool:
-        """Whether there was room for it. If not, a torn tail tells everybody that the journal is not whole; OSError
-        where that cannot be written either.
+        """Whether there was room for it. If not, it gets a torn tail, which other processes see; OSError where not
+        even that can be written.
         """
         try:
             written = os.write(self._fd, record)

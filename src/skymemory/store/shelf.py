@@ -82,7 +82,7 @@ class Shelf:
             self.chains.came(key)
 
     def keep(self, key: bytes, size_bytes: int) -> None:
-        """A value is here that is not for us: it is neither given nor replaced, and never goes."""
+        """A value of a later release is here: it takes room, and is neither read, replaced nor evicted."""
         self.kept.add(key)
         self.used_bytes += size_bytes
 
@@ -102,7 +102,7 @@ class Shelf:
         return True
 
     def take_place(self, key: bytes) -> Place | None:
-        """The place of one that had to go, if a writer said it; forgotten here with that."""
+        """The place of an evicted block, if its writer said it; forgotten here with this call."""
         return self._places.pop(key, None)
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -214,8 +214,8 @@ class Shelf:
     def set_aside(self, ticket: StoreTicket, now_s: float) -> tuple[list[bool], list[bytes]]:
         """Room for the items of ``ticket``, until ``end_store`` or until it expires.
 
-        Per item whether there is; and who had to go for it, no longer here already. Where room cannot be made, nobody
-        goes for it.
+        Per item whether there is; and what was evicted for it, no longer here already. Where room cannot be made,
+        nothing is evicted.
         """
         self._expire(now_s)
         self._learn(ticket)
@@ -247,7 +247,9 @@ class Shelf:
         return self._make_room(0, partly=True) or []
 
     def _room_behind(self, before: bytes | None, size_bytes: int) -> list[bytes] | None:
-        """Who had to go; not ``before``, behind which it will be, nor what is before that. None: it cannot be made."""
+        """What was evicted; not ``before``, behind which the new one will be, nor what is before that. None: there is
+        no room, and nothing was evicted.
+        """
         if before is None:
             return self._make_room(size_bytes)
         self.chains.hold(before)

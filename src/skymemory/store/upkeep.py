@@ -45,8 +45,8 @@ class Upkeep:
             self._catalog.remove(gone)
 
     def evict_dead(self, infos: Sequence[ValueInfo]) -> None:
-        """These were found to have holes. What somebody else has set anew meanwhile is not dead: of that only our own
-        idea is wrong.
+        """These were found to have holes. What another writer has set anew meanwhile is not dead: only our entry of it
+        is out of date.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
@@ -65,16 +65,17 @@ class Upkeep:
             self._evict(self._pages([before[info.key] for info in moved], nearby=True, but=kept))
 
     def take_back(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
-        """These could not be stored whole: forget what was, unless the same bytes were there before. They were, by the
-        index or by what the box tells of another setting of them, and may be whole still.
+        """These could not be stored whole: forget what was, unless the same bytes were there before, by the
+        index or by another setting of them that satellites report: those may be whole still.
         """
         unknown = [info for info in failed if info.key not in before]
-        told = self._catalog.told(unknown) if unknown and self._catalog.index is None else {}
+        reported = self._catalog.settings_in_box(unknown) if unknown and self._catalog.index is None else {}
 
         def was_there(info: ValueInfo) -> bool:
             if info.key in before:
                 return _same_bytes(info, before[info.key])
-            return any(_same_bytes(info, one) and not _same_placement(info, one) for one in told.get(info.key, ()))
+            settings = reported.get(info.key, ())
+            return any(_same_bytes(info, one) and not _same_placement(info, one) for one in settings)
 
         spared = [info for info in failed if was_there(info)]
         if spared:
@@ -87,8 +88,8 @@ class Upkeep:
         self._catalog.remove([info.key for info in infos])
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """``evict``, and the keys of those that nobody can read any more: all who may hold one server's share of them
-        have said that they hold nothing. Only these leave the index.
+        """``evict``, and the keys of those that can no longer be read: all satellites that may hold one server's share
+        of them have confirmed that they hold nothing. Only these leave the index.
         """
         let_go = self._evict(self._pages(infos, nearby=True)) if infos else {}
         gone = {
@@ -137,7 +138,7 @@ class Upkeep:
             self._driver.run(())
 
     def lease(self, infos: Sequence[ValueInfo], until_s: float) -> None:
-        """Not to be evicted until then, or until we have read them. Sent ahead of the read; nobody answers."""
+        """Not to be evicted until then, or until we have read them. Sent ahead of the read, unacknowledged."""
         self._hint(Retain.LEASE, until_s, self._pages(infos, nearby=False))
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:

@@ -76,7 +76,7 @@ class Wrapped(TwoPhase):
 @dataclass(frozen=True, slots=True)
 class _Chosen:
     """What a ticket of ours stands for: the store's own, and per item whether it is in that. Kept by the ticket alone,
-    so that one that nobody completes is let go with it.
+    so that it is freed with a ticket that is never completed.
     """
 
     inner: StoreTicket

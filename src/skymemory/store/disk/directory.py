@@ -148,7 +148,7 @@ class StoreDirectory:
         return self.values / file_name(key)
 
     def path_text_of(self, key: bytes) -> str:
-        """The same for whoever only opens it: making a ``Path`` takes longer than opening the file."""
+        """The same as text: making a ``Path`` takes longer than opening the file."""
         return self._values_text + file_name(key)
 
     def part_of(self, key: bytes, number: int) -> Path:
@@ -186,7 +186,7 @@ class StoreDirectory:
 
 
 def _close_to_others(path: Path) -> None:
-    """Nobody else reads or lists the directory, if it is ours to say."""
+    """Mode 0700, if the directory is this user's."""
     status = path.stat()
     if status.st_uid == os.geteuid() and status.st_mode & 0o077:
         path.chmod(status.st_mode & 0o700)

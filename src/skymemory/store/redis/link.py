@@ -215,7 +215,7 @@ class Link:
 
     def _strange(self, error: Exception) -> Exception:
         """What redis-py raises over a reply that it did not expect may be anything (an AttributeError over a greeting
-        that is no map): whoever answers so is no Redis server, and not there.
+        that is no map): what answers so is no Redis server, and counts as unreachable.
         """
         if isinstance(error, self._redis.RedisError | OSError):
             return error
