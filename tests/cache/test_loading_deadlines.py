@@ -287,3 +287,22 @@ def test_deadlines_that_are_none_are_refused(wrong: dict[str, float]) -> None:
 def test_a_slow_link_has_the_time_its_bytes_take() -> None:
     settings = CakeSettings(deadline_s=5.0, least_bytes_per_s=2e6)
     assert settings.patience_s(0) == 5.0 and settings.patience_s(20_000_000) == 15.0
+
+
+def test_a_tier_that_hangs_is_left_alone_by_the_prompts_that_follow_though_threads_are_left() -> None:
+    store, cake = stored()
+    cake = Cake(cake.blocks, replace(cake.settings, deadline_s=20.0, fetch_threads=20))
+    cake.blocks.compute.took(1000, 1.0)
+    store.method = "complete_load"
+    began_s = time.monotonic()
+    first = loaded(cake, Sink())[0].finish()
+    assert first.found_blocks == 8 and first.loaded_blocks == 0
+    assert [loaded(cake, Sink())[0].finish().found_blocks for _ in range(3)] == [0, 0, 0]
+    assert time.monotonic() - began_s < 5
+    store.method = ""
+    store.gate.set()
+    until_s = time.monotonic() + 5
+    while cake._workers.awaited and time.monotonic() < until_s:
+        time.sleep(0.005)
+    assert loaded(cake, Sink())[0].finish().found_blocks == 8
+    cake.close()

@@ -18,7 +18,7 @@ from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.manager import BlockCache
 from skymemory.cache.pace import ComputeRate, Pace
-from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, UNKNOWN_PATIENCE_S, WORTH_SHARE, TierSettings
+from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, TierSettings
 from skymemory.cache.tier_breaker import TierBreaker
 from skymemory.cache.tiers import TieredStore
 from skymemory.cache.usual import Usual
@@ -176,9 +176,10 @@ def test_worth_is_the_threads_own_and_ends_with_it() -> None:
 
 def test_the_usual_is_the_99th_percentile_of_calls_alike() -> None:
     usual = Usual()
-    for _ in range(7):
-        assert usual.p99_s() is None
-        usual.took(0.0005)
+    assert usual.p99_s() is None
+    for at in range(7):
+        usual.took(0.0005 * (at + 1))
+        assert usual.p99_s() == 0.0005 * (at + 1), "of a few the longest"
     for at in range(100):
         usual.took(0.001 * (at + 1))
     assert usual.p99_s() == pytest.approx(0.099)
@@ -188,6 +189,9 @@ def test_the_usual_is_the_99th_percentile_of_calls_alike() -> None:
     assert loads.p99_s(1000) == loads.p99_s(300) == loads.p99_s(3000) == 0.01
     assert loads.p99_s(100_000) == pytest.approx(1.0), "as if they had gone on at their rate"
     assert loads.p99_s(1) == 0.01, "what is small is not known to be faster"
+    empty = Usual()
+    empty.took(0.01)
+    assert empty.p99_s(100_000) == 0.01, "what has moved nothing has no rate"
     for _ in range(20):
         loads.took(0.2, 100_000)
     assert loads.p99_s(100_000) == 0.2 and loads.p99_s(1000) == 0.01
@@ -227,11 +231,12 @@ def test_patience_is_the_largest_of_three() -> None:
     assert tier.deadline_s("load", 10) == 5.0, "nobody has said what it is worth"
     with worth(40.0):
         assert tier.deadline_s("load", 10) == pytest.approx(WORTH_SHARE * 40.0)
+    with worth(1.0):
+        assert tier.deadline_s("load") == tier.deadline_s("ask") == WORTH_SHARE, "nothing is known of the tier"
     with worth(0.01):
-        assert tier.deadline_s("load") == UNKNOWN_PATIENCE_S and tier.deadline_s("ask") == 0.5
-        for _ in range(8):
-            tier._usual["ask"].took(0.001)
-            tier._usual["load"].took(0.3, 10)
+        assert tier.deadline_s("load") == tier.deadline_s("ask") == LEAST_PATIENCE_S
+        tier._usual["ask"].took(0.001)
+        tier._usual["load"].took(0.3, 10)
         assert tier.deadline_s("ask") == LEAST_PATIENCE_S
         assert tier.deadline_s("load", 10) == pytest.approx(TIMES_USUAL * 0.3)
         tier._usual["load"].took(30.0, 10)

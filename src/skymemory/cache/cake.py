@@ -20,7 +20,7 @@ from skymemory.cache.manager import TIER_FAILURES, BlockCache
 from skymemory.cache.pace import Pace
 from skymemory.cache.prompt_chunks import PromptChunk, cut_prompt
 from skymemory.cache.results import LoadResult
-from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, UNKNOWN_PATIENCE_S, WORTH_SHARE, patience_s
+from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, patience_s
 from skymemory.cache.tier_workers import Call, TierWorkers
 from skymemory.cache.usual import Usual
 from skymemory.cache.value import PAYLOAD_AT
@@ -115,9 +115,9 @@ class Cake:
             hashes = blocks.hashes(tokens)
         if blocks.on_prompt is not None:
             blocks.on_prompt(hashes)
-        computing_s = self.pace.prompt_s(len(tokens), self.settings.step_tokens) or blocks.compute.seconds(len(tokens))
+        computing_s = self._computing_s(len(tokens))
         with phase("lookup"), worth(computing_s):
-            there = self._there(hashes[:wanted])
+            there = [] if self._workers.awaited else self._there(hashes[:wanted])
         reach = len(there) - there[::-1].index(True) if True in there else 0
         chunks: tuple[PromptChunk, ...] = ()
         session = None
@@ -151,7 +151,7 @@ class Cake:
             )
             session = LoadingSession(
                 loader, chunks, source, self._workers, on_settled=on_settled, on_late=self._came_late,
-                patience_s=lambda size_bytes: self._fetch_patience_s(size_bytes, computing_s),
+                patience_s=lambda size_bytes: self._fetch_patience_s(size_bytes, len(tokens)),
             )  # fmt: skip
         return CakeLoad(
             self, session, chunks, source, len(tokens), limit_tokens, len(hashes), sum(there), phase, account
@@ -165,10 +165,14 @@ class Cake:
         asked = not self._lookups.held_up and self._lookups.submit(call)
         began_s = time.monotonic()
         patience = min(self.settings.deadline_s, patience_s(self._usual_lookup.p99_s()))
-        if not asked or (not call.wait(patience) and call.give_up()):
+
+        def answered(result: object = None) -> None:
+            self._usual_lookup.took(time.monotonic() - began_s)
+
+        if not asked or (not self._lookups.wait(call, patience) and call.give_up(answered)):
             self.blocks.tier_failed()
             return []
-        self._usual_lookup.took(time.monotonic() - began_s)
+        answered()
         if call.error is not None:
             if not isinstance(call.error, TIER_FAILURES):
                 raise call.error
@@ -176,14 +180,19 @@ class Cake:
         told = call.result
         return told if isinstance(told, list) and len(told) == len(hashes) else []
 
-    def _fetch_patience_s(self, size_bytes: int, computing_s: float | None) -> float:
+    def _computing_s(self, tokens: int) -> float | None:
+        """What computing all of a prompt would take, as far as is known now."""
+        return self.pace.prompt_s(tokens, self.settings.step_tokens) or self.blocks.compute.seconds(tokens)
+
+    def _fetch_patience_s(self, size_bytes: int, tokens: int) -> float:
         """How long one fetch may take. Waiting for it costs nothing while the engine computes the rest; when that is
-        done, and a tenth of it has been waited besides, its chunk is computed too.
+        done, and a tenth of it has been waited besides, its chunk is computed too. Before anything was computed
+        nothing is given up by an estimate: the first step tells.
         """
+        computing_s = self._computing_s(tokens) if self.blocks.compute.measured else None
         if computing_s is None:
             return self.settings.patience_s(size_bytes)
-        known_s = self._usual_fetch.p99_s(size_bytes)
-        usual_s = UNKNOWN_PATIENCE_S if known_s is None else TIMES_USUAL * known_s
+        usual_s = TIMES_USUAL * (self._usual_fetch.p99_s(size_bytes) or 0.0)
         return min(
             self.settings.patience_s(size_bytes), max((1 + WORTH_SHARE) * computing_s, usual_s, LEAST_PATIENCE_S)
         )

@@ -14,9 +14,15 @@ _LEAD_S = 0.02
 class Fetch:
     """One of at most two fetches under way: from ``starts_s`` on, given up at ``due_s``. ``work`` is what it does."""
 
-    def __init__(self, index: int, starts_s: float, due_s: float, work: Callable[[Fetch], object]) -> None:
-        self.index, self.starts_s, self.due_s = index, starts_s, due_s
+    def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[Fetch], object]) -> None:
+        """``from_s``: when it begins at the latest, or has begun."""
+        self.index, self.starts_s, self.from_s = index, starts_s, from_s
+        self.due_s = math.inf
         self.call: Call[object] = Call(lambda: work(self))
+
+    def has(self, seconds: float) -> None:
+        """So long it may take."""
+        self.due_s = self.from_s + seconds
 
 
 def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:

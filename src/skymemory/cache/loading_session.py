@@ -200,7 +200,8 @@ class LoadingSession:
             while fetch in self._fetches and self._fetches[0] is not fetch and self._clock() < fetch.starts_s:
                 left_s = fetch.starts_s - self._clock()
                 self._changed.wait(left_s if left_s < math.inf else None)
-            fetch.due_s = self._clock() + self._patience_s(self._sizes[fetch.index])
+            fetch.from_s = self._clock()
+            fetch.has(self._patience_s(self._sizes[fetch.index]))
 
     @contextmanager
     def _faults_kept(self) -> Iterator[None]:
@@ -235,6 +236,8 @@ class LoadingSession:
 
     def _turn(self) -> None:
         """Ask the loader what to do, and see to it. With the lock held."""
+        for fetch in self._fetches:
+            fetch.has(self._patience_s(self._sizes[fetch.index]))  # of which more may be known by now
         while (late := next((one for one in self._fetches if self._clock() >= one.due_s), None)) is not None:
             self._give_up(late)  # with which the one behind it may go
         while True:
@@ -256,6 +259,7 @@ class LoadingSession:
 
     def _give_up(self, fetch: Fetch) -> None:
         """It is late beyond patience. Its chunk is computed, and others may be fetched, if by another thread."""
+        fetch.call.overdue = True
         fetch.call.give_up()
         self._fetches.remove(fetch)
         if self._fetches and not self._fetches[0].call.begun and self._workers.held_up:
@@ -288,12 +292,13 @@ class LoadingSession:
         return False
 
     def _fetch_of(self, index: int, source: ChunkSource) -> Fetch:
-        starts_s = self._clock()
-        due_s = starts_s + self._patience_s(self._sizes[index])
+        starts_s = from_s = self._clock()
         for ahead in self._fetches:
             starts_s = starts_after(ahead, self._loader.link_takes_s(ahead.index), self._clock())
-            due_s += max(0.0, ahead.due_s - self._clock())
-        return Fetch(index, starts_s, due_s, lambda fetch: self._work(fetch, source))
+            from_s = max(from_s, ahead.due_s)
+        fetch = Fetch(index, starts_s, from_s, lambda fetch: self._work(fetch, source))
+        fetch.has(self._patience_s(self._sizes[index]))
+        return fetch
 
     def _tell(self, index: int, origin: str) -> None:
         if self._on_settled is not None and self.origin(index) == origin:

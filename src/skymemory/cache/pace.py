@@ -184,6 +184,11 @@ class ComputeRate:
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
+        self._supposed_s: float | None = None
+
+    def suppose(self, token_s: float) -> None:
+        """What a token takes, by an estimate: so much is believed until a pass was seen."""
+        self._supposed_s = token_s
 
     def took(self, tokens: int, seconds: float) -> None:
         """A pass over so many tokens. One over a few (a step of decoding) tells nothing of prompts."""
@@ -191,9 +196,16 @@ class ComputeRate:
             self._tokens = self._tokens * _KEPT_SHARE + tokens
             self._seconds = self._seconds * _KEPT_SHARE + seconds
 
+    @property
+    def measured(self) -> bool:
+        """Whether a pass was seen."""
+        return self._tokens > 0
+
     def seconds(self, tokens: int) -> float | None:
-        """None before the first."""
-        return tokens * self._seconds / self._tokens if self._tokens else None
+        """As estimated before the first pass; None where nothing was."""
+        if self._tokens:
+            return tokens * self._seconds / self._tokens
+        return None if self._supposed_s is None else tokens * self._supposed_s
 
 
 def _hope(prompts: int) -> float:

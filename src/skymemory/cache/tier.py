@@ -5,8 +5,9 @@ miss. Programming errors still surface.
 
 Who could do without the tier (``store.patience``) waits for it no longer than its word is worth: a share of that time,
 or twice what such calls usually take. While a call that was given up is not answered the tier is left alone, so that a
-tier that hangs is waited for once; if the answer comes the tier is used again, and what it took is usual from then on.
-If none comes within the deadline of the settings, the breaker opens.
+tier that hangs is waited for once; if the answer comes the tier is used again, and what it took is usual from then on:
+so a tier that is slow but sound is learnt, by one call that was given up. If none comes within the deadline of the
+settings, or only that it failed, the breaker opens.
 """
 
 from __future__ import annotations
@@ -30,12 +31,10 @@ from skymemory.store.patience import worth_s
 WORTH_SHARE = 0.1
 """Of what the caller would need without the tier, the part that may be lost by waiting for it in vain."""
 TIMES_USUAL = 2.0
-UNKNOWN_PATIENCE_S = 1.0
-"""For a tier of which too little is known to say what is usual: its first answers (a connection is made, nothing is
-warm) are worth waiting for, since they tell.
+LEAST_PATIENCE_S = 0.02
+"""A call is handed to a thread, to whoever answers it, and back twice; and each time another thread may hold the
+interpreter for a switch interval (5 ms). Less would measure the computer, not the tier.
 """
-LEAST_PATIENCE_S = 0.1
-"""What a busy computer may take to wake a thread: less would measure the computer, not the tier."""
 
 FAILING_REASONS = frozenset({"unreachable", "timeout"})
 """Misses that say that the tier, and not the value, was not there."""
@@ -104,7 +103,7 @@ class Tier:
 
     def usable(self, keys: Sequence[bytes]) -> bool:
         """Whether to call it, about ``keys``. While not, it is probed now and then, and nobody waits."""
-        if keys:
+        if keys and self._probe_key is None:
             self._probe_key = keys[0]
         if self._overdue:
             now_s = self.clock()
@@ -125,7 +124,9 @@ class Tier:
         )
 
     def probe_if_due(self) -> None:
-        """With the key that was asked for last, in the background."""
+        """In the background, with a key of the last load that went wrong: its index may still say of others that they
+        are absent, and only of those that it has what hangs must answer.
+        """
         key = self._probe_key
         with self._lock:
             due = key is not None and self.breaker.probe_due(self.clock())
@@ -155,26 +156,30 @@ class Tier:
         changes: Sequence[bytes] = (),
         kind: Kind = "ask",
         moved: Callable[[Result], int] = lambda result: 0,
+        held: Sequence[bytes] = (),
     ) -> Result | None:
         """The result, if it comes by ``until_s`` and without failure; else None.
 
         ``on_late`` is called with what comes of a call that was given up. ``sound``: whether the tier answered at all.
         ``changes``: the keys that the call changes; they are in doubt once it has been given up. ``moved``: how many
-        bytes such a result has moved.
+        bytes such a result has moved. ``held``: keys that the call is about and that the tier has, by its own word.
         """
         if call is None:
             return None
-        if not call.wait(until_s - self.clock()):
+        if not self._workers.wait(call, until_s - self.clock()):
             self.doubts.add(changes, under_way=1)  # before it can land
-            self._await(call, kind)
+            self._await(call, kind, held)
 
             def landed(result: Result | None) -> None:
                 on_late(result)
                 self.doubts.landed(changes)
                 with self._lock:
                     self._overdue.pop(call, None)  # type: ignore[arg-type]
+                if call.dropped:
+                    return  # by our own threads, not by the tier
                 if result is None or not sound(result):
-                    self.failed()
+                    with self._lock:
+                        self.breaker.hung(self.clock())
                 else:
                     self._usual[kind].took(self.clock() - call.started_s, moved(result))
 
@@ -188,10 +193,12 @@ class Tier:
             if not isinstance(call.error, TIER_FAILURES):
                 raise call.error
             self.counters.add("tier_failures_total", label=self.name)
+            self._remember(held)
             self.failed()
             return None
         result = call.result
         if result is None or not sound(result):
+            self._remember(held)
             self.failed()
         else:
             self._usual[kind].took(self.clock() - call.started_s, moved(result))
@@ -199,8 +206,13 @@ class Tier:
                 self.breaker.succeeded()
         return result
 
-    def _await(self, call: Call[Result], kind: Kind) -> None:
+    def _remember(self, held: Sequence[bytes]) -> None:
+        if held:
+            self._probe_key = held[0]
+
+    def _await(self, call: Call[Result], kind: Kind, held: Sequence[bytes]) -> None:
         """Nobody waits for it any more, but the tier is left alone until it is answered, or hangs."""
+        self._remember(held)
         with self._lock:
             self._overdue[call] = call.started_s + self._longest_s(kind)  # type: ignore[index]
 
@@ -236,9 +248,10 @@ class Tier:
             self.breaker.failed(self.clock())
 
     def _probe(self, key: bytes) -> None:
-        """A load of one key, looked at by nobody: what is absent is an answer, too."""
+        """A look-up and a load of one key, looked at by nobody: what is absent is an answer, too."""
         started_s = self.clock()
         try:
+            self.store.lookup([key])
             ticket = self.store.prepare_load([key])
             self.store.complete_load(ticket)
             report = ticket.report
@@ -319,6 +332,4 @@ def patience_s(usual_s: float | None) -> float:
     needs_s = worth_s()
     if needs_s is None:
         return math.inf
-    return max(
-        WORTH_SHARE * needs_s, UNKNOWN_PATIENCE_S if usual_s is None else TIMES_USUAL * usual_s, LEAST_PATIENCE_S
-    )
+    return max(WORTH_SHARE * needs_s, TIMES_USUAL * (usual_s or 0.0), LEAST_PATIENCE_S)

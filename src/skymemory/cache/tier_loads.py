@@ -100,7 +100,7 @@ class TierLoad:
                 value is None and one.reason in FAILING_REASONS for value, one in zip(values, told, strict=False)
             )
 
-        values = tier.end(call, until_s, late, sound=sound, kind="load", moved=_size_bytes)
+        values = tier.end(call, until_s, late, sound=sound, kind="load", moved=_size_bytes, held=self.keys)
         if values is None:
             self._give_back()  # what others load does not wait for what nobody waits for
             if call.error is None:

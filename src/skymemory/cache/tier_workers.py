@@ -1,17 +1,23 @@
 """A tier's own few threads, so that a tier that hangs holds up nobody but itself.
 
 Threads are daemons and started as needed: one that a dead tier never gives back must not keep the process alive.
+
+What a thread waits for a processor is our own lateness, and not the tier's: it is not counted as waiting for the tier.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
+
+_MOST_LATE_S = 1.0
+_LATE_STEP_S = 0.001
 
 
 class Call(Generic[Result]):
@@ -25,6 +31,13 @@ class Call(Generic[Result]):
         self._ended = threading.Event()
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
+        self.dropped = False
+        """It was given up before any thread took it up, so nobody was asked."""
+        self.overdue = False
+        """It was given up because it did not end in time."""
+        self._submitted_s = time.monotonic()
+        self._thread = 0
+        self._starved_before_s = 0.0
         self.started_s = 0.0
         """When somebody began to wait, by that one's clock."""
         self.result: Result | None = None
@@ -32,9 +45,14 @@ class Call(Generic[Result]):
 
     def run(self) -> None:
         """Do the work; work given up before it began is not done at all."""
-        self.begun = True
+        self.dropped = self._on_late is not None
         result = error = None
-        if self._on_late is None:
+        if not self.dropped:
+            thread = threading.get_native_id()
+            self._starved_before_s = _starved_s(thread)
+            self._thread = thread
+        self.begun = True
+        if not self.dropped:
             try:
                 result = self._context.run(self._work)
             except BaseException as raised:  # handed to the one who waits
@@ -49,6 +67,13 @@ class Call(Generic[Result]):
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended."""
         return self._ended.wait(max(0.0, timeout_s))
+
+    @property
+    def starved_s(self) -> float:
+        """How long it has waited for its thread to be given a processor."""
+        if not self.begun:
+            return time.monotonic() - self._submitted_s
+        return _starved_s(self._thread) - self._starved_before_s if self._thread else 0.0
 
     @property
     def given_up(self) -> bool:
@@ -87,11 +112,35 @@ class TierWorkers:
             return False
         return True
 
+    def wait(self, call: Call[Result], timeout_s: float) -> bool:
+        """Whether it has ended within ``timeout_s``, and what its thread was starved of the processor besides."""
+        excused_s = 0.0
+        while not call.wait(timeout_s):
+            if not call.begun and self.busy:
+                return False
+            late_s = min(call.starved_s, _MOST_LATE_S)
+            if (timeout_s := late_s - excused_s) < _LATE_STEP_S:
+                return False
+            excused_s = late_s
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether every thread is at a call: what is not begun waits for one of these."""
+        with self._lock:
+            return len(self._running) >= self._threads
+
     @property
     def held_up(self) -> bool:
         """Whether every thread is at a call that was given up: nobody knows when the next one would begin."""
         with self._lock:
             return sum(call.given_up for call in self._running) >= self._threads
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a call that was overdue has not come back yet."""
+        with self._lock:
+            return any(call.overdue for call in self._running)
 
     def _work(self) -> None:
         while True:
@@ -115,3 +164,12 @@ class TierWorkers:
             self._calls.put_nowait(None)
         except queue.Full:
             threading.Thread(target=self._calls.put, args=(None,), daemon=True).start()
+
+
+def _starved_s(thread: int) -> float:
+    """How long this thread of ours was ready to run and was not run, in all; 0 where the kernel does not say."""
+    try:
+        with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

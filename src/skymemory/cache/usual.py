@@ -9,7 +9,7 @@ _KEPT = 128
 _ALIKE = 4
 """Calls that move up to four times as many bytes, or as few, are alike."""
 _ENOUGH = 8
-"""Fewer say nothing of what is usual. With so many alike the others are not looked at."""
+"""With so many alike the others are not looked at."""
 
 
 class Usual:
@@ -23,16 +23,17 @@ class Usual:
         self._calls.append((size_bytes, seconds))
 
     def p99_s(self, size_bytes: int = 0) -> float | None:
-        """What such a call takes at most but for one in a hundred; None before there were a few at all.
+        """What such a call takes at most but for one in a hundred; None before the first. Of less than a hundred it is
+        the longest, so one call that was slow is enough to be waited for.
 
         Where few were alike, all count, those with fewer bytes as if they had gone on at their rate.
         """
         calls = list(self._calls)
-        if len(calls) < _ENOUGH:
+        if not calls:
             return None
         taken_s = [
             seconds for moved, seconds in calls if moved <= _ALIKE * size_bytes and size_bytes <= _ALIKE * moved
         ]  # fmt: skip
         if len(taken_s) < _ENOUGH:
-            taken_s = [seconds * max(1.0, size_bytes / max(1, moved)) for moved, seconds in calls]
+            taken_s = [seconds * (max(1.0, size_bytes / moved) if moved else 1.0) for moved, seconds in calls]
         return sorted(taken_s)[math.ceil(0.99 * len(taken_s)) - 1]

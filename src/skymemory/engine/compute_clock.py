@@ -1,4 +1,7 @@
-"""How long the model takes for a prompt's tokens: its forward passes are timed, whoever calls it."""
+"""How long the model takes for a prompt's tokens: its forward passes are timed, whoever calls it.
+
+Before the first of them it is estimated by the largest of its matrices, for nothing else is known of this machine.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,41 @@ import torch
 
 from skymemory.cache.pace import ComputeRate
 
+_ROWS = 64
+_RUNS = 3
+
+
+def estimated_token_s(model: torch.nn.Module) -> float | None:
+    """Seconds that a token of a prompt takes at least: the largest matrix multiplied with ``_ROWS`` tokens, and all the
+    others at its speed. None where there is none that can be multiplied.
+
+    Not counted are attention, all that is no matrix, and what a layer takes to begin: of a small model it says too
+    little. The embedding is looked up and the head is for the last token only, so they do not count either.
+    """
+    apart = {
+        weight
+        for module in (_part(model, "get_input_embeddings"), _part(model, "get_output_embeddings"))
+        if (weight := getattr(module, "weight", None)) is not None
+    }
+    matrices = [one for one in model.parameters() if one.dim() == 2 and one.is_floating_point() and one not in apart]
+    largest = max(matrices, key=torch.Tensor.numel, default=None)
+    if largest is None or largest.is_meta:
+        return None
+    rows = torch.ones((_ROWS, largest.shape[1]), dtype=largest.dtype, device=largest.device)
+    took_s = []
+    with torch.inference_mode():
+        for _ in range(_RUNS):
+            began_s = time.perf_counter()
+            _ = torch.nn.functional.linear(rows, largest)[0, 0].item()  # which waits for the device
+            took_s.append(time.perf_counter() - began_s)
+    times: float = sum(one.numel() for one in matrices) / largest.numel()
+    return min(took_s) / _ROWS * times
+
+
+def _part(model: torch.nn.Module, name: str) -> object:
+    get = getattr(model, name, None)
+    return get() if callable(get) else None
+
 
 class ComputeClock:
     """Hooks on ``model`` that tell ``rate`` of its passes.
@@ -19,6 +57,8 @@ class ComputeClock:
 
     def __init__(self, model: torch.nn.Module, rate: ComputeRate) -> None:
         self._rate = rate
+        if (token_s := estimated_token_s(model)) is not None:
+            rate.suppose(token_s)
         self._begun = threading.local()
         self._hooks = [
             model.register_forward_pre_hook(self._begins, with_kwargs=True),

@@ -1,0 +1,67 @@
+"""What the engine knows of computing before it has computed, and what a tier that hangs costs the very first prompt."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.cache.test_loading_deadlines import Hanging  # noqa: E402
+from tests.engine.generation import BLOCK, manager, tokens_of  # noqa: E402
+
+from skymemory.cache.pace import ComputeRate  # noqa: E402
+from skymemory.cache.tier import LEAST_PATIENCE_S, WORTH_SHARE, TierSettings  # noqa: E402
+from skymemory.cache.tiers import TieredStore  # noqa: E402
+from skymemory.engine.compute_clock import ComputeClock, estimated_token_s  # noqa: E402
+from skymemory.store.memory import MemoryStore  # noqa: E402
+
+pytestmark = pytest.mark.engine
+SLACK_S = 0.3
+
+
+def test_before_the_first_pass_computing_takes_what_the_largest_matrix_says() -> None:
+    one = torch.nn.Linear(512, 2048)
+    eight = torch.nn.Sequential(one, *(torch.nn.Linear(512, 2048) for _ in range(7)))
+    one_s, eight_s = (min(estimated_token_s(model) or 0.0 for _ in range(5)) for model in (one, eight))
+    assert 0 < one_s < eight_s
+    assert estimated_token_s(torch.nn.Sequential(torch.nn.ReLU())) is None
+    assert estimated_token_s(torch.nn.Linear(8, 8, device="meta")) is None
+
+
+def test_the_embedding_and_the_head_are_no_part_of_the_estimate(model: Any) -> None:
+    rate = ComputeRate()
+    clock = ComputeClock(model, rate)
+    supposed_s = rate.seconds(1000)
+    assert supposed_s is not None and supposed_s > 0 and not rate.measured
+    with torch.inference_mode():
+        model(torch.zeros((1, 64), dtype=torch.long))
+    assert rate.measured and rate.seconds(1000) != supposed_s
+    clock.remove()
+
+
+@pytest.mark.parametrize("method", ["prefix", "complete_load"])
+def test_the_very_first_prompt_waits_for_a_tier_that_hangs_no_longer_than_it_is_worth(
+    model: Any, ids: Any, plain: list[int], method: str
+) -> None:
+    """Nothing was computed or asked before."""
+    far = Hanging(name="far")
+    with manager(model, None, far) as kvc:
+        kvc.add_blocks_ids(ids)
+    tiers = TieredStore([(MemoryStore(name="near"), TierSettings(local=True)), (far, TierSettings())])
+    with manager(model, None, tiers) as kvc:
+        far.method = method
+        worth_s = kvc.blocks.compute.seconds(ids.shape[1])
+        assert worth_s is not None
+        began_s = time.monotonic()
+        cache = kvc.get_cache_ids(ids)
+        took_s = time.monotonic() - began_s
+        assert took_s < max(WORTH_SHARE * worth_s, LEAST_PATIENCE_S) + SLACK_S
+        assert tokens_of(model, ids, cache) == plain and kvc.last.hit_tokens == {}
+        assert ids.shape[1] > 2 * BLOCK
+    far.method = ""
+    far.gate.set()
+    tiers.close()
