@@ -17,7 +17,7 @@ from skymemory.protocol.messages import Packet, build_packet, parse_packet
 from skymemory.protocol.motion import MoveClock
 from skymemory.protocol.notices import Notice, Region
 from skymemory.protocol.retention import Kept, Retain, pack_retain, unpack_retain, unpack_retained
-from skymemory.protocol.wire import Address, Op, SkyHeader
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
 from skymemory.transport.faults import FaultInjector
 
 GOSSIP = EvictionConfig.of(["gossip"])
@@ -471,6 +471,33 @@ def test_a_quarter_of_the_memory_is_leased_and_pins_have_their_own(world, value_
     assert held and max(held) <= 20 * 1072 // 4
     assert sky.counted("leases_refused") >= 10
     assert [everywhere(sky, Retain.PIN, 60.0, name, infos[name]) for name in list(infos)[:5]] == [{Kept.DONE}] * 5
+
+
+def test_a_pin_that_is_refused_leaves_the_lease_as_it_is(world, value_of):
+    sky = world(memory_bytes=20 * 1072)
+    _, infos = fill(sky, 9, value_of, size=19_900)
+    assert [everywhere(sky, Retain.PIN, 60.0, name, infos[name]) for name in list(infos)[:5]] == [{Kept.DONE}] * 5
+    lease(sky, "v5", infos["v5"])
+    held = [machine.store.held_bytes for machine in sky.sim.satellites.values()]
+    assert any(held) and everywhere(sky, Retain.PIN, 60.0, "v5", infos["v5"]) == {Kept.REFUSED}
+    assert [machine.store.held_bytes for machine in sky.sim.satellites.values()] == held
+
+
+def test_leases_of_one_key_are_few_however_many_ask(world, value_of):
+    """Numbers of ground hosts cost nothing to make up."""
+    sky = world()
+    _, infos = fill(sky, 1, value_of)
+    info = infos["v0"]
+    here = sky.sim.sky.servers_at(info.strategy, info.servers, info.set_moves, info.set_moves)[0]
+    machine = sky.sim.satellites[here]
+    source = Address(*here, GROUND_SHELL)
+    body = pack_retain(Retain.LEASE, sky.sim.now_s + 30.0, [key_of("v0")])
+    for ground in range(1, 2001):
+        header = SkyHeader(Op.RETAIN, Address(*here), source, ground, ground)
+        packet = build_packet(header, body, 0, sky.sim.now_s)
+        machine.receive_datagram(packet, ("ground", ground), sky.sim.now_s)
+    assert len(machine._forgetting.retention._leases[key_of("v0")]) <= 64
+    assert machine.store.held_bytes
 
 
 def test_what_expires_goes_at_its_time_wherever_it_is_then(world, value_of):

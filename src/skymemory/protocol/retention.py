@@ -29,6 +29,8 @@ _MOST_ATTEMPTS = 8
 _LEASE_SHARE = 0.25
 """Of the memory: the most that may be leased, beside what is pinned."""
 _LONGEST_LEASE_S = 60.0
+_MOST_HOLDERS = 64
+"""Of one key: as long as one of them has a lease, no other ground host needs its own."""
 _LATEST_S = 1e12
 """Later times are this one, some 30,000 years on."""
 
@@ -136,9 +138,7 @@ class Retention:
         self._departures.reply(packet.header, Op.RETAINED, pack_retained(outcomes), now_s)
 
     def _lease(self, key: bytes, ground: int, until_s: float, now_s: float) -> None:
-        if until_s <= now_s:
-            return
-        if self._store.is_shielded(key):
+        if until_s <= now_s or self._store.is_shielded(key):
             return
         if key not in self._leases:
             if self._store.held_bytes + self._store.share_bytes(key) > self._lease_bytes:
@@ -146,6 +146,9 @@ class Retention:
                 return
             self._store.hold(key)
         holders = self._leases.setdefault(key, {})
+        if len(holders) >= _MOST_HOLDERS and ground not in holders:
+            self._counters.add("leases_refused")
+            return
         holders[ground] = max(until_s, holders.get(ground, 0.0))
         self._next_s = min(self._next_s, until_s)
 
@@ -160,7 +163,6 @@ class Retention:
             self._store.free(key)
 
     def _pin(self, key: bytes, until_s: float, now_s: float) -> Kept:
-        self._end_lease(key)
         if until_s <= now_s:
             self._pins.pop(key, None)
             self._store.unshield(key)
@@ -169,6 +171,7 @@ class Retention:
             if self._store.shielded_bytes + self._store.share_bytes(key) > self._pin_bytes:
                 self._counters.add("pins_refused")
                 return Kept.REFUSED
+            self._end_lease(key)
             self._store.shield(key)
         self._pins[key] = until_s
         self._next_s = min(self._next_s, until_s)

@@ -1,10 +1,10 @@
 """A host process over virtual time: several satellites, one queue, one processor whose work takes its time.
 
-It turns as the event loop of ``udp_host`` does: alarms that are due, a slice of background work, packets that have been
-held for as long as light takes, each socket that has something, a bounded number of runs of it. It finds out how late
-it is as that one does, and tells its machines. Each of these costs processor seconds
-by counts of what was done in it (``WorkCosts``), and while one is done nothing else is: what arrives waits in the
-buffer of its satellite's socket, and is lost when that is full. What a turn sends leaves when its cost is paid.
+Its loop does in each turn what that of ``udp_host`` does: alarms that are due, a slice of background work, packets
+whose time on the link is over, and of each socket a bounded number of runs. It measures its lateness in the same way.
+Each step costs processor seconds by what was done in it (``WorkCosts``), one step at a time: what arrives meanwhile
+waits in the buffer of its satellite's socket, and is lost when that is full. What a step sends leaves when its cost is
+paid.
 
 Nothing is measured while it runs, so a seed gives the same run on every machine.
 """
@@ -130,8 +130,8 @@ class SimulatedHost:
         self, limits: HostLimits, machines: dict[SatelliteId, SatelliteMachine], lateness: Lateness,
         hold_s: Callable[[LinkEnd, LinkEnd], float], depart: Depart, faults: FaultInjector | None,
     ) -> None:  # fmt: skip
-        """``lateness`` is what the machines look at; ``hold_s`` the one-way time of a link; ``faults`` befall what its
-        sockets take.
+        """``lateness`` is shared with the machines; ``hold_s`` gives the one-way time of a link; ``faults`` are
+        injected into what its sockets receive.
         """
         self.machines = machines
         self.lateness = lateness
@@ -324,7 +324,7 @@ class SimulatedHost:
         self._beat_s = now_s + BEAT_S
 
     def _late_by(self, late_s: float) -> None:
-        """What is late counts wherever it is found; that we are on time only where it is looked for regularly."""
+        """Only lateness is reported here: that the loop is on time is known by its regular beat alone."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, self._its_now_s)
 

@@ -67,8 +67,8 @@ class UdpClient:
 
     @property
     def lock(self) -> OwnLock:
-        """Held by whoever begins operations and runs them. Raises WrongProcess in a forked child: answers on one socket
-        go to whichever process reads first.
+        """To be held while operations are begun and run. Raises WrongProcess in a forked child: two processes on one
+        socket would take each other's answers.
         """
         return self._lock
 
@@ -132,7 +132,7 @@ class UdpClient:
                 raise
 
     def _turn(self, waiting: set[int], finished: dict[int, Finished]) -> None:
-        """Send what there is to send, and sort what has ended: what nobody of ``waiting`` asked for is kept."""
+        """Send what there is to send, and sort what has ended: what is not ``waiting`` is kept for a later call."""
         if self.machine.wants_to_send or self._backlog:
             self._send()
         while (event := self.machine.next_event()) is not None:

@@ -4,9 +4,9 @@ The machines do all the thinking (``protocol.satellite``); this file carries dat
 holds them for the delay of their link, and injects the faults that were asked for. A ground host's beam is held here in
 both directions, so that a client needs to know nothing of geometry.
 
-One loop has too much to do now and then. How late it is with it is measured here, by its alarms and by how long a
-socket was not found empty, and given to the machines (``Lateness``). What the machines put off is done in the moments
-that are left, and at least for a fifth of the time.
+How late the loop is with its work is measured here, by its alarms and by how long a socket was never found empty, and
+shared with the machines (``Lateness``). What they postpone is done when the loop has nothing else to do, and in a fifth
+of the time at least.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class UdpHost:
                 release()
 
     def _late_by(self, late_s: float, now_s: float) -> None:
-        """What is late counts wherever it is found; that we are on time only where it is looked for regularly."""
+        """Only lateness is reported here: that the loop is on time is known by its regular beat alone."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, now_s)
 
@@ -301,7 +301,7 @@ class UdpHost:
         self._after(satellite)
 
     def _feel_pulse(self) -> None:
-        """How late is the loop with what is to be done now? And did the computer sleep, so that alarms are?"""
+        """Measure how late the loop is; after a sleep of the computer, set all alarms anew."""
         self._clock.follow_wall()
         now_s = self.now_s()
         self.lateness.measured(now_s - self._beat_s, now_s)

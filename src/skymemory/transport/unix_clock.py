@@ -1,8 +1,8 @@
 """Unix time for machines: never runs back, and runs on while the computer sleeps or its virtual machine is paused.
 
-``CLOCK_MONOTONIC`` stands still in a suspend: who counted by it would be behind everybody who started since, by as long
-as the computer slept. ``CLOCK_BOOTTIME`` counts that time. It may not count the pause of a whole virtual machine; then
-the wall clock is set forward, and that is followed. A wall clock that is set back is not.
+``CLOCK_MONOTONIC`` stands still in a suspend: a process that counted by it would lag behind those started later by as
+long as the computer slept. ``CLOCK_BOOTTIME`` counts that time. It may not count the pause of a whole virtual machine;
+then the wall clock is set forward, and that is followed. A wall clock that is set back is not.
 """
 
 from __future__ import annotations
