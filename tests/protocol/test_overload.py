@@ -357,6 +357,12 @@ def test_alarms_that_always_wait_do_not_keep_packets_waiting():
     assert machine.counters.get("packets_received") == 10
 
 
+def test_a_run_without_a_size_is_malformed_late_or_not():
+    machine = late_machine()
+    machine.receive_batch(packet(Op.CHECK, bytes(60)), 0, SatelliteId(2, 10), 10.0)
+    assert machine.counters.get("packets_malformed") == 1 and not machine.wants_work
+
+
 def test_an_overload_between_two_alarms_is_noticed():
     """No alarm of this satellite went off while its host was late; those it lost are asked at once all the same."""
     machine = late_machine()

@@ -39,7 +39,7 @@ class Postponed:
         rest = []
         for view, size in runs:
             for part, part_size in _journeys(view, size):
-                if _is_background(part):
+                if part_size > 0 and _is_background(part):
                     self._keep(part, part_size, source, now_s)
                 else:
                     rest.append((part, part_size))
