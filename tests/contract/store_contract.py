@@ -1,6 +1,7 @@
-"""The contract suite of every tier: subclass ``StoreContract`` and give a ``tier`` fixture.
+"""The contract suite of every tier: subclass ``StoreContract``, name what can be asked of it, give a ``tier`` fixture.
 
 class TestMemory(StoreContract):
+    can = BUDGETED
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         yield Tier(MemoryStore(1 << 20), budget_bytes=1 << 20)
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import pytest
 from tests.contract.forked import in_child
@@ -23,6 +25,22 @@ from tests.contract.forked import in_child
 from skymemory.errors import InvalidInput, ValueTooLarge, WrongProcess
 from skymemory.kv.block import Place, places_in
 from skymemory.store.base import ABANDONED_S, LEASE_S, Presence, Store
+
+Case = TypeVar("Case", bound=Callable[..., object])
+
+
+def needs(*what: str) -> Callable[[Case], Case]:
+    """The case can be asked only of a store of which all of this ``can`` be asked; others do not have it."""
+
+    def marked(case: Case) -> Case:
+        vars(case)["needs"] = frozenset(what)
+        return case
+
+    return marked
+
+
+BUDGETED = frozenset({"limit", "budget", "flood", "leases", "pins"})
+"""A store in this process with an account of its bytes."""
 
 
 @dataclass
@@ -32,6 +50,8 @@ class Tier:
     store: Store
     budget_bytes: int | None = None
     """Exact byte budget, if the store has one: eviction is then checked."""
+    most_bytes: int | None = None
+    """The largest value that can fit, where the store has no exact budget and knows all the same."""
     pins: bool = True
     leases: bool = True
     """Loads and stores that are open hold off eviction."""
@@ -51,6 +71,24 @@ class Tier:
     """Opens the same values once more, as another process would; it may close ``store``, which is then not used any
     more. None: nobody else can have them.
     """
+
+    @property
+    def can(self) -> set[str]:
+        """What can be asked of it."""
+        having = {
+            "budget": self.budget_bytes is not None,
+            "limit": self.limit_bytes is not None,
+            "flood": (self.flood_bytes or self.budget_bytes) is not None,
+            "leases": self.leases,
+            "pins": self.pins,
+            "clock": self.later is not None,
+            "outage": self.outage is not None,
+        }
+        return {name for name, has in having.items() if has}
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return self.budget_bytes if self.most_bytes is None else self.most_bytes
 
     @contextmanager
     def asked_by_another(self) -> Iterator[Store]:
@@ -95,6 +133,14 @@ def chain(blocks: int) -> tuple[list[bytes], list[Place]]:
 
 
 class StoreContract:
+    can: frozenset[str] = frozenset()
+    """What of ``Tier.can`` its tier has: cases that need something else are not collected."""
+
+    def __init_subclass__(cls) -> None:
+        for name, case in vars(StoreContract).items():
+            if not getattr(case, "needs", frozenset()) <= cls.can:
+                setattr(cls, name, None)
+
     @pytest.fixture
     def tier(self) -> Tier:
         raise TypeError("a contract suite needs a tier fixture")
@@ -102,6 +148,9 @@ class StoreContract:
     @pytest.fixture
     def store(self, tier: Tier) -> Store:
         return tier.store
+
+    def test_all_that_can_be_asked_of_it_is(self, tier: Tier) -> None:
+        assert tier.can == self.can
 
     def test_is_a_store(self, store: Store) -> None:
         assert isinstance(store, Store)
@@ -295,16 +344,14 @@ class StoreContract:
             store.pin([key(1)], math.nan)
         assert store.pin([key(1)], math.inf) == store.pin([key(1)], -1.0) == store.pin([key(1)], 1e9)
 
+    @needs("limit")
     def test_a_value_that_can_never_fit_is_refused_with_the_limit(self, tier: Tier) -> None:
-        if tier.budget_bytes is None:
-            pytest.skip("no exact budget")
         with pytest.raises(ValueTooLarge, match=r"budget|fit"):
-            tier.store.put_many([(key(1), bytes(tier.budget_bytes + 1))])
+            tier.store.put_many([(key(1), bytes(tier.limit_bytes + 1))])
         assert tier.store.lookup([key(1)]) == [Presence.MISS]
 
+    @needs("budget")
     def test_the_budget_holds_and_the_oldest_goes_first(self, tier: Tier) -> None:
-        if tier.budget_bytes is None:
-            pytest.skip("no exact budget")
         size = tier.budget_bytes // 4
         for number in range(4):
             assert tier.store.put_many([(key(number), value(number, size))]) == [True]
@@ -313,9 +360,8 @@ class StoreContract:
         presence = tier.store.lookup([key(number) for number in range(5)])
         assert presence == [Presence.HIT, Presence.MISS, Presence.HIT, Presence.HIT, Presence.HIT]
 
+    @needs("budget")
     def test_a_chain_loses_its_end_first(self, tier: Tier) -> None:
-        if tier.budget_bytes is None:
-            pytest.skip("no exact budget")
         size = tier.budget_bytes // 8
         chain = [key(number) for number in range(8)]
         tier.store.put_many([(k, value(i, size)) for i, k in enumerate(chain)])
@@ -328,18 +374,16 @@ class StoreContract:
             tier.store.put_many([(key(number), value(number, size))])
         assert tier.store.prefix(chain) == 3
 
+    @needs("budget")
     def test_a_chain_longer_than_the_budget_keeps_its_beginning(self, tier: Tier) -> None:
-        if tier.budget_bytes is None:
-            pytest.skip("no exact budget")
         size = tier.budget_bytes // 4
         chain = [key(number) for number in range(6)]
         stored = tier.store.put_many([(k, value(i, size)) for i, k in enumerate(chain)])
         assert stored == [True] * 4 + [False] * 2
         assert tier.store.prefix(chain) == 4
 
+    @needs("budget", "leases")
     def test_a_lease_protects_what_is_there(self, tier: Tier) -> None:
-        if tier.budget_bytes is None or not tier.leases:
-            pytest.skip("no leases against a budget")
         size = tier.budget_bytes // 2
         tier.store.put_many([(key(1), value(1, size)), (key(2), value(2, size))])
         lease = tier.store.prepare_load([key(1), key(2)])
@@ -347,10 +391,10 @@ class StoreContract:
         assert [bytes(v) for v in tier.store.complete_load(lease) if v is not None] == [value(1, size), value(2, size)]
         assert tier.store.put_many([(key(3), value(3, size))]) == [True]
 
+    @needs("flood", "leases")
     def test_what_a_load_has_leased_outlives_a_flood(self, tier: Tier) -> None:
         flood_bytes = tier.flood_bytes or tier.budget_bytes
-        if flood_bytes is None or not tier.leases:
-            pytest.skip("no leases, or more room than a test can fill")
+        assert flood_bytes is not None
         store, size = tier.store, flood_bytes // 20
         for number in range(1, 5):
             assert store.put_many([(key(number), value(number, size))]) == [True]
@@ -476,27 +520,24 @@ class StoreContract:
     # --- promises ---
 
     def fill(self, tier: Tier, values: int) -> list[bytes]:
-        """A budget full of values of one size; their keys."""
-        assert tier.budget_bytes is not None
-        size = tier.budget_bytes // values
+        """A budget full of values of one size, or where there is none as many small ones; their keys."""
+        size = (tier.budget_bytes or values * 1000) // values
         for number in range(values):
             assert tier.store.put_many([(key(number), value(number, size))]) == [True]
         return [key(number) for number in range(values)]
 
+    @needs("limit")
     def test_a_batch_with_a_value_that_can_never_fit_costs_nobody_a_place(self, tier: Tier) -> None:
-        if tier.budget_bytes is None:
-            pytest.skip("no exact budget")
         keys = self.fill(tier, 8)
-        too_large = bytes(tier.budget_bytes + 1)
+        too_large = bytes(tier.limit_bytes + 1)
         for batch in ([(key(50), b"small"), (key(51), too_large)], [(key(51), too_large), (key(50), bytes(50_000))]):
             with pytest.raises(ValueTooLarge):
                 tier.store.put_many(batch)
             assert tier.store.lookup(keys) == [Presence.HIT] * 8
             assert tier.store.lookup([key(50), key(51)]) == [Presence.MISS] * 2
 
+    @needs("budget", "pins")
     def test_a_value_that_does_not_fit_beside_pins_costs_nobody_a_place(self, tier: Tier) -> None:
-        if tier.budget_bytes is None or not tier.pins:
-            pytest.skip("no pins against a budget")
         keys = self.fill(tier, 8)
         assert tier.store.pin(keys[:4], 1000.0) == [True] * 4
         assert tier.store.put_many([(key(50), bytes(tier.budget_bytes // 8 * 5))]) == [False]
@@ -504,17 +545,15 @@ class StoreContract:
         assert tier.store.put_many([(key(50), bytes(tier.budget_bytes // 8 * 4))]) == [True]
         assert tier.store.lookup(keys) == [Presence.HIT] * 4 + [Presence.MISS] * 4
 
+    @needs("budget", "pins")
     def test_a_large_value_under_a_pinned_key_pins_no_more_than_may_be_pinned(self, tier: Tier) -> None:
-        if tier.budget_bytes is None or not tier.pins:
-            pytest.skip("no pins against a budget")
         tier.store.put_many([(key(1), b"small")])
         assert tier.store.pin([key(1)], 1000.0) == [True]
         assert tier.store.put_many([(key(1), bytes(tier.budget_bytes // 10 * 9))]) == [True]
         assert tier.store.put_many([(key(2), bytes(tier.budget_bytes // 2))]) == [True], "half of it is nobody's to pin"
 
+    @needs("clock")
     def test_a_store_that_nobody_completes_ends_with_its_lease(self, tier: Tier) -> None:
-        if tier.later is None:
-            pytest.skip("a clock that nobody can put forward")
         size = (tier.budget_bytes or 40_000) // 2
         ticket = tier.store.prepare_store([(key(1), value(1, size))])
         assert tier.store.lookup([key(1)]) == [Presence.PENDING]
@@ -524,9 +563,8 @@ class StoreContract:
         (stored,) = tier.store.complete_store(ticket)
         assert tier.store.lookup([key(1)]) == [Presence.HIT if stored else Presence.MISS]
 
+    @needs("clock")
     def test_what_nobody_completes_is_let_go_in_the_end(self, tier: Tier) -> None:
-        if tier.later is None:
-            pytest.skip("a clock that nobody can put forward")
         values = [Watched(value(number)) for number in range(3)]
         alive = [weakref.ref(one) for one in values]
         for number, one in enumerate(values):
@@ -540,9 +578,8 @@ class StoreContract:
         gc.collect()
         assert [one() for one in alive] == [None] * 3
 
+    @needs("outage")
     def test_nothing_is_lost_by_looking_for_it_in_an_outage(self, tier: Tier) -> None:
-        if tier.outage is None:
-            pytest.skip("nobody has to answer")
         tier.store.put_many([(key(1), value(1)), (key(2), value(2))])
         with tier.outage():
             ticket = tier.store.prepare_load([key(1)])
@@ -552,9 +589,8 @@ class StoreContract:
             tier.store.lookup([key(2)])
         assert tier.store.get_many([key(1), key(2)]) == [value(1), value(2)]
 
+    @needs("outage")
     def test_a_deletion_that_nobody_confirmed_is_not_said_to_be_one(self, tier: Tier) -> None:
-        if tier.outage is None:
-            pytest.skip("nobody has to answer")
         tier.store.put_many([(key(1), value(1)), (key(2), value(2))])
         with tier.outage():
             assert tier.store.delete([key(1)]) == [None]

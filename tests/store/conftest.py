@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,11 +62,20 @@ def udp_store(index: SharedIndex | None = None, authority: Authority | None = No
             store.close()
 
 
+def put_forward(client: UdpClient, seconds: float) -> None:
+    """So many seconds pass for this client."""
+    before = client._clock._running
+    client._clock._running = lambda: before() + seconds
+
+
 def store_on(
-    plan: ConstellationPlan, index: SharedIndex | None = None, authority: Authority | None = None, ground: int = 9
-) -> ConstellationStore:
+    plan: ConstellationPlan, index: SharedIndex | None = None, authority: Authority | None = None, ground: int = 9,
+    give_up_s: float = 0.8,
+) -> ConstellationStore:  # fmt: skip
     """One more host on the ground of a constellation that runs."""
-    client = UdpClient(ClientConfig(ground, authority=authority), sky_of(plan), clock_of(plan), plan.addresses())
+    client = UdpClient(
+        ClientConfig(ground, authority=authority, give_up_s=give_up_s), sky_of(plan), clock_of(plan), plan.addresses()
+    )
     return ConstellationStore(
         client, sky_of(plan), SkySettings(memory_per_satellite_bytes=plan.memory_per_satellite_bytes), index=index
     )
@@ -74,6 +84,37 @@ def store_on(
 @contextmanager
 def udp_sky(authority: Authority | None = None) -> Iterator[ConstellationPlan]:
     """The satellites of ``udp_store`` alone."""
+    with udp_sky_and_loop(authority) as (plan, _):
+        yield plan
+
+
+def connection(store: ConstellationStore) -> UdpClient:
+    """The ground host of a store over UDP."""
+    assert isinstance(store._driver, UdpClient)
+    return store._driver
+
+
+@contextmanager
+def stopped(loop: asyncio.AbstractEventLoop, client: UdpClient) -> Iterator[None]:
+    """The host of all satellites is stopped; then it goes on, and all have answered this client again."""
+    goes_on, standing = threading.Event(), threading.Event()
+    loop.call_soon_threadsafe(lambda: (standing.set(), goes_on.wait(20)))
+    assert standing.wait(5)
+    try:
+        yield
+    finally:
+        goes_on.set()
+    until_s = time.monotonic() + 10
+    while client.machine.ailing:  # the client asks by itself
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+@contextmanager
+def udp_sky_and_loop(
+    authority: Authority | None = None,
+) -> Iterator[tuple[ConstellationPlan, asyncio.AbstractEventLoop]]:
+    """And the event loop of their host."""
     plan = make_plan(
         PRESET, hosts=local_hosts(PRESET, 1, free_ports(95)), delay_scale=0.0, memory_per_satellite_bytes=8 << 20
     )
@@ -91,7 +132,7 @@ def udp_sky(authority: Authority | None = None) -> Iterator[ConstellationPlan]:
     thread.start()
     assert ready.wait(10)
     try:
-        yield plan
+        yield plan, loop
     finally:
         loop.call_soon_threadsafe(hosts[0].close)
         loop.call_soon_threadsafe(loop.stop)

@@ -7,41 +7,65 @@ from pathlib import Path
 
 import pytest
 from tests.contract.store_contract import StoreContract, Tier
-from tests.store.conftest import cut_off, simulated, store_on, store_over, udp_sky
+from tests.store.conftest import (
+    connection,
+    cut_off,
+    put_forward,
+    simulated,
+    stopped,
+    store_on,
+    store_over,
+    udp_sky_and_loop,
+)  # fmt: skip
 
 from skymemory.protocol.pointing import ACCESS_MODES
 from skymemory.store.shared_index import SharedIndex
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.virtual import VirtualConstellation
 
+MEMORY_BYTES = 8 << 20
+ASKED = frozenset({"limit", "clock", "outage"})
+
 
 class TestSimulatedWithIndex(StoreContract):
+    can = ASKED
+
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         sky, journal = simulated(), tmp_path / "index"
-        store = store_over(sky, index=SharedIndex(journal, born=True))
+        store = store_over(sky, index=SharedIndex(journal, born=True), memory_per_satellite_bytes=MEMORY_BYTES)
         yield Tier(
-            store, pins=False, leases=False, another=lambda: store_over(sky, 2, SharedIndex(journal)),
+            store, most_bytes=store.settings.largest_value_bytes, pins=False, leases=False,
+            another=lambda: store_over(sky, 2, SharedIndex(journal)),
             later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
         )  # fmt: skip
         store.close()
 
 
 class TestSimulatedWithAnIndexOfItsOwn(StoreContract):
+    can = frozenset({"clock", "outage"})
+
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        store = store_over(simulated(), index=SharedIndex())
-        yield Tier(store, pins=False, leases=False)
+        sky = simulated()
+        store = store_over(sky, index=SharedIndex())
+        yield Tier(
+            store, pins=False, leases=False, later=lambda seconds: sky.settle(sky.now_s + seconds),
+            outage=lambda: cut_off(sky),
+        )  # fmt: skip
         store.close()
 
 
 class TestSimulatedWithoutIndex(StoreContract):
+    can = ASKED
+
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         sky = simulated()
-        store = store_over(sky)
+        store = store_over(sky, memory_per_satellite_bytes=MEMORY_BYTES)
         yield Tier(
-            store, pins=False, leases=False, knows_absence=False, another=lambda: store_over(sky, 2),
+            store, most_bytes=store.settings.largest_value_bytes, pins=False, leases=False, knows_absence=False,
+            another=lambda: store_over(sky, 2),
             later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
         )  # fmt: skip
         store.close()
@@ -50,55 +74,66 @@ class TestSimulatedWithoutIndex(StoreContract):
 class TestSimulatedWithLittleMemory(StoreContract):
     """Ten satellites of 128 KiB: loads are leased there, too."""
 
+    can = frozenset({"limit", "flood", "leases", "clock", "outage"})
+
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        store = store_over(simulated(memory_bytes=128 << 10), index=SharedIndex())
-        yield Tier(store, pins=False, flood_bytes=10 * 128 << 10)
+        sky = simulated(memory_bytes=128 << 10)
+        store = store_over(sky, index=SharedIndex(), memory_per_satellite_bytes=128 << 10)
+        yield Tier(
+            store, most_bytes=store.settings.largest_value_bytes, pins=False, flood_bytes=10 * 128 << 10,
+            later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
+        )  # fmt: skip
         store.close()
 
 
-class TestUdpWithIndexFile(StoreContract):
+class UdpContract(StoreContract):
+    """A real host over real sockets: its outage is that it is stopped."""
+
+    can = ASKED
+    INDEXED = True
+    COMPLETE = True
+
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        with udp_sky() as plan:
-            store = store_on(plan, SharedIndex(tmp_path / "index", born=True))
-            yield Tier(
-                store,
-                pins=False,
-                leases=False,
-                another=lambda: store_on(plan, SharedIndex(tmp_path / "index"), None, 8),
-            )
-            store.close()
+        def index(name: str, born: bool = False) -> SharedIndex | None:
+            return SharedIndex(tmp_path / name, born=born) if self.INDEXED else None
 
-
-class TestUdpWithIncompleteIndexFile(StoreContract):
-    @pytest.fixture
-    def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        with udp_sky() as plan:
-            store = store_on(plan, SharedIndex(tmp_path / "index"))
+        with udp_sky_and_loop() as (plan, loop):
+            store = store_on(plan, index("index", self.COMPLETE), give_up_s=0.2)
+            client = connection(store)
             yield Tier(
-                store, pins=False, leases=False, knows_absence=False,
-                another=lambda: store_on(plan, SharedIndex(tmp_path / "other"), None, 8),
+                store, most_bytes=store.settings.largest_value_bytes, pins=False, leases=False,
+                knows_absence=self.INDEXED and self.COMPLETE,
+                another=lambda: store_on(plan, index("index" if self.COMPLETE else "other"), None, 8),
+                later=lambda seconds: put_forward(client, seconds), outage=lambda: stopped(loop, client),
             )  # fmt: skip
             store.close()
 
 
-class TestUdpWithoutIndex(StoreContract):
-    @pytest.fixture
-    def tier(self) -> Iterator[Tier]:
-        with udp_sky() as plan:
-            store = store_on(plan)
-            yield Tier(
-                store, pins=False, leases=False, knows_absence=False, another=lambda: store_on(plan, None, None, 8)
-            )
-            store.close()
+class TestUdpWithIndexFile(UdpContract):
+    pass
+
+
+class TestUdpWithIncompleteIndexFile(UdpContract):
+    COMPLETE = False
+
+
+class TestUdpWithoutIndex(UdpContract):
+    INDEXED = False
 
 
 @pytest.mark.parametrize("access", [mode for mode in ACCESS_MODES if mode != "los"])
 class TestOtherWaysToReachIt(StoreContract):
+    can = ASKED
+
     @pytest.fixture
     def tier(self, access: str) -> Iterator[Tier]:
-        plan = make_plan("testbed-19x5", access=access, memory_per_satellite_bytes=8 << 20)
-        store = VirtualConstellation(plan).store(index=SharedIndex())
-        yield Tier(store, pins=False, leases=False)
+        plan = make_plan("testbed-19x5", access=access, memory_per_satellite_bytes=MEMORY_BYTES)
+        virtual = VirtualConstellation(plan)
+        store, sky = virtual.store(index=SharedIndex()), virtual.simulated
+        yield Tier(
+            store, most_bytes=store.settings.largest_value_bytes, pins=False, leases=False,
+            later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
+        )  # fmt: skip
         store.close()

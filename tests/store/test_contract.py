@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 from tests.contract.evicting_contract import SIZE, EvictingContract
-from tests.contract.store_contract import Clock, StoreContract, Tier
+from tests.contract.store_contract import BUDGETED, Clock, StoreContract, Tier
 
 from skymemory.store.memory import MemoryStore
 
 
 class TestMemory(StoreContract):
+    can = BUDGETED | {"clock"}
+
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         clock = Clock()

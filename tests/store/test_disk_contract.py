@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.contract.evicting_contract import SIZE, EvictingContract
-from tests.contract.store_contract import Clock, StoreContract, Tier, key, value
+from tests.contract.store_contract import BUDGETED, Clock, StoreContract, Tier, key, value
 
 from skymemory.store.base import Presence
 from skymemory.store.disk.store import DiskStore
@@ -16,19 +16,24 @@ from skymemory.store.memory import MemoryStore
 
 
 class TestDisk(StoreContract):
+    can = BUDGETED | {"clock"}
+
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        store = DiskStore(tmp_path / "disk", 256_000)
+        clock = Clock()
+        store = DiskStore(tmp_path / "disk", 256_000, clock=clock)
 
         def another() -> DiskStore:
             store.close()
             return DiskStore(tmp_path / "disk", 256_000)
 
-        yield Tier(store, budget_bytes=256_000, another=another)
+        yield Tier(store, budget_bytes=256_000, another=another, later=clock.later)
         store.close()
 
 
 class TestSyncedDisk(StoreContract):
+    can = BUDGETED | {"clock"}
+
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         clock = Clock()

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.contract.store_contract import StoreContract, Tier, key, value
+from tests.contract.store_contract import BUDGETED, StoreContract, Tier, key, value
+from tests.contract.store_contract import Clock as ContractClock
 
 from skymemory.errors import InvalidInput
 from skymemory.store.memory import MemoryStore
@@ -15,10 +16,13 @@ from skymemory.store.rate_limited import RateLimited
 
 
 class TestRateLimited(StoreContract):
+    can = BUDGETED | {"clock"}
+
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        store = RateLimited(MemoryStore(256_000), 1e12)
-        yield Tier(store, budget_bytes=256_000)
+        clock = ContractClock()
+        store = RateLimited(MemoryStore(256_000, clock=clock), 1e12)
+        yield Tier(store, budget_bytes=256_000, later=clock.later)
         store.close()
 
 

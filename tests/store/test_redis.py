@@ -43,6 +43,8 @@ def server() -> Iterator[RedisServer]:
 
 
 class TestRedis(StoreContract):
+    can = frozenset({"clock", "outage"})
+
     @pytest.fixture
     def tier(self, shared_server: RedisServer) -> Iterator[Tier]:
         raw = Link(shared_server.url, 2.0)

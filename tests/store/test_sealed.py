@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.store_contract import Clock, StoreContract, Tier
-from tests.store.conftest import store_on, udp_sky
+from tests.store.conftest import connection, put_forward, stopped, store_on, udp_sky_and_loop
 
 from skymemory import open_store
 from skymemory.errors import InvalidInput
@@ -32,24 +32,32 @@ def sealed(below, ring: KeyRing = RING, now_s: float = NOW_S) -> SealedStore:
 
 
 class TestSealedMemory(StoreContract):
+    can = frozenset({"limit", "leases", "pins", "clock"})
+
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         clock = Clock()
         store = sealed(MemoryStore(256_000, clock=clock))
-        yield Tier(store, later=clock.later)
+        yield Tier(store, most_bytes=256_000, later=clock.later)
         store.close()
 
 
 class TestSealedConstellation(StoreContract):
+    can = frozenset({"clock", "outage"})
+
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        with udp_sky() as plan:
-            store = sealed(store_on(plan, SharedIndex(tmp_path / "index", born=True)))
+        with udp_sky_and_loop() as (plan, loop):
+            below = store_on(plan, SharedIndex(tmp_path / "index", born=True), give_up_s=0.2)
+            store, client = sealed(below), connection(below)
 
             def another() -> SealedStore:
                 return sealed(store_on(plan, SharedIndex(tmp_path / "index"), None, 8))
 
-            yield Tier(store, pins=False, leases=False, another=another)
+            yield Tier(
+                store, pins=False, leases=False, another=another, later=lambda seconds: put_forward(client, seconds),
+                outage=lambda: stopped(loop, client),
+            )  # fmt: skip
             store.close()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.contract.store_contract import Clock, StoreContract, Tier
+from tests.contract.store_contract import BUDGETED, Clock, StoreContract, Tier
 from tests.store.conftest import cut_off, simulated, store_over, udp_store
 
 from skymemory.errors import InvalidInput
@@ -29,6 +29,8 @@ class Everything(Sketch):
 
 
 class TestBehindAdmission(StoreContract):
+    can = BUDGETED | {"clock"}
+
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         clock = Clock()
@@ -38,6 +40,8 @@ class TestBehindAdmission(StoreContract):
 
 
 class TestBehindAQuota(StoreContract):
+    can = BUDGETED | {"clock"}
+
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         clock = Clock()
