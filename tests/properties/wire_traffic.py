@@ -13,7 +13,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.checks import Check, Found, pack_checks, pack_found
-from skymemory.protocol.dead import pack_dead, pack_setting
+from skymemory.protocol.dead import pack_dead, pack_forget, pack_setting
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.notices import Notice, Region
@@ -71,6 +71,7 @@ SOUND = [
         (Op.RETAIN, pack_retain(Retain.TOUCH, 0.0, [KEY])), (Op.RETAINED, pack_retained([Kept.DONE])),
         (Op.PRESENCE, messages.pack_presences([None])), (Op.GONE, pack_dead([DEAD])),
         (Op.CHECK, pack_checks([Check(*DEAD, 1, 0, 9, CHUNK_BYTES)])), (Op.CHECKED, pack_found([Found.LACKING])),
+        (Op.FORGET, pack_forget([DEAD], 1.3)),
         (Op.UNSUPPORTED, OURS.pack_unsupported(Op.HAS)), (Op.PONG, messages.pack_housekeeping(OURS.figures())),
     ]),
     messages.build_packet(

@@ -8,8 +8,9 @@ from tests.protocol.conftest import key_of
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.protocol import messages
+from skymemory.protocol import latecomers, messages
 from skymemory.protocol.checks import Check, Found, pack_checks, pack_found, unpack_checks, unpack_found
+from skymemory.protocol.dead import pack_forget, setting_of
 from skymemory.protocol.eviction import EvictionConfig
 from skymemory.protocol.messages import Packet, Presence
 from skymemory.protocol.motion import MoveClock, SkyMap
@@ -135,7 +136,40 @@ def test_a_set_ends_what_a_deletion_forbids() -> None:
     alone.store("v")
     late = alone.machine._chunks._latecomers
     assert alone.hear(Op.EVICT, messages.pack_keys([key_of("v"), key_of("w")]))
-    assert late.is_deleted(key_of("v"), 0.5) and late.is_deleted(key_of("w"), 0.5)
+    v, w = (key_of(name) + bytes(40) for name in "vw")
+    assert late.is_deleted(v, 0.5) and late.is_deleted(w, 0.5)
     alone.store("v")
-    assert not late.is_deleted(key_of("v"), 0.5) and late.is_deleted(key_of("w"), 0.5)
-    assert not late.is_deleted(key_of("w"), 1.5)
+    assert not late.is_deleted(v, 0.5) and late.is_deleted(w, 0.5)
+    assert not late.is_deleted(w, 1.5)
+
+
+def test_what_is_to_be_forgotten_is_one_setting_and_was_not_stored_since() -> None:
+    alone = Alone()
+    alone.store("v")
+    ref = alone.machine.store.shares[key_of("v")][0][0]
+    other = key_of("v") + bytes(20) + b"\0\0\0\6" + bytes(16)
+    late = alone.machine._chunks._latecomers
+
+    def forget(setting: bytes, since_s: float, now_s: float) -> int:
+        packet = messages.build_packet(
+            alone.header(Op.FORGET), pack_forget([(key_of("v"), setting)], since_s), 0, now_s
+        )
+        alone.machine.receive_datagram(packet, BEAM, now_s)
+        (answer,) = alone.said(now_s)
+        return messages.unpack_count(answer.body)
+
+    assert forget(setting_of(other), 1.0, 9.0) == 0
+    assert forget(setting_of(ref), 9.0, 9.0) == 0, "stored at 0 s"
+    assert forget(setting_of(ref), 8.9, 9.0) == 3
+    assert late.is_deleted(ref, 9.5) and not late.is_deleted(other, 9.5) and not late.is_deleted(ref, 10.1)
+
+
+def test_so_many_keys_are_known_to_have_been_stored_that_none_is_taken_for_older(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(latecomers, "_REMEMBERED_SETS", 2)
+    late = Alone().machine._chunks._latecomers
+    for number, name in enumerate("abca"):
+        late.set_again(key_of(name), float(number))
+    assert late.was_set_since(key_of("a"), 3.0) and not late.was_set_since(key_of("c"), 2.5)
+    assert not late.was_set_since(key_of("z"), 1.5) and late.was_set_since(key_of("z"), 1.0)

@@ -11,10 +11,12 @@ from tests.store.conftest import simulated, store_over
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.native import crc32
+from skymemory.protocol.capabilities import UNSTATED
 from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteMachine
 from skymemory.protocol.segments import bulk_batch
 from skymemory.protocol.space_packet import TELEMETRY_BYTES
+from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import CHUNK_REF_BYTES, TELEMETRY_PREFIX_BYTES, Op, SkyHeader
 from skymemory.store.base import Presence
 from skymemory.store.constellation import ConstellationStore
@@ -196,6 +198,48 @@ def test_with_copies_what_any_copy_may_have_is_not_lost() -> None:
     assert read(reader) == (VALUE, "")
 
 
+def lose_a_chunk(sky: SimulatedConstellation) -> None:
+    holder = next(machine for machine in sky.satellites.values() if KEY in machine.store.shares)
+    holder.store.remove((KEY, min(holder.store.shares[KEY])))
+
+
+@pytest.mark.parametrize("value", [VALUE, VALUE[::-1]], ids=["the same bytes", "other bytes"])
+def test_what_is_stored_while_its_loss_is_proved_is_not_evicted(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader has proved the value lost, and somebody else computes it and stores it before it has said so."""
+    sky = simulated()
+    reader, writer = store_over(sky, 1, SharedIndex()), store_over(sky, 2, SharedIndex())
+    assert reader.put_many([(KEY, VALUE)]) == [True]
+    sky.settle(sky.now_s + 20.0)
+    lose_a_chunk(sky)
+    replaced = reader._catalog.replaced
+
+    def then_it_is_stored(infos: list[ValueInfo]) -> set[bytes]:
+        found = replaced(infos)
+        assert not found and writer.put_many([(KEY, value)]) == [True]
+        return found
+
+    monkeypatch.setattr(reader._catalog, "replaced", then_it_is_stored)
+    assert read(reader) == (None, "missing")
+    assert reader.lookup([KEY]) == [Presence.MISS] and chunks_in(sky) == 20
+    assert read(writer) == (value, "")
+
+
+def test_satellites_that_forget_keys_only_are_left_what_remains() -> None:
+    """Those of an earlier release: what they delete by key may be of somebody who has stored it meanwhile."""
+    sky = simulated()
+    for machine in sky.satellites.values():
+        machine._handlers[Op.FORGET] = lambda packet, now_s, machine=machine: machine._departures.reply(
+            packet.header, Op.UNSUPPORTED, UNSTATED.pack_unsupported(Op.FORGET), now_s
+        )
+    store = store_over(sky, 1, SharedIndex())
+    assert store.put_many([(KEY, VALUE)]) == [True]
+    sky.settle(sky.now_s + 20.0)
+    lose_a_chunk(sky)
+    assert read(store) == (None, "missing")
+    assert store.lookup([KEY]) == [Presence.MISS] and chunks_in(sky) == 19
+    assert store.put_many([(KEY, VALUE)]) == [True] and read(store) == (VALUE, "")
+
+
 class Tampering(FaultInjector):
     """The first ``most`` chunks that pass are another payload under a sound checksum: whoever looks once is misled."""
 
@@ -236,6 +280,7 @@ def test_what_is_corrupt_where_it_lies_is_evicted() -> None:
     payload = bytes(len(chunk.payload))
     ref = chunk.ref[:44] + crc32(payload).to_bytes(4, "big") + chunk.ref[48:]
     holder.store.put((KEY, number), ref, payload)
+    sky.settle(sky.now_s + 3.0)
     assert read(store) == (None, "corrupt")
     assert chunks_in(sky) == 0
 

@@ -18,8 +18,8 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.native import twin
 from skymemory.protocol import messages
 from skymemory.protocol.capabilities import Capabilities
-from skymemory.protocol.checks import Check, Found, pack_checks, pack_found
-from skymemory.protocol.dead import pack_dead, pack_setting, unpack_dead
+from skymemory.protocol.checks import Check, Found, pack_checks, pack_found, unpack_found
+from skymemory.protocol.dead import pack_dead, pack_forget, pack_setting, unpack_dead, unpack_forget
 from skymemory.protocol.link_state import Declaration, LinksBody
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
 from skymemory.protocol.notices import Notice, Region
@@ -105,6 +105,8 @@ BUILT = {
     "retain": control(Op.RETAIN, pack_retain(Retain.PIN, 1_700_000_060.5, [KEY, OTHER_KEY])),
     "retained": control(Op.RETAINED, pack_retained([Kept.DONE, Kept.REFUSED])),
     "check": control(Op.CHECK, pack_checks([Check(*DEAD[0], 10, 3, 40, 6144), Check(*DEAD[1], 10, 9, 10, 65_375)])),
+    "forget": control(Op.FORGET, pack_forget(DEAD, 1.3)),
+    "checked-settled": control(Op.CHECKED, pack_found([Found.LACKING]), flags=FLAG_SETTLED),
     "checked": control(Op.CHECKED, pack_found([Found.WHOLE, Found.LACKING, Found.NO_ROOM])),
     "gone": control(Op.GONE, pack_dead(DEAD[:1])),
     "unreachable": control(Op.UNREACHABLE, b"", Status.HOP_LIMIT),
@@ -133,7 +135,7 @@ def test_packets_are_accepted_and_read_back(name):
         assert implementation.verify_segments(packet, len(packet)) == b"\0"
     parsed = messages.parse_packet(packet)
     status = {"ack-full": Status.FULL, "unreachable": Status.HOP_LIMIT}.get(name, Status.OK)
-    assert parsed.header == header(parsed.header.op, status, FLAG_SETTLED if name == "miss-settled" else 0)
+    assert parsed.header == header(parsed.header.op, status, FLAG_SETTLED if name.endswith("-settled") else 0)
     assert parsed.header.op.name == name.split("-")[0].upper()
 
 
@@ -156,6 +158,8 @@ def test_bodies_are_read_back():
     assert unpack_retain(body("retain")) == (Retain.PIN, 1_700_000_060.5, [KEY, OTHER_KEY])
     assert unpack_retained(body("retained")) == [Kept.DONE, Kept.REFUSED]
     assert unpack_dead(body("gone")) == list(DEAD[:1])
+    assert unpack_forget(body("forget")) == (list(DEAD), 1.3)
+    assert unpack_found(body("checked-settled")) == [Found.LACKING]
     assert list(messages.unpack_housekeeping(body("pong")).values()) == [(i + 1) << i for i in range(22)]
     word = Capabilities.of_figures(messages.unpack_housekeeping(body("pong-word")))
     assert word == Capabilities(1, 2, 0x1FFE, 0x701)

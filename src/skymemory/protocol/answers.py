@@ -29,7 +29,7 @@ from skymemory.protocol.wire import CREDIT_UNIT_BYTES, FLAG_SETTLED, Op, SkyHead
 _REMEMBERED_GONE = 1 << 16
 _ANSWERS: dict[Op, Op] = {
     Op.GET: Op.DATA, Op.HAS: Op.PRESENCE, Op.EVICT: Op.EVICTED, Op.PING: Op.PONG, Op.LIST: Op.LISTED,
-    Op.ADVANCE: Op.ADVANCED, Op.RETAIN: Op.RETAINED,
+    Op.ADVANCE: Op.ADVANCED, Op.RETAIN: Op.RETAINED, Op.FORGET: Op.EVICTED,
 }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""What a satellite does with requests for its chunks: SET, MIGRATE, GET, HAS, EVICT, LIST."""
+"""What a satellite does with requests for its chunks: SET, MIGRATE, GET, HAS, EVICT, LIST, FORGET."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
 from skymemory.protocol.chunk_store import ChunkStore, PutOutcome
+from skymemory.protocol.dead import drop, unpack_forget
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.latecomers import Latecomers
 from skymemory.protocol.messages import KEY_BYTES, Packet
@@ -69,6 +71,7 @@ class ChunkService:
         self._latecomers = latecomers
         self._settled = settled
         self._unanswered: dict[bytes, _Request] = {}
+        self._now_s = -math.inf
         self.on_set: Callable[[bytes], None] | None = None
         """Told of each key that a writer (not a handover) stored chunks of."""
         self.on_served: Callable[[bytes, int], None] | None = None
@@ -85,7 +88,8 @@ class ChunkService:
             self._counters.add("packets_malformed", len(indices))
             return
         migrated = request.header.op is Op.MIGRATE
-        if migrated and self._latecomers.is_deleted(request.key, now_s):
+        self._now_s = now_s
+        if migrated and self._latecomers.is_deleted(ref, now_s):
             return
         outcome = None
         if not (migrated and any(map(self._is_outdated, indices, chunks))):
@@ -128,7 +132,8 @@ class ChunkService:
 
     def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
         migrated = request.header.op is Op.MIGRATE
-        if migrated and self._latecomers.is_deleted(request.key, now_s):
+        self._now_s = now_s
+        if migrated and self._latecomers.is_deleted(ref, now_s):
             return
         if migrated and self._is_outdated(index, (ref, payload)):
             self._store.pass_over(len(payload))
@@ -151,7 +156,7 @@ class ChunkService:
             return
         self._counters.add("chunks_migrated_in" if op is Op.MIGRATE else "chunks_set", chunks)
         if op is Op.SET:
-            self._latecomers.set_again(key)
+            self._latecomers.set_again(key, self._now_s)
             if self.on_set is not None:
                 self.on_set(key)
         if outcome.replaced:
@@ -185,6 +190,10 @@ class ChunkService:
     def room_bytes(self) -> int:
         """What fits in without an eviction."""
         return self._store.limit_bytes - self._store.used_bytes
+
+    def left_to_transport(self, now_s: float) -> None:
+        """From now on, until the next call, a transport may store chunks by itself and tell ``taken``."""
+        self._now_s = now_s
 
     def taken(self, key: bytes, chunks: int, replaced: int, replaced_bytes: int, added_bytes: int) -> None:
         """So many chunks were added to the share of this key, and acknowledged."""
@@ -220,8 +229,17 @@ class ChunkService:
 
     def evict(self, packet: Packet, now_s: float) -> None:
         keys = messages.unpack_keys(packet.body)
-        self._latecomers.delete(keys, now_s)
+        self._latecomers.delete(((key, b"") for key in keys), now_s)
         freed = sum(map(self._store.remove_key, keys))
+        self._counters.add("chunks_deleted", freed)
+        self._departures.reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
+
+    def forget(self, packet: Packet, now_s: float) -> None:
+        """Settings that a client found dead. What was stored since it looked is not, though it be the same bytes."""
+        dead, since_s = unpack_forget(packet.body)
+        dead = [one for one in dead if not self._latecomers.was_set_since(one[0], now_s - since_s)]
+        self._latecomers.delete(dead, now_s)
+        freed = drop(self._store, dead, "deleted")
         self._counters.add("chunks_deleted", freed)
         self._departures.reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
 

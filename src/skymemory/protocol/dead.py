@@ -6,11 +6,13 @@ They are the first to be evicted; what is said of them must not cost the value t
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.ledger import Cause
 from skymemory.protocol.messages import KEY_BYTES, Buffer
 
 Dead = tuple[bytes, bytes]
@@ -33,12 +35,12 @@ def pack_setting(value_crc: int, slot_moves: int, plane_moves: int) -> bytes:
     return _SETTING.pack(value_crc, slot_moves, plane_moves)
 
 
-def drop(store: ChunkStore, dead: Iterable[Dead]) -> int:
+def drop(store: ChunkStore, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
     """Remove the chunks of these settings; how many there were."""
     dropped = 0
     for key, setting in dead:
         indices = [index for index, (ref, _) in store.shares.get(key, {}).items() if setting_of(ref) == setting]
-        dropped += sum(store.remove((key, index), "evicted") for index in indices)
+        dropped += sum(store.remove((key, index), cause) for index in indices)
     return dropped
 
 
@@ -47,6 +49,24 @@ def pack_dead(dead: Sequence[Dead]) -> bytes:
     if not 1 <= len(dead) <= MAX_DEAD_PER_PACKET:
         raise InvalidInput(f"{len(dead)} dead values in one packet: expected 1 to {MAX_DEAD_PER_PACKET}")
     return _COUNT.pack(len(dead), 0) + join_dead(dead)
+
+
+def pack_forget(dead: Sequence[Dead], since_s: float) -> bytes:
+    """Body of FORGET: these, but what was stored in the last ``since_s`` (65 s at most, in whole ms)."""
+    since_ms = math.ceil(since_s * 1000)
+    if not 1 <= len(dead) <= MAX_DEAD_PER_PACKET or not 0 <= since_ms <= 0xFFFF:
+        raise InvalidInput(
+            f"{len(dead)} values to forget of {since_s} s ago: expected 1 to {MAX_DEAD_PER_PACKET}, and 0 to 65.5 s"
+        )
+    return _COUNT.pack(len(dead), since_ms) + join_dead(dead)
+
+
+def unpack_forget(body: Buffer) -> tuple[list[Dead], float]:
+    """Inverse of ``pack_forget``."""
+    if len(body) < _COUNT.size:
+        raise MalformedPacket("FORGET without its count")
+    count, since_ms = _COUNT.unpack_from(body)
+    return split_dead(body[_COUNT.size :], count), since_ms / 1000
 
 
 def unpack_dead(body: Buffer) -> list[Dead]:

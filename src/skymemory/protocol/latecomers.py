@@ -1,11 +1,13 @@
-"""Chunks handed over too late: a writer has set their key again since, or somebody has deleted it.
+"""Chunks and words that come too late: a writer has set their key again since, or somebody has deleted it.
 
 A handover is sent again until it is acknowledged, and links take their time. So what it brings may be older than what
-is here, or be of a value that the sender and we were both told to forget while it was on its way.
+is here, or be of a value that the sender and we were both told to forget while it was on its way. And who found a value
+lost and says that its remains can go may not know that it has been stored again.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -13,6 +15,7 @@ from collections.abc import Iterable
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
 from skymemory.protocol.dead import setting_of
+from skymemory.protocol.messages import KEY_BYTES
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import ChunkRef
@@ -20,6 +23,9 @@ from skymemory.protocol.wire import ChunkRef
 _DELETED_S = 1.0
 """So long after a deletion its key is not taken over: as long as a client tells whoever holds chunks of it."""
 _REMEMBERED_DELETIONS = 1 << 14
+MOST_SINCE_S = 10.0
+"""So long it is remembered that a writer stored a key."""
+_REMEMBERED_SETS = 1 << 16
 _SET_MOVES = struct.Struct(">ii")
 _SET_MOVES_AT = 64
 
@@ -31,29 +37,42 @@ class Latecomers:
         self._here = here
         self._sky = sky
         self._whereabouts = whereabouts
-        self._deleted: OrderedDict[bytes, float] = OrderedDict()
-        """Until when each key is not taken over, the first to end first."""
+        self._deleted: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
+        """Until when each key is not taken over, the first to end first; and which setting of it (empty: none)."""
+        self._set: OrderedDict[bytes, float] = OrderedDict()
+        """When writers stored keys, the earliest first."""
+        self._sets_known_s = -math.inf
+        """Since when all of these are remembered."""
 
-    def delete(self, keys: Iterable[bytes], now_s: float) -> None:
-        """These were deleted by command."""
-        while self._deleted and next(iter(self._deleted.values())) <= now_s:
+    def delete(self, deleted: Iterable[tuple[bytes, bytes]], now_s: float) -> None:
+        """These were deleted by command: keys, and settings of them (empty: all)."""
+        while self._deleted and next(iter(self._deleted.values()))[0] <= now_s:
             self._deleted.popitem(last=False)
-        for key in keys:
+        for key, setting in deleted:
             self._deleted.pop(key, None)
-            self._deleted[key] = now_s + _DELETED_S
+            self._deleted[key] = now_s + _DELETED_S, setting
         while len(self._deleted) > _REMEMBERED_DELETIONS:
             self._deleted.popitem(last=False)
 
-    def set_again(self, key: bytes) -> None:
+    def set_again(self, key: bytes, now_s: float) -> None:
         """A writer stored chunks of it."""
         if self._deleted:
             self._deleted.pop(key, None)
+        self._set[key] = now_s
+        self._set.move_to_end(key)
+        while len(self._set) > _REMEMBERED_SETS or next(iter(self._set.values())) < now_s - MOST_SINCE_S:
+            self._sets_known_s = self._set.popitem(last=False)[1]
 
-    def is_deleted(self, key: bytes, now_s: float) -> bool:
-        """Whether what is handed over of the key is to be taken for lost: if it still is where it comes from, it is
-        sent again, and taken then.
+    def was_set_since(self, key: bytes, since_s: float) -> bool:
+        """Whether a writer has stored chunks of the key since then, as far as is known; True where it is not."""
+        return since_s <= self._sets_known_s or self._set.get(key, -math.inf) >= since_s
+
+    def is_deleted(self, ref: bytes, now_s: float) -> bool:
+        """Whether a chunk that is handed over is to be taken for lost: if it still is where it comes from, it is sent
+        again, and taken then.
         """
-        return self._deleted.get(key, now_s) > now_s
+        until_s, setting = self._deleted.get(ref[:KEY_BYTES], (now_s, b""))
+        return until_s > now_s and setting in (b"", setting_of(ref))
 
     def is_outdated(self, ref: bytes, held: bytes) -> bool:
         """Whether the chunk ``ref`` that is handed over was set before the one that is held in its place (packed

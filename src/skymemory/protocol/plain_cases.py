@@ -70,6 +70,7 @@ class PlainCases:
             if self._gate.every_packet:
                 return None
             guard = self._gate.guard(now_s)
+        chunks.left_to_transport(now_s)
         return self._by_our_beam, chunks.shares, settled, chunks.room_bytes, self._departures.terms(now_s), guard
 
     def served(self, served: Sequence[native.Served]) -> int:

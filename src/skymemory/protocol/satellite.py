@@ -108,7 +108,8 @@ class SatelliteMachine:
         self._chunks.on_served = self._forgetting.retention.served
         self._plain = PlainCases(self._address, self._chunks, self._departures, self._router, self._gate)
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
-            Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict, Op.LIST: self._chunks.list,
+            Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict,
+            Op.FORGET: self._chunks.forget, Op.LIST: self._chunks.list,
             Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._acknowledged,
             Op.UNREACHABLE: self._unreachable,
             **self._forgetting.handlers,

@@ -68,6 +68,7 @@ class Op(IntEnum):
     LINKS = 0x0A
     RETAIN = 0x0B
     CHECK = 0x0C
+    FORGET = 0x0D
     ACK = 0x41
     DATA = 0x42
     MISS = 0x43

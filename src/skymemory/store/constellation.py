@@ -154,6 +154,7 @@ class ConstellationStore(TwoPhase):
         for info in infos:
             outs[info.key] = room[at : at + info.value_bytes]
             at += info.value_bytes
+        looked_s = self._driver.now_s()
         outcomes = self._read(infos, outs)
         doubtful = [info for info in infos if (found := outcomes.get(info.key)) and found.report.failure in _DOUBTFUL]
         if doubtful:
@@ -170,7 +171,7 @@ class ConstellationStore(TwoPhase):
                 failed.setdefault(outcome.report.failure, []).append(info)
         gone = [info for failure in _GONE for info in failed.get(failure, ())]
         if gone and self.settings.lazy_eviction:
-            self._upkeep.evict_dead(gone)
+            self._upkeep.evict_dead(gone, looked_s)
         elif gone:
             self._catalog.remove([info.key for info in gone])
         if others := failed.get("other version"):

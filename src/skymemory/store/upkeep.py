@@ -10,7 +10,8 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
-from skymemory.protocol.dead import pack_setting
+from skymemory.protocol.dead import MAX_DEAD_PER_PACKET, pack_forget, pack_setting
+from skymemory.protocol.latecomers import MOST_SINCE_S
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.retention import Kept, Retain, pack_retain, unpack_retained
@@ -19,6 +20,8 @@ from skymemory.protocol.wire import Op
 from skymemory.store.catalog import Catalog
 from skymemory.store.driver import ClientDriver
 
+_ON_ITS_WAY_S = 1.3
+"""What we say arrives within this time: it is repeated for 0.8 s, and takes half a second around the world at most."""
 _NOWHERE: Mapping[bytes, Container[SatelliteId]] = {}
 
 
@@ -44,16 +47,17 @@ class Upkeep:
             self._counters.add("values_gone_by_notice", len(gone))
             self._catalog.remove(gone)
 
-    def evict_dead(self, infos: Sequence[ValueInfo]) -> None:
-        """These were found to have holes. What another writer has set anew meanwhile is not dead: only our entry of it
-        is out of date.
+    def evict_dead(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
+        """Reads that began at ``looked_s`` found that these have holes. What another writer has set anew meanwhile is
+        not dead: only our entry of it is out of date.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
         self._catalog.remove(list(replaced), gone=False)
         if dead:
             self._counters.add("values_evicted_lazily", len(dead))
-            self.evict(dead)
+            self._forget(dead, looked_s)
+            self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
         """Forget what is left of earlier values of keys that were stored again in another placement, where the later
@@ -82,14 +86,27 @@ class Upkeep:
             self._counters.add("failed_stores_of_what_was_there", len(spared))
         self.delete([info for info in failed if info not in spared])
 
-    def evict(self, infos: Sequence[ValueInfo]) -> None:
-        """Forget these values: here, where their chunks are, and where they were before the last move."""
-        self._evict(self._pages(infos, nearby=True))
-        self._catalog.remove([info.key for info in infos])
+    def _forget(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
+        """Have satellites forget these settings where their chunks are and where they were before the last move; but
+        not what was stored since we looked, or so long ago that they do not remember. Earlier releases, which forget
+        keys only, are not asked: there the remains stay until they are the oldest.
+        """
+        machine, now_s = self._driver.machine, self._driver.now_s()
+        since_s = now_s - looked_s + _ON_ITS_WAY_S
+        if since_s > MOST_SINCE_S:
+            return
+        settings = {info.key: (info.key, pack_setting(info.value_crc, *info.set_moves)) for info in infos}
+        with self._driver.lock:
+            asked = [
+                machine.ask(Op.FORGET, pack_forget([settings[key] for key in page], since_s), satellite, now_s)
+                for satellite, page in self._pages(infos, nearby=True, most=MAX_DEAD_PER_PACKET)
+            ]
+            self._driver.run(asked)
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """``evict``, and the keys of those that can no longer be read: all satellites that may hold one server's share
-        of them have confirmed that they hold nothing. Only these leave the index.
+        """Forget these values: here, where their chunks are, and where they were before the last move. The keys of
+        those that can no longer be read: all satellites that may hold one server's share of them have confirmed that
+        they hold nothing. Only these leave the index.
         """
         let_go = self._evict(self._pages(infos, nearby=True)) if infos else {}
         gone = {
@@ -178,10 +195,14 @@ class Upkeep:
         return kept
 
     def _pages(
-        self, infos: Iterable[ValueInfo], nearby: bool, but: Mapping[bytes, Container[SatelliteId]] = _NOWHERE
+        self,
+        infos: Iterable[ValueInfo],
+        nearby: bool,
+        but: Mapping[bytes, Container[SatelliteId]] = _NOWHERE,
+        most: int = MAX_KEYS_PER_PACKET,
     ) -> list[tuple[SatelliteId, list[bytes]]]:
-        """Satellites (for each key ``but`` some) with the keys that concern them, in the order given, as many as a
-        packet carries at a time.
+        """Satellites (for each key ``but`` some) with the keys that concern them, in the order given, ``most`` in a
+        packet.
         """
         by_satellite: dict[SatelliteId, list[bytes]] = {}
         for info in infos:
@@ -190,9 +211,9 @@ class Upkeep:
                 if satellite not in spared:
                     by_satellite.setdefault(satellite, []).append(info.key)
         return [
-            (satellite, keys[at : at + MAX_KEYS_PER_PACKET])
+            (satellite, keys[at : at + most])
             for satellite, keys in by_satellite.items()
-            for at in range(0, len(keys), MAX_KEYS_PER_PACKET)
+            for at in range(0, len(keys), most)
         ]
 
     def _places(self, info: ValueInfo, nearby: bool) -> dict[SatelliteId, None]:
