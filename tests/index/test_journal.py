@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,7 +115,10 @@ ROW = TABLE.pack(INFOS[0])
 GROUPS = pack_groups(TABLE.groups)
 
 
-@pytest.mark.parametrize("record", [framed(1, b"", version=2), framed(0, b""), framed(9, b""), framed(255, b"x" * 70)])
+@pytest.mark.parametrize(
+    "record",
+    [framed(1, b"", version=3), framed(2, b"", version=2), framed(0, b""), framed(9, b""), framed(255, b"x" * 70)],
+)
 def test_intact_records_of_a_later_release_are_passed_over(record: bytes) -> None:
     records, taken = decode_records(record + encode_record(RecordOp.REMOVE, HASHES))
     assert [one.op for one in records] == [RecordOp.UNKNOWN, RecordOp.REMOVE] and taken > len(record)
@@ -191,3 +195,20 @@ def test_snapshot_of_is_one_when_nothing_is_wrong() -> None:
 def test_forged_snapshots_are_malformed(forged: bytes) -> None:
     with pytest.raises(MalformedPacket):
         RadixIndex.restore(forged)
+
+
+def test_the_size_of_chunks_is_kept_and_said_only_where_it_must_be() -> None:
+    """A record, or a snapshot, with one entry that says so is of version 2; all others are as they were."""
+    sizes = [0, 4096, 0, 65_000, 4096]
+    infos = [replace(info, chunk_bytes=size) for info, size in zip(INFOS, sizes, strict=True)]
+    record = encode_record(RecordOp.ADD, HASHES, infos)
+    (read,), taken = decode_records(record)
+    assert read.infos == tuple(infos) and taken == len(record)
+    index = RadixIndex()
+    index.add(HASHES, infos)
+    again = RadixIndex.restore(index.snapshot())
+    assert [again.get(key) for key in HASHES] == infos
+    assert [int.from_bytes(encode_record(RecordOp.ADD, HASHES, its)[2:4], "little") for its in (infos, INFOS)] == [2, 1]
+    plain = RadixIndex()
+    plain.add(HASHES, INFOS)
+    assert [int.from_bytes(one.snapshot()[8:12], "little") for one in (index, plain)] == [2, 1]

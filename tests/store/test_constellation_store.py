@@ -296,3 +296,27 @@ def test_calls_in_an_outage_leave_nothing_behind() -> None:
     assert kept() == before and not machine._outages.unclaimed
     store.touch(KEYS)
     assert kept() == before and same(store.get_many(KEYS), VALUES)
+
+
+@pytest.mark.parametrize(("writes", "reads"), [(6144, 6000), (6000, 6144), (6000, 5900)])
+def test_chunks_of_another_size_than_ours_are_read_where_there_are_as_many(
+    writes: int, reads: int, tmp_path: Path
+) -> None:
+    """17,000 bytes are three chunks of either size; the index says of which."""
+    sky, value = simulated(), bytes(range(250)) * 68
+    writer = store_over(sky, 1, SharedIndex(tmp_path / "index"), chunk_bytes=writes)
+    reader = store_over(sky, 2, SharedIndex(tmp_path / "index"), chunk_bytes=reads)
+    assert writer.put_many([(KEYS[0], value)]) == [True]
+    for _ in range(2):
+        assert reader.get_many(KEYS[:1]) == [value]
+
+
+def test_an_entry_of_an_earlier_release_that_means_another_size_is_corrected_once(tmp_path: Path) -> None:
+    sky, value = simulated(), bytes(range(250)) * 68
+    writer = store_over(sky, 1, SharedIndex(tmp_path / "index"), chunk_bytes=6000)
+    assert writer.put_many([(KEYS[0], value)]) == [True]
+    index = SharedIndex(tmp_path / "index")
+    assert index.replace(KEYS[0], lambda entry: True, lambda entry: replace(entry, chunk_bytes=0))
+    assert store_over(sky, 2, index).get_many(KEYS[:1]) == [None]
+    for ground in (2, 3):
+        assert store_over(sky, ground, SharedIndex(tmp_path / "index")).get_many(KEYS[:1]) == [value]

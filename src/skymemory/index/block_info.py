@@ -16,6 +16,7 @@ _ROW = struct.Struct("<IQIdiiI")
 ROW_BYTES = _ROW.size
 _GROUP_COLUMN = np.dtype({"names": ["group"], "formats": ["<u4"], "offsets": [ROW_BYTES - 4], "itemsize": ROW_BYTES})
 _GROUP_HEAD = struct.Struct("<BHI")
+_GROUP_HEAD_SIZED = struct.Struct("<BHII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,12 @@ class BlockInfo:
     servers: int
     context: bytes = b""
     """Digest of the cache context, so that a whole context can be cleared."""
+    chunk_bytes: int = 0
+    """Size of its chunks, where that is not the default; 0: it is, or nobody has said."""
 
 
-Group = tuple[str, int, bytes]
-"""What blocks set together share: (strategy, servers, context)."""
+Group = tuple[str, int, bytes, int]
+"""What blocks set together share: (strategy, servers, context, size of chunks or 0)."""
 
 
 class InfoTable:
@@ -63,7 +66,7 @@ class InfoTable:
         """
         if not math.isfinite(info.set_at_s):
             raise InvalidInput(f"set_at_s must be finite, got {info.set_at_s}")
-        group = (info.strategy, info.servers, info.context)
+        group = (info.strategy, info.servers, info.context, info.chunk_bytes)
         number = self._numbers.get(group)
         if number is None:
             self._check_group(group)
@@ -95,8 +98,7 @@ class InfoTable:
         chunks, value_bytes, crc, set_at_s, slot_moves, plane_moves, number = _ROW.unpack_from(
             self.rows, at * ROW_BYTES
         )
-        strategy, servers, context = self.groups[number]
-        return BlockInfo(chunks, value_bytes, crc, set_at_s, slot_moves, plane_moves, strategy, servers, context)
+        return BlockInfo(chunks, value_bytes, crc, set_at_s, slot_moves, plane_moves, *self.groups[number])
 
     def select(self, positions: Sequence[int]) -> InfoTable:
         """A table of the rows at ``positions``, in that order, with only the groups they use."""
@@ -118,7 +120,9 @@ class InfoTable:
 
     @staticmethod
     def _check_group(group: Group) -> None:
-        strategy, servers, context = group
+        strategy, servers, context, chunk_bytes = group
+        if not isinstance(chunk_bytes, int) or not 0 <= chunk_bytes < 2**32:
+            raise InvalidInput(f"chunk_bytes must be in 0..2^32-1, got {chunk_bytes!r}")
         if not isinstance(strategy, str) or not strategy.isascii() or len(strategy) > 255:
             raise InvalidInput(f"strategy must be an ASCII name of at most 255 letters, got {strategy!r}")
         if not isinstance(servers, int) or not 0 <= servers < 2**32:
@@ -127,30 +131,39 @@ class InfoTable:
             raise InvalidInput("context must be bytes, at most 65535 of them")
 
 
-def pack_groups(groups: Iterable[Group]) -> bytes:
-    """Every group as: length of the strategy 1, length of the context 2, servers 4, strategy, context."""
+def sized(groups: Iterable[Group]) -> bool:
+    """Whether some group says how large its chunks are: what holds it is then of version 2."""
+    return any(chunk_bytes for _, _, _, chunk_bytes in groups)
+
+
+def pack_groups(groups: Sequence[Group]) -> bytes:
+    """Every group as: length of the strategy 1, length of the context 2, servers 4, [size of chunks 4], strategy,
+    context. The size is there, in all of them, where the groups are ``sized``.
+    """
     parts = []
-    for strategy, servers, context in groups:
-        parts += [_GROUP_HEAD.pack(len(strategy), len(context), servers), strategy.encode(), context]
+    head = _GROUP_HEAD_SIZED if sized(groups) else _GROUP_HEAD
+    for strategy, servers, context, chunk_bytes in groups:
+        numbers = (servers, chunk_bytes) if head is _GROUP_HEAD_SIZED else (servers,)
+        parts += [head.pack(len(strategy), len(context), *numbers), strategy.encode(), context]
     return b"".join(parts)
 
 
-def unpack_groups(view: memoryview, count: int) -> tuple[list[Group], int]:
-    """``count`` groups from the front of ``view``, and the bytes they took."""
+def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
+    """``count`` groups from the front of ``view``, and the bytes they took. ``with_sizes``: they are ``sized``."""
     groups: list[Group] = []
-    at = 0
+    head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
     for _ in range(count):
-        if at + _GROUP_HEAD.size > len(view):
+        if at + head.size > len(view):
             raise MalformedPacket(f"the table of {count} groups ends after {len(groups)}")
-        strategy_bytes, context_bytes, servers = _GROUP_HEAD.unpack_from(view, at)
-        middle = at + _GROUP_HEAD.size + strategy_bytes
+        strategy_bytes, context_bytes, servers, *sizes = head.unpack_from(view, at)
+        middle = at + head.size + strategy_bytes
         end = middle + context_bytes
         if end > len(view):
             raise MalformedPacket(f"the table of {count} groups ends within group {len(groups)}")
         try:
-            strategy = bytes(view[at + _GROUP_HEAD.size : middle]).decode("ascii")
+            strategy = bytes(view[at + head.size : middle]).decode("ascii")
         except UnicodeDecodeError as error:
             raise MalformedPacket(f"group {len(groups)} has no readable strategy: {error}") from None
-        groups.append((strategy, servers, bytes(view[middle:end])))
+        groups.append((strategy, servers, bytes(view[middle:end]), sizes[0] if sizes else 0))
         at = end
     return groups, at

@@ -5,6 +5,7 @@ One record, little-endian::
     0 marker 0x5B    1 op    2 version 2    4 body_bytes 4    8 CRC-32 of the record with this field zero 4    12 body
 
     ADD             start 4 | blocks 4 | groups 4 | parent 32 (zero: none) | groups | hashes 32 n | rows 36 n
+                    (version 2: its groups say how large chunks are; written where they are not of the default size)
     REMOVE          hashes 32 n
     REMOVE_CONTEXT  the context's digest
     CLEAR           nothing
@@ -31,6 +32,8 @@ from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
 from skymemory.kv.chunk import Buffer
 
 JOURNAL_VERSION = 1
+_SIZED_VERSION = 2
+"""Of an ADD whose groups say how large chunks are; no other record has it."""
 _MARKER = 0x5B
 _FRAME = struct.Struct("<BBHII")
 _ADD = struct.Struct(f"<III{HASH_BYTES}s")
@@ -82,8 +85,10 @@ def encode_record(
     probed: tuple[int, int] = (0, 0),
 ) -> bytes:
     """The bytes to append. About 68 per block added, 32 per block removed, and 12 to 100 around them."""
+    version = JOURNAL_VERSION
     if op is RecordOp.ADD:
         body = _add_body(hashes, infos, start, parent)
+        version = _SIZED_VERSION if any(info.chunk_bytes for info in infos) else JOURNAL_VERSION
     elif op is RecordOp.REMOVE:
         check_chain(hashes, 0, None)
         body = b"".join(hashes)
@@ -93,7 +98,7 @@ def encode_record(
         body = _PROBED.pack(*(min(count, 0xFFFFFFFF) for count in probed))
     else:
         body = b""
-    blank = _FRAME.pack(_MARKER, op, JOURNAL_VERSION, len(body), 0)
+    blank = _FRAME.pack(_MARKER, op, version, len(body), 0)
     return blank[:8] + native.crc32(blank + body).to_bytes(4, "little") + body
 
 
@@ -115,8 +120,9 @@ def decode_records(data: Buffer) -> tuple[list[Record], int]:
         body = view[at + _FRAME.size : end]
         if native.crc32(body, native.crc32(blank)) != crc:
             break
-        known = version == JOURNAL_VERSION and op in _KNOWN
-        records.append(_decode_body(op, body) if known else Record(RecordOp.UNKNOWN))
+        with_sizes = version == _SIZED_VERSION and op == RecordOp.ADD
+        known = with_sizes or (version == JOURNAL_VERSION and op in _KNOWN)
+        records.append(_decode_body(op, body, with_sizes) if known else Record(RecordOp.UNKNOWN))
         at = end
     return records, at
 
@@ -131,9 +137,9 @@ def _add_body(hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int, p
     return b"".join([head, pack_groups(table.groups), *hashes, *rows])
 
 
-def _decode_body(op: int, body: memoryview) -> Record:
+def _decode_body(op: int, body: memoryview, with_sizes: bool) -> Record:
     if op == RecordOp.ADD:
-        return _decode_add(body)
+        return _decode_add(body, with_sizes)
     if op == RecordOp.REMOVE:
         return Record(RecordOp.REMOVE, split_hashes(body))
     if op == RecordOp.REMOVE_CONTEXT:
@@ -147,11 +153,11 @@ def _decode_body(op: int, body: memoryview) -> Record:
     raise MalformedPacket(f"an index journal record with operation {op}, known are 1 to {max(RecordOp)}")
 
 
-def _decode_add(body: memoryview) -> Record:
+def _decode_add(body: memoryview, with_sizes: bool) -> Record:
     if len(body) < _ADD.size:
         raise MalformedPacket(f"an ADD record of {len(body)} bytes, at least {_ADD.size} are expected")
     start, blocks, group_count, parent = _ADD.unpack_from(body)
-    groups, taken = unpack_groups(body[_ADD.size :], group_count)
+    groups, taken = unpack_groups(body[_ADD.size :], group_count, with_sizes)
     rest = body[_ADD.size + taken :]
     if len(rest) != blocks * (HASH_BYTES + ROW_BYTES):
         raise MalformedPacket(f"an ADD record of {blocks} blocks with {len(rest)} bytes for them")

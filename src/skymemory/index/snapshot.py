@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 from skymemory import native
 from skymemory.errors import LaterVersion, MalformedPacket
-from skymemory.index.block_info import ROW_BYTES, InfoTable, pack_groups, unpack_groups
+from skymemory.index.block_info import ROW_BYTES, InfoTable, pack_groups, sized, unpack_groups
 from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
 from skymemory.kv.chunk import Buffer
 
 SNAPSHOT_VERSION = 1
+_SIZED_VERSION = 2
+"""Its groups say how large chunks are: written where some are not of the default size."""
 _MAGIC = b"SKYINDEX"
 _HEAD = struct.Struct("<8sIIIIII")
 _RUN = struct.Struct(f"<II{HASH_BYTES}s")
@@ -46,7 +48,8 @@ def pack_snapshot(snapshot: Snapshot) -> bytes:
             infos.rows,
         ]
     )
-    counts = (SNAPSHOT_VERSION, len(infos.groups), len(runs), len(infos))
+    version = _SIZED_VERSION if sized(infos.groups) else SNAPSHOT_VERSION
+    counts = (version, len(infos.groups), len(runs), len(infos))
     crc = native.crc32(body, native.crc32(_HEAD.pack(_MAGIC, *counts, 0, 0)))
     return _HEAD.pack(_MAGIC, *counts, crc, 0) + body
 
@@ -59,14 +62,14 @@ def unpack_snapshot(data: Buffer) -> Snapshot:
     magic, version, group_count, run_count, blocks, crc, zero = _HEAD.unpack_from(view)
     if magic != _MAGIC:
         raise MalformedPacket(f"not an index snapshot: it begins with {bytes(magic).hex()}")
-    if version > SNAPSHOT_VERSION:
-        raise LaterVersion(f"index snapshot of version {version}, this release reads version {SNAPSHOT_VERSION}")
-    if version != SNAPSHOT_VERSION:
-        raise MalformedPacket(f"index snapshot of version {version}, this release reads version {SNAPSHOT_VERSION}")
+    if version > _SIZED_VERSION:
+        raise LaterVersion(f"index snapshot of version {version}, this release reads versions 1 and {_SIZED_VERSION}")
+    if version < SNAPSHOT_VERSION:
+        raise MalformedPacket(f"index snapshot of version {version}, this release reads 1 and {_SIZED_VERSION}")
     blank = _HEAD.pack(magic, version, group_count, run_count, blocks, 0, zero)
     if native.crc32(view[_HEAD.size :], native.crc32(blank)) != crc:
         raise MalformedPacket("an index snapshot is truncated or damaged: its checksum differs")
-    groups, taken = unpack_groups(view[_HEAD.size :], group_count)
+    groups, taken = unpack_groups(view[_HEAD.size :], group_count, version == _SIZED_VERSION)
     runs_at = _HEAD.size + taken
     hashes_at = runs_at + run_count * _RUN.size
     rows_at = hashes_at + blocks * HASH_BYTES

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from skymemory.index.block_info import BlockInfo
 from skymemory.kv.block import Place
+from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.protocol.motion import STRATEGY_CODES, STRATEGY_NAMES
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.store.probing import Prober
@@ -106,9 +107,15 @@ class Catalog:
         )  # fmt: skip
 
     def _chunk_size(self, info: BlockInfo) -> int:
-        """The index keeps the number of chunks; ours are of one size, another writer's may not be."""
-        ours = self._chunk_bytes
-        return ours if max(1, -(-info.value_bytes // ours)) == info.chunks else -(-info.value_bytes // info.chunks)
+        """What the entry says. Where it says nothing the default, and, as earlier releases said nothing of other sizes
+        either, what fits its number of chunks: our size, or else the largest that there can be.
+        """
+        if info.chunk_bytes:
+            return info.chunk_bytes
+        for size in (DEFAULT_CHUNK_BYTES, self._chunk_bytes):
+            if max(1, -(-info.value_bytes // size)) == info.chunks:
+                return size
+        return -(-info.value_bytes // info.chunks)
 
     def _remember(self, known: dict[bytes, ValueInfo]) -> None:
         self._known.update(known)
@@ -183,7 +190,7 @@ class Catalog:
         for info in infos:
             entry = BlockInfo(
                 info.chunks, info.value_bytes, info.value_crc, now_s, *info.set_moves,
-                STRATEGY_NAMES[info.strategy], info.servers,
+                STRATEGY_NAMES[info.strategy], info.servers, chunk_bytes=_size_to_write(info),
             )  # fmt: skip
             place = places.get(info.key)
             if place is None:
@@ -208,7 +215,7 @@ class Catalog:
             lambda entry: self._info(old.key, entry) == old,
             lambda entry: replace(
                 entry, set_at_s=now_s, slot_moves=new.set_moves[0], plane_moves=new.set_moves[1],
-                strategy=STRATEGY_NAMES[new.strategy], servers=new.servers,
+                strategy=STRATEGY_NAMES[new.strategy], servers=new.servers, chunk_bytes=_size_to_write(new),
             ),
         )  # fmt: skip
 
@@ -226,8 +233,14 @@ class Catalog:
             self.index.close()
 
 
+def _size_to_write(info: ValueInfo) -> int:
+    """What an entry must say of the size of chunks: nothing where it is the default, or there is only one."""
+    return 0 if info.chunk_bytes == DEFAULT_CHUNK_BYTES or info.chunks == 1 else info.chunk_bytes
+
+
 def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
-    return (one.value_crc, one.set_moves) == (other.value_crc, other.set_moves)
+    same_chunks = one.chunks == other.chunks == 1 or one.chunk_bytes == other.chunk_bytes
+    return (one.value_crc, one.set_moves, same_chunks) == (other.value_crc, other.set_moves, True)
 
 
 def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo | None:
