@@ -151,6 +151,16 @@ def test_what_only_a_silent_satellite_can_know_is_not_said_to_be_absent(indexed:
     assert read(reader) == (None, "absent")
 
 
+def test_what_another_client_has_set_anew_is_read_though_it_was_looked_at_before() -> None:
+    sky = simulated()
+    one, other = store_over(sky, 1), store_over(sky, 2)
+    assert other.put_many([(KEY, VALUE)]) == [True]
+    assert one.lookup([KEY]) == [Presence.HIT] and one.prefix([KEY]) == 1
+    assert other.put_many([(KEY, b"shorter")]) == [True]
+    sky.settle(sky.now_s + 2.0)
+    assert read(one) == (b"shorter", "")
+
+
 def test_satellites_that_do_not_say_that_they_are_settled_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do those of earlier versions, and all during a handover."""
     monkeypatch.setattr(SatelliteMachine, "_settled", lambda self, key, now_s: False)

@@ -20,6 +20,8 @@ from skymemory.store.shared_index import SharedIndex
 
 _REMEMBERED_LINKS = 1 << 17
 _LONGEST_CHAIN = 4096
+_FRESH_S = 1.0
+"""So long a load without an index relies on what satellites said of a key: another client may set it anew."""
 _NOWHERE: Mapping[bytes, Place] = {}
 
 
@@ -31,7 +33,8 @@ class Catalog:
         self._prober = prober
         self._rebuilding = Rebuilding(index, prober, self._enter) if index is not None else None
         self._chunk_bytes = chunk_bytes
-        self._known: OrderedDict[bytes, ValueInfo] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[ValueInfo, float]] = OrderedDict()
+        """Without an index: what satellites said of a key last, and when."""
         self._neighbours: OrderedDict[bytes, bytes] = OrderedDict()
         """What stands before a key, by the calls of this process: good enough for a touch, never for the index."""
 
@@ -118,7 +121,8 @@ class Catalog:
         return -(-info.value_bytes // info.chunks)
 
     def _remember(self, known: dict[bytes, ValueInfo]) -> None:
-        self._known.update(known)
+        now_s = self._prober.now_s()
+        self._known.update({key: (info, now_s) for key, info in known.items()})
         while len(self._known) > _REMEMBERED_LINKS:
             self._known.popitem(last=False)
 
@@ -135,7 +139,7 @@ class Catalog:
     def settled(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
         """What is known here of these keys, without asking anybody."""
         if self.index is None:
-            return {key: self._known[key] for key in keys if key in self._known}
+            return {key: self._known[key][0] for key in keys if key in self._known}
         infos = self.index.infos(keys)
         return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
 
@@ -151,7 +155,7 @@ class Catalog:
         chain.reverse()
         if self.index is not None:
             return list(self.settled(chain).values()) if chain else []
-        return [self._known[known] for known in chain if known in self._known]
+        return [self._known[known][0] for known in chain if known in self._known]
 
     def take(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
         """As ``search``, of the distinct keys in order; what a probing ``prefix`` learned is used once."""
@@ -159,7 +163,9 @@ class Catalog:
         if self.index is not None:
             found, certain = self.search(wanted)
         else:
-            found = {key: info for key in wanted if (info := self._known.pop(key, None)) is not None}
+            since_s = self._prober.now_s() - _FRESH_S
+            taken = {key: self._known.pop(key) for key in wanted if key in self._known}
+            found = {key: info for key, (info, at_s) in taken.items() if at_s >= since_s}
             unknown = [key for key in wanted if key not in found]
             more, certain = self._prober.search(unknown) if unknown else ({}, True)
             found.update(more)
