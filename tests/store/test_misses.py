@@ -161,6 +161,17 @@ def test_what_another_client_has_set_anew_is_read_though_it_was_looked_at_before
     assert read(one) == (b"shorter", "")
 
 
+def test_a_shorter_value_leaves_nothing_of_the_longer_one_to_be_found_once_it_is_deleted() -> None:
+    sky = simulated()
+    writer = store_over(sky, 1, SharedIndex())
+    assert writer.put_many([(KEY, VALUE)]) == [True]
+    assert writer.put_many([(KEY, VALUE[:6000])]) == [True]
+    assert read(store_over(sky, 3)) == (VALUE[:6000], "")
+    assert writer.delete([KEY]) == [True]
+    other = store_over(sky, 2)
+    assert other.lookup([KEY]) == [Presence.MISS] and other.prefix([KEY]) == 0 and other.delete([KEY]) == [False]
+
+
 def test_satellites_that_do_not_say_that_they_are_settled_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do those of earlier versions, and all during a handover."""
     monkeypatch.setattr(SatelliteMachine, "_settled", lambda self, key, now_s: False)

@@ -60,10 +60,14 @@ class Upkeep:
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Forget what is left of earlier values of keys that were stored again in another placement, where the later
-        ones have no chunks: who looks without an index would find them.
+        """Forget what is left of earlier values of keys that were stored again in another placement, or with fewer
+        chunks, where the later ones have none: a look-up without an index would find them.
         """
-        moved = [info for info in stored if info.key in before and not _same_placement(info, before[info.key])]
+
+        def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
+            return not _same_placement(old, new) or min(old.chunks, old.servers) > new.chunks
+
+        moved = [info for info in stored if info.key in before and leaves_some(before[info.key], info)]
         if moved:
             kept = {info.key: set(self._places(info, nearby=True)) for info in moved}
             self._evict(self._pages([before[info.key] for info in moved], nearby=True, but=kept))
