@@ -76,6 +76,8 @@ class ChunkService:
         """Told of each key that a writer (not a handover) stored chunks of."""
         self.on_served: Callable[[bytes, int], None] | None = None
         """Told of each key that a ground host, by its number, was sent chunks of."""
+        self.waited_s = 0.0
+        """How long ago the packets that are being taken came: a late host takes some from a queue (``postponed``)."""
 
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
         """SET and MIGRATE, as ``native.open_runs`` took them apart; ``start`` is where the SKY header begins."""
@@ -89,7 +91,7 @@ class ChunkService:
             return
         migrated = request.header.op is Op.MIGRATE
         self._now_s = now_s
-        if migrated and self._latecomers.is_deleted(ref, now_s):
+        if migrated and self._latecomers.is_deleted(ref, now_s - self.waited_s):
             return
         outcome = None
         if not (migrated and any(map(self._is_outdated, indices, chunks))):
@@ -133,7 +135,7 @@ class ChunkService:
     def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
         migrated = request.header.op is Op.MIGRATE
         self._now_s = now_s
-        if migrated and self._latecomers.is_deleted(ref, now_s):
+        if migrated and self._latecomers.is_deleted(ref, now_s - self.waited_s):
             return
         if migrated and self._is_outdated(index, (ref, payload)):
             self._store.pass_over(len(payload))

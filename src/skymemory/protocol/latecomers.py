@@ -17,6 +17,7 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.dead import setting_of
 from skymemory.protocol.messages import KEY_BYTES
 from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.postponed import MOST_AGE_S
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import ChunkRef
 
@@ -46,7 +47,7 @@ class Latecomers:
 
     def delete(self, deleted: Iterable[tuple[bytes, bytes]], now_s: float) -> None:
         """These were deleted by command: keys, and settings of them (empty: all)."""
-        while self._deleted and next(iter(self._deleted.values()))[0] <= now_s:
+        while self._deleted and next(iter(self._deleted.values()))[0] <= now_s - MOST_AGE_S:
             self._deleted.popitem(last=False)
         for key, setting in deleted:
             self._deleted.pop(key, None)
@@ -67,12 +68,12 @@ class Latecomers:
         """Whether a writer has stored chunks of the key since then, as far as is known; True where it is not."""
         return since_s <= self._sets_known_s or self._set.get(key, -math.inf) >= since_s
 
-    def is_deleted(self, ref: bytes, now_s: float) -> bool:
-        """Whether a chunk that is handed over is to be taken for lost: if it still is where it comes from, it is sent
-        again, and taken then.
+    def is_deleted(self, ref: bytes, came_s: float) -> bool:
+        """Whether a chunk that was handed over at that time (and may have waited in ``postponed`` since) is to be taken
+        for lost: if it still is where it comes from, it is sent again, and taken then.
         """
-        until_s, setting = self._deleted.get(ref[:KEY_BYTES], (now_s, b""))
-        return until_s > now_s and setting in (b"", setting_of(ref))
+        until_s, setting = self._deleted.get(ref[:KEY_BYTES], (came_s, b""))
+        return until_s > came_s and setting in (b"", setting_of(ref))
 
     def is_outdated(self, ref: bytes, held: bytes) -> bool:
         """Whether the chunk ``ref`` that is handed over was set before the one that is held in its place (packed

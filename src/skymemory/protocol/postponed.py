@@ -57,15 +57,15 @@ class Postponed:
         self._bytes -= len(view)
         self.dropped += -(-len(view) // size)
 
-    def take(self, now_s: float) -> tuple[memoryview, int, LinkEnd] | None:
-        """The oldest that is not too old."""
+    def take(self, now_s: float) -> tuple[memoryview, int, LinkEnd, float] | None:
+        """The oldest that is not too old, and when it came."""
         while self._queue and self._queue[0][0] + MOST_AGE_S < now_s:
             self._drop()
         if not self._queue:
             return None
-        _, view, size, source = self._queue.popleft()
+        came_s, view, size, source = self._queue.popleft()
         self._bytes -= len(view)
-        return view, size, source
+        return view, size, source, came_s
 
 
 def _journeys(view: memoryview, size: int) -> Iterator[Run]:

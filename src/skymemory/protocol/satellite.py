@@ -222,8 +222,10 @@ class SatelliteMachine:
         if self._timers_wait and not (packets_next and self._postponed):
             self._background(now_s)
         elif (found := self._postponed.take(now_s)) is not None:
-            view, size, source = found
+            view, size, source, came_s = found
+            self._chunks.waited_s = now_s - came_s
             self._take([(view, size)], source, now_s)
+            self._chunks.waited_s = 0.0
             return view, size
         return None
 
