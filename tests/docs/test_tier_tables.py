@@ -69,3 +69,14 @@ def test_the_tiers_are_measured(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "out").read_text("utf-8"))["rows"]
     assert {row["tier"] for row in rows} >= {"memory", "disk", "hierarchy"}
     assert all(row["ours_s"] > 0 and row["peer_s"] > 0 for row in rows)
+
+
+def test_the_table_of_tiers_that_hang() -> None:
+    page = (ROOT / "docs/tiers.md").read_text("utf-8")
+    rows = json.loads((ROOT / "docs/benchmarks/hung_tiers.json").read_text("utf-8"))["rows"]
+    assert len(rows) == 6
+    for row in rows:
+        first = f"| {row['tier']} | {'known' if row['known'] else 'never asked'} | {row['computing_ms']:.0f} | "
+        last = f" | {row['may_cost_ms']:.0f} | {row['first_ms']:.0f} | {row['next_ms']:.1f} | "
+        assert any(line.startswith(first) and last in line for line in page.splitlines()), row
+        assert row["first_ms"] < row["may_cost_ms"] + 40 and row["next_ms"] < 20, "once, and little beyond"
