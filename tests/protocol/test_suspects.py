@@ -76,7 +76,7 @@ def test_with_a_plane_of_the_box_dead_only_the_first_read_waits(world, value_of,
         read, _ = sky.get(info)
         assert not read.ok
         waited.append(read.report.seconds)
-    assert max(waited) < 0.005 if access == "los" else max(waited) < 0.1
+    assert max(waited) < 0.01 if access == "los" else max(waited) < 0.1, "a round trip to who had its chunks before"
     assert sky.host.machine.counters.get("breaker_opened") == 0
     sky.sim.revive_plane(1)
     sky.settle(4.5)

@@ -172,6 +172,30 @@ def test_a_shorter_value_leaves_nothing_of_the_longer_one_to_be_found_once_it_is
     assert other.lookup([KEY]) == [Presence.MISS] and other.prefix([KEY]) == 0 and other.delete([KEY]) == [False]
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["not known yet", "known to be silent"])
+def test_where_the_satellite_of_now_is_dead_the_one_before_is_asked(known: bool) -> None:
+    """It died before the move, so that nothing was handed over: all chunks are where they were."""
+    sky, index = moving_sky(), SharedIndex()
+    assert store_over(sky, 1, index).put_many([(KEY, VALUE)]) == [True]
+    placement, moves = sky.sky.placement(3, 10), sky.clock.moves(sky.now_s)
+    server = next(s for s in range(10) if placement.locate(s, moves, moves) == first_to_leave(sky))
+    dead = placement.locate(server, moves, (moves[0] + 1, moves[1]))
+    for other in [*sky.sky.torus.neighbours(dead), *(("ground", ground) for ground in (2, 3))]:
+        sky.cut(dead, other)  # type: ignore[arg-type]
+    sky.settle(sky.now_s + SLOT_S + 3.0)
+    assert placement.locate(server, moves, sky.clock.moves(sky.now_s)) == dead
+    reader = store_over(sky, 2, index)
+    if known:
+        reader._driver.machine._links.suspects.add(dead, sky.now_s)
+    assert read(reader) == (VALUE, "") and chunks_in(sky) == 20
+    if known:  # it asks for nothing else before it has these
+        (before,) = {here for here, machine in sky.satellites.items() if server in machine.store.shares.get(KEY, {})}
+        sky.satellites[before].store.remove_key(KEY)
+        served = [machine.counters.get("chunks_served") for machine in sky.satellites.values()]
+        assert read(reader)[1] == "unreachable" and chunks_in(sky) == 18
+        assert served == [machine.counters.get("chunks_served") for machine in sky.satellites.values()]
+
+
 def test_satellites_that_do_not_say_that_they_are_settled_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do those of earlier versions, and all during a handover."""
     monkeypatch.setattr(SatelliteMachine, "_settled", lambda self, key, now_s: False)

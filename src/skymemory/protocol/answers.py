@@ -19,7 +19,6 @@ from skymemory.protocol.dead import Dead, unpack_dead
 from skymemory.protocol.followed_clock import FollowedClock
 from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
-from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.outbox import Operation, Request
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import made_at_s
@@ -46,13 +45,13 @@ class Answers:
     """Reads what satellites answer. ``resume`` is told of operations that have something to send again."""
 
     def __init__(
-        self, in_flight: InFlight, links: Links, clock: FollowedClock, sky: SkyMap, counters: Counters, ground: int,
-        resume: Callable[[Operation], None],
+        self, in_flight: InFlight, links: Links, clock: FollowedClock, counters: Counters, ground: int,
+        resume: Callable[[Operation], None], everywhere: Callable[[ValueInfo, float], Sequence[Moves]],
     ) -> None:  # fmt: skip
         self._in_flight = in_flight
         self._links = links
         self._clock = clock
-        self._sky = sky
+        self._everywhere = everywhere
         self._counters = counters
         self._ground = ground
         self._resume = resume
@@ -67,6 +66,8 @@ class Answers:
             if request is not None and isinstance(transfer := request.operation.transfer, ReadTransfer):
                 heard.append((request, transfer, tally))
                 transfer.placed(*tally[3:6])
+                if transfer.pending:
+                    self._resume(request.operation)
         ended: dict[int, Verdict] = {}
         for request, transfer, (_, echo_us, _, placed, duplicates, corrupt, foreign) in heard:
             size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
@@ -127,12 +128,12 @@ class Answers:
         if header.op is Op.UNREACHABLE:
             if header.status is Status.REFUSED:
                 return Verdict(request.operation, "refused")
-            return self.lost(request, "unreachable")
+            return self.lost(request, "unreachable", now_s)
         if header.op is Op.UNSUPPORTED:
             _, known = Capabilities.unpack_unsupported(body)
             request.peer.declares(known, now_s)
             request.peer.cannot(request.op, now_s)
-            return self.lost(request, "unsupported")
+            return self.lost(request, "unsupported", now_s)
         if header.op is Op.BUSY:
             request.window.lost(now_s, self._links.round_trip(request.satellite).smoothed_s)
         elif isinstance(transfer, WriteTransfer) and header.op is Op.ACK:
@@ -170,14 +171,17 @@ class Answers:
         if selection.key != transfer.info.key:
             return None
         if header.status is not Status.OK:
-            return self.lost(request, "full")
+            return self.lost(request, "full", now_s)
         return self._stored(request, transfer, selection.indices(), header.credit, now_s)
 
-    def lost(self, request: Request, failure: str) -> Verdict | None:
+    def lost(self, request: Request, failure: str, now_s: float) -> Verdict | None:
         """Its satellite will not answer as we wish: the end, unless there are copies of what it was about."""
         transfer = request.operation.transfer
         if isinstance(transfer, ReadTransfer):
-            saved = transfer.redirect(request.indices, request.satellite)
+            anybody = failure != "timeout" or self._links.heard_anybody_since(request.begun_s)
+            everywhere = partial(self._everywhere, transfer.info, now_s) if anybody else None
+            saved = transfer.redirect(request.indices, request.satellite, failure, everywhere)
+            failure = transfer.silence or failure
         else:
             saved = transfer is not None and transfer.waive(request.indices)
         if not saved:
@@ -226,9 +230,6 @@ class Answers:
             self._in_flight.retire(request)
         self._resume(request.operation)
         return None
-
-    def _everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
-        return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
     def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
         """A checked answer came: the satellite lives. Returns the round trip it took, as far as that can be told."""

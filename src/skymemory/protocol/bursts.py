@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from skymemory.placement.locate import Moves
 from skymemory.protocol.answers import Verdict
@@ -11,7 +12,7 @@ from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
 from skymemory.protocol.outbox import Operation
 from skymemory.protocol.replicas import ReplicatedRead
-from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Burst, ReadTransfer, WriteTransfer
+from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Burst, ReadTransfer, ValueInfo, WriteTransfer
 from skymemory.protocol.wire import Op
 
 _LEAST_BURST_CHUNKS = 10
@@ -19,10 +20,15 @@ _LEAST_BURST_CHUNKS = 10
 
 
 class Bursts:
-    """Hands bursts to the outbox. A satellite that is taken for dead ends the operation that needs it, at once."""
+    """Hands bursts to the outbox. A satellite that is taken for dead ends a write that needs it at once, and a read if
+    those that had its chunks before have them no more.
+    """
 
-    def __init__(self, links: Links, in_flight: InFlight) -> None:
+    def __init__(
+        self, links: Links, in_flight: InFlight, everywhere: Callable[[ValueInfo, float], Sequence[Moves]]
+    ) -> None:
         self._links = links
+        self._everywhere = everywhere
         self._in_flight = in_flight
 
     def ask(self, operation: Operation, transfer: ReadTransfer, moves: Moves, now_s: float) -> Verdict | None:
@@ -31,9 +37,10 @@ class Bursts:
         key, window = transfer.info.key, self._links.inbound
         suspects = self._links.suspects
         if transfer.checked_suspects != suspects.added and not isinstance(transfer, ReplicatedRead):
-            if len(suspects) > 0 and any(
+            silent = len(suspects) > 0 and any(
                 burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
-            ):
+            )
+            if silent and not transfer.avoid(suspects, partial(self._everywhere, transfer.info, now_s)):
                 return Verdict(operation, "unreachable")
             transfer.checked_suspects = suspects.added
         requests = []
@@ -42,7 +49,8 @@ class Bursts:
             size_bytes = len(indices) * size_each
             if satellite in suspects:
                 transfer.pending.popleft()
-                if transfer.redirect(indices, satellite):
+                everywhere = partial(self._everywhere, transfer.info, now_s)
+                if transfer.redirect(indices, satellite, "unreachable", everywhere):
                     continue
                 return Verdict(operation, "unreachable")
             if not window.admits(size_bytes):

@@ -53,9 +53,9 @@ class ClientMachine:
         every_packet = config.authority is not None and config.authority.every_packet
         self._gate = ClientGate(config.authority, self.counters) if every_packet and config.authority else None
         self._in_flight = InFlight(self._links, self._outbox, config.give_up_s)
-        self._bursts = Bursts(self._links, self._in_flight)
+        self._bursts = Bursts(self._links, self._in_flight, self._everywhere)
         self._answers = Answers(
-            self._in_flight, self._links, self._clock, sky, self.counters, config.ground, self._enqueue
+            self._in_flight, self._links, self._clock, self.counters, config.ground, self._enqueue, self._everywhere
         )
         self._outages = Outages(sky, self._links, self._outbox, self._pointing, self.counters, self._ping)
         self.breaker = self._outages.breaker
@@ -235,7 +235,7 @@ class ClientMachine:
             if self._outages.doubt(request, self._centre(now_s), now_s):
                 self._point_beam(now_s)
             if failure := self._in_flight.give_up_or_repeat(request, self.moves(now_s), now_s):
-                self._finish(self._answers.lost(request, failure), now_s)
+                self._finish(self._answers.lost(request, failure, now_s), now_s)
             elif request.operation.transfer is None and request.op not in ALWAYS_ASKED:
                 self._outages.check(request.satellite, now_s)
         if now_s >= self._outages.next_s:
@@ -270,6 +270,10 @@ class ClientMachine:
             return lambda moves: self._sky.servers_at(strategy, servers, set_moves, moves, replica)
 
         return [copy(replica) for replica in range(replicas)]
+
+    def _everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
+        """Moves that name all places where chunks of a value may have been left, those of now first."""
+        return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
     def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
         operation = Operation(self._next_number, transfer, now_s, report)

@@ -39,6 +39,9 @@ class FollowedClock:
         self._clock = clock
         self._counters = counters if counters is not None else Counters()
         self._latest: Moves | None = None
+        self._since: dict[tuple[Moves, str, int], list[Moves]] = {}
+        self._since_at: tuple[MoveClock, Moves] | None = None
+        """Moves since settings that were asked for, and the clock and moves for which they hold."""
         self._before: deque[Moves] = deque(maxlen=_REMEMBERED)
         self._words: dict[SatelliteId, tuple[Moves, float]] = {}
         """Of the satellites that spoke last, latest last: what they add to our own clock, and when they said so."""
@@ -122,5 +125,9 @@ class FollowedClock:
         """Counts of moves that name every satellite where a chunk that was set at ``set_moves`` may have been left:
         those ``nearby``, and all since it was set.
         """
-        since = self._clock.moves_since(set_moves, placement, now_s)
-        return list(dict.fromkeys([*self.nearby(now_s), *since]))
+        name = set_moves, placement.strategy, placement.servers
+        if self._since_at != (self._clock, self.moves(now_s)):
+            self._since, self._since_at = {}, (self._clock, self.moves(now_s))
+        if name not in self._since:
+            self._since[name] = self._clock.moves_since(set_moves, placement, now_s)
+        return list(dict.fromkeys([*self.nearby(now_s), *self._since[name]]))

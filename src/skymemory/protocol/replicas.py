@@ -16,6 +16,7 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.transfer import (
     WRITE_BURST_CHUNKS,
     Burst,
+    Everywhere,
     ReadTransfer,
     ValueInfo,
     Where,
@@ -43,13 +44,15 @@ class ReplicatedRead(ReadTransfer):
             for copy in copies[1:]:
                 self.pending.extend(planned(info.chunks, copy(moves), info.servers, burst_chunks)[0])
 
-    def redirect(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
+    def redirect(
+        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", everywhere: Everywhere | None = None
+    ) -> bool:
         self._failed.add(satellite)
         if super().redirect(indices, satellite):
             return True
         bursts = self._elsewhere(indices, satellite)
         if bursts is None:
-            return False
+            return super().redirect(indices, satellite, failure, everywhere)
         self.pending.extendleft(bursts)
         return True
 

@@ -18,8 +18,11 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.messages import KEY_BYTES, Buffer
 from skymemory.protocol.segments import Slices, pack_refs
 from skymemory.protocol.selection import pack_steps
+from skymemory.protocol.suspects import Suspects
 from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, TELEMETRY_PREFIX_BYTES
 
+Everywhere = Callable[[], Sequence[Moves]]
+"""The moves at which a chunk of this value may ever have been left, those of now first."""
 Where = Callable[[Moves], tuple[SatelliteId, ...]]
 """The satellite of each server of this value at the given moves."""
 
@@ -34,6 +37,8 @@ PROOF_S = 0.8
 """All that say that a chunk is gone must have said so within this time. A copy outlives its handover by the grace
 (1 s): so a chunk that is anywhere cannot have gone from one of them to another behind the back of who asks.
 """
+_MOST_STAND_INS = 8
+"""Where a satellite is silent, so many others are asked for its chunks: those that had them last, or are next."""
 _MAX_RENEWALS = 3
 """How often the search for one chunk begins anew because the box has moved again."""
 
@@ -129,7 +134,7 @@ class Absence(NamedTuple):
 
     satellite: SatelliteId
     nearby: Sequence[Moves]
-    everywhere: Callable[[], Sequence[Moves]]
+    everywhere: Everywhere
     settled: bool
     counted: Moves
     asked_s: float
@@ -154,13 +159,15 @@ class _Search:
     silent: set[SatelliteId] | None = None
     since_s: float = 0.0
     proof: bool = True
+    in_place_of_silent: bool = False
+    """Whether these are asked because another is silent."""
 
     def renew(self, moves: Moves) -> bool:
         """Begin anew where the box has moved since, if that has not been done too often."""
         if self.at == moves or self.renewals == _MAX_RENEWALS:
             return False
         self.renewals += 1
-        self.at, self.silent = moves, None
+        self.at, self.silent, self.in_place_of_silent = moves, None, False
         return True
 
 
@@ -190,12 +197,21 @@ class ReadTransfer:
         """Where its chunks go as they come."""
         self._where = where
         self._searches: dict[int, _Search] = {}
+        self._aside: list[Burst] = []
+        """Not asked for until all is here that others are asked for in place of silent satellites."""
+        self._sought: set[int] = set()
+        self.silence = ""
+        """What was first wrong with a satellite that others were asked in place of: if in vain, that ended the read."""
 
     def placed(self, placed: int, duplicates: int, corrupt: int) -> None:
         """So many chunks have come to their places, come again, or come damaged."""
         self.missing -= placed
         self.report.duplicate_chunks += duplicates
         self.report.corrupt_chunks += corrupt
+        if self._aside and all(self.arrived[index] for index in self._sought):
+            self.pending.extend(self._aside)
+            self._aside.clear()
+            self.checked_suspects = None
 
     def has(self, indices: Sequence[int]) -> bool:
         """Whether all of these have arrived."""
@@ -226,7 +242,7 @@ class ReadTransfer:
                 if search.proof and answer.now_s - search.since_s <= PROOF_S:
                     return "missing"
                 if not search.renew(answer.moves):
-                    return "under way"
+                    return self.silence if search.in_place_of_silent else "under way"
                 search.left = self._likely(index, answer)
             elif not search.left and search.renew(answer.moves):
                 search.left = self._likely(index, answer)
@@ -264,20 +280,54 @@ class ReadTransfer:
         others = [place for place in places if place != asked]
         return deque([*others, next(iter(places))] if others else [])
 
-    def redirect(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
+    def redirect(
+        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", everywhere: Everywhere | None = None
+    ) -> bool:
         """``satellite`` is dead: get these chunks elsewhere. False if they are nowhere else.
 
-        One of many that are asked whether they have a chunk need not answer: but then nothing is proved.
+        One of many that are asked whether they have a chunk need not answer: but then nothing is proved. In place of
+        another, those are asked that had the chunks before it, for it may have died before they were handed over;
+        if these have them neither, the read ends with ``failure``.
         """
+        bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
             search = self._searches.get(index)
             if self.arrived[index]:
                 continue
             if search is None or search.silent is None:
-                return False
+                if everywhere is None:
+                    return False
+                search = self._stand_ins(index, satellite, failure, everywhere())
+                for place in search.silent or ():
+                    bursts.setdefault(place, []).append(index)
             search.proof = False
+            assert search.silent is not None
             search.silent.discard(satellite)
             if not search.silent:
+                return False
+        self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
+        return True
+
+    def _stand_ins(self, index: int, silent: SatelliteId, failure: str, at: Sequence[Moves]) -> _Search:
+        places = [place for place in self._places(index % self.info.servers, at) if place != silent]
+        before = self._searches.get(index)
+        search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MOST_STAND_INS]))
+        search.in_place_of_silent = True
+        self.silence = self.silence or failure
+        self._searches[index] = search
+        return search
+
+    def avoid(self, suspects: Suspects, everywhere: Everywhere) -> bool:
+        """Some of those that are to be asked are silent: others first, and the rest only when these had the chunks.
+        False where there are none.
+        """
+        bursts, self.pending = self.pending, deque()
+        for burst in bursts:
+            if burst.satellite not in suspects or self.is_one_of_many(burst.indices):
+                self._aside.append(burst)
+                continue
+            self._sought.update(burst.indices)
+            if not self.redirect(burst.indices, burst.satellite, "unreachable", everywhere):
                 return False
         return True
 
