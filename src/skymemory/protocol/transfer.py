@@ -300,8 +300,8 @@ class ReadTransfer:
                 search = self._stand_ins(index, satellite, failure, everywhere())
                 for place in search.silent or ():
                     bursts.setdefault(place, []).append(index)
-            search.proof = False
             assert search.silent is not None
+            search.proof = False
             search.silent.discard(satellite)
             if not search.silent:
                 return False
