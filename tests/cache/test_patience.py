@@ -14,14 +14,17 @@ from tests.cache.test_loading_deadlines import Hanging
 from tests.cache.test_manager import LAYOUT, Engine, context, load
 from tests.contract.store_contract import key
 
+from skymemory.cache import tier_workers
 from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.manager import BlockCache
 from skymemory.cache.pace import ComputeRate, Pace
 from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, TierSettings
 from skymemory.cache.tier_breaker import TierBreaker
+from skymemory.cache.tier_workers import Call, TierWorkers
 from skymemory.cache.tiers import TieredStore
 from skymemory.cache.usual import Usual
+from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 from skymemory.store.patience import worth, worth_s
 
@@ -241,4 +244,33 @@ def test_patience_is_the_largest_of_three() -> None:
         assert tier.deadline_s("load", 10) == pytest.approx(TIMES_USUAL * 0.3)
         tier._usual["load"].took(30.0, 10)
         assert tier.deadline_s("load", 10) == 5.0, "never longer than its settings say"
+    tiers.close()
+
+
+@pytest.mark.parametrize("starved_s", [0.0, 0.5], ids=["with a processor", "without one"])
+def test_what_a_thread_waits_for_a_processor_is_not_waited_for_its_tier(
+    starved_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel counts it: half a second of the time in which the call is under way."""
+    counted = iter([1.0])
+    monkeypatch.setattr(tier_workers, "_starved_s", lambda thread: next(counted, 1.0 + starved_s))
+    workers, gate = TierWorkers("busy"), threading.Event()
+    call = Call(lambda: gate.wait(5) and "answered")
+    assert workers.submit(call)  # type: ignore[arg-type]
+    assert soon(lambda: call._thread > 0)
+    threading.Timer(0.1, gate.set).start()
+    assert workers.wait(call, 0.02) == (starved_s > 0)
+    workers.close()
+
+
+def test_a_call_that_no_thread_took_up_in_time_says_nothing_of_its_tier() -> None:
+    far = Hanging(name="far")
+    tiers = TieredStore([(MemoryStore(name="near"), TierSettings(local=True)), (far, TierSettings(threads=1))])
+    tier, gate = tiers.tiers[1], threading.Event()
+    assert tier.start(lambda: gate.wait(5)) is not None
+    with worth(0.001):
+        assert tier.lookup([key(1)]) == [Presence.MISS] and not tier.usable([key(1)])
+    gate.set()
+    assert soon(lambda: tier.usable([key(1)]))
+    assert tier.breaker.closed and tier.breaker.times_opened == 0
     tiers.close()
