@@ -43,6 +43,26 @@ def test_the_embedding_and_the_head_are_no_part_of_the_estimate(model: Any) -> N
     clock.remove()
 
 
+def test_a_pass_that_had_begun_before_is_not_timed() -> None:
+    """Another thread's prompt may be in the model while a manager opens."""
+    rate, clocks = ComputeRate(), []
+
+    class Opens(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if not clocks:
+                clocks.append(ComputeClock(self, rate))
+            return super().forward(input)
+
+    model = Opens(8, 8)
+    model.register_forward_hook(lambda *_: None)  # without any, hooks that come later are not looked for
+    with torch.inference_mode():
+        model(torch.zeros((4, 8)))
+        assert not rate.measured
+        model(torch.zeros((4, 8)))
+    assert rate.measured
+    clocks[0].remove()
+
+
 @pytest.mark.parametrize("method", ["prefix", "complete_load"])
 def test_the_very_first_prompt_waits_for_a_tier_that_hangs_no_longer_than_it_is_worth(
     model: Any, ids: Any, plain: list[int], method: str

@@ -161,6 +161,10 @@ def test_a_redis_value_of_a_later_version_is_a_miss_and_stays(tmp_path: Path) ->
         assert ticket.report is not None and ticket.report.keys[0].reason == LATER_VERSION
         assert raw.get(name) == changed
         assert sum(count for name, count in store.stats().items() if LATER_VERSION in name) == 1
+        assert store.put_many([(key(0), b"other"), (key(1), b"older"), (key(2), b"third")]) == [True, False, True]
+        assert raw.get(name) == changed, "what is of a later version is not written over"
+        assert store.get_many([key(0), key(2)]) == [b"other", b"third"]
+        assert store.delete([key(1)]) == [True] and store.put_many([(key(1), b"older")]) == [True]
         store.close()
     finally:
         server.stop()
@@ -174,7 +178,7 @@ def framed(op: int, body: bytes, version: int = 1) -> bytes:
     return blank[:8] + struct.pack("<I", zlib.crc32(blank + body)) + body
 
 
-@pytest.mark.parametrize("strange", [framed(1, b"another form", 2), framed(99, b"another kind")])
+@pytest.mark.parametrize("strange", [framed(1, b"another form", 3), framed(99, b"another kind")])
 def test_a_record_that_is_not_known_is_passed_over_and_stays(tmp_path: Path, strange: bytes) -> None:
     path = tmp_path / "index"
     index = SharedIndex(path, born=True)
@@ -197,7 +201,7 @@ def test_a_damaged_record_is_still_cut_off(tmp_path: Path) -> None:
     index = SharedIndex(path, born=True)
     add(index, 1)
     with path.open("ab") as file:
-        file.write(framed(1, b"another form", 2)[:-1] + b"!")
+        file.write(framed(1, b"another form", 3)[:-1] + b"!")
     assert index.infos([key(1)]) == [INFO] and not index.complete
     assert b"another" not in path.read_bytes() and index.unknown_records == 0
 
@@ -209,8 +213,8 @@ def test_records_tell_what_they_passed_over() -> None:
 
 
 def test_a_snapshot_of_a_later_version_says_so() -> None:
-    with pytest.raises(LaterVersion, match="version 2"):
-        unpack_snapshot(b"SKYINDEX" + struct.pack("<I", 2) + bytes(40))
+    with pytest.raises(LaterVersion, match="version 3"):
+        unpack_snapshot(b"SKYINDEX" + struct.pack("<I", 3) + bytes(40))
 
 
 # --- a disk store's files ---

@@ -73,6 +73,10 @@ class ComputeClock:
         self._begun.at_s = time.perf_counter()
 
     def _ends(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        began_s: float | None = getattr(self._begun, "at_s", None)
+        if began_s is None:  # a pass that had begun before the hooks came
+            return
+        self._begun.at_s = None
         given = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(given, torch.Tensor) and given.device.type == "cpu":
-            self._rate.took(given.numel(), time.perf_counter() - self._begun.at_s)
+            self._rate.took(given.numel(), time.perf_counter() - began_s)

@@ -43,6 +43,7 @@ _LARGEST_BYTES = (512 << 20) - _TRAILER_BYTES
 _VALUES_AT_ONCE = 8
 _QUESTIONS_AT_ONCE = 512
 _LEARN_FROM_BYTES = 1 << 20
+_MOST_LATER = 1 << 16
 
 
 class RedisStore(TwoPhase):
@@ -71,6 +72,8 @@ class RedisStore(TwoPhase):
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._counters = self._link.counters
+        self._later: dict[bytes, None] = {}
+        """Keys under which a later release's values were seen: they are not written over."""
         self._bytes_per_s = 1e9
         self._closed = False
         self._owner = Owner(f"the {name} store")
@@ -114,10 +117,15 @@ class RedisStore(TwoPhase):
         loaded_bytes = 0
         corrupt: list[bytes] = []
         for key, value in found.items():
+            self._later.pop(key, None)
             if isinstance(value, memoryview):
                 loaded_bytes += value.nbytes
             elif value == "corrupt":
                 corrupt.append(key)
+            elif value == LATER_VERSION:
+                self._later[key] = None
+                while len(self._later) > _MOST_LATER:
+                    self._later.pop(next(iter(self._later)), None)
             if isinstance(value, str) and value != "absent":
                 self._counters.add("failed", label=value)
         self._ask_each(b"DEL", corrupt)
@@ -157,16 +165,21 @@ class RedisStore(TwoPhase):
         self._check(())
         started_s = self._clock()
         with self._stores.ending(ticket):
+            later = {key for key, _ in ticket.items if key in self._later}
             commands = []
             for key, value in ticket.items:
-                data = memoryview(value).cast("B")
-                commands.append(pack(b"SET", NAMESPACE + key, (data, _trailer(key, data))))
-            replies = self._link.ask(commands, _VALUES_AT_ONCE)
-        stored = [reply in (b"OK", "OK") for reply in replies]
+                if key not in later:
+                    data = memoryview(value).cast("B")
+                    commands.append(pack(b"SET", NAMESPACE + key, (data, _trailer(key, data))))
+            replies = iter(self._link.ask(commands, _VALUES_AT_ONCE))
+        stored = []
+        for key, _ in ticket.items:
+            reply = LATER_VERSION if key in later else next(replies)
+            stored.append(reply in (b"OK", "OK"))
+            if not stored[-1]:
+                label = "unreachable" if isinstance(reply, Unreachable) else "refused"
+                self._counters.add("failed", label=LATER_VERSION if reply == LATER_VERSION else label)
         self._counters.add("stored", sum(stored))
-        for reply, done in zip(replies, stored, strict=True):
-            if not done:
-                self._counters.add("failed", label="unreachable" if isinstance(reply, Unreachable) else "refused")
         ticket.seconds = self._clock() - started_s
         return stored
 
@@ -180,6 +193,8 @@ class RedisStore(TwoPhase):
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         replies = self._ask_each(b"DEL", self._check(keys))
+        for key in keys:
+            self._later.pop(key, None)
         return [reply == 1 if type(reply) is int else None for reply in replies]
 
     def _ask_each(self, verb: bytes, keys: Sequence[bytes]) -> list[object]:
