@@ -206,7 +206,7 @@ def test_idle_satellites_cost_nothing_even_with_a_plane_dead(sky: Sky) -> None:
     before, begun_s = used_ticks(), time.monotonic()
     time.sleep(3.0)
     share = (used_ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - begun_s)
-    assert share < 0.02, "of one core"
+    assert share < 0.05, "of one core"
 
 
 def _await_end_of_flood(plan: ConstellationPlan) -> None:
