@@ -24,6 +24,8 @@ _MOST_PATIENCE = 10
 _MOST_BACKOFF = 4
 """Repetitions come at 1, 2, 4, 4 … timeouts: the windows already slow us down, and a lossy path needs many tries."""
 
+_STAND_IN_TRIES = 3
+"""What is asked in place of a silent satellite is silent itself after so many: a dead plane holds most of them."""
 _PASSED_OVER = 3
 """A satellite that has answered so many PINGs sent with repetitions of a question, and not the question, does not know
 it. At 2 % of loss each way one question in 390,000 comes to that by chance; it is then only not asked for a while."""
@@ -181,8 +183,13 @@ class InFlight:
             return "timeout"
         if satellite in self._links.suspects and request.op not in ALWAYS_ASKED:
             return "unreachable"  # it was found silent meanwhile by somebody who had asked before us
-        if passed_over or not self._still_queued(request, now_s):
-            self._repeat(request, wanted, moves, silent_until_s, now_s)
+        if not passed_over and self._still_queued(request, now_s):
+            return ""
+        stands_in = isinstance(transfer, ReadTransfer) and transfer.in_place_of_silent(wanted)
+        if stands_in and request.attempts >= _STAND_IN_TRIES:
+            self._links.suspects.add(satellite, now_s)
+            return "timeout"
+        self._repeat(request, wanted, moves, silent_until_s, now_s)
         return ""
 
     def _passed_over(self, request: Request) -> bool:

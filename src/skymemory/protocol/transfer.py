@@ -336,6 +336,11 @@ class ReadTransfer:
         found = (self._searches.get(index) for index in indices if not self.arrived[index])
         return all(search is not None and search.silent is not None for search in found)
 
+    def in_place_of_silent(self, indices: Sequence[int]) -> bool:
+        """Whether these are asked for because another satellite is silent: worth a try, and no long wait."""
+        found = (self._searches.get(index) for index in indices if not self.arrived[index])
+        return any(search is not None and search.in_place_of_silent for search in found)
+
     def verified(self) -> bool:
         """Whether the whole value's checksum is right: it is combined from the chunks' own, which were checked."""
         info = self.info
