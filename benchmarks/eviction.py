@@ -4,7 +4,7 @@ Simulated time, real machines: a tree of prompts (system prompts and conversatio
 some files, more than the memory holds, while the box moves. The same seed gives the same requests to every policy.
 
 - dead: bytes of blocks that lost a chunk, as a share of the memory in use, averaged over time;
-- messages: packets about eviction (notices, questions, orders to evict, word to the ground), link by link;
+- messages: packets about eviction (notices, questions, proofs, orders to evict, word to the ground), link by link;
 - holes: blocks that the index promised and a read found incomplete;
 - hits: blocks served of all blocks asked for; "of seen": of those that were asked for before;
 - moved: bytes of MIGRATE packets, link by link.
@@ -25,8 +25,7 @@ from _bench import print_table, write_json
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.eviction import EvictionConfig, parse_policies
-from skymemory.protocol.messages import pack_moves
-from skymemory.protocol.motion import SkyMap
+from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.replacement import REPLACEMENTS
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, Op
 from skymemory.store.admission import AdmittingStore, Sketch
@@ -40,8 +39,10 @@ CHUNK_BYTES, BLOCK_CHUNKS = 256, 23
 BLOCK_BYTES = CHUNK_BYTES * BLOCK_CHUNKS
 MEMORY_CHUNKS = 300
 """Of one satellite: a box of ten holds some 130 blocks."""
-REQUEST_S, MOVE_EVERY, SWEEP_S = 1.0, 40, 5.0
-ABOUT_EVICTION = (Op.NOTICE, Op.GONE, Op.HAS, Op.PRESENCE, Op.EVICT, Op.EVICTED)
+REQUEST_S, SLOT_MOVE_S, SWEEP_S = 1.0, 40.0, 5.0
+ABOUT_EVICTION = (
+    Op.NOTICE, Op.GONE, Op.HAS, Op.PRESENCE, Op.CHECK, Op.CHECKED, Op.EVICT, Op.EVICTED, Op.FORGET,
+)  # fmt: skip
 
 POLICIES = (
     "none", "lazy", "gossip-plane", "gossip", "periodic", "migration", "lazy,gossip", "lazy,periodic",
@@ -110,13 +111,13 @@ def run(eviction: str, replacement: str, admission: bool, seed: int, requests: i
     policies = parse_policies(eviction)
     sky = Recorder(
         SkyMap(preset.torus, preset.centre), MEMORY_CHUNKS * (CHUNK_BYTES + CHUNK_REF_BYTES),
+        MoveClock(slot_period_s=SLOT_MOVE_S, plane_period_s=4 * SLOT_MOVE_S, time_scale=1.0),
         delay_s=lambda sender, receiver: 0.002, replacement=replacement, eviction=EvictionConfig.of(policies, SWEEP_S),
     )  # fmt: skip
     driver = sky.connect(ClientConfig(1, expected_rtt_s=0.004))
     settings = SkySettings(chunk_bytes=CHUNK_BYTES, lazy_eviction="lazy" in policies)
     bare = ConstellationStore(driver, sky.sky, settings, index=SharedIndex())
     store: Store = AdmittingStore(bare, Sketch(1 << 14)) if admission else bare
-    operator = sky.connect(ClientConfig(2, expected_rtt_s=0.004))
     files = random.Random(seed + 1)
     asked = hits = holes = seen_before = 0
     dead = total = 0
@@ -135,11 +136,8 @@ def run(eviction: str, replacement: str, admission: bool, seed: int, requests: i
         if number % 10 == 0:
             name = files.randbytes(32)
             bare.put_many([(name, value_of(name, files.randrange(1, 15) * CHUNK_BYTES))])
-        if number % MOVE_EVERY == 0:
-            moves = pack_moves(number // MOVE_EVERY, number // MOVE_EVERY // 4)
-            operator.run([operator.machine.ask(Op.ADVANCE, moves, here, sky.now_s) for here in sky.satellites])
         sky.settle(sky.now_s + REQUEST_S)
-        if number % 5 == 0 and number % MOVE_EVERY >= 5:
+        if number % 5 == 0 and sky.now_s % SLOT_MOVE_S >= 5:
             now_dead, now_total = dead_bytes(sky)
             dead, total = dead + now_dead, total + now_total
     return {

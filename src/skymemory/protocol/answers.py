@@ -22,7 +22,7 @@ from skymemory.protocol.links import Links
 from skymemory.protocol.outbox import Operation, Request
 from skymemory.protocol.selection import Selection
 from skymemory.protocol.space_packet import made_at_s
-from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Absence, ReadTransfer, ValueInfo, WriteTransfer
+from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Absence, ReadTransfer, StandIns, ValueInfo, WriteTransfer
 from skymemory.protocol.wire import CREDIT_UNIT_BYTES, FLAG_SETTLED, Op, SkyHeader, Status, since_s
 
 _REMEMBERED_GONE = 1 << 16
@@ -179,8 +179,8 @@ class Answers:
         transfer = request.operation.transfer
         if isinstance(transfer, ReadTransfer):
             anybody = failure != "timeout" or self._links.heard_anybody_since(request.begun_s)
-            everywhere = partial(self._everywhere, transfer.info, now_s) if anybody else None
-            saved = transfer.redirect(request.indices, request.satellite, failure, everywhere)
+            others = StandIns(partial(self._everywhere, transfer.info, now_s), self._links.quiet) if anybody else None
+            saved = transfer.redirect(request.indices, request.satellite, failure, others)
             failure = transfer.silence or failure
         else:
             saved = transfer is not None and transfer.waive(request.indices)

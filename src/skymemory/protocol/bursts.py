@@ -12,7 +12,7 @@ from skymemory.protocol.in_flight import InFlight
 from skymemory.protocol.links import Links
 from skymemory.protocol.outbox import Operation
 from skymemory.protocol.replicas import ReplicatedRead
-from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Burst, ReadTransfer, ValueInfo, WriteTransfer
+from skymemory.protocol.transfer import CHUNK_OVERHEAD_BYTES, Burst, ReadTransfer, StandIns, ValueInfo, WriteTransfer
 from skymemory.protocol.wire import Op
 
 _LEAST_BURST_CHUNKS = 10
@@ -40,7 +40,7 @@ class Bursts:
             silent = len(suspects) > 0 and any(
                 burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
             )
-            if silent and not transfer.avoid(suspects, partial(self._everywhere, transfer.info, now_s)):
+            if silent and not transfer.avoid(suspects, self._stand_ins(transfer, now_s)):
                 return Verdict(operation, "unreachable")
             transfer.checked_suspects = suspects.added
         requests = []
@@ -49,8 +49,7 @@ class Bursts:
             size_bytes = len(indices) * size_each
             if satellite in suspects:
                 transfer.pending.popleft()
-                everywhere = partial(self._everywhere, transfer.info, now_s)
-                if transfer.redirect(indices, satellite, "unreachable", everywhere):
+                if transfer.redirect(indices, satellite, "unreachable", self._stand_ins(transfer, now_s)):
                     continue
                 return Verdict(operation, "unreachable")
             if not window.admits(size_bytes):
@@ -63,6 +62,9 @@ class Bursts:
         if requests:
             self._in_flight.transmit(requests, now_s)
         return None
+
+    def _stand_ins(self, transfer: ReadTransfer, now_s: float) -> StandIns:
+        return StandIns(partial(self._everywhere, transfer.info, now_s), self._links.quiet)
 
     def send(
         self, operation: Operation, transfer: WriteTransfer, moves: Moves, now_s: float

@@ -187,7 +187,7 @@ class InFlight:
             return ""
         stands_in = isinstance(transfer, ReadTransfer) and transfer.in_place_of_silent(wanted)
         if stands_in and request.attempts >= _STAND_IN_TRIES:
-            self._links.suspects.add(satellite, now_s)
+            request.peer.quiet = True  # late, perhaps, and no suspect: those who need it wait for it
             return "timeout"
         self._repeat(request, wanted, moves, silent_until_s, now_s)
         return ""

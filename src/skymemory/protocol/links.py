@@ -19,11 +19,13 @@ _CLOCK_GRAIN_S = 2e-6
 class Peer:
     """One satellite. Times before anything happened lie before all others."""
 
-    __slots__ = ("_lacks", "_name", "_suspects", "answered_sent_s", "capabilities", "heard_s", "round_trip")
+    __slots__ = ("_lacks", "_name", "_suspects", "answered_sent_s", "capabilities", "heard_s", "quiet", "round_trip")
 
     def __init__(self, name: SatelliteId, expected_rtt_s: float, suspects: Suspects) -> None:
         self.round_trip = RoundTrip(expected_rtt_s)
         self.heard_s = self.answered_sent_s = -math.inf
+        self.quiet = False
+        """It did not answer when it was asked in place of a silent one: it is not asked so again until it is heard."""
         self.capabilities: Capabilities | None = None
         """What its last PONG said; None before any."""
         self._lacks: dict[Op, float] = {}
@@ -34,6 +36,7 @@ class Peer:
     def heard(self, round_trip_s: float | None, now_s: float) -> None:
         """A checked answer came from it."""
         self.heard_s = now_s
+        self.quiet = False
         if self._suspects:
             self._suspects.heard(self._name)
         if round_trip_s is not None:
@@ -95,6 +98,10 @@ class Links:
         if found is None:
             found = self._peers[satellite] = Peer(satellite, self._expected_rtt_s, self.suspects)
         return found
+
+    def quiet(self, satellite: SatelliteId) -> bool:
+        """Whether it is of no use to ask it in place of a silent one."""
+        return satellite in self.suspects or self.peer(satellite).quiet
 
     def grace_s(self, satellite: SatelliteId) -> float:
         """How long the rest of an answer may lag behind the part that is here."""

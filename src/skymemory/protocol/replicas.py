@@ -16,8 +16,8 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.transfer import (
     WRITE_BURST_CHUNKS,
     Burst,
-    Everywhere,
     ReadTransfer,
+    StandIns,
     ValueInfo,
     Where,
     WriteTransfer,
@@ -45,14 +45,14 @@ class ReplicatedRead(ReadTransfer):
                 self.pending.extend(planned(info.chunks, copy(moves), info.servers, burst_chunks)[0])
 
     def redirect(
-        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", everywhere: Everywhere | None = None
+        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", others: StandIns | None = None
     ) -> bool:
         self._failed.add(satellite)
         if super().redirect(indices, satellite):
             return True
         bursts = self._elsewhere(indices, satellite)
         if bursts is None:
-            return super().redirect(indices, satellite, failure, everywhere)
+            return super().redirect(indices, satellite, failure, others)
         self.pending.extendleft(bursts)
         return True
 

@@ -23,6 +23,15 @@ from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, TELEMETRY_
 
 Everywhere = Callable[[], Sequence[Moves]]
 """The moves at which a chunk of this value may ever have been left, those of now first."""
+
+
+class StandIns(NamedTuple):
+    """Whom to ask in place of a silent satellite: places by moves, but those who are ``quiet`` themselves."""
+
+    at: Everywhere
+    quiet: Callable[[SatelliteId], bool]
+
+
 Where = Callable[[Moves], tuple[SatelliteId, ...]]
 """The satellite of each server of this value at the given moves."""
 
@@ -281,7 +290,7 @@ class ReadTransfer:
         return deque([*others, next(iter(places))] if others else [])
 
     def redirect(
-        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", everywhere: Everywhere | None = None
+        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", others: StandIns | None = None
     ) -> bool:
         """``satellite`` is dead: get these chunks elsewhere. False if they are nowhere else.
 
@@ -295,9 +304,9 @@ class ReadTransfer:
             if self.arrived[index]:
                 continue
             if search is None or search.silent is None:
-                if everywhere is None:
+                if others is None:
                     return False
-                search = self._stand_ins(index, satellite, failure, everywhere())
+                search = self._stand_ins(index, satellite, failure, others)
                 for place in search.silent or ():
                     bursts.setdefault(place, []).append(index)
             assert search.silent is not None
@@ -308,8 +317,10 @@ class ReadTransfer:
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
         return True
 
-    def _stand_ins(self, index: int, silent: SatelliteId, failure: str, at: Sequence[Moves]) -> _Search:
-        places = [place for place in self._places(index % self.info.servers, at) if place != silent]
+    def _stand_ins(self, index: int, silent: SatelliteId, failure: str, others: StandIns) -> _Search:
+        at = others.at()
+        found = self._places(index % self.info.servers, at)
+        places = [place for place in found if place != silent and not others.quiet(place)]
         before = self._searches.get(index)
         search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MOST_STAND_INS]))
         search.in_place_of_silent = True
@@ -317,7 +328,7 @@ class ReadTransfer:
         self._searches[index] = search
         return search
 
-    def avoid(self, suspects: Suspects, everywhere: Everywhere) -> bool:
+    def avoid(self, suspects: Suspects, others: StandIns) -> bool:
         """Some of those that are to be asked are silent: others first, and the rest only when these had the chunks.
         False where there are none.
         """
@@ -327,7 +338,7 @@ class ReadTransfer:
                 self._aside.append(burst)
                 continue
             self._sought.update(burst.indices)
-            if not self.redirect(burst.indices, burst.satellite, "unreachable", everywhere):
+            if not self.redirect(burst.indices, burst.satellite, "unreachable", others):
                 return False
         return True
 
