@@ -152,3 +152,18 @@ def test_an_operation_under_way_stops_waiting_for_whom_another_has_found_silent(
     assert finished[first].report.failure == "timeout" and finished[second].report.failure == "unreachable"
     assert finished[second].report.seconds < 0.45
     assert not machine.breaker.is_open
+
+
+def test_satellites_that_answer_late_are_found_alive_and_reads_go_on(world, value_of):
+    """Every answer takes longer than a silent satellite is waited for, as where hosts get too little processor: what
+    comes late says that its sender lives, and how long to wait for it.
+    """
+    sky = world(give_up_s=0.8)
+    _, info = sky.put("v", value_of(200_000))
+    assert sky.get(info)[0].ok
+    sky.sim._delay_s = lambda sender, receiver: 0.5
+    outcomes = []
+    for _ in range(20):
+        outcomes.append(sky.get(info)[0].ok)
+        sky.settle(0.4)
+    assert outcomes[5:] == [True] * 15, outcomes

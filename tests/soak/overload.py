@@ -96,6 +96,8 @@ class Watched:
     rows: list[Row] = field(default_factory=list)
     wrong: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    client: dict[str, int | float] = field(default_factory=dict)
+    """What the reader's store counted."""
 
 
 class _Watch(threading.Thread):
@@ -158,6 +160,7 @@ class _Watch(threading.Thread):
                 self._reads.append(found is not None)
                 self._over.wait(max(0.0, began_s + _READ_EVERY_S - time.monotonic()))
         finally:
+            self.watched.client = {name: count for name, count in store.stats().items() if count}
             store.close()
 
 
@@ -361,7 +364,7 @@ class OverloadSoak:
             tell_rows()
         watch.end()
         tell_rows()
-        tell(f"misses: {self.watched.reasons}, wrong: {self.watched.wrong}")
+        tell(f"misses: {self.watched.reasons}, wrong: {self.watched.wrong}, client: {self.watched.client}")
 
     def _fill(self, folder: Path, keys: list[bytes]) -> list[bytes]:
         store: ConstellationStore = open_constellation(folder)

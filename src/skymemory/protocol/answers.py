@@ -105,10 +105,12 @@ class Answers:
             request = self._in_flight.find(header.request_id)
             if header.flags & FLAG_AUTHENTICATED:  # a gate would have taken the MAC off
                 raise MalformedPacket("an answer with a MAC that nobody checks")
+            speaker = SatelliteId(header.source.plane, header.source.slot)
             if request is None or header.ground != self._ground:
                 self._counters.add("packets_unexpected")
+                if header.ground == self._ground:
+                    self._links.heard_late(speaker, since_s(header.timestamp_us, now_s), now_s)
                 return None
-            speaker = SatelliteId(header.source.plane, header.source.slot)
             if speaker == request.satellite:
                 round_trip_s = self._heard(request, header.timestamp_us, now_s)
             else:  # one on the way, which could not pass it on

@@ -21,6 +21,8 @@ ALWAYS_ASKED = (Op.PING, Op.ADVANCE)
 """Even of those who have been silent: an operator wants to know."""
 _MOST_PATIENCE = 10
 """A request that is answered only in part for so many times ``give_up_s`` is given up."""
+_MOST_LATE = 3
+"""A satellite whose answers come late is waited for so many times ``give_up_s`` at most."""
 _MOST_BACKOFF = 4
 """Repetitions come at 1, 2, 4, 4 … timeouts: the windows already slow us down, and a lossy path needs many tries."""
 
@@ -176,7 +178,7 @@ class InFlight:
         if passed_over and request.passed_over >= _PASSED_OVER:
             request.peer.cannot(request.op, now_s)
             return "unsupported"
-        silent_until_s = self._links.silent_since_s(satellite, request.begun_s) + self._give_up_s
+        silent_until_s = self._links.silent_since_s(satellite, request.begun_s) + self._silence_s(request.peer)
         if now_s >= silent_until_s or now_s >= request.begun_s + _MOST_PATIENCE * self._give_up_s:
             self._suspect_all(request.operation, now_s)
             self._links.suspects.add(satellite, now_s)
@@ -192,6 +194,10 @@ class InFlight:
         self._repeat(request, wanted, moves, silent_until_s, now_s)
         return ""
 
+    def _silence_s(self, peer: Peer) -> float:
+        """How long it may be silent. One that was late of late, because it is overloaded, may be as late again."""
+        return max(self._give_up_s, min(peer.round_trip.timeout_s(), _MOST_LATE * self._give_up_s))
+
     def _passed_over(self, request: Request) -> bool:
         """Whether a satellite that may not know this operation has answered what was sent with the question, or since.
         The first sending does not count: nothing was sent with it.
@@ -206,7 +212,7 @@ class InFlight:
         """An operation ends for want of an answer: whoever else has left it waiting for as long is as suspect."""
         for request in map(self._requests.__getitem__, operation.requests):
             since_s = self._links.silent_since_s(request.satellite, request.begun_s)
-            if now_s >= since_s + _NEARLY * self._give_up_s:
+            if now_s >= since_s + _NEARLY * self._silence_s(request.peer):
                 self._links.suspects.add(request.satellite, now_s)
 
     def _still_queued(self, request: Request, now_s: float) -> bool:

@@ -103,6 +103,11 @@ class Links:
         """Whether it is of no use to ask it in place of a silent one."""
         return satellite in self.suspects or self.peer(satellite).quiet
 
+    def heard_late(self, satellite: SatelliteId, round_trip_s: float | None, now_s: float) -> None:
+        """It has answered what is no longer waited for: it lives, and is so late."""
+        if (peer := self._peers.get(satellite)) is not None:
+            peer.heard(round_trip_s, now_s)
+
     def grace_s(self, satellite: SatelliteId) -> float:
         """How long the rest of an answer may lag behind the part that is here."""
         return max(self.round_trip(satellite).smoothed_s / 4, 0.002)
