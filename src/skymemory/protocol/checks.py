@@ -189,9 +189,10 @@ class Checks:
         room_bytes = self._store.limit_bytes - self._store.used_bytes
         found, settled = [], True
         for check in unpack_checks(packet.body):
-            settled = settled and self.settled(check.key, range(check.server, check.chunks, check.servers), now_s)
             share = self._store.shares.get(check.key, {})
-            lacking = check.expected - len(check.held_in(share))
+            held = check.held_in(share)  # never more than is here, whatever number of chunks a packet claims
+            settled = settled and self.settled(check.key, held, now_s)
+            lacking = check.expected - len(held)
             size_bytes = lacking * (check.length_bytes + CHUNK_REF_BYTES)
             if lacking <= 0:
                 found.append(Found.WHOLE)
