@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 import zlib
 
 import pytest
@@ -11,6 +12,7 @@ from tests.protocol.conftest import World, key_of
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol import messages, retention
+from skymemory.protocol.checks import Check, pack_checks
 from skymemory.protocol.dead import pack_dead, pack_setting, unpack_dead
 from skymemory.protocol.eviction import EvictionConfig, parse_policies
 from skymemory.protocol.messages import Packet, build_packet, parse_packet
@@ -498,6 +500,24 @@ def test_leases_of_one_key_are_few_however_many_ask(world, value_of):
         machine.receive_datagram(packet, ("ground", ground), sky.sim.now_s)
     assert len(machine._forgetting.retention._leases[key_of("v0")]) <= 64
     assert machine.store.held_bytes
+
+
+def test_a_check_of_a_made_up_number_of_chunks_costs_no_more_than_those_that_are_here(world, value_of):
+    """Found by the fuzzer: during a handover a satellite listed four billion names, 24 GB."""
+    sky = world()
+    _, infos = fill(sky, 1, value_of)
+    info = infos["v0"]
+    here = sky.sim.sky.servers_at(info.strategy, info.servers, info.set_moves, info.set_moves)[0]
+    machine = sky.sim.satellites[here]
+    machine.handover.stray((key_of("other"), 0), sky.sim.now_s + 60.0)
+    assert not machine.handover.at_rest
+    header = SkyHeader(Op.CHECK, Address(*here), Address(*here), 1, 1)
+    body = pack_checks([Check(key_of("v0"), bytes(12), 1, 0, 1 << 20, 1)])
+    tracemalloc.start()
+    machine.receive_datagram(build_packet(header, body, 0, sky.sim.now_s), SatelliteId(2, 8), sky.sim.now_s)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
 
 
 def test_what_expires_goes_at_its_time_wherever_it_is_then(world, value_of):

@@ -32,7 +32,7 @@ WORTH_SHARE = 0.1
 """Of what the caller would need without the tier, the part that may be lost by waiting for it in vain."""
 TIMES_USUAL = 2.0
 LEAST_PATIENCE_S = 0.02
-"""A call is handed to a thread, to whoever answers it, and back twice; and each time another thread may hold the
+"""A call is handed to a thread, from there to the tier, and back twice; and each time another thread may hold the
 interpreter for a switch interval (5 ms). Less would measure the computer, not the tier.
 """
 
@@ -248,7 +248,7 @@ class Tier:
             self.breaker.failed(self.clock())
 
     def _probe(self, key: bytes) -> None:
-        """A look-up and a load of one key, looked at by nobody: what is absent is an answer, too."""
+        """A look-up and a load of one key, whose results are not used: what is absent is an answer, too."""
         started_s = self.clock()
         try:
             self.store.lookup([key])

@@ -102,7 +102,7 @@ class TierLoad:
 
         values = tier.end(call, until_s, late, sound=sound, kind="load", moved=_size_bytes, held=self.keys)
         if values is None:
-            self._give_back()  # what others load does not wait for what nobody waits for
+            self._give_back()  # what others load does not wait for a load that was given up
             if call.error is None:
                 self._ticket = None  # released when it lands
             why = "unreachable" if call.error is not None else "deadline"

@@ -32,7 +32,7 @@ class Call(Generic[Result]):
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
         self.dropped = False
-        """It was given up before any thread took it up, so nobody was asked."""
+        """It was given up before any thread took it up, so the tier was not asked."""
         self.overdue = False
         """It was given up because it did not end in time."""
         self._submitted_s = time.monotonic()

@@ -102,7 +102,7 @@ def _disabled(directory: RunDirectory) -> frozenset[SatelliteId]:
     try:
         return read_outages(directory)
     except InvalidInput:
-        return frozenset()  # the hosts say so in their logs; whoever is asked in vain is only waited for longer
+        return frozenset()  # the hosts say so in their logs; a satellite that is off is only waited for longer
 
 
 def _as_object(report: StatusReport) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How long the model takes for a prompt's tokens: its forward passes are timed, whoever calls it.
+"""How long the model takes for a prompt's tokens: its forward passes are timed, also those of other callers.
 
 Before the first of them it is estimated by the largest of its matrices, for nothing else is known of this machine.
 """

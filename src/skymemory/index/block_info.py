@@ -40,7 +40,7 @@ class BlockInfo:
     context: bytes = b""
     """Digest of the cache context, so that a whole context can be cleared."""
     chunk_bytes: int = 0
-    """Size of its chunks, where that is not the default; 0: it is, or nobody has said."""
+    """Size of its chunks, where that is not the default; 0: it is, or is not known."""
 
 
 Group = tuple[str, int, bytes, int]

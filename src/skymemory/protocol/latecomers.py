@@ -1,4 +1,4 @@
-"""Chunks and words that come too late: a writer has set their key again since, or somebody has deleted it.
+"""Chunks and words that come too late: their key was set again since, or deleted.
 
 A handover is sent again until it is acknowledged, and links take their time. So what it brings may be older than what
 is here, or be of a value that the sender and we were both told to forget while it was on its way. And who found a value
