@@ -102,8 +102,8 @@ def _ask_all(
                 break
             for number, answer in client.run_any(under_way, min(survey.next_s(now_s), look_s)).items():
                 satellite = under_way.pop(number)
-                if answer.ok and answers[satellite] is None:
-                    answers[satellite] = answer
+                if answer.ok:
+                    answers[satellite] = answers[satellite] or answer
                     survey.answered(satellite, client.now_s())
         for number in under_way:
             client.machine.cancel(number)

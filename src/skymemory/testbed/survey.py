@@ -8,7 +8,7 @@ waited for as long as it makes progress.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 
 from skymemory.constellation.torus import SatelliteId
@@ -43,8 +43,8 @@ class Survey:
         self._fresh: dict[SatelliteId, float] = {}
         """Questions under way, by when they are overdue, in that order."""
         self._waits_s: dict[SatelliteId, float] = {}
-        self._again_s: dict[SatelliteId, float] = {}
-        """When to ask again those whose questions are overdue, in that order for equal waits."""
+        self._overdue: dict[SatelliteId, float] = {}
+        """When those were asked last whose questions are overdue."""
         self._began_s: dict[str, float] = {}
         self._progress_s: dict[str, float] = {}
 
@@ -56,7 +56,7 @@ class Survey:
     def to_ask(self, now_s: float) -> list[SatelliteId]:
         """Ask these now; empty ``waiting`` ends the survey."""
         self._let_go(now_s)
-        again = sorted((at_s, satellite) for satellite, at_s in self._again_s.items() if at_s <= now_s)
+        again = sorted((at_s, satellite) for at_s, satellite in self._again_s() if at_s <= now_s)
         asked: list[SatelliteId] = []
         while len(self._fresh) < WINDOW and (self._unasked or again):
             # Those who had no turn yet come first.
@@ -68,7 +68,7 @@ class Survey:
 
     def _ask(self, satellite: SatelliteId, now_s: float) -> None:
         host = self._host_of[satellite]
-        self._again_s.pop(satellite, None)
+        self._overdue.pop(satellite, None)
         self._fresh[satellite] = now_s + self._overdue_s
         wait_s = self._waits_s.get(satellite)
         if wait_s is None:  # its host's time begins with the last of its satellites
@@ -76,16 +76,27 @@ class Survey:
             self._progress_s[host] = now_s
             self._waits_s[satellite] = self._overdue_s
         else:
-            seldom_s = max(self._overdue_s, len(self._open[host]) / REPEATED_PER_S)
-            self._waits_s[satellite] = min(2 * wait_s, seldom_s)
+            self._waits_s[satellite] = min(2 * wait_s, self._seldom_s(host))
+
+    def _seldom_s(self, host: str) -> float:
+        """The longest wait between two questions to one of its satellites, as many as are unanswered now."""
+        return max(self._overdue_s, len(self._open[host]) / REPEATED_PER_S)
+
+    def _again_s(self) -> Iterator[tuple[float, SatelliteId]]:
+        """When to ask those again whose questions are overdue. A wait shrinks as others of the host answer: the last
+        ones would otherwise wait for their turn among many until the host's patience is over.
+        """
+        seldom_s = {host: self._seldom_s(host) for host in self._open}
+        for satellite, asked_s in self._overdue.items():
+            yield asked_s + min(self._waits_s[satellite], seldom_s[self._host_of[satellite]]), satellite
 
     def answered(self, satellite: SatelliteId, now_s: float) -> None:
-        """It has, however late."""
+        """It has, however late; a second answer of one that was asked twice is progress of its host, too."""
         host = self._host_of[satellite]
         self._fresh.pop(satellite, None)
-        self._again_s.pop(satellite, None)
+        self._overdue.pop(satellite, None)
         waiting = self._open.get(host)
-        if waiting is not None and satellite in waiting:
+        if waiting is not None:
             waiting.discard(satellite)
             self._progress_s[host] = now_s
             if not waiting:
@@ -102,17 +113,17 @@ class Survey:
         for satellite, until_s in list(self._fresh.items()):
             if until_s <= now_s:
                 del self._fresh[satellite]
-                self._again_s[satellite] = until_s - self._overdue_s + self._waits_s[satellite]
+                self._overdue[satellite] = until_s - self._overdue_s
         unasked = {self._host_of[satellite] for satellite in self._unasked}
         for host in list(self._open):
             silent = host not in unasked and now_s >= self._progress_s.get(host, now_s) + self._patience_s
             if silent or now_s >= self._began_s.get(host, now_s) + self._most_s:
                 for satellite in self._open.pop(host):
                     self._fresh.pop(satellite, None)
-                    self._again_s.pop(satellite, None)
+                    self._overdue.pop(satellite, None)
 
     def next_s(self, now_s: float) -> float:
         """When to call ``to_ask`` again at the latest."""
         ends = (self._progress_s.get(host, now_s) + self._patience_s for host in self._open)
-        again = self._again_s.values() if len(self._fresh) < WINDOW else ()
+        again = (at_s for at_s, _ in self._again_s()) if len(self._fresh) < WINDOW else ()
         return min([*self._fresh.values(), *again, *ends], default=now_s)
