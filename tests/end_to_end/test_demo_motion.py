@@ -50,7 +50,8 @@ def test_a_plane_dies_and_returns_and_no_byte_is_wrong(tmp_path: Path) -> None:
     assert report["chunks_lost"] > 0 and report["killed_host"].startswith("host-") and report["down_s"] > 1
     assert report["readable_at_end"] == report["values"] and report["satellites_at_end"] == 95
     told = answer.stderr
-    assert told.index("a value is missed") < told.index("is back") < told.index("computed and stored again")
+    assert told.index("killed") < told.index("a value is missed") < told.index("computed and stored again")
+    assert told.index("killed") < told.index("is back"), "a read that a crowded machine delays may be missed after it"
     assert "×" in answer.stderr and "\x1b" not in answer.stderr
     assert nothing_is_left(tmp_path)
 

@@ -41,6 +41,41 @@ def test_twenty_megabytes_through_five_percent_loss(world, value_of):
     assert read.report.retransmitted_chunks < 0.3 * info.chunks
 
 
+@pytest.mark.parametrize("round_trip_s", [0.15, 0.5])
+def test_a_far_sky_that_loses_five_percent_each_way_is_not_taken_for_silent(world, value_of, round_trip_s):
+    """Found on a busy machine, where answers took 150 ms: after three tries, one of a thousand satellites was dead."""
+    sky = world(faults=FaultInjector(loss=0.05, seed=1), link_s=round_trip_s / 2)
+    failed = []
+    for number in range(300):
+        stored, _ = sky.put(f"v{number % 10}", value_of(20_000), 1000)
+        if not stored.ok:
+            failed.append((number, stored.report.failure))
+            sky.settle(10.0)
+    assert failed == []
+
+
+def test_what_is_lost_on_the_way_to_satellites_that_answer_is_repeated_without_delay(world, value_of):
+    """At 30 % each way. With a back-off that grows although they answer, twice as many writes fail."""
+    failed = 0
+    for seed in range(5):
+        sky = world(faults=FaultInjector(loss=0.3, seed=seed), link_s=0.01)
+        for number in range(20):
+            stored, _ = sky.put(f"v{number % 5}", value_of(640_000), 1000)
+            failed += not stored.ok
+            sky.settle(0.0 if stored.ok else 5.0)
+    assert failed <= 15
+
+
+def test_a_silent_satellite_is_asked_about_ten_times_before_it_is_given_up(world, value_of):
+    """Fewer tries would give up sound ones at heavy loss; more would flood one that is only overloaded."""
+    sky = world()
+    for number in range(20):
+        _, info = sky.put(f"v{number}", value_of(1000), 1000, "rotation_hop", 1)
+    sky.sim.kill(sky.homes(info, (0, 0))[0][0])
+    stored, _ = sky.put("v", value_of(1000), 1000, "rotation_hop", 1)
+    assert stored.report.failure == "timeout" and 8 <= stored.report.requests <= 14
+
+
 @pytest.mark.parametrize("access", ["los", "gateway"])
 def test_thirty_percent_corruption_never_yields_wrong_bytes(world, value_of, access):
     successes = 0

@@ -76,7 +76,7 @@ class Survey:
             self._progress_s[host] = now_s
             self._waits_s[satellite] = self._overdue_s
         else:
-            self._waits_s[satellite] = min(2 * wait_s, self._seldom_s(host))
+            self._waits_s[satellite] = 2 * wait_s
 
     def _seldom_s(self, host: str) -> float:
         """The longest wait between two questions to one of its satellites, as many as are unanswered now."""
