@@ -26,7 +26,7 @@ _MOST_LATE = 3
 _MOST_BACKOFF = 4
 """Repetitions come at 1, 2, 4, 4 … timeouts: the windows already slow us down, and a lossy path needs many tries."""
 _LEAST_TRIES = 4
-"""So often a silent satellite is asked at least: where 10 % are lost on both ways, three lost tries happen every day."""
+"""So often a silent satellite is asked at least: where 10 % of them are lost, three lost tries happen every day."""
 
 _STAND_IN_TRIES = 3
 """What is asked in place of a silent satellite is silent itself after so many: a dead plane holds most of them."""
