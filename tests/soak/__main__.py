@@ -20,7 +20,9 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=1_000_000, help="on values of 1 to 4 chunks (default 10^6)")
     parser.add_argument("--full-blocks", type=int, default=2_000, help="operations on 480 chunks (default 2,000)")
     parser.add_argument("--real", action="store_true", help="real UDP: processes, killed and started again")
-    parser.add_argument("--cause", choices=sorted(CAUSES), help="with --real: overload it so, and watch it heal")
+    parser.add_argument(
+        "--cause", choices=[*sorted(CAUSES), "all"], help="with --real: overload it so, and watch it heal"
+    )
     parser.add_argument("--runs", type=int, default=1, help="with --cause (default 1)")
     parser.add_argument("--minutes", type=float, default=10.0, help="with --real (default 10)")
     parser.add_argument("--replicas", type=int, default=1, help="copies of each chunk, in virtual time (default 1)")
@@ -28,7 +30,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.cause is not None:
-        return _overload(options.cause, options.runs, options.seed, options.json)
+        causes = sorted(CAUSES) if options.cause == "all" else [options.cause]
+        return _overload(causes, options.runs, options.seed, options.json)
     if options.real:
         from tests.soak.real import RealSoak
 
@@ -52,22 +55,28 @@ def main() -> int:
     return 1 if outcome.wrong or outcome.open_books else 0
 
 
-def _overload(cause: str, runs: int, seed: int, json_path: Path | None) -> int:
+def _overload(causes: list[str], runs: int, seed: int, json_path: Path | None) -> int:
     """Each run by itself; all have to hold."""
-    verdicts, rows = [], []
-    for run in range(runs):
-        soak = OverloadSoak(cause, seed + run)
-        verdict = soak.run(_tell)
-        verdicts.append(verdict)
-        rows.append({**asdict(verdict), "holds": verdict.holds, "rows": [asdict(row) for row in soak.watched.rows]})
-        print(
-            f"{cause}, run {run + 1}: {verdict.answer:.0%} answer, {verdict.hits:.0%} of {verdict.reads} reads hit, "
-            f"processor {verdict.cores:.2f} times {verdict.healthy_cores:.2f} cores, {verdict.forced} killed: "
-            f"{'holds' if verdict.holds else 'DOES NOT HOLD'}"
-        )
-    if json_path is not None:
-        json_path.write_text(json.dumps({"cause": cause, "runs": rows}, indent=1) + "\n", "utf-8")
-    return 0 if all(verdict.holds for verdict in verdicts) else 1
+    outcomes: list[dict[str, Any]] = []
+    for cause in causes:
+        for run in range(runs):
+            soak = OverloadSoak(cause, seed + run)
+            verdict = soak.run(_tell)
+            outcomes.append(
+                {
+                    "cause": cause, "seed": seed + run, **asdict(verdict), "holds": verdict.holds,
+                    "rows": [asdict(row) for row in soak.watched.rows],
+                }
+            )  # fmt: skip
+            print(
+                f"{cause}, run {run + 1}: {verdict.answer:.0%} answer, {verdict.hits:.0%} of {verdict.reads} reads "
+                f"hit, {verdict.wrong} wrong, processor {verdict.cores:.2f} times {verdict.healthy_cores:.2f} cores, "
+                f"{verdict.forced} killed: {'holds' if verdict.holds else 'DOES NOT HOLD'}",
+                flush=True,
+            )
+            if json_path is not None:
+                json_path.write_text(json.dumps(outcomes) + "\n", "utf-8")
+    return 0 if all(outcome["holds"] for outcome in outcomes) else 1
 
 
 def _tell(line: str) -> None:

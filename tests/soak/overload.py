@@ -83,10 +83,13 @@ class Verdict:
     cores: float
     healthy_cores: float
     forced: int
+    wrong: int
+    """Reads that gave other bytes than were stored."""
 
     @property
     def holds(self) -> bool:
-        return self.answer >= 0.95 and self.hits >= 0.95 and self.cores <= 1.2 and not self.forced
+        well = self.answer >= 0.95 and self.hits >= 0.95 and self.cores <= 1.2
+        return well and not self.forced and not self.wrong
 
 
 @dataclass(slots=True)
@@ -388,4 +391,5 @@ class OverloadSoak:
             min((row.answer for row in answering), default=0) / plan.torus.size,
             share_of_hits(reading), sum(row.reads for row in reading),
             sum(row.cores for row in late) / max(1, len(late)) / max(healthy_cores, 1e-9), healthy_cores, forced,
+            self.watched.wrong,
         )  # fmt: skip
