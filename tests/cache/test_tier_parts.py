@@ -13,10 +13,12 @@ from skymemory.cache.doubts import Doubts
 from skymemory.cache.in_flight_budget import InFlightBudget
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.outbound import Moving, Outbound
+from skymemory.cache.owed import Owed
 from skymemory.cache.tier import Tier, TierSettings
 from skymemory.cache.tier_breaker import BreakerConfig, TierBreaker
 from skymemory.cache.tier_workers import Call, TierWorkers
 from skymemory.errors import InvalidInput
+from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters
 from skymemory.store.base import Presence, Store
 from skymemory.store.memory import MemoryStore
@@ -182,7 +184,8 @@ def test_batches_have_one_destination_and_bounded_bytes() -> None:
 
 def test_a_doubt_is_settled_only_when_no_call_is_under_way() -> None:
     doubts = Doubts(limit=3)
-    doubts.add([key(1)], under_way=1)
+    doubts.give_up([key(1)])
+    assert doubts.unsettled(key(1)) and key(1) not in doubts and not doubts.unsettled(key(2))
     doubts.add([key(1), key(2)])
     assert doubts.to_delete(9) == [key(2)]
     doubts.settle([key(1), key(2)])
@@ -193,6 +196,30 @@ def test_a_doubt_is_settled_only_when_no_call_is_under_way() -> None:
     assert not doubts
     doubts.add([key(n) for n in range(3)])
     assert doubts.full
+
+
+def test_a_doubt_ends_only_where_nothing_has_happened_since() -> None:
+    doubts = Doubts(limit=9)
+    mark = doubts.add([key(1), key(2), key(3), key(4)])
+    doubts.add([key(2)])
+    doubts.add([key(3)], deleted=True)
+    doubts.give_up([key(4)])
+    doubts.end([key(n) for n in range(6)], mark)
+    assert [key(n) in doubts for n in range(6)] == [False, False, True, True, True, False]
+    assert [doubts.deleted(key(n)) for n in range(5)] == [False, False, False, True, False]
+    doubts.add([key(3)])
+    assert doubts.deleted(key(3)), "put again, but not there"
+    doubts.settle([key(3)])
+    assert not doubts.deleted(key(3))
+
+
+def test_what_is_owed_is_bounded_and_keeps_its_order() -> None:
+    owed = Owed(limit=3)
+    owed.add({key(n): Place(0) for n in range(4)})
+    owed.add({key(1): Place(0)})
+    assert list(owed.first(9)) == [key(1), key(2), key(3)] and list(owed.first(1)) == [key(1)] and owed.dropped == 1
+    owed.discard([key(2), key(7)])
+    assert list(owed.first(9)) == [key(1), key(3)] and len(owed) == 2
 
 
 class Scripted(MemoryStore):

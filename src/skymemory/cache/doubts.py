@@ -1,7 +1,8 @@
-"""Keys whose copy in a tier may be outdated: a put or a delete did not reach it, or was not heard to.
+"""Keys whose copy in a tier may be outdated: a put of a value that may change, or a delete, did not reach it or was not
+heard to.
 
-Such a copy is not read, not counted as present and not written over until it has been deleted. A write that was given
-up may still land: while one is under way, a deletion would prove nothing.
+Such a copy is not read, not counted as present and not written over until it has been deleted, or what was given up
+has landed after all. A call that was given up may still land: while one is under way, a deletion would prove nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ class Doubts:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._keys: dict[bytes, int] = {}
-        """How many calls about each are still under way."""
+        """When each came into doubt last, by ``_count``."""
+        self._count = 0
+        self._deleted: set[bytes] = set()
+        """Those of them that somebody has deleted."""
+        self._under_way: dict[bytes, int] = {}
+        """How many calls about each, in doubt or not, were given up and may still land."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -29,33 +35,61 @@ class Doubts:
     def full(self) -> bool:
         return len(self._keys) >= self._limit
 
-    def add(self, keys: Iterable[bytes], under_way: int = 0) -> None:
-        """``under_way`` calls about these have been given up and may still land; each is to be ``landed``."""
+    def unsettled(self, key: bytes) -> bool:
+        """Whether it is in doubt, or what was given up may still change it."""
+        return key in self._keys or key in self._under_way
+
+    def add(self, keys: Iterable[bytes], deleted: bool = False) -> int:
+        """They are in doubt from now on; ``deleted``: because somebody deleted them. A mark for ``end``."""
+        with self._lock:
+            self._count += 1
+            for key in keys:
+                self._keys[key] = self._count
+                if deleted:
+                    self._deleted.add(key)
+            return self._count
+
+    def give_up(self, keys: Iterable[bytes]) -> None:
+        """A call that may change these has been given up; it is to be ``landed``."""
         with self._lock:
             for key in keys:
-                self._keys[key] = self._keys.get(key, 0) + under_way
+                self._under_way[key] = self._under_way.get(key, 0) + 1
 
     def landed(self, keys: Iterable[bytes]) -> None:
         """A call that had been given up has ended."""
         with self._lock:
             for key in keys:
-                if self._keys.get(key):
-                    self._keys[key] -= 1
+                left = self._under_way.pop(key, 0) - 1
+                if left > 0:
+                    self._under_way[key] = left
+
+    def end(self, keys: Iterable[bytes], mark: int) -> None:
+        """What these were in doubt for since ``mark`` has come right, unless something has happened to them since."""
+        with self._lock:
+            self._end(key for key in keys if self._keys.get(key) == mark)
 
     def to_delete(self, count: int) -> list[bytes]:
         """Up to ``count`` keys whose deletion would settle them."""
         with self._lock:
             chosen: list[bytes] = []
-            for key, under_way in self._keys.items():
-                if not under_way:
+            for key in self._keys:
+                if key not in self._under_way:
                     chosen.append(key)
                 if len(chosen) == count:
                     break
             return chosen
 
+    def deleted(self, key: bytes) -> bool:
+        """Whether it is in doubt because somebody deleted it."""
+        return key in self._deleted
+
     def settle(self, keys: Iterable[bytes]) -> None:
         """These have been deleted."""
         with self._lock:
-            for key in keys:
-                if not self._keys.get(key):
-                    self._keys.pop(key, None)
+            self._end(keys)
+
+    def _end(self, keys: Iterable[bytes]) -> None:
+        for key in list(keys):
+            if key not in self._under_way:
+                self._keys.pop(key, None)
+                self._deleted.discard(key)

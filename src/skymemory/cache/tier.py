@@ -13,7 +13,7 @@ settings, or only that it failed, the breaker opens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, TypeVar
@@ -21,11 +21,12 @@ from typing import Literal, TypeVar
 from skymemory.cache.doubts import Doubts
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.manager import TIER_FAILURES
+from skymemory.cache.owed import Owed
 from skymemory.cache.tier_breaker import BreakerConfig, TierBreaker
 from skymemory.cache.tier_workers import Call, TierWorkers
 from skymemory.cache.usual import Usual
 from skymemory.metrics import Counters
-from skymemory.store.base import Presence, Store
+from skymemory.store.base import Presence, Store, keeps
 from skymemory.store.patience import worth_s
 
 WORTH_SHARE = 0.1
@@ -42,7 +43,9 @@ FAILING_REASONS = frozenset({"unreachable", "timeout"})
 _SETTLED_AT_ONCE = 1024
 _SETTLE_AGAIN_S, _SETTLE_LAST_S = 0.1, 30.0
 _DOUBTS_LIMIT = 1 << 18
-"""About 30 MB of keys; with blocks of 3 MB, 800 GB written past a tier that is down."""
+"""About 30 MB of keys."""
+_OWED_LIMIT = 1 << 16
+"""About 15 MB of keys; with blocks of 3 MB, 190 GB stored past a tier that is down."""
 
 Result = TypeVar("Result")
 Kind = Literal["ask", "load", "store"]
@@ -85,6 +88,7 @@ class Tier:
         self.number = number
         self.clock = clock
         self.doubts = Doubts(_DOUBTS_LIMIT)
+        self.owed = Owed(_OWED_LIMIT)
         self.counters = counters
         self._guard = guard
         self._workers = TierWorkers(store.name, settings.threads)
@@ -154,6 +158,8 @@ class Tier:
         *,
         sound: Callable[[Result], bool] = lambda result: True,
         changes: Sequence[bytes] = (),
+        outdates: Sequence[bytes] = (),
+        came_right: Callable[[Result | None], Iterable[bytes]] = lambda result: (),
         kind: Kind = "ask",
         moved: Callable[[Result], int] = lambda result: 0,
         held: Sequence[bytes] = (),
@@ -161,18 +167,21 @@ class Tier:
         """The result, if it comes by ``until_s`` and without failure; else None.
 
         ``on_late`` is called with what comes of a call that was given up. ``sound``: whether the tier answered at all.
-        ``changes``: the keys that the call changes; they are in doubt once it has been given up. ``moved``: how many
-        bytes such a result has moved. ``held``: keys that the call is about and that the tier has, by its own word.
+        ``changes``: the keys that the call changes, now or when it lands. ``outdates``: those of them that are in doubt
+        once it has been given up, until it lands with a result by which they ``came_right``. ``moved``: how many bytes
+        such a result has moved. ``held``: keys that the call is about and that the tier has, by its own word.
         """
         if call is None:
             return None
         if not self._workers.wait(call, until_s - self.clock()):
-            self.doubts.add(changes, under_way=1)  # before it can land
+            mark = self.doubts.add(outdates)  # before it can land
+            self.doubts.give_up(changes)
             self._await(call, kind, held)
 
             def landed(result: Result | None) -> None:
                 on_late(result)
                 self.doubts.landed(changes)
+                self.doubts.end(came_right(result), mark)
                 with self._lock:
                     self._overdue.pop(call, None)  # type: ignore[arg-type]
                 if call.dropped:
@@ -187,6 +196,7 @@ class Tier:
                 self.counters.add("tier_deadlines_total", label=self.name)
                 return None
             self.doubts.landed(changes)
+            self.doubts.end(outdates, mark)
             with self._lock:
                 self._overdue.pop(call, None)  # type: ignore[arg-type]
         if call.error is not None:
@@ -288,17 +298,24 @@ class Tier:
         return min(max(told or 0, 0), trusted)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """What it did not hear of, or did not confirm, is in doubt from now on."""
+        """What it did not hear of, or did not confirm, is in doubt from now on; so is what a put that was given up may
+        bring back.
+        """
+        self.owed.discard(keys)
         told = self.ask(lambda: self.store.delete(keys), changes=keys) if self.usable(keys) else None
         if told is None or len(told) != len(keys):
-            self.doubts.add(keys)
+            self.doubts.add(keys, deleted=True)
             return [None] * len(keys)
-        self.doubts.add(key for key, gone in zip(keys, told, strict=True) if gone is None)
-        return [None if key in self.doubts else gone for key, gone in zip(keys, told, strict=True)]
+        unknown = {
+            key for key, gone in zip(keys, told, strict=True) if gone is None or self.doubts.unsettled(key)
+        }  # fmt: skip
+        self.doubts.add(unknown, deleted=True)
+        return [None if key in unknown else gone for key, gone in zip(keys, told, strict=True)]
 
     def settle_doubts(self) -> bool:
         """Delete copies in doubt; whether there is more to do that can be done now. What cannot be deleted is tried
-        again after a while, and each time after twice that.
+        again after a while, and each time after twice that. What the tier keeps for a later release stays, unless
+        somebody has deleted it.
         """
         if self.clock() < self._settle_at_s:
             return False
@@ -308,7 +325,7 @@ class Tier:
             mine = list(held)
             if not mine:
                 return False
-            told = self.ask(lambda: self.store.delete(mine), changes=mine)
+            told = self.ask(lambda: self._delete_outdated(mine), changes=mine)
             settled = [key for key, gone in zip(mine, told or (), strict=False) if gone is not None]
             self.doubts.settle(settled)
             self.counters.add("tier_doubts_settled_total", len(settled), self.name)
@@ -318,6 +335,14 @@ class Tier:
         self._settle_wait_s = min(max(2 * self._settle_wait_s, _SETTLE_AGAIN_S), _SETTLE_LAST_S)
         self._settle_at_s = self.clock() + self._settle_wait_s
         return False
+
+    def _delete_outdated(self, keys: Sequence[bytes]) -> list[bool | None]:
+        kept = {
+            key for key, yes in zip(keys, keeps(self.store, keys), strict=True) if yes and not self.doubts.deleted(key)
+        }  # fmt: skip
+        outdated = [key for key in keys if key not in kept]
+        told = dict(zip(outdated, self.store.delete(outdated) if outdated else (), strict=False))
+        return [False if key in kept else told.get(key) for key in keys]
 
     def close(self) -> None:
         self._workers.close()

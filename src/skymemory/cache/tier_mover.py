@@ -1,6 +1,7 @@
 """The thread that moves values between tiers: write-back and demotion downwards, promotion into a slow nearest tier.
 
-It also probes broken tiers that nobody asks, and deletes copies in doubt once their tier can be reached.
+It also probes broken tiers that nobody asks, and once their tier can be reached deletes copies in doubt and stores
+blocks that the tier missed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from skymemory.cache.key_guard import KeyGuard
 from skymemory.cache.outbound import Moving, Outbound
 from skymemory.cache.tier import Tier
-from skymemory.cache.tier_writes import write
+from skymemory.cache.tier_writes import note_missed, write
 from skymemory.metrics import SharedCounters
 from skymemory.store.base import Presence
 
@@ -40,11 +41,14 @@ class TierMover:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            idle_s = _AGAIN_S if any(tier.doubts or not tier.breaker.closed for tier in self._tiers) else _IDLE_S
+            busy = any(tier.doubts or tier.owed or not tier.breaker.closed for tier in self._tiers)
+            idle_s = _AGAIN_S if busy else _IDLE_S
             filled = self._outbound.wait_filled(idle_s)
             for tier in self._tiers:
                 tier.probe_if_due()
                 tier.settle_doubts()
+                if tier.owed and tier.usable(()) and not self._stopping.is_set():
+                    self._pay(tier)
             if filled and not self._stopping.is_set() and not self.move_some():
                 self._stopping.wait(_AGAIN_S)
 
@@ -65,16 +69,21 @@ class TierMover:
         keys = [moving.key for moving in movings]
         tiers = [self._tiers[number] for number in movings[0].to]
         items = [(moving.key, moving.value) for moving in movings]
+        places = {moving.key: moving.place for moving in movings}
         stored = {tier.number: set[bytes]() for tier in tiers}
+        pending, certain = dict(stored), dict(stored)
         all_certain = True
         for tier in tiers:
-            outcome, certain = write(tier, items, [moving.place for moving in movings])
-            all_certain = all_certain and certain
+            outcome, one = write(tier, items, list(places.values()))
+            all_certain = all_certain and one.certain
             stored[tier.number] = {key for key, ok in zip(keys, outcome, strict=True) if ok}
+            pending[tier.number] = one.pending
+            certain[tier.number] = set(keys) if one.certain else set()
         taken = set[bytes]().union(*stored.values())
         refused = set(keys) - taken if all_certain else set[bytes]()
         for tier in tiers:
-            tier.doubts.add((taken | refused) - stored[tier.number])
+            missed = (taken | refused) - stored[tier.number]
+            note_missed(tier, missed, places, pending[tier.number], certain[tier.number])
         self._counters.add("written_back_total", len(taken))
         self._counters.add("write_back_refused_total", len(refused))
         return [moving for moving in movings if moving.key in taken or moving.key in refused]
@@ -88,7 +97,55 @@ class TierMover:
                 moving for moving, there in zip(movings, tier.lookup(keys), strict=True) if there is not Presence.HIT
             ]
             items = [(moving.key, moving.value) for moving in lacking]
-            stored = sum(write(tier, items, [moving.place for moving in lacking])[0]) if lacking else 0
+            done, _ = write(tier, items, [moving.place for moving in lacking], copies=True)
+            stored = sum(done)
             self._counters.add("moved_total", stored, tier.name)
             self._counters.add("not_moved_total", len(lacking) - stored, tier.name)
         return movings
+
+    def _pay(self, tier: Tier) -> None:
+        """Some of what ``tier`` missed while it did not answer, as far as the nearest tier still has it. What it does
+        not take now, and does not refuse by its own word, goes to the end of the row.
+        """
+        top = self._tiers[0]
+        owed = tier.owed.first(max(1, int(_BATCH_BYTES / top.mean_value_bytes)))
+        with self._guard.moving(owed) as held:
+            keys = [key for key in owed if key in held]
+            there = tier.lookup(keys)
+            lacking = [key for key, presence in zip(keys, there, strict=True) if presence is not Presence.HIT]
+            values = _read(top, lacking)
+            left = set[bytes]()
+            if values is None:
+                left = set(lacking)
+            elif values:
+                done, one = write(tier, list(values.items()), [owed[key] for key in values], copies=True)
+                left = set() if one.certain else {key for key, ok in zip(values, done, strict=True) if not ok}
+                self._counters.add("tier_paid_total", sum(done), tier.name)
+            tier.owed.discard(keys)
+            tier.owed.add({key: owed[key] for key in keys if key in left})
+
+
+def _read(tier: Tier, keys: Sequence[bytes]) -> dict[bytes, bytes] | None:
+    """Copies of those of ``keys`` that the tier has; None where it does not answer."""
+    wanted = [key for key in keys if key not in tier.doubts]
+    if not wanted:
+        return {}
+    if not tier.usable(wanted):
+        return None
+
+    def work() -> list[bytes | None]:
+        ticket = tier.store.prepare_load(wanted)
+        copies = [None if value is None else bytes(value) for value in tier.store.complete_load(ticket)]
+        tier.store.release(ticket)
+        return copies
+
+    until_s = tier.clock() + tier.deadline_s("load", int(len(wanted) * tier.mean_value_bytes))
+    values = tier.end(tier.start(work), until_s, kind="load")
+    if values is None:
+        return None
+    verify = tier.settings.verify
+    return {
+        key: value
+        for key, value in zip(wanted, values, strict=False)
+        if value is not None and (verify is None or verify(key, memoryview(value)))
+    }

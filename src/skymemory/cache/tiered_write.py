@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from skymemory.cache.outbound import Moving, Outbound
 from skymemory.cache.tier import Tier
-from skymemory.cache.tier_writes import TierWrite
+from skymemory.cache.tier_writes import TierWrite, note_missed
 from skymemory.kv.block import Place
 from skymemory.store.base import Buffer, Places
 
@@ -24,9 +24,13 @@ class TieredWrite:
         self._write_back = write_back and bool(self._lower)
         self._items: dict[bytes, Buffer] = dict(items)
         self._places: dict[bytes, Place | None] = {key: at for (key, _), at in zip(items, places, strict=True)}
-        if self._write_back:  # one copy, shared by the nearest tier and what is on its way
+        if self._write_back or not all(tier.settings.local for tier in tiers):
+            # One copy for all threads and what is on its way: the caller's bytes are the caller's again after this.
             self._items = {key: bytes(value) for key, value in items}
         self._stored: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
+        self._pending: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
+        self._refused: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
+        """By each tier's own word."""
         self._writes: list[TierWrite] = []
         if any(tier.doubts.full for tier in tiers):
             self._items = {}
@@ -78,8 +82,9 @@ class TieredWrite:
                 self._run(writes)
                 taken = taken.union(*self._stored.values())
         for tier in self._tiers:
-            outdated = taken - self._stored[tier.number]
-            tier.doubts.add(outdated - dirty if tier.number else outdated)
+            missed = taken - self._stored[tier.number]
+            missed -= dirty if tier.number else set()
+            note_missed(tier, missed, self._places, self._pending[tier.number], self._refused[tier.number])
         self._outbound.discard(taken - dirty)
         return taken
 
@@ -96,7 +101,10 @@ class TieredWrite:
             write.start()
         for write in ordered:
             done = write.end()
-            self._stored[write.tier.number].update(key for (key, _), ok in zip(write.items, done, strict=True) if ok)
+            number, keys = write.tier.number, [key for key, _ in write.items]
+            self._stored[number].update(key for key, ok in zip(keys, done, strict=True) if ok)
+            self._pending[number].update(write.pending)
+            self._refused[number].update(keys if write.certain else ())
 
 
 def _too_large_in(write: TierWrite, key: bytes) -> bool:

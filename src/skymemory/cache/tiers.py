@@ -162,7 +162,7 @@ class TieredStore(TwoPhase):
         with self._guard.moving(far, load.versions) as held:
             items = [(key, values[key]) for key in far if key in held and key not in top.doubts]
             if top.settings.local:
-                promoted = sum(write(top, items)[0])
+                promoted = sum(write(top, items, copies=True)[0])
             else:
                 promoted = sum(self._outbound.add(Moving(key, bytes(value), (0,))) for key, value in items)
         self._counters.add("promoted_total", promoted)
@@ -262,6 +262,8 @@ class TieredStore(TwoPhase):
             figures[f"{tier.name}_breaker_open"] = int(not tier.breaker.closed)
             figures[f"{tier.name}_breaker_opened_total"] = tier.breaker.times_opened
             figures[f"{tier.name}_keys_in_doubt"] = len(tier.doubts)
+            figures[f"{tier.name}_keys_owed"] = len(tier.owed)
+            figures[f"{tier.name}_owed_dropped_total"] = tier.owed.dropped
             told = None if self._closed or not tier.usable(()) else tier.ask(tier.store.stats)
             figures.update({f"{tier.name}_{name}": figure for name, figure in (told or {}).items()})
         return figures

@@ -216,6 +216,19 @@ class Expiring(Protocol):
         """Have values forgotten after ``ttl_s`` seconds (infinite: no more). True where that is promised."""
 
 
+@runtime_checkable
+class Keeping(Protocol):
+    """What some tiers can do beside: know what a later release stored there, which they neither read nor write over."""
+
+    def keeps(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether a later release's value was seen under each of these. Asks nobody."""
+
+
+def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:
+    """``keeps`` of any tier: of one that cannot say, none."""
+    return store.keeps(keys) if isinstance(store, Keeping) else [False] * len(keys)
+
+
 class TwoPhase:
     """What all implementations have the same way: ``get_many`` and ``put_many`` out of the two phases, and ``with``."""
 

@@ -17,6 +17,7 @@ from skymemory.store.base import (
     bring_near,
     check_items,
     check_places,
+    keeps,
 )
 
 
@@ -62,6 +63,9 @@ class Wrapped(TwoPhase):
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
         return bring_near(self.store, keys, at)
+
+    def keeps(self, keys: Sequence[bytes]) -> list[bool]:
+        return keeps(self.store, keys)
 
     def stats(self) -> dict[str, int | float]:
         return self.store.stats()

@@ -197,6 +197,9 @@ class RedisStore(TwoPhase):
             self._later.pop(key, None)
         return [reply == 1 if type(reply) is int else None for reply in replies]
 
+    def keeps(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self._later for key in self._check(keys)]
+
     def _ask_each(self, verb: bytes, keys: Sequence[bytes]) -> list[object]:
         replies = self._link.ask([pack(verb, NAMESPACE + key) for key in keys], _QUESTIONS_AT_ONCE)
         unanswered = sum(isinstance(reply, Unreachable) for reply in replies)
