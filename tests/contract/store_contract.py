@@ -590,6 +590,16 @@ class StoreContract:
         assert tier.store.get_many([key(1), key(2)]) == [value(1), value(2)]
 
     @needs("outage")
+    def test_what_is_put_again_in_vain_is_there_as_before(self, tier: Tier) -> None:
+        """Asked by another object: the one that puts has not looked any of it up."""
+        items = [(key(number), value(number, 40_000)) for number in range(3)]
+        assert all(tier.store.put_many(items))
+        with tier.outage():
+            assert not any(tier.store.put_many(items))
+        with tier.asked_by_another() as other:
+            assert other.get_many([key(number) for number in range(3)]) == [one for _, one in items]
+
+    @needs("outage")
     def test_a_deletion_that_nobody_confirmed_is_not_said_to_be_one(self, tier: Tier) -> None:
         tier.store.put_many([(key(1), value(1)), (key(2), value(2))])
         with tier.outage():

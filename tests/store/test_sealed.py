@@ -44,6 +44,7 @@ class TestSealedMemory(StoreContract):
 
 class TestSealedConstellation(StoreContract):
     can = frozenset({"clock", "outage"})
+    test_what_is_put_again_in_vain_is_there_as_before = None  # sealed again it is other bytes, which overwrite these
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:

@@ -72,17 +72,27 @@ class Catalog:
         reported = self.settings_in_box(infos)
         return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
-    def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> None:
+    def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> list[ValueInfo]:
         """Chunks of other values came under the keys of these. Where satellites report a later setting of the key, or
-        only other settings, the entry is out of date and the latest of those takes its place. Else it stays.
+        only other settings, the entry is out of date and the latest of those takes its place. Else it stays. Returned
+        are those that nobody but satellites says were ever whole, and that have other bytes in places of theirs.
         """
+        hearsay = self.index is None or not self.index.complete
         reported = self.settings_in_box(infos)
-        fresh = [later for info in infos if (later := _replacement_of(info, reported.get(info.key, ()))) is not None]
+        fresh, torn = list[ValueInfo](), list[ValueInfo]()
+        for info in infos:
+            settings = reported.get(info.key, ())
+            later = _replacement_of(info, settings)
+            if later is not None:
+                fresh.append(later)
+            elif hearsay and any(_in_place_of(one, info) for one in settings):
+                torn.append(info)
         self.remove([info.key for info in fresh], gone=False)
         if self.index is None:
             self._remember({info.key: info for info in fresh})
         else:
             self._enter(fresh, now_s)
+        return torn
 
     def absent(self, keys: Sequence[bytes]) -> bool:
         """Whether one of the keys is known to be nowhere, without asking anybody."""
@@ -247,6 +257,12 @@ def _size_to_write(info: ValueInfo) -> int:
 def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
     same_chunks = one.chunks == other.chunks == 1 or one.chunk_bytes == other.chunk_bytes
     return (one.value_crc, one.set_moves, same_chunks) == (other.value_crc, other.set_moves, True)
+
+
+def _in_place_of(other: ValueInfo, info: ValueInfo) -> bool:
+    """Whether other bytes have their chunks where those of ``info`` belong."""
+    same_places = (other.strategy, other.servers, other.set_moves) == (info.strategy, info.servers, info.set_moves)
+    return same_places and (other.value_bytes, other.value_crc) != (info.value_bytes, info.value_crc)
 
 
 def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo | None:

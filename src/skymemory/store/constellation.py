@@ -170,12 +170,12 @@ class ConstellationStore(TwoPhase):
                 self._counters.add("failures", label=outcome.report.failure)
                 failed.setdefault(outcome.report.failure, []).append(info)
         gone = [info for failure in _GONE for info in failed.get(failure, ())]
+        if others := failed.get("other version"):
+            gone += self._catalog.adopt_replacements(others, self._driver.now_s())
         if gone and self.settings.lazy_eviction:
             self._upkeep.evict_dead(gone, looked_s)
         elif gone:
             self._catalog.remove([info.key for info in gone])
-        if others := failed.get("other version"):
-            self._catalog.adopt_replacements(others, self._driver.now_s())
         return outcomes, values
 
     def _read(self, infos: Sequence[ValueInfo], outs: Mapping[bytes, memoryview]) -> dict[bytes, Finished]:

@@ -56,7 +56,9 @@ class Upkeep:
         self._catalog.remove(list(replaced), gone=False)
         if dead:
             self._counters.add("values_evicted_lazily", len(dead))
-            self._forget(dead, looked_s)
+            since_s = self._driver.now_s() - looked_s + _ON_ITS_WAY_S
+            if since_s <= MOST_SINCE_S:  # else satellites do not remember whether it was set since
+                self._forget(dead, since_s)
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
@@ -70,40 +72,36 @@ class Upkeep:
         moved = [info for info in stored if info.key in before and leaves_some(before[info.key], info)]
         if moved:
             kept = {info.key: set(self._places(info, nearby=True)) for info in moved}
-            self._evict(self._pages([before[info.key] for info in moved], nearby=True, but=kept))
+            self._forget([before[info.key] for info in moved], 0.0, but=kept)
 
     def take_back(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
-        """These could not be stored whole: forget what was, unless the same bytes were there before, by the
-        index or by another setting of them that satellites report: those may be whole still.
+        """These could not be stored whole. What was of them is forgotten where it is certain that the same bytes were
+        not there before: a complete index knew of none, and knows of none still. Elsewhere it stays, for it may be
+        chunks of a sound value, and a read finds what is missing.
         """
-        unknown = [info for info in failed if info.key not in before]
-        reported = self._catalog.settings_in_box(unknown) if unknown and self._catalog.index is None else {}
+        remains: list[ValueInfo] = []
+        if self._catalog.index is not None and self._catalog.index.complete:
+            now = self._catalog.settled([info.key for info in failed])
+            known = {info.key: [one[info.key] for one in (before, now) if info.key in one] for info in failed}
+            remains = [info for info in failed if not any(_same_bytes(info, one) for one in known[info.key])]
+        self._counters.add("failed_stores_left", len(failed) - len(remains))
+        if remains:
+            self._forget(remains, 0.0)
 
-        def was_there(info: ValueInfo) -> bool:
-            if info.key in before:
-                return _same_bytes(info, before[info.key])
-            settings = reported.get(info.key, ())
-            return any(_same_bytes(info, one) and not _same_placement(info, one) for one in settings)
-
-        spared = [info for info in failed if was_there(info)]
-        if spared:
-            self._counters.add("failed_stores_of_what_was_there", len(spared))
-        self.delete([info for info in failed if info not in spared])
-
-    def _forget(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
-        """Have satellites forget these settings where their chunks are and where they were before the last move; but
-        not what was stored since we looked, or so long ago that they do not remember. Earlier releases, which forget
-        keys only, are not asked: there the remains stay until they are the oldest.
+    def _forget(
+        self, infos: Sequence[ValueInfo], since_s: float, but: Mapping[bytes, Container[SatelliteId]] = _NOWHERE
+    ) -> None:
+        """Have satellites (for each key ``but`` some) forget these settings where their chunks are and where they were
+        before the last move; but not what was stored in the last ``since_s``. What is there under the same keys in
+        other settings stays. Earlier releases, which forget keys only, are not asked: there the remains stay until they
+        are the oldest.
         """
         machine, now_s = self._driver.machine, self._driver.now_s()
-        since_s = now_s - looked_s + _ON_ITS_WAY_S
-        if since_s > MOST_SINCE_S:
-            return
         settings = {info.key: (info.key, pack_setting(info.value_crc, *info.set_moves)) for info in infos}
         with self._driver.lock:
             asked = [
                 machine.ask(Op.FORGET, pack_forget([settings[key] for key in page], since_s), satellite, now_s)
-                for satellite, page in self._pages(infos, nearby=True, most=MAX_DEAD_PER_PACKET)
+                for satellite, page in self._pages(infos, nearby=True, but=but, most=MAX_DEAD_PER_PACKET)
             ]
             self._driver.run(asked)
 
