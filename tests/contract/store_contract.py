@@ -458,6 +458,18 @@ class StoreContract:
         with tier.asked_by_another() as other:
             assert other.prefix(keys) == 10 and other.prefix(keys[7:]) == 3
 
+    @pytest.mark.parametrize("placed", [True, False], ids=["placed", "unplaced"])
+    def test_keys_in_no_order_of_a_chain_count_up_to_the_first_that_is_absent(self, tier: Tier, placed: bool) -> None:
+        keys, places = chain(8)
+        items = [(key, value(1)) for key in keys]
+        assert all(tier.store.put_many(items, places if placed else ()))
+        absent = key(99)
+        for asked, whole in (
+            ([absent, *keys[1:]], 0), ([keys[0], absent, *keys[2:]], 1), ([*keys[:5], absent, *keys[6:]], 5),
+            ([*keys[4:], *keys[:4]], 8), ([keys[2], keys[1], absent, keys[3]], 2), ([absent] * 8, 0),
+        ):  # fmt: skip
+            assert tier.store.prefix(asked) == whole
+
     def test_to_store_again_heals_what_was_stored_without_places_or_in_others(self, tier: Tier) -> None:
         keys, places = chain(8)
         tier.store.lookup(keys[3:]), tier.store.prefix(keys[5:])

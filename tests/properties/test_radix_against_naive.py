@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from skymemory.index.journal import RecordOp, decode_records, encode_record
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.kv.block import hash_blocks
+from skymemory.store.shared_index import SharedIndex
 
 DEPTH = 6
 PROMPTS = [
@@ -88,6 +89,35 @@ def test_same_as_the_naive_twin(steps: list[tuple[object, ...]]) -> None:
         assert sorted(one.orphans()) == naive.orphans()
         for hashes in PROMPTS:
             assert one.longest_prefix(hashes) == naive.longest_prefix(hashes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 63), st.integers(0, DEPTH), st.booleans()), min_size=1, max_size=12),
+    st.lists(st.lists(st.integers(0, 2**DEPTH * DEPTH - 1), max_size=DEPTH), min_size=1, max_size=6),
+)
+def test_any_keys_in_any_order_count_up_to_the_first_that_is_absent(
+    changes: list[tuple[int, int, bool]], jumbles: list[list[int]]
+) -> None:
+    """Of the index that stores ask; the radix index itself never says more than are there."""
+    shared, naive = SharedIndex(), NaiveIndex()
+    info = BlockInfo(1, 1, 1, 1.0, 0, 0, "hop", 9)
+    for prompt, blocks, there in changes:
+        if there:
+            shared.add(PROMPTS[prompt][:blocks], [info] * blocks, 0, None)
+            naive.infos.update(dict.fromkeys(PROMPTS[prompt][:blocks], info))
+        else:
+            shared.remove(PROMPTS[prompt][blocks:])
+            for block_hash in PROMPTS[prompt][blocks:]:
+                naive.infos.pop(block_hash, None)
+    every = [block_hash for prompt in PROMPTS for block_hash in prompt]
+    asked = [[every[at] for at in jumble] for jumble in jumbles]
+    for prompt, _, _ in changes:  # a prompt of which one key is another's
+        for at, foreign in enumerate(asked[0]):
+            asked.append([*PROMPTS[prompt][:at], foreign, *PROMPTS[prompt][at + 1 :]])
+    for keys in asked:
+        assert shared.longest_prefix(keys) == naive.longest_prefix(keys)
+        assert shared._index.longest_prefix(keys) <= naive.longest_prefix(keys)
 
 
 @settings(max_examples=100, deadline=None)

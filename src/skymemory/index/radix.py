@@ -5,7 +5,7 @@ hashes are chained, one hash names its whole prefix, so no edge labels are compa
 look-up, and a run knows the hash it hangs under. A run is *closed* when the chain of runs above it reaches a
 first block without a gap. "Closed" is monotone along a prompt, holes or not: block k can only be closed if
 block k-1 is. So the longest prefix is a binary search over "is it closed", always correct, 10 look-ups for
-1,000 blocks.
+1,000 blocks. Hashes that are of no chain are found out by comparing them with those of the runs passed.
 
 Whether a run is closed is remembered until a hole opens or closes somewhere (an epoch number); asking again
 walks up the runs above it once. Opening and closing a hole touch one run, whatever hangs below.
@@ -77,8 +77,8 @@ class RadixIndex:
         return new
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks are all present. ``hashes``: a chain from its first block, as
-        ``hash_blocks`` gives.
+        """How many leading blocks of a chain from its first block, as ``hash_blocks`` gives, are all present. Of other
+        hashes no more than are present: it ends where they leave the chain that most of them are of.
         """
         forest = self._forest
         rows, run_of, depths, epoch = forest.rows, forest.run_of, forest.depths, forest.epoch
@@ -93,7 +93,21 @@ class RadixIndex:
                     low = (last if hashes[last] == run.keys[last - run.start] else middle) + 1
                     continue
             high = middle
-        return low
+        return self._same_chain(hashes, low)
+
+    def _same_chain(self, hashes: Sequence[bytes], count: int) -> int:
+        """Up to where the first ``count`` hashes, of which the last is in its place, are what is before that."""
+        forest, key, end = self._forest, hashes[count - 1] if count else None, count
+        while key is not None:
+            run = forest.run_of[forest.rows[key]]
+            start, mine = run.start, run.keys
+            if end - start < len(mine):  # a copy takes as long as the comparison
+                mine = mine[: end - start]
+            asked = hashes if start == 0 and end == len(hashes) and type(hashes) is list else list(hashes[start:end])
+            if mine != asked:
+                count = start + next(at for at, pair in enumerate(zip(mine, asked, strict=True)) if pair[0] != pair[1])
+            key, end = run.parent, start
+        return count
 
     def get(self, block_hash: bytes) -> BlockInfo | None:
         """What is known of a block; None if it is not present. Says nothing about the blocks before it."""

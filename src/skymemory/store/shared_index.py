@@ -111,7 +111,7 @@ class SharedIndex:
             return len(self._index)
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that are all present; ``keys`` may begin anywhere in a chain."""
+        """Leading keys that are all present; ``keys`` may begin anywhere in a chain, or be of none."""
         with self._lock:
             self._reopen()
             self._follow()
