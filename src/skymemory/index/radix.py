@@ -98,12 +98,13 @@ class RadixIndex:
     def _same_chain(self, hashes: Sequence[bytes], count: int) -> int:
         """Up to where the first ``count`` hashes, of which the last is in its place, are what is before that."""
         forest, key, end = self._forest, hashes[count - 1] if count else None, count
+        hashes = hashes if type(hashes) is list else list(hashes[:count])
         while key is not None:
             run = forest.run_of[forest.rows[key]]
             start, mine = run.start, run.keys
             if end - start < len(mine):  # a copy takes as long as the comparison
                 mine = mine[: end - start]
-            asked = hashes if start == 0 and end == len(hashes) and type(hashes) is list else list(hashes[start:end])
+            asked = hashes if end - start == len(hashes) else hashes[start:end]
             if mine != asked:
                 count = start + next(at for at, pair in enumerate(zip(mine, asked, strict=True)) if pair[0] != pair[1])
             key, end = run.parent, start
