@@ -59,6 +59,12 @@ class KeyRing:
     def find(self, key_id: int) -> SecretKey | None:
         return next((key for key in self.keys if key.key_id == key_id), None)
 
+    def may_come(self, key_id: int) -> bool:
+        """Whether a key of this number, which is not in the ring, is a later one, by the order in which ``with_key``
+        numbers them: half way round from the last. An earlier one was retired.
+        """
+        return 0 < (key_id - self.keys[-1].key_id) % MAX_KEY_ID <= MAX_KEY_ID // 2
+
     def active(self, now_s: float) -> SecretKey:
         """The key to use: the latest whose time has come (where none has, the first)."""
         return next((key for key in reversed(self.keys) if key.from_s <= now_s), self.keys[0])

@@ -12,7 +12,7 @@ from skymemory.cache.manager import BlockCache
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.cache.value import PAYLOAD_AT, block_header
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, ValueTooLarge
-from skymemory.keys import KeyRing, SecretKey
+from skymemory.keys import KeyRing, SecretKey, first_ring
 from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
@@ -338,6 +338,25 @@ def test_what_no_key_of_the_ring_opens_any_more_is_stored_anew() -> None:
     assert load(after, TOKENS)[0].failed_blocks["not authentic"] == 1
     assert save(after, TOKENS) == 5
     assert load(after, TOKENS)[0].loaded_blocks == 5
+
+
+def test_what_a_key_that_has_not_come_yet_has_sealed_is_left_alone() -> None:
+    """One host has rotated; another gets the new file late. Then it does, and the old key is retired."""
+    pytest.importorskip("cryptography")
+    below = MemoryStore(1 << 24)
+    old = first_ring(bytes(32))
+    new = old.with_key(bytes([2]) * 32, 0.0)
+    rings = {"early": new, "late": old}
+    early, late = (
+        BlockCache(context(), LAYOUT, SealedStore(below, lambda host=host: rings[host], lambda: 1.0)) for host in rings
+    )
+    assert save(early, TOKENS) == 5
+    for _ in range(5):
+        assert load(late, TOKENS)[0].failed_blocks["unknown key"] == 1
+        assert save(late, TOKENS) == 0, "it is there, for those who have the key"
+    assert load(early, TOKENS)[0].loaded_blocks == 5
+    rings["late"] = new
+    assert load(late, TOKENS)[0].loaded_blocks == 5
 
 
 def test_results_say_what_happened_in_a_line() -> None:

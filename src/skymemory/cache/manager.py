@@ -285,7 +285,7 @@ class BlockCache:
 
     def forget_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
         """Blocks that none of our keys opens (it was retired, or they are somebody else's) would be misses for ever:
-        the tier has them, so they would not be stored again.
+        the tier has them, so they would not be stored again. Those of a key that is to come stay (``UNKNOWN_KEY``).
         """
         for block_hash, report in zip(hashes, reports, strict=False):
             if report.reason == NOT_AUTHENTIC:

@@ -178,7 +178,7 @@ def _probing(store: Store) -> dict[str, int | float]:
 
 def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
     from skymemory.store.named import SEALED, get_named
-    from skymemory.store.sealed import NOT_AUTHENTIC
+    from skymemory.store.sealed import NOT_AUTHENTIC, UNKNOWN_KEY
 
     done = get_named(edge, args.key)
     if done.value is None:
@@ -186,6 +186,8 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
             raise NotStored(f"{args.key} is sealed: read it with --seal FILE, the keys that it was sealed with")
         if done.reason == NOT_AUTHENTIC:
             raise NotStored(f"{args.key} does not open with {args.seal}: it was sealed with other keys, or not at all")
+        if done.reason == UNKNOWN_KEY:
+            raise NotStored(f"{args.key} was sealed with a later key than {args.seal} has: copy the newer file here")
         raise NotStored(f"{args.key} is not in {_called(store)} ({done.reason})")
     facts: dict[str, object] = {
         "key": args.key, "bytes": len(done.value), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted,

@@ -41,7 +41,11 @@ _HEAD = struct.Struct(f">4sBBH{NONCE_BYTES}s")
 OVERHEAD_BYTES = _HEAD.size + TAG_BYTES
 """By how much a sealed value is longer."""
 NOT_AUTHENTIC = "not authentic"
-"""The reason of a miss where a value was there and could not be opened: another tenant's, or tampered with."""
+"""The reason of a miss where a value was there and could not be opened: another tenant's, or tampered with, or its key
+was retired.
+"""
+UNKNOWN_KEY = "unknown key"
+"""The reason of a miss where the key that the value names has not come here yet: it stays, for those who have it."""
 _PURPOSE = b"skymemory payloads 1"
 
 
@@ -99,18 +103,25 @@ class SealedStore(Wrapped):
         out[: len(head)] = head
         self._cipher_of(secret.derive(_PURPOSE)).encrypt_into(nonce, value, head + key, out[len(head) :])
 
-    def _open(self, key: bytes, sealed: memoryview, out: memoryview) -> bool:
-        """Whether it could be opened into ``out``, which is ``OVERHEAD_BYTES`` shorter."""
+    def _open(self, key: bytes, sealed: memoryview, out: memoryview) -> str:
+        """Into ``out``, which is ``OVERHEAD_BYTES`` shorter. Why that could not be, or empty."""
+        if is_sealed(sealed) and bytes(sealed[4:5]) > bytes([_VERSION]):
+            return LATER_VERSION
+        if len(sealed) < OVERHEAD_BYTES:
+            return NOT_AUTHENTIC
         head = bytes(sealed[: _HEAD.size])
         magic, version, zero, key_id, nonce = _HEAD.unpack(head)
-        secret = self._ring().find(key_id)
-        if (magic, version, zero) != (_MAGIC, _VERSION, 0) or secret is None:
-            return False
+        if (magic, version, zero) != (_MAGIC, _VERSION, 0):
+            return NOT_AUTHENTIC
+        ring = self._ring()
+        secret = ring.find(key_id)
+        if secret is None:
+            return UNKNOWN_KEY if ring.may_come(key_id) else NOT_AUTHENTIC
         try:
             self._cipher_of(secret.derive(_PURPOSE)).decrypt_into(nonce, sealed[_HEAD.size :], head + key, out)
         except self._invalid:
-            return False
-        return True
+            return NOT_AUTHENTIC
+        return ""
 
     # --- loading ---
 
@@ -126,21 +137,22 @@ class SealedStore(Wrapped):
         try:
             values = {key: value for key, value in zip(ticket.keys, sealed, strict=True) if value is not None}
             room = self._rooms.take(sum(max(0, len(value) - OVERHEAD_BYTES) for value in values.values()))
-            opened, at = {}, 0
+            opened, rejected, at = dict[bytes, memoryview](), dict[bytes, str](), 0
             for key, value in values.items():
-                size_bytes = len(value) - OVERHEAD_BYTES
-                out = room.data[at : at + max(0, size_bytes)]
+                out = room.data[at : at + max(0, len(value) - OVERHEAD_BYTES)]
                 at += len(out)
-                if size_bytes >= 0 and self._open(key, value, out):
+                if reason := self._open(key, value, out):
+                    rejected[key] = reason
+                else:
                     opened[key] = out.toreadonly()
-            later = {key for key, value in values.items() if is_sealed(value) and bytes(value[4:5]) > bytes([_VERSION])}
         finally:
             self.store.release(below)
         ticket.state = room
-        rejected = dict.fromkeys(values.keys() - opened.keys(), NOT_AUTHENTIC) | dict.fromkeys(later, LATER_VERSION)
         self._counters.add("values_opened", len(opened))
-        self._counters.add("values_not_authentic", len(rejected) - len(later))
-        self._counters.add("values_later_version", len(later))
+        reasons = list(rejected.values())
+        self._counters.add("values_not_authentic", reasons.count(NOT_AUTHENTIC))
+        self._counters.add("values_unknown_key", reasons.count(UNKNOWN_KEY))
+        self._counters.add("values_later_version", reasons.count(LATER_VERSION))
         ticket.report = self._report(below.report, opened, rejected, ticket.keys)
         return [opened.get(key) for key in ticket.keys]
 
