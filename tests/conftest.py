@@ -8,6 +8,8 @@ machine than of us.
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
@@ -27,7 +29,7 @@ settings.load_profile("same")
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
-    """Draws nothing from the source, after Hypothesis has read which profile is asked for.
+    """Draws nothing from the source, after Hypothesis has read which profile is asked for; and hears Ctrl-C.
 
     Hypothesis also draws literals of the modules imported so far. Then a test would draw other examples alone than in
     the whole run, and others again whenever a number changes anywhere in src. tests/tools/test_same_draws.py fails
@@ -35,3 +37,7 @@ def pytest_configure() -> None:
     """
     if settings.get_current_profile_name() == "same":
         providers._get_local_constants = Constants
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell starts its background jobs so, and children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves
 from skymemory.protocol.selection import MAX_SELECTION_BITS, Selection, pack_steps
-from skymemory.protocol.transfer import PROOF_S, Absence, ReadTransfer, ValueInfo
+from skymemory.protocol.suspects import Suspects
+from skymemory.protocol.transfer import PROOF_S, Absence, Burst, ReadTransfer, StandIns, ValueInfo
 
 KEY = bytes(range(32))
 
@@ -149,3 +152,57 @@ def test_has_says_the_same_of_a_range_and_of_a_list(chunks: int, servers: int, d
         assert isinstance(burst.indices, range)
         here = all(read.arrived[index] for index in burst.indices)
         assert read.has(burst.indices) == read.has(list(burst.indices)) == here
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_a_read_never_waits_for_what_nobody_was_asked(
+    silent: list[int], servers: int, window: int, dice: random.Random
+) -> None:
+    """Satellites fall silent, have chunks or not, as it comes: with nothing under way it has ended, or all is here."""
+
+    def where(moves: Moves) -> tuple[SatelliteId, ...]:
+        return tuple(SatelliteId(server, moves[0]) for server in range(servers))
+
+    chunks = 2 * servers
+    info = ValueInfo(KEY, chunks, 4, 4 * chunks, 0, 1, servers, (0, 0))
+    read = ReadTransfer(info, memoryview(bytearray(4 * chunks)), where, (0, 0), burst_chunks=1)
+    suspects, everywhere, under_way, now_s = Suspects(), [(0, 0), (1, 0), (2, 0)], deque[Burst](), 0.0
+    others = StandIns(lambda: everywhere, suspects.__contains__)
+    falls_silent = deque(SatelliteId(one % servers, one // servers % 3) for one in silent)
+    while read.missing:
+        now_s += 0.01
+        if falls_silent and dice.random() < 0.4:
+            suspects.add(falls_silent.popleft(), now_s)
+        if read.checked_suspects != suspects.added:
+            some = any(one.satellite in suspects and not read.is_one_of_many(one.indices) for one in read.pending)
+            if some and not read.avoid(suspects, others):
+                return
+            read.checked_suspects = suspects.added
+        while read.pending and len(under_way) < window:
+            burst = read.pending.popleft()
+            if burst.satellite not in suspects:
+                under_way.append(burst)
+            elif not read.redirect(burst.indices, burst.satellite, "unreachable", others):
+                return
+        assert under_way, "nobody is asked for what is missing"
+        burst = under_way.popleft()
+        wanted = [index for index in burst.indices if not read.arrived[index]]
+        if burst.satellite in suspects:
+            if not read.redirect(wanted, burst.satellite, "timeout", others):
+                return
+        elif dice.random() < 0.5:
+            for index in wanted:
+                read.arrived[index] = 1
+            read.placed(len(wanted), 0, 0)
+        else:
+            moves = dice.choice(everywhere)
+            nearby = [moves, *(other for other in everywhere if other != moves)]
+            answer = Absence(burst.satellite, nearby, lambda: everywhere, True, moves, now_s - 0.005, now_s)
+            if read.absent(wanted, answer):
+                return

@@ -10,6 +10,7 @@ import pytest
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.suspects import MOST_SUSPECTS, Suspects
 from skymemory.protocol.wire import Op
+from skymemory.transport.faults import FaultInjector
 
 HERE, THERE = SatelliteId(1, 2), SatelliteId(3, 4)
 
@@ -167,3 +168,19 @@ def test_satellites_that_answer_late_are_found_alive_and_reads_go_on(world, valu
         outcomes.append(sky.get(info)[0].ok)
         sky.settle(0.4)
     assert outcomes[5:] == [True] * 15, outcomes
+
+
+def test_a_question_asked_once_is_waited_for_and_not_repeated(world):
+    """It is lost, while its satellite answers all else: that alone was a reason to send it again."""
+    sky = world(give_up_s=0.8)
+    satellite = sky.sky.centre
+    assert sky.ask(Op.PING, b"", satellite).ok
+    sky.sim._faults = FaultInjector(loss=1.0)
+    number = sky.host.machine.ask(Op.PING, b"", satellite, sky.now_s, once=True)
+    sky.settle(0.001)
+    sky.sim._faults = None
+    for _ in range(10):
+        assert sky.ask(Op.PING, b"", satellite).ok
+        sky.settle(0.1)
+    answer = sky.host.run([number])[number]
+    assert not answer.ok and answer.report.requests == 1 and answer.report.failure == "timeout"

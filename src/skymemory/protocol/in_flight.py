@@ -68,7 +68,7 @@ class InFlight:
         """A new request: ``size_bytes`` is what it puts on its way, up or down. ``once``: it is not repeated."""
         request = self.begin(operation, satellite, op, indices, body, size_bytes, moves, now_s)
         if once:
-            request.deadline_s = now_s + self._give_up_s
+            request.once, request.deadline_s = True, now_s + self._give_up_s
         self.transmit([request], now_s)
 
     def transmit(self, requests: Sequence[Request], now_s: float) -> None:
@@ -193,7 +193,11 @@ class InFlight:
         if stands_in and request.attempts >= _STAND_IN_TRIES:
             request.peer.quiet = True  # late, perhaps, and no suspect: those who need it wait for it
             return "timeout"
-        self._repeat(request, wanted, moves, silent_until_s, now_s)
+        if request.once:
+            request.deadline_s = silent_until_s
+            self._alarm_s = min(self._alarm_s, request.deadline_s)
+        else:
+            self._repeat(request, wanted, moves, silent_until_s, now_s)
         return ""
 
     def _silence_s(self, peer: Peer) -> float:

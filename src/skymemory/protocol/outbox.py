@@ -71,6 +71,8 @@ class Request:
     window: Window
     """The one it fills, whatever beam a later repetition takes."""
     peer: Peer
+    once: bool = False
+    """It is waited for and not repeated."""
     attempts: int = 1
     sent_s: float = 0.0
     """When it was last transmitted."""

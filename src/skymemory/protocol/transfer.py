@@ -217,6 +217,10 @@ class ReadTransfer:
         self.missing -= placed
         self.report.duplicate_chunks += duplicates
         self.report.corrupt_chunks += corrupt
+        self._take_up()
+
+    def _take_up(self) -> None:
+        """Ask for what was put aside, once all is here that others are asked for in place of silent satellites."""
         if self._aside and all(self.arrived[index] for index in self._sought):
             self.pending.extend(self._aside)
             self._aside.clear()
@@ -334,12 +338,16 @@ class ReadTransfer:
         """
         bursts, self.pending = self.pending, deque()
         for burst in bursts:
-            if burst.satellite not in suspects or self.is_one_of_many(burst.indices):
+            one_of_many = self.is_one_of_many(burst.indices)
+            if burst.satellite in suspects and not one_of_many:
+                self._sought.update(burst.indices)
+                if not self.redirect(burst.indices, burst.satellite, "unreachable", others):
+                    return False
+            elif one_of_many or not self._sought.isdisjoint(burst.indices):
+                self.pending.append(burst)  # what is put aside waits for the answer to it
+            else:
                 self._aside.append(burst)
-                continue
-            self._sought.update(burst.indices)
-            if not self.redirect(burst.indices, burst.satellite, "unreachable", others):
-                return False
+        self._take_up()
         return True
 
     def is_one_of_many(self, indices: Sequence[int]) -> bool:
