@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.cache.faulty_tier import FaultyTier, sealed
+from tests.cache.faulty_tier import FaultyTier, sealed, whole
 from tests.cache.small_tiers import LOCAL, QUICK, items, near_and_far, over, soon, sources
 from tests.contract.store_contract import key
 from tests.store.redis_server import RedisServer
 
+from skymemory.cache.hierarchy_settings import HierarchySettings
 from skymemory.cache.tier import TierSettings
 from skymemory.cache.tiers import TieredStore
 from skymemory.errors import ConstellationError
@@ -197,6 +199,7 @@ def test_a_tier_that_is_away_is_not_asked_for_what_it_is_owed() -> None:
 def test_what_a_tier_refused_by_its_own_word_is_not_offered_again() -> None:
     near, far = MemoryStore(name="near"), FaultyTier("far", budget_bytes=3000)
     tiers = over(near, far)
+    tiers._mover.stop(5.0)  # so that it stays, were it owed
     far.put_many(items(11, 12, 13))
     ticket = far.prepare_load([key(11), key(12), key(13)])  # so that there is no room
     assert tiers.put_many(items(1, 2), places(1, 2)) == [True, True]
@@ -222,3 +225,35 @@ def test_a_later_releases_value_in_redis_is_not_deleted_through_a_hierarchy(tmp_
         tiers.close()
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("write_back", [False, True], ids=["through", "back"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_trouble_loses_a_block_that_others_stored_and_all_is_stored_in_the_end(seed: int, write_back: bool) -> None:
+    """Random failures and hangs of two shared tiers while prompts are stored and loaded over them."""
+    dice = random.Random(seed)
+    middle, far = FaultyTier("middle", seed=seed, slow_s=0.03), FaultyTier("far", seed=seed + 1, slow_s=0.03)
+    hasty = TierSettings(ask_deadline_s=0.01, load_deadline_s=0.01, store_deadline_s=0.01, verify=whole, breaker=QUICK)
+    tiers = TieredStore(
+        [(MemoryStore(name="near"), LOCAL), (middle, hasty), (far, hasty)], HierarchySettings(write_back=write_back)
+    )
+    prompts = [tuple(range(at, at + 6)) for at in range(1, 61, 6)]
+    for prompt in prompts[:5]:
+        assert far.put_many(items(*prompt), places(*prompt)) == [True] * 6, "by another process"
+    saved: set[int] = set()
+    for _ in range(60):
+        for store in (middle, far):
+            store.trouble, store.rate = dice.choice(["", "", "raise", "slow"]), dice.choice([0.3, 1.0])
+        prompt = dice.choice(prompts)
+        if dice.random() < 0.5:
+            assert tiers.put_many(items(*prompt), places(*prompt)) == [True] * 6
+            saved.update(prompt)
+        else:
+            for number, value in zip(prompt, tiers.get_many([key(number) for number in prompt]), strict=True):
+                assert value is None or value == items(number)[0][1]
+    middle.trouble = far.trouble = ""
+    wanted = [key(number) for number in sorted(saved.union(*prompts[:5]))]
+    assert soon(lambda: well(tiers) and far.lookup(wanted) == [Presence.HIT] * len(wanted), 20.0)
+    assert far.get_many(wanted) == [items(number)[0][1] for number in sorted(saved.union(*prompts[:5]))]
+    assert not any("doubts_settled" in name for name in tiers.stats())
+    tiers.close()

@@ -38,7 +38,7 @@ class Owed:
             return dict(islice(self._places.items(), count))
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """These are there, or are to be there no more."""
+        """These are there, or cannot be."""
         with self._lock:
             for key in keys:
                 self._places.pop(key, None)

@@ -301,7 +301,6 @@ class Tier:
         """What it did not hear of, or did not confirm, is in doubt from now on; so is what a put that was given up may
         bring back.
         """
-        self.owed.discard(keys)
         told = self.ask(lambda: self.store.delete(keys), changes=keys) if self.usable(keys) else None
         if told is None or len(told) != len(keys):
             self.doubts.add(keys, deleted=True)

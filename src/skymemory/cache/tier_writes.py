@@ -24,13 +24,13 @@ _Prepared = tuple[_Tickets, _TooLarge, list[int]]
 class TierWrite:
     """``items`` on their way into ``tier``. ``too_large`` are the positions of those that could never fit it.
 
-    ``copies``: they are what is elsewhere already, so that a tier that does not take them has nothing outdated.
+    A thread may go on reading them when nobody waits for it any more: a tier with threads is given ``bytes``, which
+    nobody changes. ``copies``: they are what is elsewhere already, so that a tier that does not take them has nothing
+    outdated.
     """
 
     def __init__(self, tier: Tier, items: Items, places: Places, copies: bool = False) -> None:
         self.tier = tier
-        if not tier.settings.local:  # a thread may go on reading when nobody waits for it any more
-            items = [(key, bytes(value)) for key, value in items]
         self.items = items
         self._places = places or (None,) * len(items)
         self._copies = copies
@@ -58,7 +58,7 @@ class TierWrite:
         ]  # fmt: skip
         if not wanted or not tier.usable(keys):
             return self
-        told = tier.ask(lambda: _prepare(tier, self.items, self._places, wanted))
+        told = tier.ask(lambda: _prepare(tier, items, self._places, wanted))
         if told is not None:
             self.answered = True
             self._tickets, self.too_large, self._left = told
