@@ -152,14 +152,14 @@ def test_a_deleted_block_does_not_come_back_with_its_late_put() -> None:
     tiers.close()
 
 
-@pytest.mark.parametrize("how", ["through", "back", "sealed room"])
+@pytest.mark.parametrize("how", ["named value", "block", "view"])
 def test_a_put_that_was_given_up_does_not_read_what_its_caller_writes_next(how: str) -> None:
     far = Reading("far")
     tiers = given_up(far)
     far.gate.clear()
     room = bytearray(b"right" * 1000)
-    value = memoryview(room)[:] if how == "sealed room" else room
-    assert tiers.put_many([(key(1), value)], places(1) if how == "back" else ()) == [True]
+    value = memoryview(room)[:] if how == "view" else room
+    assert tiers.put_many([(key(1), value)], places(1) if how == "block" else ()) == [True]
     assert far.begun.wait(20.0)
     room[:] = b"WRONG" * 1000
     far.gate.set()
