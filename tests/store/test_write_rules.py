@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.contract.store_contract import BUDGETED, Clock, StoreContract, Tier
 from tests.store.conftest import cut_off, simulated, store_over, udp_store
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.store.admission import AdmittingStore, Sketch
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
@@ -216,6 +216,41 @@ def test_a_put_that_is_refused_evicts_nothing_for_its_quota() -> None:
     with pytest.raises(InvalidInput, match="places"):
         tenant.put_many([(KEYS[9], bytes(30_000))], [None, None])
     assert tenant.lookup(KEYS[:5]) == [Presence.HIT] * 5 and tenant.used_bytes == 50_000
+
+
+@pytest.mark.parametrize("why", ["too large", "no room beside pins", "nobody answers"])
+def test_what_the_store_below_refuses_costs_the_tenant_nothing(why: str) -> None:
+    sky = simulated()
+    below = store_over(sky, index=SharedIndex()) if why == "nobody answers" else MemoryStore(100_000, pin_fraction=1.0)
+    tenant = TenantStore(below, "a", 60_000 if why != "too large" else 120_000)
+    assert tenant.put_many([(key, bytes(1000)) for key in KEYS[:20]]) == [True] * 20
+    if why == "too large":
+        with pytest.raises(ValueTooLarge):
+            tenant.put_many([(KEYS[30], bytes(110_000))])
+    elif why == "no room beside pins":
+        assert below.put_many([(KEYS[31], bytes(60_000))]) == [True] and below.pin([KEYS[31]], 60.0) == [True]
+        assert tenant.put_many([(KEYS[30], bytes(50_000))]) == [False]
+    else:
+        with cut_off(sky):
+            assert tenant.put_many([(KEYS[30], bytes(50_000))]) == [False]
+    assert tenant.lookup(KEYS[:20]) == [Presence.HIT] * 20 and tenant.used_bytes == 20_000
+
+
+def test_while_nothing_can_be_deleted_a_tenant_has_at_most_one_put_more_than_its_quota() -> None:
+    class Keeping(MemoryStore):
+        """Confirms no deletion for a while, as a constellation one of whose satellites is silent."""
+
+        silent = True
+
+        def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
+            return [None] * len(keys) if self.silent else super().delete(keys)
+
+    below = Keeping()
+    tenant = TenantStore(below, "a", 50_000)
+    outcomes = [tenant.put_many([(key, bytes(10_000))])[0] for key in KEYS[:12]]
+    assert outcomes == [True] * 6 + [False] * 6 and tenant.used_bytes == 60_000
+    below.silent = False
+    assert tenant.put_many([(KEYS[12], bytes(10_000))]) == [True] and tenant.used_bytes == 50_000
 
 
 def test_two_puts_at_once_leave_no_more_than_the_quota() -> None:

@@ -1,5 +1,8 @@
 """Quota: so many bytes for one tenant; over them it evicts its own oldest values first, never another's.
 
+They go once the new one is stored, so that what the store below refuses costs nothing: while a put is under way, and
+until its victims are confirmed to be gone, a tenant has up to that one put more.
+
 Tenants have keys of their own, because their salt is in the hash of every block: so a tenant's handle on a store sees
 all of its writes, and no other tenant's. It counts the values that it stored until the store says that they are gone: a
 read that brings nothing in an outage, or an unconfirmed deletion, does not say so.
@@ -8,7 +11,7 @@ read that brings nothing in an outage, or an unconfirmed deletion, does not say 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
@@ -38,58 +41,44 @@ class TenantStore(Selecting):
         return self._used_bytes
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """As many of the chain's first blocks as the quota holds; room is made among the tenant's own, oldest first."""
+        """As many of the chain's first blocks as the quota holds. Nothing goes for them before they are stored; but
+        while what had to go for others is not confirmed to be gone, nothing more is taken.
+        """
         sizes = {key: memoryview(value).nbytes for key, value in items}
         with self._lock:
+            self._evict_excess()
+            room_bytes = self.quota_bytes if self._used_bytes <= self.quota_bytes else 0
             chosen, wanted_bytes = set[bytes](), 0
             for key, size in sizes.items():
-                if wanted_bytes + size > self.quota_bytes:
+                if wanted_bytes + size > room_bytes:
                     break
                 wanted_bytes += size
                 chosen.add(key)
-            own_bytes = sum(self._sizes.get(key, 0) for key in chosen)
-            excess_bytes = self._used_bytes - own_bytes + wanted_bytes - self.quota_bytes
-            victims: list[bytes] = []
-            for key, size in self._sizes.items():
-                if excess_bytes <= 0:
-                    break
-                if key not in chosen:
-                    victims.append(key)
-                    excess_bytes -= size
-            if victims:
-                gone = sum(one is not None for one in self.delete(victims))
-                self._counters.add("evicted_for_quota", gone, self.tenant)
-            self._drop_what_is_over(chosen, sizes)
             self._counters.add("refused_for_quota", len(sizes) - len(chosen), self.tenant)
         return [key in chosen for key, _ in items]
 
-    def _drop_what_is_over(self, chosen: set[bytes], sizes: dict[bytes, int]) -> None:
-        """Where room could not be made, the deletion of the oldest being unconfirmed: refuse the end of the chain."""
-        own_bytes = sum(self._sizes.get(key, 0) for key in chosen)
-        total_bytes = self._used_bytes - own_bytes + sum(sizes[key] for key in chosen)
-        for key in reversed([key for key in sizes if key in chosen]):
-            if total_bytes <= self.quota_bytes:
-                return
-            chosen.discard(key)
-            total_bytes -= sizes[key] - self._sizes.get(key, 0)
-
     def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        """Room for them is made among the tenant's own, oldest first."""
         with self._lock:
             for key, value in reversed(items):  # the first block becomes the most recent: a chain loses its end first
                 self._forget([key])
                 self._sizes[key] = memoryview(value).nbytes
                 self._used_bytes += self._sizes[key]
-            new = {key for key, _ in items}
-            over = []
-            excess_bytes = self._used_bytes - self.quota_bytes  # two puts at once were chosen for the same room
-            for key, size in self._sizes.items():
-                if excess_bytes <= 0:
-                    break
-                if key not in new:
-                    over.append(key)
-                    excess_bytes -= size
-            if over:
-                self.delete(over)
+            self._evict_excess({key for key, _ in items})
+
+    def _evict_excess(self, spared: Container[bytes] = ()) -> None:
+        """With the lock held."""
+        victims: list[bytes] = []
+        excess_bytes = self._used_bytes - self.quota_bytes
+        for key, size in self._sizes.items():
+            if excess_bytes <= 0:
+                break
+            if key not in spared:
+                victims.append(key)
+                excess_bytes -= size
+        if victims:
+            gone = sum(one is not None for one in self.delete(victims))
+            self._counters.add("evicted_for_quota", gone, self.tenant)
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         """What the store says is absent is not counted any more. What it did not get may be there all the same."""
