@@ -5,22 +5,26 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tests.cache.faulty_tier import FaultyTier, sealed, whole
 from tests.cache.small_tiers import LOCAL, QUICK, items, near_and_far, over, soon, sources
 from tests.contract.store_contract import key
+from tests.store.conftest import cut_off, simulated, store_over
 from tests.store.redis_server import RedisServer
+from tests.store.test_sealed import sealed as wrapped
 
 from skymemory.cache.hierarchy_settings import HierarchySettings
-from skymemory.cache.tier import TierSettings
+from skymemory.cache.tier import Again, TierSettings
 from skymemory.cache.tiers import TieredStore
 from skymemory.errors import ConstellationError
 from skymemory.kv.block import Place
 from skymemory.store.base import Buffer, Places, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis.store import NAMESPACE, RedisStore
+from skymemory.store.wrapped import Selecting
 
 EIGHT = tuple(range(1, 9))
 
@@ -182,6 +186,39 @@ def test_what_a_tier_missed_of_blocks_is_stored_there_when_it_is_back() -> None:
     tiers.close()
 
 
+def test_what_a_server_did_not_answer_is_stored_when_it_is_back(tmp_path: Path) -> None:
+    """The puts failed, and were no failures of the tier's threads: it said that it had no answer."""
+    server = RedisServer(tmp_path)
+    try:
+        redis = RedisStore(server.url, timeout_s=0.2)
+        tiers = TieredStore([(MemoryStore(name="near"), LOCAL), (redis, TierSettings(breaker=QUICK))])
+        server.stop()
+        assert tiers.put_many(items(*EIGHT), places(*EIGHT)) == [True] * 8
+        assert tiers.stats()["redis_keys_owed"] == 8
+        server.start()
+        keys = [key(number) for number in EIGHT]
+        another = RedisStore(server.url)
+        assert soon(lambda: another.lookup(keys) == [Presence.HIT] * 8, 20.0)
+        assert another.get_many(keys) == [value for _, value in items(*EIGHT)]
+        tiers.close()
+    finally:
+        server.stop()
+
+
+def test_a_tier_that_does_not_answer_is_paid_at_growing_intervals() -> None:
+    again, tried_s = Again(), []
+    for at_s in (tick / 100 for tick in range(20_000)):
+        if again.due(at_s):
+            tried_s.append(at_s)
+            again.went(False, at_s)
+    waits_s = [after - before for before, after in pairwise(tried_s)]
+    assert waits_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, *[30.0] * 4], abs=0.02)
+    again.went(True, 100.0)
+    assert again.due(100.0)
+    again.went(False, 100.0)
+    assert not again.due(100.05) and again.due(100.1)
+
+
 def test_a_tier_that_is_away_is_not_asked_for_what_it_is_owed() -> None:
     tiers, _near, far = near_and_far()
     far.trouble = "raise"
@@ -257,3 +294,13 @@ def test_no_trouble_loses_a_block_that_others_stored_and_all_is_stored_in_the_en
     assert far.get_many(wanted) == [items(number)[0][1] for number in sorted(saved.union(*prompts[:5]))]
     assert not any("doubts_settled" in name for name in tiers.stats())
     tiers.close()
+
+
+def test_a_constellation_says_which_puts_had_no_answer_through_whatever_is_around_it() -> None:
+    sky = simulated()
+    store = wrapped(Selecting(store_over(sky, 1)))
+    with cut_off(sky):
+        ticket = store.prepare_store(items(1, 2))
+        assert store.complete_store(ticket) == [False, False] and ticket.unanswered == {key(1), key(2)}
+    ticket = store.prepare_store(items(1, 2))
+    assert store.complete_store(ticket) == [True, True] and ticket.unanswered == frozenset()

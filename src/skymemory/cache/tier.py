@@ -41,7 +41,7 @@ FAILING_REASONS = frozenset({"unreachable", "timeout"})
 """Misses that say that the tier, and not the value, was not there."""
 
 _SETTLED_AT_ONCE = 1024
-_SETTLE_AGAIN_S, _SETTLE_LAST_S = 0.1, 30.0
+_AGAIN_S, _AGAIN_LAST_S = 0.1, 30.0
 _DOUBTS_LIMIT = 1 << 18
 """About 30 MB of keys."""
 _OWED_LIMIT = 1 << 16
@@ -49,6 +49,21 @@ _OWED_LIMIT = 1 << 16
 
 Result = TypeVar("Result")
 Kind = Literal["ask", "load", "store"]
+
+
+@dataclass(slots=True)
+class Again:
+    """When background work at a tier is tried again: at once where it went well, else each time after twice as long."""
+
+    _wait_s: float = 0.0
+    _at_s: float = -math.inf
+
+    def due(self, now_s: float) -> bool:
+        return now_s >= self._at_s
+
+    def went(self, well: bool, now_s: float) -> None:
+        self._wait_s = 0.0 if well else min(max(2 * self._wait_s, _AGAIN_S), _AGAIN_LAST_S)
+        self._at_s = now_s + self._wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +110,9 @@ class Tier:
         self.breaker = TierBreaker(settings.breaker)
         self._lock = Lock()
         self._probe_key: bytes | None = None
-        self._settle_wait_s = 0.0
-        self._settle_at_s = -math.inf
+        self._settling = Again()
+        self.paying = Again()
+        """When ``owed`` is stored."""
         self._overdue: dict[Call[object], float] = {}
         """Calls that were given up and are not answered, with the time at which they count as hanging."""
         self._usual: dict[Kind, Usual] = {"ask": Usual(), "load": Usual(), "store": Usual()}
@@ -316,7 +332,7 @@ class Tier:
         again after a while, and each time after twice that. What the tier keeps for a later release stays, unless
         somebody has deleted it.
         """
-        if self.clock() < self._settle_at_s:
+        if not self._settling.due(self.clock()):
             return False
         if not (keys := self.doubts.to_delete(_SETTLED_AT_ONCE)) or not self.usable(keys):
             return False
@@ -329,10 +345,9 @@ class Tier:
             self.doubts.settle(settled)
             self.counters.add("tier_doubts_settled_total", len(settled), self.name)
         if told is None or len(settled) == len(mine):
-            self._settle_wait_s = 0.0
+            self._settling.went(True, self.clock())
             return told is not None and bool(self.doubts)
-        self._settle_wait_s = min(max(2 * self._settle_wait_s, _SETTLE_AGAIN_S), _SETTLE_LAST_S)
-        self._settle_at_s = self.clock() + self._settle_wait_s
+        self._settling.went(False, self.clock())
         return False
 
     def _delete_outdated(self, keys: Sequence[bytes]) -> list[bool | None]:

@@ -47,7 +47,7 @@ class TierMover:
             for tier in self._tiers:
                 tier.probe_if_due()
                 tier.settle_doubts()
-                if tier.owed and tier.usable(()) and not self._stopping.is_set():
+                if tier.owed and tier.paying.due(tier.clock()) and tier.usable(()) and not self._stopping.is_set():
                     self._pay(tier)
             if filled and not self._stopping.is_set() and not self.move_some():
                 self._stopping.wait(_AGAIN_S)
@@ -71,19 +71,19 @@ class TierMover:
         items = [(moving.key, moving.value) for moving in movings]
         places = {moving.key: moving.place for moving in movings}
         stored = {tier.number: set[bytes]() for tier in tiers}
-        pending, certain = dict(stored), dict(stored)
+        pending, refused_by = dict(stored), dict(stored)
         all_certain = True
         for tier in tiers:
             outcome, one = write(tier, items, list(places.values()))
             all_certain = all_certain and one.certain
             stored[tier.number] = {key for key, ok in zip(keys, outcome, strict=True) if ok}
             pending[tier.number] = one.pending
-            certain[tier.number] = set(keys) if one.certain else set()
+            refused_by[tier.number] = one.refused
         taken = set[bytes]().union(*stored.values())
         refused = set(keys) - taken if all_certain else set[bytes]()
         for tier in tiers:
             missed = (taken | refused) - stored[tier.number]
-            note_missed(tier, missed, places, pending[tier.number], certain[tier.number])
+            note_missed(tier, missed, places, pending[tier.number], refused_by[tier.number])
         self._counters.add("written_back_total", len(taken))
         self._counters.add("write_back_refused_total", len(refused))
         return [moving for moving in movings if moving.key in taken or moving.key in refused]
@@ -119,10 +119,11 @@ class TierMover:
                 left = set(lacking)
             elif values:
                 done, one = write(tier, list(values.items()), [owed[key] for key in values], copies=True)
-                left = set() if one.certain else {key for key, ok in zip(values, done, strict=True) if not ok}
+                left = {key for key, ok in zip(values, done, strict=True) if not ok} - one.refused
                 self._counters.add("tier_paid_total", sum(done), tier.name)
             tier.owed.discard(keys)
             tier.owed.add({key: owed[key] for key in keys if key in left})
+            tier.paying.went(not left, tier.clock())
 
 
 def _read(tier: Tier, keys: Sequence[bytes]) -> dict[bytes, bytes] | None:

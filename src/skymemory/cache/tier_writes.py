@@ -119,6 +119,14 @@ class TierWrite:
         ]
 
     @property
+    def refused(self) -> set[bytes]:
+        """What the tier would not have, by its own word."""
+        if not self.certain:
+            return set()
+        unanswered = frozenset[bytes]().union(*(ticket.unanswered for ticket, _ in self._tickets))
+        return {key for key, _ in self.items if key not in unanswered}
+
+    @property
     def pending(self) -> set[bytes]:
         """What may still land: of its doubts it is known when they end."""
         if not self.given_up:

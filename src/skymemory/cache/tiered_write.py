@@ -104,7 +104,7 @@ class TieredWrite:
             number, keys = write.tier.number, [key for key, _ in write.items]
             self._stored[number].update(key for key, ok in zip(keys, done, strict=True) if ok)
             self._pending[number].update(write.pending)
-            self._refused[number].update(keys if write.certain else ())
+            self._refused[number].update(write.refused)
 
 
 def _too_large_in(write: TierWrite, key: bytes) -> bool:

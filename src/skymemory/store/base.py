@@ -111,6 +111,8 @@ class StoreTicket:
     state: object = field(default=None, repr=False)
     places: tuple[Place | None, ...] = ()
     """As many as ``items``."""
+    unanswered: frozenset[bytes] = frozenset()
+    """Once ``complete_store`` has returned: those that were not refused, but had no answer."""
 
     def __post_init__(self) -> None:
         self.places = self.places or (None,) * len(self.items)
@@ -146,7 +148,9 @@ class Store(Protocol):
         """Set room aside. A value that could never fit raises ValueTooLarge naming the limit."""
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
-        """Per item: stored and acknowledged. False where there was no room or no answer. Once per ticket."""
+        """Per item: stored and acknowledged. False where there was no room or no answer (``ticket.unanswered``). Once
+        per ticket.
+        """
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         """Both phases of a load."""

@@ -241,6 +241,9 @@ class ConstellationStore(TwoPhase):
         self._upkeep.hear()
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
+        ticket.unanswered = frozenset(
+            key for key, number in begun.items() if finished[number].report.failure in ("unreachable", "timeout")
+        )
         self._counters.add("stored", len(stored))
         return [key in stored for key, _ in ticket.items]
 

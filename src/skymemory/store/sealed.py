@@ -204,6 +204,7 @@ class SealedStore(Wrapped):
         stored = self.store.complete_store(state.below)
         self._rooms.give_back(state.room)
         ticket.seconds, ticket.state = state.below.seconds, state.below.state
+        ticket.unanswered = state.below.unanswered
         self._counters.add("values_sealed", sum(stored))
         return stored
 

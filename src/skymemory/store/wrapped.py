@@ -113,6 +113,6 @@ class Selecting(Wrapped):
         inner, ticket.state = state.inner, None
         outcomes = iter(self.store.complete_store(inner))
         done = [go and next(outcomes) for go in state.chosen]
-        ticket.seconds, ticket.state = inner.seconds, inner.state
+        ticket.seconds, ticket.state, ticket.unanswered = inner.seconds, inner.state, inner.unanswered
         self.stored([item for item, ok in zip(ticket.items, done, strict=True) if ok])
         return done

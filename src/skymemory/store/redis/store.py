@@ -172,15 +172,17 @@ class RedisStore(TwoPhase):
                     data = memoryview(value).cast("B")
                     commands.append(pack(b"SET", NAMESPACE + key, (data, _trailer(key, data))))
             replies = iter(self._link.ask(commands, _VALUES_AT_ONCE))
-        stored = []
+        stored, unanswered = [], set()
         for key, _ in ticket.items:
             reply = LATER_VERSION if key in later else next(replies)
             stored.append(reply in (b"OK", "OK"))
             if not stored[-1]:
                 label = "unreachable" if isinstance(reply, Unreachable) else "refused"
+                if isinstance(reply, Unreachable):
+                    unanswered.add(key)
                 self._counters.add("failed", label=LATER_VERSION if reply == LATER_VERSION else label)
         self._counters.add("stored", sum(stored))
-        ticket.seconds = self._clock() - started_s
+        ticket.seconds, ticket.unanswered = self._clock() - started_s, frozenset(unanswered)
         return stored
 
     def touch(self, keys: Sequence[bytes]) -> None:
