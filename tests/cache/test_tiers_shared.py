@@ -205,6 +205,25 @@ def test_what_a_server_did_not_answer_is_stored_when_it_is_back(tmp_path: Path) 
         server.stop()
 
 
+def test_a_named_value_is_written_back_when_the_server_that_did_not_answer_is_back(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    try:
+        redis = RedisStore(server.url, timeout_s=0.2)
+        tiers = TieredStore(
+            [(MemoryStore(name="near"), LOCAL), (redis, TierSettings(breaker=QUICK))],
+            HierarchySettings(write_back=True),
+        )
+        server.stop()
+        assert tiers.put_many(items(1)) == [True] and not tiers.flush(0.5)
+        assert tiers.stats().get("write_back_refused_total", 0) == 0
+        server.start()
+        another = RedisStore(server.url)
+        assert soon(lambda: another.get_many([key(1)]) == [items(1)[0][1]], 20.0)
+        tiers.close()
+    finally:
+        server.stop()
+
+
 def test_a_tier_that_does_not_answer_is_paid_at_growing_intervals() -> None:
     again, tried_s = Again(), []
     for at_s in (tick / 100 for tick in range(20_000)):

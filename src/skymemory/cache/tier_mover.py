@@ -40,6 +40,7 @@ class TierMover:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        wait_s = 0.0
         while not self._stopping.is_set():
             busy = any(tier.doubts or tier.owed or not tier.breaker.closed for tier in self._tiers)
             idle_s = _AGAIN_S if busy else _IDLE_S
@@ -49,8 +50,9 @@ class TierMover:
                 tier.settle_doubts()
                 if tier.owed and tier.paying.due(tier.clock()) and tier.usable(()) and not self._stopping.is_set():
                     self._pay(tier)
-            if filled and not self._stopping.is_set() and not self.move_some():
-                self._stopping.wait(_AGAIN_S)
+            if filled and not self._stopping.is_set():
+                wait_s = 0.0 if self.move_some() else min(max(2 * wait_s, _AGAIN_S), _IDLE_S)
+                self._stopping.wait(wait_s)
 
     def move_some(self) -> bool:
         """Move one batch; whether any of it is done with."""
@@ -72,15 +74,15 @@ class TierMover:
         places = {moving.key: moving.place for moving in movings}
         stored = {tier.number: set[bytes]() for tier in tiers}
         pending, refused_by = dict(stored), dict(stored)
-        all_certain = True
+        refused = set(keys)
         for tier in tiers:
             outcome, one = write(tier, items, list(places.values()))
-            all_certain = all_certain and one.certain
+            refused &= one.refused
             stored[tier.number] = {key for key, ok in zip(keys, outcome, strict=True) if ok}
             pending[tier.number] = one.pending
             refused_by[tier.number] = one.refused
         taken = set[bytes]().union(*stored.values())
-        refused = set(keys) - taken if all_certain else set[bytes]()
+        refused -= taken
         for tier in tiers:
             missed = (taken | refused) - stored[tier.number]
             note_missed(tier, missed, places, pending[tier.number], refused_by[tier.number])

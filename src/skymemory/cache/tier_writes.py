@@ -120,7 +120,7 @@ class TierWrite:
 
     @property
     def refused(self) -> set[bytes]:
-        """What the tier would not have, by its own word."""
+        """What the tier answered for, where it was not stored: it would not have it."""
         if not self.certain:
             return set()
         unanswered = frozenset[bytes]().union(*(ticket.unanswered for ticket, _ in self._tickets))
@@ -174,5 +174,5 @@ def note_missed(
     """
     tier.doubts.add(key for key in missed if places[key] is None and key not in pending)
     owed = {key: place for key in missed - refused if (place := places[key]) is not None}
-    if tier.number:
+    if tier.number:  # what is owed comes out of the nearest
         tier.owed.add({key: owed[key] for key in places if key in owed})  # in the order of their chain
