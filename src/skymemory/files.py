@@ -57,6 +57,29 @@ def write_private(path: Path, data: str | bytes, *, replace: bool = True, durabl
             os.close(folder)
 
 
+def write_output(path: Path, data: bytes | memoryview) -> None:
+    """Write what a user wants in this file: a regular one is replaced whole, or stays as it was; a link's target is,
+    not the link. Pipes and devices are written to.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()
+    scratch = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    try:
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+            if path.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            file.write(data)
+        os.replace(scratch, path)
+    finally:
+        with suppress(OSError):
+            os.unlink(scratch)
+
+
 def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
     """Open a regular file for reading, or a pipe where ``pipes`` are welcome; symbolic links are followed.
 

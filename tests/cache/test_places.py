@@ -119,14 +119,16 @@ def test_a_shelf_believes_the_writer_and_not_the_order_of_blocks_of_several_prom
     one, other = [key(n) for n in range(3)], [key(n) for n in range(10, 13)]
     items = [(k, bytes(1000)) for k in (one[2], other[0], one[1])]
     places = [Place(2, one[1]), Place(0), Place(1, one[0])]
-    ticket, given, _ = shelf.open_store(items, places, 0.0, 30.0, "shelf")
+    ticket, given = shelf.open_store(items, places, 0.0, 30.0, "shelf")
     assert given == [True] * 3
     for (k, data), place in zip(items, places, strict=True):
         shelf.put(k, len(data), place)
     shelf.end_store(ticket)
     assert [shelf.chains.before(k) for k in (one[2], one[1], other[0])] == [one[1], one[0], None]
-    _, given, gone = shelf.open_store([(key(99), bytes(8000))], (), 0.0, 30.0, "shelf")
-    assert given == [True] and gone == [one[2]], "the block with the longest prefix before it"
+    _, given = shelf.open_store([(key(99), bytes(8000))], (), 0.0, 30.0, "shelf")
+    assert given == [True]
+    assert shelf.in_the_way([(key(99), 8000)]) == (1, [one[2]]), "the block with the longest prefix before it"
+    shelf.evict(one[2])
     assert shelf.take_place(one[2]) == Place(2, one[1])
 
 

@@ -271,3 +271,88 @@ def test_released_rooms_are_used_again_and_kept_ones_are_not(tmp_path: Path) -> 
     assert kept == value(2, 9000)  # given back, and written over
     assert other == value(2, 9000)
     store.close()
+
+
+def _fill(store: DiskStore, values: int, size: int) -> list[bytes]:
+    for n in range(values):
+        assert store.put_many([(key(n), value(n, size))]) == [True]
+    return [key(n) for n in range(values)]
+
+
+def _stored_bytes(path: Path) -> int:
+    return sum(file.stat().st_size - value_file.HEADER_BYTES for file in (path / "values").iterdir())
+
+
+@pytest.mark.parametrize("fault", ["ENOSPC", "EDQUOT", "EIO", "EROFS"])
+def test_a_write_that_fails_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Of a disk that others have filled: what would go for it does not make room for it."""
+    store = DiskStore(tmp_path, 100_000)
+    keys = _fill(store, 8, 10_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(value_file.os, "writev", _raising(getattr(errno, fault)))
+        patch.setattr(directory.os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255)))
+        assert store.put_many([(key(99), value(99, 75_000))]) == [False]
+    assert store.lookup(keys) == [Presence.HIT] * 8 and store.stats().get("evicted_total", 0) == 0
+    assert store.get_many(keys) == [value(n, 10_000) for n in range(8)]
+    assert store.put_many([(key(99), value(99, 75_000))]) == [True]
+    assert store.stats()["used_bytes"] == _stored_bytes(tmp_path) <= 100_000
+    store.close()
+
+
+def test_on_a_full_disk_the_oldest_makes_room_for_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for the budget, and not for one value more while it is written."""
+    store = DiskStore(tmp_path, 80_000)
+    keys = _fill(store, 8, 10_000)
+    writev = os.writev
+
+    def write_within_the_budget(fd: int, parts: list[memoryview]) -> int:
+        if _stored_bytes(tmp_path) + sum(part.nbytes for part in parts) > 81_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writev(fd, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(value_file.os, "writev", write_within_the_budget)
+        patch.setattr(directory.os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255)))
+        assert store.put_many([(key(90), value(90, 10_000)), (key(91), value(91, 10_000))]) == [True] * 2
+    assert store.lookup(keys) == [Presence.MISS] * 2 + [Presence.HIT] * 6
+    assert store.get_many([key(90), key(91)]) == [value(90, 10_000), value(91, 10_000)]
+    assert store.stats()["used_bytes"] == _stored_bytes(tmp_path) == 80_000
+    store.close()
+
+
+def test_what_cannot_be_removed_stays_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path, 80_000)
+    keys = _fill(store, 8, 10_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            directory.StoreDirectory, "remove", staticmethod(lambda path: path.name.endswith(".part") and _gone(path))
+        )
+        assert store.put_many([(key(99), value(99, 30_000))]) == [False]
+        assert store.stats()["unremoved_total"] >= 1
+    assert store.get_many(keys) == [value(n, 10_000) for n in range(8)]
+    assert store.put_many([(key(100 + n), value(n, 10_000)) for n in range(8)]) == [True] * 8
+    assert store.stats()["used_bytes"] == _stored_bytes(tmp_path) == 80_000
+    store.close()
+
+
+def _gone(path: Path) -> bool:
+    path.unlink()
+    return True
+
+
+def test_what_is_in_the_way_is_read_until_the_new_is_written(tmp_path: Path) -> None:
+    """A store that nobody completes costs nobody anything; what is leased meanwhile stays."""
+    store = DiskStore(tmp_path, 80_000)
+    keys = _fill(store, 8, 10_000)
+    ticket = store.prepare_store([(key(99), value(99, 40_000))])
+    assert store.lookup([*keys, key(99)]) == [Presence.HIT] * 8 + [Presence.PENDING]
+    lease = store.prepare_load(keys[:6])
+    assert store.complete_store(ticket) == [False]
+    assert store.complete_load(lease) == [value(n, 10_000) for n in range(6)]
+    store.release(lease)
+    assert store.lookup(keys) == [Presence.HIT] * 8
+    first, second = (store.prepare_store([(key(n), value(n, 40_000))]) for n in (100, 101))
+    assert store.complete_store(first) == [True] and store.lookup([key(101)]) == [Presence.PENDING]
+    assert store.complete_store(second) == [True]
+    assert store.stats()["used_bytes"] == _stored_bytes(tmp_path) == 80_000
+    store.close()

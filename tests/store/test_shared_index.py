@@ -15,8 +15,10 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.contract.forked import in_child
 from tests.store.conftest import simulated, store_over
 
+from skymemory.errors import InvalidInput
 from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, encode_record
 from skymemory.native import crc32
@@ -48,6 +50,23 @@ def test_a_journal_that_was_removed_is_begun_anew_by_whoever_has_it_open(tmp_pat
     assert old.infos([key(1), key(2), key(3)]) == [None, None, INFO]
     add(old, 4)
     assert new.infos([key(4)]) == [INFO]
+
+
+def test_a_journal_that_cannot_be_opened_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+
+    def as_nobody() -> str:
+        os.seteuid(65534) if os.geteuid() == 0 else tmp_path.chmod(0o500)
+        with pytest.raises(InvalidInput) as caught:
+            SharedIndex(tmp_path / "index")
+        return str(caught.value)
+
+    wrong = {tmp_path: "directory", tmp_path / "file" / "index": "File exists", tmp_path / "loop": "symbolic links"}
+    for path, why in wrong.items():
+        with pytest.raises(InvalidInput, match=f"index {path}.*{why}.*index=no"):
+            SharedIndex(path)
+    assert "Permission denied" in (said := in_child(as_nobody)) and str(tmp_path / "index") in said, said
 
 
 def test_threads_that_share_an_index_lose_nothing(tmp_path: Path) -> None:
@@ -349,6 +368,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import skymemory.store.shared_index as module
+from skymemory.errors import InvalidInput
 from skymemory.index.block_info import BlockInfo
 module.COMPACT_BYTES = 10_000
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from skymemory.cli._ground import ACCESS_CHOICES
 from skymemory.cli._options import add_json, add_run_dir, argument
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.files import read_bounded
+from skymemory.files import read_bounded, write_output
 from skymemory.units import format_duration, format_size, parse_duration
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
         return _say(args, facts, text, to_stderr=True)
     out = Path(args.out or Path(args.key).name)
     try:
-        out.write_bytes(done.value)
+        write_output(out, done.value)
     except OSError as error:
         raise InvalidInput(f"cannot write {out}: {error.strerror}; choose another file with --out") from error
     return _say(args, {**facts, "file": str(out)}, f"{text}, written to {out}")

@@ -82,12 +82,7 @@ class MemoryStore(ShelfStore):
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         with self._open():
-            ticket, given, victims = self._shelf.open_store(items, places, self._clock(), self._lease_s, self._name)
-            for key in victims:
-                value, place = self._values.pop(key), self._shelf.take_place(key)
-                if self.on_evict is not None:
-                    self.on_evict(key, value, place)
-            self._counters.add("evicted", len(victims))
+            ticket, given = self._shelf.open_store(items, places, self._clock(), self._lease_s, self._name)
             self._counters.add("refused", given.count(False))
             return ticket
 
@@ -95,15 +90,28 @@ class MemoryStore(ShelfStore):
         with self._open():
             started_s = self._clock()
             given = self._shelf.take_store(ticket, started_s)
-            for (key, value), place, yes in zip(ticket.items, ticket.places, given, strict=True):
-                if yes:
-                    self._values[key] = bytes(value)
-                    self._shelf.put(key, len(self._values[key]), place)
+            values = {key: bytes(value) for (key, value), yes in zip(ticket.items, given, strict=True) if yes}
+            places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
+            count, victims = self._shelf.in_the_way([(key, len(value)) for key, value in values.items()])
+            self._counters.add("refused", len(values) - count)
+            self._evict(victims)
+            done = list(values)[:count]
+            for key in done:
+                self._values[key] = values[key]
+                self._shelf.put(key, len(values[key]), places[key])
             self._shelf.end_store(ticket)
             self._shelf.touch([key for key, _ in ticket.items])
-            self._counters.add("stored", given.count(True))
+            self._counters.add("stored", count)
             ticket.seconds = self._clock() - started_s
-            return given
+            return [yes and key in done for (key, _), yes in zip(ticket.items, given, strict=True)]
+
+    def _evict(self, victims: Sequence[bytes]) -> None:
+        for key in victims:
+            self._shelf.evict(key)
+            value, place = self._values.pop(key), self._shelf.take_place(key)
+            if self.on_evict is not None:
+                self.on_evict(key, value, place)
+        self._counters.add("evicted", len(victims))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         keys = check_keys(keys)

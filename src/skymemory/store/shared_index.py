@@ -55,7 +55,11 @@ class _Replaced:
 
 
 class SharedIndex:
-    """A ``RadixIndex`` that follows its journal file. May be used from any thread."""
+    """A ``RadixIndex`` that follows its journal file. May be used from any thread.
+
+    Raises:
+        InvalidInput: there is no journal at the path that this user may write, and none can be made.
+    """
 
     def __init__(self, path: Path | None = None, *, born: bool | None = None) -> None:
         """``born``: the constellation is known to be empty now, so a new journal begins complete. By default that is
@@ -77,8 +81,14 @@ class SharedIndex:
         the descriptor. So the child closes its copy.
         """
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, _FLAGS, 0o600)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(path, _FLAGS, 0o600)
+            except OSError as error:
+                raise InvalidInput(
+                    f"cannot open the index {path}: {error.strerror}: it must be a file that this user may read and "
+                    "write; or do without it (?index=no in an address)"
+                ) from error
             if born:
                 self._write(lambda: b"" if self._replayed_bytes else self._noted(Record(RecordOp.BORN)))
 

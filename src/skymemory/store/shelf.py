@@ -139,8 +139,8 @@ class Shelf:
 
     def open_store(
         self, items: Sequence[tuple[bytes, Buffer]], places: Places, now_s: float, lease_s: float, store_name: str
-    ) -> tuple[StoreTicket, list[bool], list[bytes]]:
-        """Room for ``items``: per item whether there is, and who had to go for it.
+    ) -> tuple[StoreTicket, list[bool]]:
+        """Room for ``items``: per item whether there is.
 
         Raises InvalidInput for what is no item, and ValueTooLarge for one that the budget could never hold.
         """
@@ -153,9 +153,8 @@ class Shelf:
                 )
         ticket = StoreTicket(items, now_s + lease_s, places=check_places(items, places))
         self._stores.add(ticket, now_s)
-        given, gone = self.set_aside(ticket, now_s)
-        ticket.state = given
-        return ticket, given, gone
+        ticket.state = given = self.set_aside(ticket, now_s)
+        return ticket, given
 
     def take_store(self, ticket: StoreTicket, now_s: float) -> list[bool]:
         """It is being completed, which raises InvalidInput unless it is open: per item whether it has room still."""
@@ -211,26 +210,32 @@ class Shelf:
 
     # --- room ---
 
-    def set_aside(self, ticket: StoreTicket, now_s: float) -> tuple[list[bool], list[bytes]]:
-        """Room for the items of ``ticket``, until ``end_store`` or until it expires.
-
-        Per item whether there is; and what was evicted for it, no longer here already. Where room cannot be made,
-        nothing is evicted.
+    def set_aside(self, ticket: StoreTicket, now_s: float) -> list[bool]:
+        """Room for the items of ``ticket``, until ``end_store`` or until it expires: per item whether there is. What
+        has to go for it is here until then (``in_the_way``), so that a store which fails costs nothing.
         """
         self._expire(now_s)
         self._learn(ticket)
-        self._rooms[ticket] = []
-        given: list[bool] = []
-        gone: list[bytes] = []
-        for key, value in ticket.items:
-            victims = None if key in self.kept else self._room_behind(self.chains.before(key), size_of(value))
-            given.append(victims is not None)
-            if victims is not None:
-                gone += victims
-                self._rooms[ticket].append((key, size_of(value)))
-                self._reserved_bytes += size_of(value)
-                self.chains.hold(key)
-        return given, gone
+        room: list[tuple[bytes, int]] = []
+        self._rooms[ticket] = room
+        given = [key not in self.kept for key, _ in ticket.items]
+        wanted = [(key, size_of(value)) for (key, value), yes in zip(ticket.items, given, strict=True) if yes]
+        for item in wanted:
+            self._reserve(item, room)
+        if self._is_room(0):
+            return given
+        self.end_store(ticket)  # not for all of them: one after the other
+        self._rooms[ticket] = room = []
+        for at, (key, value) in enumerate(ticket.items):
+            given[at] = given[at] and self._is_room(size_of(value), self.chains.before(key))
+            if given[at]:
+                self._reserve((key, size_of(value)), room)
+        return given
+
+    def _reserve(self, item: tuple[bytes, int], room: list[tuple[bytes, int]]) -> None:
+        room.append(item)
+        self._reserved_bytes += item[1]
+        self.chains.hold(item[0])
 
     def _learn(self, ticket: StoreTicket) -> None:
         """What is before each item: by the writer's word, or else the item before it in the call."""
@@ -241,25 +246,40 @@ class Shelf:
                 self.chains.learn((before, key))
             above = key
 
-    def shrink(self, now_s: float) -> list[bytes]:
-        """Evict what is over the budget, as far as that can be."""
-        self._expire(now_s)
-        return self._make_room(0, partly=True) or []
-
-    def _room_behind(self, before: bytes | None, size_bytes: int) -> list[bytes] | None:
-        """What was evicted; not ``before``, behind which the new one will be, nor what is before that. None: there is
-        no room, and nothing was evicted.
+    def in_the_way(self, items: Sequence[tuple[bytes, int]]) -> tuple[int, list[bytes]]:
+        """Of these, for which room was set aside, with their sizes: how many of the first can be put, and what has to
+        go for them first, by ``evict`` and in this order. Not all can where what was to go is leased or pinned by now.
         """
-        if before is None:
-            return self._make_room(size_bytes)
-        self.chains.hold(before)
-        try:
-            return self._make_room(size_bytes)
-        finally:
-            self.chains.free(before)
+        for count in range(len(items), 0, -1):
+            sizes = dict(items[:count])
+            replaced_bytes = sum(self.entries[key].size_bytes for key in sizes if key in self.entries)
+            excess_bytes = self.used_bytes - replaced_bytes + sum(sizes.values()) - self.budget_bytes
+            victims = self._victims(excess_bytes)
+            if victims is not None:
+                return count, victims
+        return 0, []
 
-    def _make_room(self, size_bytes: int, partly: bool = False) -> list[bytes] | None:
-        excess_bytes = self.used_bytes + self._reserved_bytes + size_bytes - self.budget_bytes
+    def over_budget(self, now_s: float) -> list[bytes]:
+        """What is to go by ``evict``, in this order, for the budget to hold as far as it can."""
+        self._expire(now_s)
+        return self._victims(self.used_bytes - self.budget_bytes, partly=True) or []
+
+    def evict(self, victim: bytes) -> None:
+        self.used_bytes -= self.entries.pop(victim).size_bytes
+        self.chains.left(victim)
+        self._policy.gone(victim, evicted=True)
+
+    def _is_room(self, size_bytes: int, behind: bytes | None = None) -> bool:
+        """Whether so much more can be freed than is set aside, without ``behind`` and what is before that."""
+        if behind is not None:
+            self.chains.hold(behind)
+        victims = self._victims(self.used_bytes + self._reserved_bytes + size_bytes - self.budget_bytes)
+        if behind is not None:
+            self.chains.free(behind)
+        return victims is not None
+
+    def _victims(self, excess_bytes: int, partly: bool = False) -> list[bytes] | None:
+        """Who would go to free so many bytes, first to last. None: not so many can be freed, unless ``partly`` does."""
         victims: list[bytes] = []
         while excess_bytes > 0:
             victim = self._policy.victim()
@@ -269,15 +289,10 @@ class Shelf:
             victims.append(victim)
             self._policy.hold(victim)  # as if it were gone: what is before it may be next
             self.chains.left(victim)
-        if excess_bytes > 0 and not partly:
-            for victim in reversed(victims):
-                self.chains.came(victim)
-                self._policy.free(victim)
-            return None
-        for victim in victims:
-            self.used_bytes -= self.entries.pop(victim).size_bytes
-            self._policy.gone(victim, evicted=True)
-        return victims
+        for victim in reversed(victims):
+            self.chains.came(victim)
+            self._policy.free(victim)
+        return None if excess_bytes > 0 and not partly else victims
 
     def has_room(self, ticket: StoreTicket, now_s: float) -> bool:
         """Whether its room is still set aside."""

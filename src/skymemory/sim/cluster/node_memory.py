@@ -59,10 +59,13 @@ class PolicyMemory:
         if held == len(keys):
             return []
         ticket = StoreTicket(tuple((key, b"1") for key in keys[held:]), math.inf)
-        given, gone = shelf.set_aside(ticket, 0.0)
-        for (key, _), yes in zip(ticket.items, given, strict=True):
-            if yes:
-                shelf.put(key, 1)
+        given = shelf.set_aside(ticket, 0.0)
+        wanted = [(key, 1) for (key, _), yes in zip(ticket.items, given, strict=True) if yes]
+        count, gone = shelf.in_the_way(wanted)
+        for key in gone:
+            shelf.evict(key)
+        for key, _ in wanted[:count]:
+            shelf.put(key, 1)
         shelf.end_store(ticket)
         shelf.touch(keys[held:])
         return [int.from_bytes(key) for key in gone]

@@ -168,6 +168,14 @@ class StoreDirectory:
             return False
         return True
 
+    def free_bytes(self) -> int:
+        """What the file system still takes; 0 where it does not say."""
+        try:
+            found = os.statvfs(self.values)
+        except OSError:
+            return 0
+        return found.f_bavail * found.f_frsize
+
     def sync(self) -> None:
         """Names on the disk itself: renames and removals so far outlive a power cut."""
         fd = os.open(self.values, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -12,6 +12,7 @@ from skymemory.store.disk.directory import StoreDirectory
 from skymemory.store.disk.value_file import write_part
 
 _NUMBERS = itertools.count()
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Parts:
@@ -23,25 +24,36 @@ class Parts:
         self._failed = failed
         self._parts: dict[bytes, tuple[Path, int]] = {}
 
-    def write(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Ends at the first that fails: what follows in a chain is worth nothing without it."""
+    def write(self, items: Sequence[tuple[bytes, Buffer]], make_room: Callable[[int], bool]) -> list[tuple[bytes, int]]:
+        """Key and size of each value that was written. Ends at the first that fails: what follows in a chain is worth
+        nothing without it. Where the disk is full ``make_room`` may free so many bytes, and says whether it has.
+        """
         for key, value in items:
-            part = self._directory.part_of(key, next(_NUMBERS))
             data = memoryview(value).cast("B")
             try:
-                write_part(part, key, data, synced=self._synced)
+                part = self._write(key, data, make_room)
             except OSError as error:
                 self._failed(name_of(error))
-                return
+                break
             if key in self._parts:
                 self._directory.remove(self._parts[key][0])
             self._parts[key] = part, data.nbytes
+        return [(key, size_bytes) for key, (_, size_bytes) in self._parts.items()]
 
-    def settle(self) -> list[tuple[bytes, int]]:
-        """Key and size of each value that is in its place now, in the order written."""
+    def _write(self, key: bytes, data: memoryview, make_room: Callable[[int], bool]) -> Path:
+        part = self._directory.part_of(key, next(_NUMBERS))
+        try:
+            write_part(part, key, data, synced=self._synced)
+        except OSError as error:
+            if error.errno not in _FULL or not make_room(data.nbytes):
+                raise
+            write_part(part, key, data, synced=self._synced)
+        return part
+
+    def settle(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Key and size of each of these values that is in its place now, in this order; up to the first that fails."""
         settled: list[tuple[bytes, int]] = []
-        while self._parts:
-            key = next(iter(self._parts))
+        for key in keys:
             part, size_bytes = self._parts[key]
             try:
                 part.rename(self._directory.path_of(key))

@@ -93,7 +93,7 @@ class DiskStore(ShelfStore):
             self._shelf.put(value.key, value.size_bytes)
             self._used_ns = max(self._used_ns, value.used_ns)
         self._counters.add("torn", self._directory.torn)
-        self._evict(self._shelf.shrink(self._clock()))
+        self._evict(self._shelf.over_budget(self._clock()))
 
     # --- loading ---
 
@@ -152,10 +152,10 @@ class DiskStore(ShelfStore):
     # --- storing ---
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        """What has to go for these goes once they are written."""
         with self._open():
-            ticket, given, victims = self._shelf.open_store(items, places, self._clock(), self._lease_s, self._name)
+            ticket, given = self._shelf.open_store(items, places, self._clock(), self._lease_s, self._name)
             self._counters.add("refused", given.count(False))
-            self._evict(victims)
             return ticket
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
@@ -166,11 +166,12 @@ class DiskStore(ShelfStore):
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
         done: set[bytes] = set()
         parts = Parts(self._directory, self._synced, lambda error: self._counters.add("failed", label=error))
+        sizes = {key: memoryview(value).nbytes for key, value in items}
         try:
-            parts.write(items)
+            written = parts.write(items, lambda size_bytes: self._make_room(ticket, list(sizes.items()), size_bytes))
             with self._lock:
                 if not self._closed and self._shelf.has_room(ticket, self._clock()):
-                    for key, size_bytes in parts.settle():
+                    for key, size_bytes in parts.settle(self._evict_for(written)):
                         self._shelf.put(key, size_bytes, places[key])
                         done.add(key)
                     self._stamp(self._shelf.touch([key for key, _ in ticket.items]))
@@ -186,6 +187,25 @@ class DiskStore(ShelfStore):
         self._counters.add("stored", len(done))
         ticket.seconds = self._clock() - started_s
         return [yes and key in done for (key, _), yes in zip(ticket.items, given, strict=True)]
+
+    def _evict_for(self, written: Sequence[tuple[bytes, int]]) -> list[bytes]:
+        """Keys of the first of these that have room now. With the lock held."""
+        count, victims = self._shelf.in_the_way(written)
+        self._counters.add("refused", len(written) - count)
+        return [key for key, _ in written[:count]] if self._evict(victims) else []
+
+    def _make_room(self, ticket: StoreTicket, items: Sequence[tuple[bytes, int]], size_bytes: int) -> bool:
+        """On a full disk: what is in the way of these goes before they are written, if that makes room for so many
+        bytes. Else it stays, for it would go in vain.
+        """
+        with self._lock:
+            if self._closed or not self._shelf.has_room(ticket, self._clock()):
+                return False
+            _, victims = self._shelf.in_the_way(items)
+            if not victims:
+                return False
+            freed_bytes = sum(self._shelf.entries[key].size_bytes for key in victims)
+            return freed_bytes + self._directory.free_bytes() >= size_bytes and self._evict(victims)
 
     # --- keeping ---
 
@@ -209,15 +229,22 @@ class DiskStore(ShelfStore):
             return None
         return self._shelf.remove(key)
 
-    def _evict(self, victims: Sequence[bytes]) -> None:
-        """Their files go. With the lock held, so that nobody puts or deletes one of them before it was told of."""
+    def _evict(self, victims: Sequence[bytes]) -> bool:
+        """Their files go, up to the first that cannot be removed; whether all went. With the lock held, so that nobody
+        puts or deletes one of them before it was told of.
+        """
         for key in victims:
-            place = self._shelf.take_place(key)
-            if self.on_evict is not None and (value := whole_value(self._directory.path_text_of(key), key)) is not None:
-                self.on_evict(key, value, place)
-            if not self._directory.remove(self._directory.path_of(key)):
+            path = self._directory.path_of(key)
+            told = None if self.on_evict is None else whole_value(self._directory.path_text_of(key), key)
+            if not self._directory.remove(path):
                 self._counters.add("unremoved")
-        self._counters.add("evicted", len(victims))
+                return False
+            self._shelf.evict(key)
+            place = self._shelf.take_place(key)
+            self._counters.add("evicted")
+            if self.on_evict is not None and told is not None:
+                self.on_evict(key, told, place)
+        return True
 
     def _stamp(self, keys: Sequence[bytes]) -> None:
         """The order of use, for the next process; later keys of ``keys`` are the more recent."""
