@@ -103,8 +103,8 @@ def test_a_block_whose_put_was_given_up_is_neither_doubted_nor_deleted() -> None
     assert tiers.put_many(items(1, 2), places(1, 2)) == [True, True]
     assert key(1) not in tiers.tiers[1].doubts
     far.gate.set()
-    assert soon(lambda: tiers.tiers[1].usable(()))
-    assert sources(tiers, 1) == ["near"] and far.lookup([key(1), key(2)]) == [Presence.HIT] * 2
+    assert soon(lambda: well(tiers) and far.lookup([key(1), key(2)]) == [Presence.HIT] * 2)
+    assert sources(tiers, 1) == ["near"]
     assert tiers.stats().get("tier_doubts_settled_total{far}", 0) == 0
     tiers.close()
 
