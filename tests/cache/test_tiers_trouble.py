@@ -107,6 +107,31 @@ def test_a_lease_that_came_too_late_is_let_go() -> None:
     tiers.close()
 
 
+def test_a_late_lease_that_cannot_be_let_go_costs_no_thread() -> None:
+    """What a tier raises when nobody waits for it any more would end its thread, and with the last one the tier."""
+    failing = threading.Event()
+
+    class Failing(FaultyTier):
+        def release(self, ticket: LoadTicket) -> None:
+            if failing.is_set():
+                failing.clear()
+                raise ConnectionError("gone")
+            super().release(ticket)
+
+    far = Failing("far", slow_s=0.3)
+    settings = TierSettings(ask_deadline_s=0.05, threads=1, breaker=QUICK)
+    tiers = TieredStore([(MemoryStore(name="near"), LOCAL), (far, settings)])
+    far.put_many(items(1))
+    failing.set()
+    far.trouble = "slow"
+    assert tiers.get_many([key(1)]) == [None]
+    far.trouble = ""
+    assert soon(lambda: not failing.is_set())
+    assert soon(lambda: tiers.get_many([key(1)]) == [items(1)[0][1]])
+    assert tiers.stats()["tier_failures_total{far}"] >= 1
+    tiers.close()
+
+
 def test_tiers_of_one_batch_are_loaded_at_once() -> None:
     stores = [FaultyTier(name, slow_s=0.3) for name in ("one", "two", "three")]
     tiers = TieredStore(

@@ -195,7 +195,10 @@ class Tier:
             self._await(call, kind, held)
 
             def landed(result: Result | None) -> None:
-                on_late(result)
+                try:
+                    on_late(result)
+                except TIER_FAILURES:
+                    self.counters.add("tier_failures_total", label=self.name)
                 self.doubts.landed(changes)
                 self.doubts.end(came_right(result), mark)
                 with self._lock:
