@@ -21,6 +21,7 @@ from skymemory.protocol.checks import (
     unpack_found,
 )
 from skymemory.protocol.eviction import EvictionConfig
+from skymemory.protocol.latecomers import WRITING_S
 from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import Op
@@ -94,6 +95,7 @@ def test_a_block_of_which_a_share_is_whole_nowhere_is_dead_in_all_copies(world, 
     sky = world(eviction=policy(*names, replicas=replicas, sweep_s=10.0 if "periodic" in names else 1e6))
     values = {name: value_of(40_000, at) for at, name in enumerate("abc")}
     infos = {name: put(sky, name, value, replicas=replicas) for name, value in values.items()}
+    sky.settle(WRITING_S)
     for replica in range(replicas):
         lose(sky, infos["a"], 3, replica)
         sky.settle(1.0)

@@ -15,6 +15,7 @@ from skymemory.protocol import messages, retention
 from skymemory.protocol.checks import Check, pack_checks
 from skymemory.protocol.dead import pack_dead, pack_setting, unpack_dead
 from skymemory.protocol.eviction import EvictionConfig, parse_policies
+from skymemory.protocol.latecomers import WRITING_S
 from skymemory.protocol.messages import Packet, build_packet, parse_packet
 from skymemory.protocol.motion import MoveClock
 from skymemory.protocol.notices import Notice, Region
@@ -62,6 +63,7 @@ def test_gossip_leaves_nothing_dead_in_the_box_and_stops(world, value_of, access
         size = rng.randrange(500, 20_000)
         values[str(number)] = value_of(size, number)
         done, info = sky.put(str(number), values[str(number)], 1000, strategy)
+        sky.settle(0.3)  # what goes has been here for more than a second: its notice is not of an earlier life
         assert done.ok
         infos[str(number)] = info
     sky.settle(1.0)
@@ -94,6 +96,7 @@ def test_gossip_along_the_plane_keeps_look_ups_true(world, value_of):
     rng, infos = random.Random(3), {}
     for number in range(30):
         infos[str(number)] = sky.put(str(number), value_of(rng.randrange(10_000, 20_000), number), 1000)[1]
+        sky.settle(0.3)
     sky.settle(1.0)
     dead, live = dead_and_live(sky, infos)
     centre = sky.sky.centre
@@ -103,6 +106,7 @@ def test_gossip_along_the_plane_keeps_look_ups_true(world, value_of):
     flooded = world(memory_bytes=24 * 1072, eviction=GOSSIP)
     for number in range(30):
         flooded.put(str(number), value_of(random.Random(number).randrange(10_000, 20_000), number), 1000)
+        flooded.settle(0.3)
     assert live and sky.counted("notices_sent") < flooded.counted("notices_sent")
 
 
@@ -189,6 +193,7 @@ def test_leftovers_of_an_earlier_value_do_not_cost_the_later_one(world, value_of
 def test_nothing_dead_is_carried_over(world, value_of):
     sky = world(eviction=MIGRATION)
     values, infos = fill(sky, 10, value_of)
+    sky.settle(WRITING_S)
     homes = sky.homes(infos["v4"], (0, 0))
     after = sky.homes(infos["v4"], (1, 0))
     leaving = [index for index in homes if homes[index] != after[index]]
@@ -290,9 +295,9 @@ def test_a_notice_reaches_all_of_its_region_from_wherever_it_comes(world, value_
     of it, at the end of the longest way there is.
     """
     sky = world(eviction=GOSSIP)
-    infos = {}
+    infos = {origin: sky.put(f"{origin}", value_of(1900), 1000, servers=1)[1] for origin in sky.torus.satellites()}
+    sky.settle(WRITING_S)
     for origin in sky.torus.satellites():
-        _, infos[origin] = sky.put(f"{origin}", value_of(1900), 1000, servers=1)
         store = sky.sim.satellites[origin].store
         (home,) = sky.holders(infos[origin])[0]
         if origin != home:
@@ -375,7 +380,7 @@ def test_regions_wrap_and_may_be_wider_than_the_torus():
     ("body", "unpack"),
     [
         (b"", Notice.unpack), (bytes(24), Notice.unpack), (bytes(23) + b"\1", Notice.unpack), (b"", unpack_retain),
-        (b"\0\1\4\0" + bytes(40), unpack_retain), (b"\0\2\1\0" + bytes(40), unpack_retain), (b"", unpack_retained),
+        (b"\0\1\5\0" + bytes(40), unpack_retain), (b"\0\2\1\0" + bytes(40), unpack_retain), (b"", unpack_retained),
         (b"", unpack_dead), (b"\0\1\0\0" + bytes(43), unpack_dead), (b"\0\0\0\0", unpack_dead),
         (b"\0\1\0\0\3", unpack_retained), (b"\0\2\0\0\1", unpack_retained),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.placement.layout import STRATEGIES
+from skymemory.protocol.latecomers import WRITING_S
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
 
 CHUNK = 6144
@@ -189,6 +190,7 @@ def test_a_full_constellation_forgets_the_oldest_value_wholly_or_in_part(world, 
     """Two satellites' worth of budget: the third value pushes out the first, whose read is a miss."""
     sky = world(memory_bytes=25 * (1000 + 72))
     infos = [sky.put(f"v{i}", value_of(100_000, i), 1000)[1] for i in range(3)]
+    sky.settle(WRITING_S)
     reads = [sky.get(info) for info in infos]
     assert [read.ok for read, _ in reads] == [False, True, True]
     assert reads[0][0].report.failure == "missing"

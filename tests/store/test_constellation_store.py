@@ -92,7 +92,7 @@ def test_a_value_with_a_hole_is_a_miss_and_its_remains_are_evicted() -> None:
     sky = simulated()
     store = store_over(sky, index=SharedIndex())
     store.put_many(ITEMS)
-    sky.settle(sky.now_s + 3.0)  # what has just been stored is not forgotten for a loss that was proved before
+    sky.settle(sky.now_s + 5.0)  # what has just been stored is not forgotten for a loss that was proved before
     holder = next(machine for machine in sky.satellites.values() if machine.store.presence(KEYS[19]) is not None)
     held = holder.store.presence(KEYS[19])
     assert held is not None and holder.store.remove((KEYS[19], held.index))

@@ -218,7 +218,7 @@ def test_what_is_proved_lost_is_evicted_by_a_fresh_client_too(moves_later: int) 
     sky, index = moving_sky(), SharedIndex()
     store = store_over(sky, 1, index)
     assert store.put_many([(KEY, VALUE)]) == [True]
-    sky.settle(sky.now_s + moves_later * SLOT_S + 4.0)
+    sky.settle(sky.now_s + moves_later * SLOT_S + 5.0)
     holder = next(machine for machine in sky.satellites.values() if KEY in machine.store.shares)
     holder.store.remove((KEY, min(holder.store.shares[KEY])))
     assert fresh_read(sky, index, 2) == (None, "missing")
@@ -325,7 +325,7 @@ def test_what_is_corrupt_where_it_lies_is_evicted() -> None:
     payload = bytes(len(chunk.payload))
     ref = chunk.ref[:44] + crc32(payload).to_bytes(4, "big") + chunk.ref[48:]
     holder.store.put((KEY, number), ref, payload)
-    sky.settle(sky.now_s + 3.0)
+    sky.settle(sky.now_s + 5.0)
     assert read(store) == (None, "corrupt")
     assert chunks_in(sky) == 0
 

@@ -106,7 +106,7 @@ def unpack_found(body: Buffer) -> list[Found]:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What ``place`` said of ``checks``. ``same_moves``: it counts the moves that we do; ``settled``: none of these
-    chunks is being handed over there.
+    chunks is being handed over there, and none of their keys being written.
     """
 
     place: SatelliteId
@@ -119,7 +119,7 @@ class Answer:
 Heard = Callable[[Answer, float], None]
 """Told of an answer, and when."""
 Settled = Callable[[bytes, Iterable[int], float], bool]
-"""Whether what is said here of these chunks of a key is no matter of a handover."""
+"""Whether what is said here of these chunks of a key is no matter of a handover, or of a writer still at it."""
 
 
 @dataclass(slots=True)

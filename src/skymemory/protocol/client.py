@@ -31,12 +31,15 @@ from skymemory.protocol.outbox import Operation, Outbox
 from skymemory.protocol.pointing import Pointing
 from skymemory.protocol.replicas import ReplicatedRead, ReplicatedWrite
 from skymemory.protocol.segments import SegmentBatch
+from skymemory.protocol.still_writing import StillWriting
 from skymemory.protocol.transfer import ReadTransfer, TransferReport, ValueInfo, Where, WriteTransfer
 from skymemory.protocol.wire import Op
 
 __all__ = ["ClientConfig", "ClientMachine", "Finished"]
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
+_ON_ITS_WAY_S = 1.0
+"""What we say has arrived by then: the box may have moved meanwhile."""
 
 
 class ClientMachine:
@@ -59,6 +62,7 @@ class ClientMachine:
         )
         self._outages = Outages(sky, self._links, self._outbox, self._pointing, self.counters, self._ping)
         self.breaker = self._outages.breaker
+        self._still_writing = StillWriting(self._places_of_write, self._say)
         self._operations: dict[int, Operation] = {}
         self._waiting: deque[Operation] = deque()
         self._events: deque[Finished] = deque()
@@ -130,6 +134,7 @@ class ClientMachine:
         """Forget an operation; what still comes for it is ignored, and how it ended, if it has, is not told."""
         operation = self._operations.pop(number, None)
         if operation is not None:
+            self._still_writing.ended(number, 0.0)
             self._in_flight.drop(operation)
         elif self._events:
             self._events = deque(event for event in self._events if event.number != number)
@@ -206,6 +211,7 @@ class ClientMachine:
                 if isinstance(transfer, ReadTransfer):
                     self._finish(self._bursts.ask(operation, transfer, moves, now_s), now_s)
                 else:
+                    self._still_writing.began(operation.number, transfer, now_s)
                     for failed in self._bursts.send(operation, transfer, moves, now_s):
                         self._finish(failed, now_s)
                         if self._outbox.filled:
@@ -216,7 +222,7 @@ class ClientMachine:
             yield self._outbox.take()
 
     def next_timer_s(self) -> float | None:
-        due_s = min(self._in_flight.next_timer_s(), self._outages.next_s)
+        due_s = min(self._in_flight.next_timer_s(), self._outages.next_s, self._still_writing.next_s)
         return due_s if due_s < math.inf else None
 
     @property
@@ -238,6 +244,9 @@ class ClientMachine:
                 self._finish(self._answers.lost(request, failure, now_s), now_s)
             elif request.operation.transfer is None and request.op not in ALWAYS_ASKED:
                 self._outages.check(request.satellite, now_s)
+        if now_s >= self._still_writing.next_s:
+            for number in self._still_writing.handle_timer(now_s):
+                self._finish(Verdict(self._operations[number], "interrupted"), now_s)
         if now_s >= self._outages.next_s:
             self._outages.handle_timer(self._centre(now_s), now_s)
 
@@ -275,6 +284,20 @@ class ClientMachine:
         """Moves that name all places where chunks of a value may have been left, those of now first."""
         return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
+    def _places_of_write(self, transfer: WriteTransfer, now_s: float) -> set[SatelliteId]:
+        """Where chunks of it are stored, now and when our word arrives."""
+        info, replicas = transfer.info, len(transfer.acknowledged) // transfer.info.chunks
+        return {
+            place
+            for moves in {self.moves(now_s), self.moves_at(now_s + _ON_ITS_WAY_S)}
+            for copy in self._copies(info.strategy, info.servers, info.set_moves, replicas)
+            for place in copy(moves)[: info.chunks]
+        }
+
+    def _say(self, satellite: SatelliteId, body: bytes, now_s: float) -> None:
+        """A RETAIN that nobody answers."""
+        self.cancel(self.ask(Op.RETAIN, body, satellite, now_s, once=True))
+
     def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
         operation = Operation(self._next_number, transfer, now_s, report)
         self._next_number += 1
@@ -290,6 +313,8 @@ class ClientMachine:
         if verdict is None or self._operations.pop(verdict.operation.number, None) is None:
             return
         operation, failure = verdict.operation, verdict.failure
+        if self._still_writing.ended(operation.number, now_s):
+            failure = failure or "interrupted"
         self._in_flight.drop(operation)
         if self._outages.ended(operation, failure, now_s):
             return

@@ -23,8 +23,8 @@ class EvictionConfig:
     """What one satellite does about dead blocks. Times in seconds.
 
     ``pin_share`` is the share of the memory that may be pinned; ``notice_hold_s`` how long evicted keys are gathered
-    before they are told, and ``confirm_s`` how long after a first suspicion a second look is taken: longer than a value
-    takes to be written.
+    before they are told, and ``confirm_s`` how long after a first suspicion a second look is taken: longer than a
+    handover takes.
     """
 
     gossip: bool = False

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
+from skymemory.placement.locate import Moves
 from skymemory.protocol.checks import ANSWER_S, Checks, Settled
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.completeness import Completeness
-from skymemory.protocol.dead import Dead
+from skymemory.protocol.dead import Dead, setting_of
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.handover import Burst, Handover
+from skymemory.protocol.latecomers import Latecomers
 from skymemory.protocol.mending import Mending
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
 from skymemory.protocol.motion import SkyMap
@@ -20,11 +22,12 @@ from skymemory.protocol.notices import Notices
 from skymemory.protocol.proofs import Proofs
 from skymemory.protocol.retention import Retention
 from skymemory.protocol.satellite_config import SatelliteConfig
-from skymemory.protocol.share import names_by_tag
+from skymemory.protocol.share import names_by_tag, told_by
 from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import Address, Op
 
 _SWEEP_PAGES = 8
+_MOST_HELD_BACK = 1 << 14
 _DISTANCES = (1, 2, 4, 8)
 """Which other servers of a key are asked before it is handed over: so many further in its ring."""
 
@@ -34,7 +37,8 @@ class Forgetting:
 
     def __init__(
         self, satellite: SatelliteConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, handover: Handover, settled: Settled, now_s: float,
+        departures: Departures, counters: Counters, handover: Handover, settled: Settled,
+        latecomers: Latecomers, now_s: float,
     ) -> None:  # fmt: skip
         self._here = here = satellite.address
         self._config = config = satellite.eviction
@@ -42,15 +46,16 @@ class Forgetting:
         self._whereabouts = whereabouts
         self._counters = counters
         self._handover = handover
-        self.retention = Retention(store, departures, counters, config.pin_share)
+        self.retention = Retention(store, departures, counters, config.pin_share, latecomers)
         self._checks = checks = Checks(store, whereabouts, departures, counters, settled)
         proofs = Proofs(here, config.replicas, whereabouts, sky, checks)
         self._notices = Notices(
             here, config, store, whereabouts, sky, departures, counters, checks, proofs,
-            lambda: 0 if handover.at_rest else 1, now_s,
+            latecomers, lambda: 0 if handover.at_rest else 1, now_s,
         )  # fmt: skip
         self._completeness = Completeness(
-            here, config, store, whereabouts, sky, departures, counters, checks, proofs, self._purge
+            here, config, store, whereabouts, sky, departures, counters, checks, proofs, latecomers,
+            self._purge,
         )  # fmt: skip
         self._mending = Mending(
             here, config.replicas, config.sweep_s, store, whereabouts, checks, handover, counters, now_s
@@ -59,6 +64,10 @@ class Forgetting:
         self._sweeps = 0
         self._swept_to = b""
         self._swept_moves = whereabouts.moves
+        self._held_back: dict[Dead, Moves] = {}
+        """Settings that were held back from a handover under suspicion, and at which moves: the first to be forgotten
+        first.
+        """
         self.handlers: dict[Op, Callable[[Packet, float], None]] = {
             Op.NOTICE: self._notices.receive, Op.RETAIN: self.retention.receive,
             Op.RETAINED: self.retention.answered, Op.UNSUPPORTED: self.retention.unsupported,
@@ -120,13 +129,29 @@ class Forgetting:
             self._handover.fresh_from_s = 0.0
 
     def to_send(self, burst: Burst, now_s: float) -> None:
-        """Take out of a burst what looks dead: it is looked at again when that is settled."""
-        if self._completeness.next_s < math.inf:
-            waiting = [name for name in burst.names if self._completeness.suspects(name[0])]
+        """Take out of a burst what looks dead: it is looked at again when that is settled, and leaves unless it has
+        been proved. Not where the box moves again soon: what is held back then is late at its place, so looks dead from
+        there at that move, and is held back again.
+        """
+        held_s = 2 * self._config.confirm_s
+        next_move_s = self._whereabouts.next_move_s
+        soon = next_move_s is not None and next_move_s - now_s <= held_s
+        if soon or self._completeness.next_s == math.inf or not burst.names:
+            return
+        key = burst.names[0][0]
+        share = self._store.shares.get(key)
+        if share and self._completeness.suspects(key) and self._hold_back((key, setting_of(share[told_by(share)][0]))):
+            waiting = list(burst.names)
             for name in waiting:
-                self._handover.stray(name, now_s + 2 * self._config.confirm_s)
-            if waiting:
-                self._handover.forget(burst, waiting)
+                self._handover.stray(name, now_s + held_s)
+            self._handover.forget(burst, waiting)
+
+    def _hold_back(self, suspected: Dead) -> bool:
+        """Whether to: at one count of moves, once is enough for a setting."""
+        moves = self._held_back.setdefault(suspected, self._whereabouts.moves)
+        while len(self._held_back) > _MOST_HELD_BACK:
+            del self._held_back[next(iter(self._held_back))]
+        return moves == self._whereabouts.moves
 
     def handed_over(self, there: Address, key: bytes, now_s: float) -> None:
         """Chunks of this key arrived there."""
@@ -147,5 +172,5 @@ class Forgetting:
         self._sweeps += not self._swept_to
 
     def _purge(self, dead: list[Dead], now_s: float) -> None:
-        self._notices.purge(dead)
+        self._notices.purge(dead, now_s)
         self._notices.tell_ground(dead, now_s)

@@ -2,7 +2,8 @@
 
 A handover is sent again until it is acknowledged, and links take their time. So what it brings may be older than what
 is here, or be of a value that the sender and we were both told to forget while it was on its way. And who found a value
-lost and says that its remains can go may not know that it has been stored again.
+lost and says that its remains can go may not know that it has been stored again, or is being written still: a value
+that is half there looks like one that has lost the other half, and only its writer knows better.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _DELETED_S = 1.0
 _REMEMBERED_DELETIONS = 1 << 14
 MOST_SINCE_S = 10.0
 """So long it is remembered that a writer stored a key."""
+WRITING_S = 3.0
+"""So long after a writer's last word (a SET, or RETAIN with WRITING, which comes each half second while it is at it)
+its key counts as being written: five words in a row may be lost, or come late by as much.
+"""
 _REMEMBERED_SETS = 1 << 16
 _SET_MOVES = struct.Struct(">ii")
 _SET_MOVES_AT = 64
@@ -50,6 +55,8 @@ class Latecomers:
         while self._deleted and next(iter(self._deleted.values()))[0] <= now_s - MOST_AGE_S:
             self._deleted.popitem(last=False)
         for key, setting in deleted:
+            if not setting:
+                self._set.pop(key, None)
             self._deleted.pop(key, None)
             self._deleted[key] = now_s + _DELETED_S, setting
         while len(self._deleted) > _REMEMBERED_DELETIONS:
@@ -59,6 +66,10 @@ class Latecomers:
         """A writer stored chunks of it."""
         if self._deleted:
             self._deleted.pop(key, None)
+        self.still_written(key, now_s)
+
+    def still_written(self, key: bytes, now_s: float) -> None:
+        """A writer is still at it, here or elsewhere."""
         self._set[key] = now_s
         self._set.move_to_end(key)
         while len(self._set) > _REMEMBERED_SETS or next(iter(self._set.values())) < now_s - MOST_SINCE_S:
@@ -67,6 +78,10 @@ class Latecomers:
     def was_set_since(self, key: bytes, since_s: float) -> bool:
         """Whether a writer has stored chunks of the key since then, as far as is known; True where it is not."""
         return since_s <= self._sets_known_s or self._set.get(key, -math.inf) >= since_s
+
+    def is_being_written(self, key: bytes, now_s: float) -> bool:
+        """Whether a writer may still be at it; then what is not there may come yet, and is not lost."""
+        return self.was_set_since(key, now_s - WRITING_S)
 
     def is_deleted(self, ref: bytes, came_s: float) -> bool:
         """Whether a chunk that was handed over at that time (and may have waited in ``postponed`` since) is to be taken

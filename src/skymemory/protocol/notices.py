@@ -34,6 +34,7 @@ from skymemory.protocol.dead import (
 )
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.eviction import EvictionConfig
+from skymemory.protocol.latecomers import Latecomers
 from skymemory.protocol.messages import KEY_BYTES, Buffer, Packet
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.proofs import Proofs
@@ -42,6 +43,10 @@ from skymemory.protocol.wire import TAG_OFFSET, Address, ChunkRef, Op
 
 _NOTICE = struct.Struct(">IIIHHHHBBH")
 _TOLD = 0x01
+_UNDER_WAY_S = 1.0
+"""A notice is that old at most: it is held back for 0.05 s and crosses the box. A writer's word of a key comes each
+half second while it is at it, so what it still writes is younger, too.
+"""
 _REMEMBERED_NOTICES = 4096
 _GROUND_HOSTS_TOLD = 8
 """The ground hosts heard of last; each gets a packet for every notice."""
@@ -99,11 +104,12 @@ class Notices:
     def __init__(
         self, here: SatelliteId, config: EvictionConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
         departures: Departures, counters: Counters, checks: Checks, proofs: Proofs,
-        margin: Callable[[], int], now_s: float,
+        latecomers: Latecomers, margin: Callable[[], int], now_s: float,
     ) -> None:  # fmt: skip
         self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
         self._checks = checks
         self._proofs = proofs
+        self._latecomers = latecomers
         self._here = here
         self._config = config
         self._store = store
@@ -189,7 +195,7 @@ class Notices:
         for ref in refs:
             by_region.setdefault(self._region(ref), []).append((ref[:KEY_BYTES], setting_of(ref)))
         for region, dead in by_region.items():
-            self.purge(dead)
+            self.purge(dead, now_s)
             for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
                 self._begin(region, tuple(dead[at : at + MAX_DEAD_PER_PACKET]), now_s)
 
@@ -203,11 +209,11 @@ class Notices:
             self._counters.add("notices_repeated")
             return
         self._remember(name)
-        self.purge(notice.dead)
+        dead = self.purge(notice.dead, now_s)
         for key, setting in notice.dead:
             if setting_of(self._evicted.get(key, b"")) == setting:
                 del self._evicted[key]
-        told = notice.told or self.tell_ground(notice.dead, now_s)
+        told = notice.told or (bool(dead) and self.tell_ground(dead, now_s))
         source = SatelliteId(packet.header.source.plane, packet.header.source.slot)
         self._pass_on(replace(notice, told=told), source, now_s)
 
@@ -219,11 +225,16 @@ class Notices:
                 return False
         return True
 
-    def purge(self, dead: Sequence[Dead]) -> None:
-        """Drop what we have of these."""
+    def purge(self, dead: Sequence[Dead], now_s: float) -> list[Dead]:
+        """Drop what we have of these; but not what may have been stored again, at the same moves and with the same
+        bytes, since its loss was noticed. Those that are dead for us, too.
+        """
+        since_s = now_s - _UNDER_WAY_S
+        dead = [one for one in dead if not self._latecomers.was_set_since(one[0], since_s)]
         self._counters.add("chunks_purged", drop(self._store, dead))
         if self._copies is not None:
             self._checks.bury(dead)
+        return dead
 
     def _begin(self, region: Region, dead: tuple[Dead, ...], now_s: float) -> None:
         self._number = (self._number + 1) & 0xFFFFFFFF

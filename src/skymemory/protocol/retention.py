@@ -18,6 +18,7 @@ from skymemory.metrics import Counters
 from skymemory.protocol.capabilities import Capabilities
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.departures import Departures
+from skymemory.protocol.latecomers import Latecomers
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, Packet
 from skymemory.protocol.verdicts import pack_verdicts, unpack_verdicts
 from skymemory.protocol.wire import Op
@@ -46,6 +47,8 @@ class Retain(IntEnum):
     """Forgotten then, pinned or not; a time of 0 means never. A later SET means never, too."""
     LEASE = 3
     """Not evicted until then, or until the ground host that asks has got chunks of it. Not answered."""
+    WRITING = 4
+    """The ground host is still storing chunks of it, here or elsewhere. Not answered."""
 
 
 class Kept(IntEnum):
@@ -69,7 +72,7 @@ def unpack_retain(body: Buffer) -> tuple[Retain, float, list[bytes]]:
     if len(body) < _RETAIN.size:
         raise MalformedPacket(f"RETAIN of {len(body)} bytes: expected {_RETAIN.size} and keys")
     count, what, _, until_ms = _RETAIN.unpack_from(body)
-    if not 1 <= count <= MAX_KEYS_PER_PACKET or len(body) != _RETAIN.size + count * KEY_BYTES or what > Retain.LEASE:
+    if not 1 <= count <= MAX_KEYS_PER_PACKET or len(body) != _RETAIN.size + count * KEY_BYTES or what > Retain.WRITING:
         raise MalformedPacket(f"RETAIN {what} of {count} keys in {len(body)} bytes")
     keys = [bytes(body[at : at + KEY_BYTES]) for at in range(_RETAIN.size, len(body), KEY_BYTES)]
     return Retain(what), until_ms / 1000, keys
@@ -96,7 +99,10 @@ class _Handed:
 class Retention:
     """The promises of one satellite. ``pin_share`` of its memory may be pinned."""
 
-    def __init__(self, store: ChunkStore, departures: Departures, counters: Counters, pin_share: float) -> None:
+    def __init__(
+        self, store: ChunkStore, departures: Departures, counters: Counters, pin_share: float, latecomers: Latecomers
+    ) -> None:
+        self._latecomers = latecomers
         self._store = store
         self._departures = departures
         self._counters = counters
@@ -127,6 +133,10 @@ class Retention:
         if what is Retain.TOUCH:
             for key in reversed(keys):
                 self._store.refresh(key)
+            return
+        if what is Retain.WRITING:
+            for key in keys:
+                self._latecomers.still_written(key, now_s)
             return
         if what is Retain.LEASE:
             for key in keys:

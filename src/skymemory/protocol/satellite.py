@@ -92,13 +92,14 @@ class SatelliteMachine:
         self._look_s = now_s
         """When to look whether our host is on time again."""
         self._healed = 0
+        self._latecomers = Latecomers(config.address, sky, self._whereabouts)
         self._chunks = ChunkService(
             self.store, self._departures, self.counters, self._stored, self._whereabouts.home,
-            Latecomers(config.address, sky, self._whereabouts), self._settled,
+            self._latecomers, self._settled,
         )  # fmt: skip
         self._forgetting = Forgetting(
             config, self.store, self._whereabouts, sky, self._departures, self.counters, self.handover,
-            self._settled_chunks, now_s,
+            self._settled_chunks, self._latecomers, now_s,
         )  # fmt: skip
         self._migration = Migration(
             config.address, self.store, self.handover, self._whereabouts, self._departures, self._forgetting,
@@ -354,7 +355,9 @@ class SatelliteMachine:
                 self.handover.stray((key, index), due_s)
 
     def _settled(self, key: bytes, now_s: float) -> bool:
-        """Whether what we say of this key is no matter of a handover: a MISS then counts towards a proof of loss."""
+        """Whether what we say of this key is no matter of a handover or of a writer that is still at it: a MISS then
+        counts towards a proof of loss.
+        """
         return self._settled_chunks(key, self.store.shares.get(key, ()), now_s)
 
     def _settled_chunks(self, key: bytes, indices: Iterable[int], now_s: float) -> bool:
@@ -364,6 +367,8 @@ class SatelliteMachine:
             return False  # the box has moved and we have not looked yet
         if self.wants_work or self.lateness.is_late(now_s):
             return False  # what waits here may be the very chunk
+        if self._latecomers.is_being_written(key, now_s):
+            return False  # it may not have been sent yet
         return self.handover.rests(key, indices)
 
     def _get(self, packet: Packet, now_s: float) -> None:

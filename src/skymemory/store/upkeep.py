@@ -11,7 +11,7 @@ from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
 from skymemory.protocol.dead import MAX_DEAD_PER_PACKET, pack_forget, pack_setting
-from skymemory.protocol.latecomers import MOST_SINCE_S
+from skymemory.protocol.latecomers import MOST_SINCE_S, WRITING_S
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.retention import Kept, Retain, pack_retain, unpack_retained
@@ -56,7 +56,8 @@ class Upkeep:
         self._catalog.remove(list(replaced), gone=False)
         if dead:
             self._counters.add("values_evicted_lazily", len(dead))
-            since_s = self._driver.now_s() - looked_s + _ON_ITS_WAY_S
+            # WRITING_S: nor what somebody was still writing when we looked
+            since_s = self._driver.now_s() - looked_s + _ON_ITS_WAY_S + WRITING_S
             if since_s <= MOST_SINCE_S:  # else satellites do not remember whether it was set since
                 self._forget(dead, since_s)
             self._catalog.remove([info.key for info in dead])

@@ -1,0 +1,133 @@
+"""Values that take long to write, over virtual time: neither readers nor satellites take them for dead meanwhile."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tests.protocol.conftest import World, key_of
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.eviction import EvictionConfig
+from skymemory.protocol.motion import MoveClock
+from skymemory.protocol.retention import Retain, pack_retain
+from skymemory.protocol.still_writing import StillWriting
+from skymemory.protocol.transfer import ValueInfo, WriteTransfer
+from skymemory.store.constellation import ConstellationStore
+from skymemory.store.sky_settings import SkySettings
+from skymemory.transport.faults import FaultInjector
+
+SLOW = {"access": "gateway", "link_s": 0.04, "memory_bytes": 512 << 20}
+"""A window at a time through one satellite: 14 MB take 9 s."""
+SIZE = 14_000_000
+
+
+def held(sky: World, info: ValueInfo) -> int:
+    return sum(map(bool, sky.holders(info).values()))
+
+
+def test_who_reads_what_is_still_being_written_forgets_nothing_of_it(world, value_of):
+    sky = world(**SLOW)
+    sky.access = "los"
+    reader = ConstellationStore(sky.connect(8), sky.sky, SkySettings(servers=40), index=None)
+    number, info = sky.begin_put("v", value_of(SIZE), servers=40)
+    failures = set()
+    for _ in range(20):
+        sky.settle(1.0)
+        before = held(sky, info)
+        assert reader.get_many([info.key]) in ([None], [value_of(SIZE)])
+        failures |= {name for name, count in reader.stats().items() if "failures" in name and count}
+        assert held(sky, info) >= before
+        if before == info.chunks:
+            break
+    assert failures, "it was never looked at half written"
+    assert sky.host.run([number])[number].ok and held(sky, info) == info.chunks
+    assert sky.get(info)[1] == value_of(SIZE)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sweeps_leave_alone_what_takes_longer_to_write_than_a_second_look(world, value_of, replicas):
+    config = EvictionConfig.of(["periodic"], sweep_s=1.0, replicas=replicas)
+    sky = world(eviction=config, **SLOW)
+    machine, value = sky.host.machine, value_of(SIZE // replicas)
+    number, info = machine.put(key_of("v"), value, 6144, 3, 40, sky.now_s, replicas=replicas)
+    done = sky.host.run([number])[number]
+    assert done.ok and done.report.seconds > 3 * config.confirm_s
+    sky.settle(3.0)
+    assert sky.counted("chunks_purged") == 0 and held(sky, info) == info.chunks
+
+
+def test_a_hole_in_what_was_written_slowly_is_found_once_its_writer_is_done(world, value_of):
+    sky = world(eviction=EvictionConfig.of(["periodic"], sweep_s=1.0), **SLOW)
+    _, info = sky.put("v", value_of(SIZE), servers=40)
+    holder = sky.sim.satellites[sky.holders(info)[7][0]]
+    assert holder.store.remove_key(info.key)
+    sky.settle(30.0)
+    assert held(sky, info) == 0
+
+
+def test_a_writer_that_stood_still_for_longer_than_satellites_wait_is_not_told_that_it_has_stored(world, value_of):
+    """Its process was stopped while the last answers came. Nobody can say then what became of the first chunks."""
+    for pause_s, stored in ((1.0, True), (5.0, False)):
+        sky = world()
+        machine = sky.host.machine
+        number, _ = sky.begin_put("v", value_of(20_000))
+        answers = []
+        machine_receives = machine.receive_runs
+        machine.receive_runs = lambda runs, now_s, kept=answers: kept.extend(bytes(view) for view, _ in runs)
+        sky.settle(0.1)
+        assert answers
+        for answer in answers:
+            machine_receives([(memoryview(answer), len(answer))], sky.now_s + pause_s)
+        done = machine.next_event()
+        assert done.number == number and (done.ok, done.report.failure) == (stored, "" if stored else "interrupted")
+
+
+def test_satellites_hear_each_half_second_of_what_is_being_written_and_of_nothing_that_began_too_long_ago(value_of):
+    sent = []
+    places = [SatelliteId(0, 1), SatelliteId(0, 2)]
+    words = StillWriting(lambda transfer, now_s: places, lambda there, body, now_s: sent.append((there, body, now_s)))
+    writes = [
+        WriteTransfer.of(key_of(name), value_of(3000), 1000, 3, 2, (0, 0), lambda moves: tuple(places)) for name in "ab"
+    ]
+    words.began(1, writes[0], 10.0)
+    assert words.next_s == 10.5
+    words.began(2, writes[1], 10.4)
+    words.began(1, writes[0], 10.4)
+    assert words.handle_timer(10.5) == [] and words.next_s == 11.0
+    both = pack_retain(Retain.WRITING, 0.0, [write.info.key for write in writes])
+    assert sent == [(place, both, 10.5) for place in places]
+    assert not words.ended(1, 12.0) and words.next_s == 11.0
+    sent.clear()
+    assert words.handle_timer(12.6) == [2] and not sent
+    assert words.ended(2, 12.6) and words.next_s == math.inf
+
+
+def test_a_notice_that_is_on_its_way_costs_nothing_that_was_stored_since(world, value_of):
+    """Same bytes, same moves: the setting that the notice is about."""
+    sky = world(memory_bytes=60_000, eviction=EvictionConfig.of(["gossip"]))
+    values = {f"v{n}": value_of(120_000, n) for n in range(12)}
+    missing = 0
+    for step in range(60):
+        sky.put(f"v{step % 12}", values[f"v{step % 12}"])
+        sky.settle((step * 37 % 100) / 1000)
+        again = f"v{(step - 3 - step % 5) % 12}"
+        done, info = sky.put(again, values[again])
+        sky.settle(0.2)
+        missing += done.ok and not sky.get(info)[0].ok
+    assert missing == 0
+
+
+def test_chunks_follow_a_box_that_moves_as_often_as_suspicions_are_looked_at(world, value_of):
+    """What is held back under suspicion at one move must not look dead for that at the next."""
+    period_s = 4.3
+    faults = FaultInjector(seed=2, loss=0.05)
+    sky = world(
+        clock=MoveClock(0.0, period_s, 19.7, 1.0), faults=faults, memory_bytes=64 << 20,
+        eviction=EvictionConfig.of(["migration"]),
+    )  # fmt: skip
+    _, info = sky.put("v", value_of(7_000_000))
+    for move in range(14, 19):
+        sky.sim.settle(period_s * (move + 1) - 0.4)
+        homes, holders = sky.homes(info, sky.host.machine.moves(sky.now_s)), sky.holders(info)
+        assert sum(homes[index][0] not in holders[index] for index in holders) < info.chunks // 20
