@@ -206,6 +206,19 @@ def test_what_is_left_behind_is_forgotten_a_lease_later() -> None:
     assert read(store) == VALUES
 
 
+def test_what_another_has_stored_where_ours_was_left_behind_stays() -> None:
+    """Another computer, with an index of its own, stores other bytes under the same key in the same places."""
+    sky = Sky()
+    store, other = sky.store(), sky.store(ground=2)
+    assert store.put_many(ITEMS[:1]) == [True]
+    assert store.prefetch(KEYS[:1], 40 * SLOT_S) == [True]
+    theirs = os.urandom(70_000)
+    assert other.put_many([(KEYS[0], theirs)]) == [True]
+    sky.until(LEASE_S + 1.0)
+    store.prefetch(KEYS[1:2], 40 * SLOT_S)
+    assert read(other, KEYS[:1]) == [theirs] and read(store, KEYS[:1]) == VALUES[:1]
+
+
 def test_a_reader_who_holds_the_old_entry_still_finds_everything() -> None:
     """In boxes that overlap, too."""
     for ahead_slots in (1, 2, 8):

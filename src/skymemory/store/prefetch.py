@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
-from skymemory.protocol import messages
-from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
+from skymemory.protocol.dead import MAX_DEAD_PER_PACKET, Dead, pack_forget, pack_setting
 from skymemory.protocol.motion import STRATEGY_CODES, SkyMap
 from skymemory.protocol.transfer import ValueInfo
 from skymemory.protocol.wire import Op
@@ -84,24 +83,26 @@ class Prefetcher:
         return done
 
     def _forget_left_behind(self) -> None:
-        """Evict what was left behind long enough ago, but for the satellites that hold the value now."""
+        """Have what was left behind long enough ago forgotten, by its setting: what others have stored there stays. But
+        for the satellites that hold the value now.
+        """
         now_s = self._driver.now_s()
         due = [info for due_s, info in self._left_behind if due_s <= now_s]
         self._left_behind = [left for left in self._left_behind if left[0] > now_s]
         if not due or self._catalog.index is None:  # without an index nobody can say which copy is the value's place
             return
         current = self._catalog.find(list({info.key for info in due}))
-        evictions: dict[SatelliteId, set[bytes]] = {}
+        left: dict[SatelliteId, set[Dead]] = {}
         for info in due:
             kept = self._places(current[info.key]) if info.key in current else set()
             for satellite in self._places(info) - kept:
-                evictions.setdefault(satellite, set()).add(info.key)
+                left.setdefault(satellite, set()).add((info.key, pack_setting(info.value_crc, *info.set_moves)))
         machine = self._driver.machine
         with self._driver.lock:
             asked = [
-                machine.ask(Op.EVICT, messages.pack_keys(page), satellite, now_s)
-                for satellite, keys in evictions.items()
-                for page in _pages(sorted(keys))
+                machine.ask(Op.FORGET, pack_forget(page, 0.0), satellite, now_s)
+                for satellite, dead in left.items()
+                for page in _pages(sorted(dead))
             ]
             self._driver.run(asked)
 
@@ -128,6 +129,6 @@ def _batches(infos: Iterable[ValueInfo]) -> Iterator[list[ValueInfo]]:
         yield batch
 
 
-def _pages(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    for at in range(0, len(keys), MAX_KEYS_PER_PACKET):
-        yield keys[at : at + MAX_KEYS_PER_PACKET]
+def _pages(dead: Sequence[Dead]) -> Iterator[Sequence[Dead]]:
+    for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
+        yield dead[at : at + MAX_DEAD_PER_PACKET]
