@@ -557,6 +557,12 @@ class StoreContract:
         assert tier.store.put_many([(key(50), bytes(tier.budget_bytes // 8 * 4))]) == [True]
         assert tier.store.lookup(keys) == [Presence.HIT] * 4 + [Presence.MISS] * 4
 
+    @needs("budget")
+    def test_room_that_is_set_aside_is_not_given_twice(self, tier: Tier) -> None:
+        tickets = [tier.store.prepare_store([(key(n), value(n, tier.budget_bytes // 10 * 6))]) for n in (1, 2)]
+        assert [tier.store.complete_store(ticket) for ticket in tickets] == [[True], [False]]
+        assert tier.store.lookup([key(1), key(2)]) == [Presence.HIT, Presence.MISS]
+
     @needs("budget", "pins")
     def test_a_large_value_under_a_pinned_key_pins_no_more_than_may_be_pinned(self, tier: Tier) -> None:
         tier.store.put_many([(key(1), b"small")])
