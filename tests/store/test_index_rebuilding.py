@@ -123,6 +123,7 @@ def test_what_others_store_later_is_found_and_what_we_store_is_known_at_once() -
 def test_the_remains_of_an_evicted_value_are_not_found_again_and_again() -> None:
     sky = simulated()
     filled(sky)
+    sky.settle(sky.now_s + 5.0)  # what has just been stored may still be on its way
     for machine in sky.satellites.values():
         machine.store.remove((KEYS[19], 3))
     finder = store_over(sky, 2, lost(), lazy_eviction=False)
