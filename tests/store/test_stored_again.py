@@ -8,6 +8,8 @@ import pytest
 from tests.store.conftest import simulated, store_over
 from tests.store.test_constellation_store import rotate
 
+from skymemory.protocol.eviction import EvictionConfig
+from skymemory.store.base import Presence
 from skymemory.store.shared_index import SharedIndex
 
 KEY = hashlib.sha256(b"stored again").digest()
@@ -54,3 +56,18 @@ def test_who_knows_the_earlier_value_does_not_harm_the_later(moves: tuple[int, i
             machine.store.remove((KEY, 4))
     assert one.get_many([KEY]) == [None]
     assert other.get_many([KEY]) == [value(2, 60_000)]
+
+
+def test_word_of_the_end_of_a_value_does_not_cost_the_entry_of_what_was_stored_again_since() -> None:
+    """It was heard before the write, or comes during it; with the same bytes at the same moves it is of one setting."""
+    sky = simulated(memory_bytes=60_000, eviction=EvictionConfig.of(["gossip"]))
+    one, other = store_over(sky, 1, SharedIndex()), store_over(sky, 2, SharedIndex())
+    assert one.put_many([(KEY, value(1, 120_000))]) == [True]
+    sky.settle(sky.now_s + 3.0)
+    for n in range(8):
+        assert other.put_many([(hashlib.sha256(b"%d" % n).digest(), value(n + 2, 120_000))]) == [True]
+        sky.settle(sky.now_s + 0.3)
+    sky.settle(sky.now_s + 3.0)
+    assert one._driver.machine._answers.gone
+    assert one.put_many([(KEY, value(1, 120_000))]) == [True]
+    assert one.lookup([KEY]) == [Presence.HIT]

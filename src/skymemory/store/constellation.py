@@ -234,11 +234,11 @@ class ConstellationStore(TwoPhase):
             self._upkeep.take_back(failed, before)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
+        self._upkeep.hear()  # of what was there before: it must not take away what is there now
         self._catalog.add(infos, self._driver.now_s(), places)
         self._upkeep.evict_replaced(before, infos)
         if ticket.items:
             self._upkeep.touch_before(ticket.items[0][0])
-        self._upkeep.hear()
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
         ticket.unanswered = frozenset(
