@@ -4,10 +4,9 @@ Of each key it knows from the placement tag which servers hold chunks, and how m
 Of the others it asks one (HAS): the server one further in the ring of the key's servers, at the next sweep two further,
 then four: so word of a hole reaches all S servers in about log2 S sweeps, by one question a key and sweep.
 
-Nothing is dropped on a suspicion. A block that is being written, as far as its satellites have heard of late, is not
-even suspected (``latecomers``). It may be on its way to other satellites: what looks incomplete is looked at again
-after ``confirm_s``, if the box has not moved, and dropped only if it is proved then that one of its chunks is lost
-(``proofs``).
+Nothing is dropped on a suspicion. A block may be on its way to other satellites, or be written still: what looks
+incomplete is looked at again after ``confirm_s``, if the box has not moved, and dropped only if it is proved then that
+one of its chunks is lost (``proofs``); while we hear of a writer that is at it, nothing proves that (``latecomers``).
 
 With copies no suspicion is raised where any copy of a share is whole: so all places of it are asked (CHECK), also of
 shares that are not whole here.
@@ -30,7 +29,6 @@ from skymemory.protocol.copies import Copies
 from skymemory.protocol.dead import Dead, setting_of
 from skymemory.protocol.departures import Departures
 from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.latecomers import Latecomers
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Packet
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.proofs import Proofs
@@ -79,14 +77,13 @@ class Completeness:
     def __init__(
         self, here: SatelliteId, config: EvictionConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
         departures: Departures, counters: Counters, checks: Checks, proofs: Proofs,
-        latecomers: Latecomers, purge: Callable[[list[Dead], float], None],
+        purge: Callable[[list[Dead], float], None],
     ) -> None:  # fmt: skip
         self._here = here
         self._confirm_s = config.confirm_s
         self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
         self._checks = checks
         self._proofs = proofs
-        self._latecomers = latecomers
         self._store = store
         self._whereabouts = whereabouts
         self._sky = sky
@@ -209,8 +206,7 @@ class Completeness:
         for key in [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]:
             suspect = self._suspects[key]
             missing = self._missing(key, suspect)
-            void = suspect.moves != self._whereabouts.moves or self._latecomers.is_being_written(key, now_s)
-            if not missing or void or suspect.looks == _MOST_LOOKS:
+            if not missing or suspect.moves != self._whereabouts.moves or suspect.looks == _MOST_LOOKS:
                 del self._suspects[key]
                 continue
             suspect.due_s = now_s + self._confirm_s
@@ -233,11 +229,11 @@ class Completeness:
 
     def _proved(self, packed: bytes, lost: bool, now_s: float) -> None:
         key = packed[:KEY_BYTES]
-        if self._suspects.pop(key, None) is not None and lost and not self._latecomers.is_being_written(key, now_s):
+        if self._suspects.pop(key, None) is not None and lost:
             self._drop([key], now_s)
 
     def _suspect(self, key: bytes, server: int, now_s: float, nothing: bool = False) -> None:
-        if key not in self._suspects and not self._latecomers.is_being_written(key, now_s):
+        if key not in self._suspects:
             self._suspects[key] = _Suspect(server, now_s + self._confirm_s, self._whereabouts.moves, nothing)
 
     def _clear(self, key: bytes, server: int) -> None:

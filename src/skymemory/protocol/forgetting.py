@@ -54,8 +54,7 @@ class Forgetting:
             latecomers, lambda: 0 if handover.at_rest else 1, now_s,
         )  # fmt: skip
         self._completeness = Completeness(
-            here, config, store, whereabouts, sky, departures, counters, checks, proofs, latecomers,
-            self._purge,
+            here, config, store, whereabouts, sky, departures, counters, checks, proofs, self._purge
         )  # fmt: skip
         self._mending = Mending(
             here, config.replicas, config.sweep_s, store, whereabouts, checks, handover, counters, now_s
@@ -130,24 +129,22 @@ class Forgetting:
 
     def to_send(self, burst: Burst, now_s: float) -> None:
         """Take out of a burst what looks dead: it is looked at again when that is settled, and leaves unless it has
-        been proved. Not where the box moves again soon: what is held back then is late at its place, so looks dead from
-        there at that move, and is held back again.
+        been proved.
         """
-        held_s = 2 * self._config.confirm_s
-        next_move_s = self._whereabouts.next_move_s
-        soon = next_move_s is not None and next_move_s - now_s <= held_s
-        if soon or self._completeness.next_s == math.inf or not burst.names:
+        if self._completeness.next_s == math.inf or not burst.names:
             return
         key = burst.names[0][0]
         share = self._store.shares.get(key)
         if share and self._completeness.suspects(key) and self._hold_back((key, setting_of(share[told_by(share)][0]))):
             waiting = list(burst.names)
             for name in waiting:
-                self._handover.stray(name, now_s + held_s)
+                self._handover.stray(name, now_s + 2 * self._config.confirm_s)
             self._handover.forget(burst, waiting)
 
     def _hold_back(self, suspected: Dead) -> bool:
-        """Whether to: at one count of moves, once is enough for a setting."""
+        """Whether to: each setting at one count of moves only. What is held back is late at its place, so looks dead
+        from there at the next move; held back again, it would never follow a box that moves as often as that.
+        """
         moves = self._held_back.setdefault(suspected, self._whereabouts.moves)
         while len(self._held_back) > _MOST_HELD_BACK:
             del self._held_back[next(iter(self._held_back))]
