@@ -269,6 +269,17 @@ def test_what_is_stored_while_its_loss_is_proved_is_not_evicted(value: bytes, mo
     assert read(writer) == (value, "")
 
 
+@pytest.mark.parametrize(("written_ago_s", "left"), [(3.5, 19), (4.0, 19), (5.0, 0)])
+def test_what_a_writer_may_still_have_been_at_when_a_reader_looked_stays(written_ago_s: float, left: int) -> None:
+    """Its last words may have been lost, and ours take up to 1.3 s."""
+    sky = simulated()
+    store = store_over(sky, 1, SharedIndex())
+    assert store.put_many([(KEY, VALUE)]) == [True]
+    sky.settle(sky.now_s + written_ago_s)
+    lose_a_chunk(sky)
+    assert read(store) == (None, "missing") and chunks_in(sky) == left
+
+
 def test_satellites_that_forget_keys_only_are_left_what_remains() -> None:
     """Those of an earlier release: what they delete by key may be of somebody who has stored it meanwhile."""
     sky = simulated()
