@@ -14,6 +14,7 @@ from tests.store.conftest import cut_off, simulated, store_over, udp_store
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.protocol.messages import pack_moves
+from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.wire import Op
 from skymemory.store.base import ABANDONED_S, LEASE_S, Presence
 from skymemory.store.constellation import ConstellationStore
@@ -320,3 +321,23 @@ def test_an_entry_of_an_earlier_release_that_means_another_size_is_corrected_onc
     assert store_over(sky, 2, index).get_many(KEYS[:1]) == [None]
     for ground in (2, 3):
         assert store_over(sky, ground, SharedIndex(tmp_path / "index")).get_many(KEYS[:1]) == [value]
+
+
+@pytest.mark.parametrize("steps", [(1, 0), (0, 1)])
+def test_of_two_words_of_a_value_the_later_setting_is_believed_whoever_speaks_last(steps: tuple[int, int]) -> None:
+    """One satellite missed what was stored anew, a copy of which is elsewhere, and says what it had before."""
+    sky = simulated()
+    assert store_over(sky, 1, replicas=2).put_many([(KEYS[0], bytes(20 * 6144))]) == [True]
+    rotate(sky, *steps)
+    sky.settle(sky.now_s + 5.0)
+    writer = store_over(sky, 2, replicas=2)
+    writer.synchronise()
+    moves = writer._driver.machine.moves(sky.now_s)
+    behind, up_to_date = (sky.sky.servers_at(STRATEGY_CODES["rotation_hop"], 10, moves, moves)[at] for at in (3, 4))
+    sky.cut(("ground", 2), behind)
+    assert writer.put_many([(KEYS[0], bytes(10 * 6144))]) == [True]
+    sky.mend(("ground", 2), behind)
+    prober = store_over(sky, 3, replicas=2)._catalog._prober
+    for asked in ([behind, up_to_date], [up_to_date, behind]):
+        known, certain = prober._ask(asked, KEYS[:1])
+        assert certain and known[KEYS[0]].set_moves == moves

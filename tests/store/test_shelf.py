@@ -198,6 +198,19 @@ def test_of_keys_that_are_used_together_the_first_is_the_most_recent() -> None:
     assert shelf._policy.order() == [keys[2], keys[1], keys[0]]
 
 
+@pytest.mark.parametrize(("policy", "ages"), [("lfu", False), ("lfuda", True)])
+def test_what_was_asked_for_often_once_goes_in_the_end_only_where_the_policy_ages(policy: str, ages: bool) -> None:
+    store, often = MemoryStore(20, policy=policy), b"often".ljust(32)
+    store.put_many([(often, bytes(10))])
+    for _ in range(5):
+        store.get_many([often])
+    for number in range(40):
+        fresh = number.to_bytes(32, "big")
+        assert store.put_many([(fresh, bytes(10))]) == [True]
+        store.get_many([fresh])
+    assert store.lookup([often]) == [Presence.MISS if ages else Presence.HIT]
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(InvalidInput, match="lru, lfu, lfuda, length, arc, lrfu"):
         MemoryStore(1000, policy="fifo")

@@ -178,6 +178,17 @@ def test_a_pin_over_the_budget_leaves_nothing_pinned() -> None:
         assert sum(machine.housekeeping()["pinned_bytes"] for machine in machines) < 31_000_000
 
 
+def test_a_pin_that_one_satellite_refuses_is_taken_out_of_the_others() -> None:
+    sky = simulated(memory_bytes=400_000)
+    store = store_over(sky, index=SharedIndex())
+    small = [(key, bytes(6144)) for key in KEYS[:32]]
+    assert store.put_many([*small, (KEYS[32], bytes(20 * 6144))]) == [True] * 33
+    assert store.pin(KEYS[:32], 100.0) == [True] * 32, "on the satellite of each one's only chunk"
+    pinned = {here: machine.housekeeping()["pinned_bytes"] for here, machine in sky.satellites.items()}
+    assert store.pin([KEYS[32]], 100.0) == [False]
+    assert {here: machine.housekeeping()["pinned_bytes"] for here, machine in sky.satellites.items()} == pinned
+
+
 def _simulated_store():  # type: ignore[no-untyped-def]
     from contextlib import closing
 
