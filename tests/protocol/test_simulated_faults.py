@@ -58,15 +58,15 @@ def test_a_far_sky_that_loses_five_percent_each_way_is_not_taken_for_silent(worl
 
 
 def test_what_is_lost_on_the_way_to_satellites_that_answer_is_repeated_without_delay(world, value_of):
-    """At 30 % each way, one write of seven fails. With a back-off that grows although they answer, twice as many."""
-    failed = 0
-    for seed in range(7):
-        sky = world(faults=FaultInjector(loss=0.3, seed=seed), link_s=0.01)
+    """At 20 % each way. With a back-off that grows although they answer, a write takes 0.53 s, not 0.38."""
+    seconds = []
+    for seed in range(4):
+        sky = world(faults=FaultInjector(loss=0.2, seed=seed), link_s=0.01)
         for number in range(20):
             stored, _ = sky.put(f"v{number % 5}", value_of(640_000), 1000)
-            failed += not stored.ok
+            seconds.append(stored.report.seconds)
             sky.settle(0.0 if stored.ok else 5.0)
-    assert failed <= 32
+    assert sum(seconds) / len(seconds) < 0.46
 
 
 def test_a_silent_satellite_is_asked_about_ten_times_before_it_is_given_up(world, value_of):
