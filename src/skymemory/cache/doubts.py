@@ -20,7 +20,7 @@ class Doubts:
         """When each came into doubt last, by ``_count``."""
         self._count = 0
         self._deleted: set[bytes] = set()
-        """Those of them that somebody has deleted."""
+        """Those of them for which a deletion is outstanding."""
         self._under_way: dict[bytes, int] = {}
         """How many calls about each, in doubt or not, were given up and may still land."""
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Doubts:
         return key in self._keys or key in self._under_way
 
     def add(self, keys: Iterable[bytes], deleted: bool = False) -> int:
-        """They are in doubt from now on; ``deleted``: because somebody deleted them. A mark for ``end``."""
+        """They are in doubt from now on; ``deleted``: a caller's deletion is outstanding. Returns a mark for ``end``."""
         with self._lock:
             self._count += 1
             for key in keys:
@@ -80,7 +80,7 @@ class Doubts:
             return chosen
 
     def deleted(self, key: bytes) -> bool:
-        """Whether it is in doubt because somebody deleted it."""
+        """Whether a caller's deletion of it is outstanding."""
         return key in self._deleted
 
     def settle(self, keys: Iterable[bytes]) -> None:

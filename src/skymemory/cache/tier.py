@@ -333,7 +333,7 @@ class Tier:
     def settle_doubts(self) -> bool:
         """Delete copies in doubt; whether there is more to do that can be done now. What cannot be deleted is tried
         again after a while, and each time after twice that. What the tier keeps for a later release stays, unless
-        somebody has deleted it.
+        a caller's deletion of it is outstanding.
         """
         if not self._settling.due(self.clock()):
             return False
