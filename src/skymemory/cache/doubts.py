@@ -40,7 +40,7 @@ class Doubts:
         return key in self._keys or key in self._under_way
 
     def add(self, keys: Iterable[bytes], deleted: bool = False) -> int:
-        """They are in doubt from now on; ``deleted``: a caller's deletion is outstanding. Returns a mark for ``end``."""
+        """In doubt from now on; ``deleted``: a caller's deletion is outstanding. Returns a mark for ``end``."""
         with self._lock:
             self._count += 1
             for key in keys:
