@@ -99,6 +99,7 @@ def test_gossip_along_the_plane_keeps_look_ups_true(world, value_of):
         sky.settle(0.3)
     sky.settle(1.0)
     dead, live = dead_and_live(sky, infos)
+    assert dead, "the other planes of the box are not told"
     centre = sky.sky.centre
     for name in dead:
         holders = {holder for held in sky.holders(infos[name]).values() for holder in held}
@@ -121,6 +122,24 @@ def test_a_notice_that_comes_late_does_not_hurt_what_is_stored_again(world, valu
     for name in list(values)[:3]:
         read, out = sky.get(infos[name])
         assert read.ok and out == values[name]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_what_is_stored_again_before_its_notice_goes_out_is_not_told(world, value_of, again):
+    sky = world(eviction=GOSSIP)
+    _, info = sky.put("v", value_of(5000), 1000)
+    sky.settle(WRITING_S)
+    (home,) = sky.homes(info, (0, 0))[0]
+    store = sky.sim.satellites[home].store
+    name = info.key, 0
+    chunk = store.peek(name)
+    store._evict(name)
+    if again:
+        store.put(name, *chunk)
+    sky.ask(Op.HAS, messages.pack_keys([info.key]), home)
+    sky.settle(1.0)
+    told = info.key in dict(sky.host.machine.take_gone())
+    assert (told, sky.counted("notices_sent") > 0, any(sky.holders(info).values())) == (not again, not again, again)
 
 
 @pytest.mark.parametrize("lost", [1, 2, 5])
