@@ -38,7 +38,7 @@ VALUES = {1: 4, 2: 4}
 """So many values with one copy in the sky, so many with two."""
 CHUNKS_PER_VALUE = 480
 """A block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
-KILL_AT, REVIVE_AT = 0.4, 0.6
+KILL_AT, DOWN_FOR = 0.4, 0.2
 """As shares of the run."""
 LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
 FRAME_S = 0.2
@@ -206,7 +206,7 @@ def _fly(flight: _Flight, started: Started, seconds: float) -> MotionReport:
     killed_s = time.time()
     for reader in readers:
         reader.at_death = reader.tally.counts
-    flight.until(REVIVE_AT * seconds)
+    flight.until(killed_s - flight.began_s + DOWN_FOR * seconds)
     _revive(flight, host, started)
     down_s = time.time() - killed_s
     for reader in readers:
