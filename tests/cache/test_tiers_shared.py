@@ -186,6 +186,39 @@ def test_what_a_tier_missed_of_blocks_is_stored_there_when_it_is_back() -> None:
     tiers.close()
 
 
+@pytest.mark.parametrize("write_back", [False, True], ids=["through", "back"])
+@pytest.mark.parametrize("trouble", ["raise", "slow"])
+def test_what_a_tier_missed_comes_from_the_next_where_the_nearest_has_evicted_it(trouble: str, write_back: bool) -> None:
+    """Nothing else would bring it there: an engine does not store again what a tier has."""
+    near, middle, far = MemoryStore(5000, name="near"), MemoryStore(name="middle"), FaultyTier("far", slow_s=0.5)
+    tiers = over(near, middle, far, write_back=write_back)
+    far.trouble = trouble
+    prompts = [tuple(range(first, first + 4)) for first in range(10, 90, 4)]
+    for prompt in prompts:
+        assert tiers.put_many(items(*prompt), places(*prompt)) == [True] * 4
+    keys = [key(number) for prompt in prompts for number in prompt]
+    assert soon(lambda: middle.lookup(keys) == [Presence.HIT] * 80)
+    far.trouble = ""
+    assert soon(lambda: far.lookup(keys) == [Presence.HIT] * 80 and not tiers.stats()["far_keys_owed"], 20.0)
+    assert far.get_many(keys) == [value for prompt in prompts for _, value in items(*prompt)]
+    tiers.close()
+
+
+def test_what_is_owed_waits_for_a_tier_that_may_have_it_and_holds_up_nothing_else() -> None:
+    near, middle, far = MemoryStore(name="near"), FaultyTier("middle"), FaultyTier("far")
+    tiers = over(near, middle, far)
+    far.trouble = "raise"
+    assert tiers.put_many(items(*EIGHT), places(*EIGHT)) == [True] * 8
+    near.delete([key(number) for number in EIGHT[4:]])  # as if it had been evicted
+    far.trouble, middle.trouble = "", "raise"
+    keys = [key(number) for number in EIGHT]
+    assert soon(lambda: far.lookup(keys) == [Presence.HIT] * 4 + [Presence.MISS] * 4)
+    assert tiers.stats()["far_keys_owed"] == 4
+    middle.trouble = ""
+    assert soon(lambda: far.lookup(keys) == [Presence.HIT] * 8 and not tiers.stats()["far_keys_owed"], 10.0)
+    tiers.close()
+
+
 def test_what_a_server_did_not_answer_is_stored_when_it_is_back(tmp_path: Path) -> None:
     """The puts failed, and were no failures of the tier's threads: it said that it had no answer."""
     server = RedisServer(tmp_path)

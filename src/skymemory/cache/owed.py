@@ -1,6 +1,6 @@
 """Blocks that a tier lacks because it did not answer when they were stored: it gets them when it is back.
 
-Only their keys and places are kept: the values are in the nearest tier, or have been demoted from there.
+Only their keys and places are kept: the values are in another tier.
 """
 
 from __future__ import annotations

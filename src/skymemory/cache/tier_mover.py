@@ -106,26 +106,37 @@ class TierMover:
         return movings
 
     def _pay(self, tier: Tier) -> None:
-        """Some of what ``tier`` missed while it did not answer, as far as the nearest tier still has it. What it does
-        not take now, and does not refuse by its own word, goes to the end of the row.
+        """Some of what ``tier`` missed while it did not answer, as far as another tier still has it. What it does not
+        take now, and does not refuse by its own word, goes to the end of the row.
         """
-        top = self._tiers[0]
-        owed = tier.owed.first(max(1, int(_BATCH_BYTES / top.mean_value_bytes)))
+        owed = tier.owed.first(max(1, int(_BATCH_BYTES / self._tiers[0].mean_value_bytes)))
         with self._guard.moving(owed) as held:
             keys = [key for key in owed if key in held]
             there = tier.lookup(keys)
             lacking = [key for key, presence in zip(keys, there, strict=True) if presence is not Presence.HIT]
-            values = _read(top, lacking)
-            left = set[bytes]()
-            if values is None:
-                left = set(lacking)
-            elif values:
+            values, left = self._copies(lacking, tier)
+            done: list[bool] = []
+            if values:
                 done, one = write(tier, list(values.items()), [owed[key] for key in values], copies=True)
-                left = {key for key, ok in zip(values, done, strict=True) if not ok} - one.refused
+                left |= {key for key, ok in zip(values, done, strict=True) if not ok} - one.refused
                 self._counters.add("tier_paid_total", sum(done), tier.name)
             tier.owed.discard(keys)
             tier.owed.add({key: owed[key] for key in keys if key in left})
-            tier.paying.went(not left, tier.clock())
+            tier.paying.went(not left or any(done), tier.clock())
+
+    def _copies(self, keys: Sequence[bytes], lacking: Tier) -> tuple[dict[bytes, bytes], set[bytes]]:
+        """Those of ``keys`` that are on their way, or in another tier than the ``lacking`` one, the nearest first; and
+        those of which a tier that does not answer may have a copy.
+        """
+        found = {key: moving.value for key, moving in self._outbound.get(keys).items()}
+        silent = False
+        for tier in self._tiers:
+            rest = [key for key in keys if key not in found]
+            if rest and tier is not lacking:
+                copies = _read(tier, rest)
+                silent = silent or copies is None
+                found.update(copies or {})
+        return {key: found[key] for key in keys if key in found}, {key for key in keys if silent and key not in found}
 
 
 def _read(tier: Tier, keys: Sequence[bytes]) -> dict[bytes, bytes] | None:

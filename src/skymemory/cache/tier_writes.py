@@ -174,5 +174,5 @@ def note_missed(
     """
     tier.doubts.add(key for key in missed if places[key] is None and key not in pending)
     owed = {key: place for key in missed - refused if (place := places[key]) is not None}
-    if tier.number:  # what is owed comes out of the nearest
+    if tier.number:  # what the nearest lacks comes back to it when it is read
         tier.owed.add({key: owed[key] for key in places if key in owed})  # in the order of their chain
