@@ -188,7 +188,7 @@ def test_what_a_tier_missed_of_blocks_is_stored_there_when_it_is_back() -> None:
 
 @pytest.mark.parametrize("write_back", [False, True], ids=["through", "back"])
 @pytest.mark.parametrize("trouble", ["raise", "slow"])
-def test_what_a_tier_missed_comes_from_the_next_where_the_nearest_has_evicted_it(trouble: str, write_back: bool) -> None:
+def test_what_a_tier_missed_comes_from_whichever_still_has_it(trouble: str, write_back: bool) -> None:
     """Nothing else would bring it there: an engine does not store again what a tier has."""
     near, middle, far = MemoryStore(5000, name="near"), MemoryStore(name="middle"), FaultyTier("far", slow_s=0.5)
     tiers = over(near, middle, far, write_back=write_back)
