@@ -14,7 +14,7 @@ from tests.store.conftest import cut_off, simulated, store_over, udp_store
 
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.store.admission import AdmittingStore, Sketch
-from skymemory.store.base import Presence
+from skymemory.store.base import LEASE_S, Presence
 from skymemory.store.memory import MemoryStore
 from skymemory.store.quota import TenantStore
 from skymemory.store.shared_index import SharedIndex
@@ -45,9 +45,42 @@ class TestBehindAQuota(StoreContract):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         clock = Clock()
-        store = TenantStore(MemoryStore(256_000, clock=clock), "a", 1 << 30)
+        store = TenantStore(MemoryStore(256_000, clock=clock), "a", 1 << 30, clock=clock)
         yield Tier(store, budget_bytes=256_000, later=clock.later)
         store.close()
+
+
+def test_what_a_tenant_has_leased_or_pinned_does_not_go_for_its_quota() -> None:
+    clock = Clock()
+    tenant = TenantStore(MemoryStore(clock=clock), "a", 10_000, clock=clock)
+    keys, others = KEYS[:4], KEYS[10:40]
+    assert tenant.put_many([(key, bytes(1000)) for key in keys]) == [True] * 4
+    assert tenant.pin(keys[:1], 100.0) == [True]
+    leased, given_up = tenant.prepare_load(keys[1:2]), tenant.prepare_load(keys[2:3])
+    tenant.release(given_up)
+    assert all(tenant.put_many([(key, bytes(1000))]) == [True] for key in others)
+    assert tenant.lookup(keys) == [Presence.HIT] * 2 + [Presence.MISS] * 2 and tenant.used_bytes == 10_000
+    assert tenant.put_many([(KEYS[5], bytes(8500))]) == [False], "there is room for 8,000 beside them"
+    assert tenant.lookup(others[-8:]) == [Presence.HIT] * 8
+    assert tenant.complete_load(leased) == [bytes(1000)]
+    assert tenant.put_many([(KEYS[5], bytes(8500))]) == [True]
+    assert tenant.lookup(keys[:2]) == [Presence.HIT, Presence.MISS] and tenant.used_bytes == 9500
+    assert tenant.put_many([(keys[0], bytes(500))]) == [True], "a pin is gone with the value that it was of"
+    assert tenant.put_many([(KEYS[6], bytes(10_000))]) == [True] and tenant.used_bytes == 10_000
+
+
+def test_a_tenants_leases_and_pins_end_by_themselves() -> None:
+    clock = Clock()
+    tenant = TenantStore(MemoryStore(clock=clock), "a", 10_000, clock=clock)
+    assert tenant.put_many([(key, bytes(5000)) for key in KEYS[:2]]) == [True] * 2
+    assert tenant.pin(KEYS[:1], 20.0) == [True]
+    tenant.prepare_load(KEYS[1:2])  # by a client that died
+    assert tenant.put_many([(KEYS[5], bytes(5000))]) == [False]
+    clock.later(21.0)
+    assert tenant.put_many([(KEYS[5], bytes(5000))]) == [True]
+    assert tenant.lookup(KEYS[:2]) == [Presence.MISS, Presence.HIT]
+    clock.later(LEASE_S)
+    assert tenant.put_many([(KEYS[6], bytes(10_000))]) == [True] and tenant.used_bytes == 10_000
 
 
 def test_the_second_sighting_stores() -> None:

@@ -6,25 +6,32 @@ until its victims are confirmed to be gone, a tenant has up to that one put more
 Tenants have keys of their own, because their salt is in the hash of every block: so a tenant's handle on a store sees
 all of its writes, and no other tenant's. It counts the values that it stored until the store says that they are gone: a
 read that brings nothing in an outage, or an unconfirmed deletion, does not say so.
+
+What the tenant has leased or pinned through this handle does not go for its quota; the room for others is less by it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
 from skymemory.metrics import Counters
-from skymemory.store.base import Buffer, LoadTicket, Store, check_keys
+from skymemory.store.base import LEASE_S, Buffer, LoadTicket, Store, check_keys
 from skymemory.store.wrapped import Selecting
 from skymemory.units import format_size
 
 
 class TenantStore(Selecting):
-    """One tenant's handle on a store. Several tenants of one process share the store, each through its own handle."""
+    """One tenant's handle on a store. Several tenants of one process share the store, each through its own handle.
+    ``clock`` gives seconds, compared only with itself.
+    """
 
-    def __init__(self, store: Store, tenant: str, quota_bytes: int) -> None:
+    def __init__(
+        self, store: Store, tenant: str, quota_bytes: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         if quota_bytes <= 0:
             raise InvalidInput(f"tenant {tenant!r}: a quota of {format_size(quota_bytes)}: expected more than nothing")
         super().__init__(store)
@@ -33,6 +40,11 @@ class TenantStore(Selecting):
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         """Least recently used first."""
         self._used_bytes = 0
+        self._clock = clock
+        self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}
+        """Keys of each open load, and when their lease ends at the latest."""
+        self._pins: dict[bytes, float] = {}
+        """When each ends."""
         self._counters = Counters()
         self._lock = OwnLock(f"the store of tenant {tenant!r}")
 
@@ -47,7 +59,8 @@ class TenantStore(Selecting):
         sizes = {key: memoryview(value).nbytes for key, value in items}
         with self._lock:
             self._evict_excess()
-            room_bytes = self.quota_bytes if self._used_bytes <= self.quota_bytes else 0
+            staying_bytes = sum(self._sizes.get(key, 0) for key in self._staying() - sizes.keys())
+            room_bytes = self.quota_bytes - staying_bytes if self._used_bytes <= self.quota_bytes else 0
             chosen, wanted_bytes = set[bytes](), 0
             for key, size in sizes.items():
                 if wanted_bytes + size > room_bytes:
@@ -66,8 +79,18 @@ class TenantStore(Selecting):
                 self._used_bytes += self._sizes[key]
             self._evict_excess({key for key, _ in items})
 
-    def _evict_excess(self, spared: Container[bytes] = ()) -> None:
+    def _staying(self) -> set[bytes]:
+        """What is leased or pinned. With the lock held."""
+        now_s = self._clock()
+        self._pins = {key: until_s for key, until_s in self._pins.items() if until_s > now_s}
+        self._leases = {load: lease for load, lease in self._leases.items() if lease[1] > now_s}
+        return {key for keys, _ in self._leases.values() for key in keys} | self._pins.keys()
+
+    def _evict_excess(self, new: frozenset[bytes] | set[bytes] = frozenset()) -> None:
         """With the lock held."""
+        if self._used_bytes <= self.quota_bytes:
+            return
+        spared = self._staying() | new
         victims: list[bytes] = []
         excess_bytes = self._used_bytes - self.quota_bytes
         for key, size in self._sizes.items():
@@ -80,11 +103,39 @@ class TenantStore(Selecting):
             gone = sum(one is not None for one in self.delete(victims))
             self._counters.add("evicted_for_quota", gone, self.tenant)
 
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        keys, beginning = check_keys(keys), object()
+        with self._lock:  # before the store's own: what it leases must not go in between
+            self._leases[beginning] = keys, self._clock() + LEASE_S
+        try:
+            ticket = self.store.prepare_load(keys)
+            with self._lock:
+                self._leases[ticket] = keys, self._clock() + LEASE_S
+        finally:
+            with self._lock:
+                self._leases.pop(beginning, None)
+        return ticket
+
+    def release(self, ticket: LoadTicket) -> None:
+        with self._lock:
+            self._leases.pop(ticket, None)
+        self.store.release(ticket)
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        done = self.store.pin(keys, ttl_s)
+        with self._lock:
+            for key, pinned in zip(keys, done, strict=True):
+                self._pins.pop(key, None)
+                if pinned and ttl_s > 0:
+                    self._pins[key] = self._clock() + ttl_s
+        return done
+
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         """What the store says is absent is not counted any more. What it did not get may be there all the same."""
         values = self.store.complete_load(ticket)
         reports = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
+            self._leases.pop(ticket, None)
             self._forget([key for key, one in zip(ticket.keys, reports, strict=False) if one.reason == "absent"])
             for key in reversed(ticket.keys):
                 if key in self._sizes:
@@ -106,3 +157,4 @@ class TenantStore(Selecting):
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._used_bytes -= self._sizes.pop(key, 0)
+            self._pins.pop(key, None)
