@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import pytest
 from tests.contract.forked import in_child
 
@@ -124,6 +125,12 @@ def key(number: int) -> bytes:
 
 def value(number: int, size_bytes: int = 1000) -> bytes:
     return random.Random(number).randbytes(size_bytes)
+
+
+def _released() -> memoryview:
+    view = memoryview(b"gone")
+    view.release()
+    return view
 
 
 def chain(blocks: int) -> tuple[list[bytes], list[Place]]:
@@ -264,7 +271,12 @@ class StoreContract:
         with pytest.raises(InvalidInput):
             store.prepare_store([(wrong, b"")])  # type: ignore[list-item]
 
-    @pytest.mark.parametrize("wrong", ["text", 5, None, memoryview(b"0123456789")[::2]])
+    def test_an_empty_view_of_any_shape_is_an_empty_value(self, store: Store) -> None:
+        """As of an array without rows."""
+        assert store.put_many([(key(1), memoryview(np.empty((0, 4), np.float32))), (key(2), b"2")]) == [True, True]
+        assert store.get_many([key(1), key(2)]) == [b"", b"2"]
+
+    @pytest.mark.parametrize("wrong", ["text", 5, None, memoryview(b"0123456789")[::2], _released()])
     def test_a_bad_value_is_refused(self, store: Store, wrong: object) -> None:
         with pytest.raises(InvalidInput):
             store.put_many([(key(1), wrong)])  # type: ignore[list-item]

@@ -274,14 +274,25 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_items(items: Sequence[tuple[bytes, Buffer]]) -> tuple[tuple[bytes, Buffer], ...]:
-    """``items`` as a tuple; InvalidInput unless keys are keys and values are contiguous bytes."""
+    """``items`` as a tuple; InvalidInput unless keys are keys and values are contiguous bytes. Empty views are ``b""``,
+    whatever their shape: one with a zero in it can be read as no other.
+    """
     check_keys([key for key, _ in items])
-    for _, value in items:
-        if not isinstance(value, bytes | bytearray | memoryview):
-            raise InvalidInput(f"a stored value must be bytes-like, got {type(value).__name__}")
-        if isinstance(value, memoryview) and not value.c_contiguous:
-            raise InvalidInput("a stored value must be contiguous: copy the memoryview with bytes() first")
-    return tuple(items)
+    return tuple([(key, _check_value(value)) for key, value in items])
+
+
+def _check_value(value: Buffer) -> Buffer:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise InvalidInput(f"a stored value must be bytes-like, got {type(value).__name__}")
+    if not isinstance(value, memoryview):
+        return value
+    try:
+        contiguous, size_bytes = value.c_contiguous, value.nbytes
+    except ValueError as error:
+        raise InvalidInput("a stored value must be bytes, got a memoryview that was released") from error
+    if not contiguous:
+        raise InvalidInput("a stored value must be contiguous: copy the memoryview with bytes() first")
+    return value if size_bytes else b""
 
 
 def check_places(items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple[Place | None, ...]:
