@@ -320,6 +320,24 @@ def test_on_a_full_disk_the_oldest_makes_room_for_the_new(tmp_path: Path, monkey
     store.close()
 
 
+def test_a_folder_under_the_name_of_a_value_is_in_nobodys_way(tmp_path: Path) -> None:
+    """It cannot be evicted: were it an entry, it would be the oldest, and nothing could be stored any more."""
+    store = DiskStore(tmp_path, 80_000)
+    keys = _fill(store, 8, 10_000)
+    store.close()
+    folder = tmp_path / "values" / key(50).hex()
+    folder.mkdir()
+    (folder / "a file").write_text("of somebody's")
+    os.utime(folder, (1, 1))
+    store = DiskStore(tmp_path, 80_000)
+    assert store.lookup([key(50), *keys]) == [Presence.MISS] + [Presence.HIT] * 8
+    assert store.stats()["used_bytes"] == 80_000 and store.get_many([key(50)]) == [None]
+    assert store.put_many([(key(50), b"in vain")]) == [False]
+    assert store.put_many([(key(100 + n), value(n, 10_000)) for n in range(8)]) == [True] * 8
+    assert (folder / "a file").read_text() == "of somebody's"
+    store.close()
+
+
 def test_what_cannot_be_removed_stays_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DiskStore(tmp_path, 80_000)
     keys = _fill(store, 8, 10_000)

@@ -116,13 +116,15 @@ class StoreDirectory:
             os.close(fd)
 
     def scan(self) -> Iterator[FoundValue]:
-        """What is there, in no order. Parts and torn files are removed, names that are not ours left alone, and so is
-        what a later release wrote.
+        """What is there, in no order. Parts and torn files are removed; names that are not ours left alone, and so are
+        folders and what a later release wrote.
         """
         with os.scandir(self.values) as entries:
             for entry in entries:
                 path = self.values / entry.name
                 key = key_of(entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    continue
                 if key is None:
                     if entry.name.endswith(PART):
                         self.remove(path)
