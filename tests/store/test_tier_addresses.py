@@ -69,6 +69,12 @@ def test_the_memory_store_takes_rules_with_and_without_a_size() -> None:
         ("memory://1MiB?policy=best", "lru, lfu"),
         ("redis://localhost?timeout=soon", "not a duration"),
         ("redis://localhost?budget=1MiB", "unknown option 'budget'"),
+        ("redis://localhost/blocks", "database 'blocks'"),
+        ("redis://localhost/1/2", "database '1/2'"),
+        ("redis://localhost/-1", "database '-1'"),
+        ("unix://", "unix:///REDIS.sock"),
+        ("constellation?index=nope", "index=nope"),
+        ("memory?tenant=&quota=1MiB", "tenant=NAME"),
         ("tape://x", "disk:///DIRECTORY"),
     ],
 )

@@ -25,6 +25,7 @@ EXPECTED = (
     "constellation[://RUN_DIR][?index=no&access=gateway], tiers:///FILE.toml or tiers:?tier=ADDRESS&tier=ADDRESS"
 )
 
+_YES, _NO = ("yes", "1", "on"), ("no", "0", "off")
 _RULES = ("admit", "tenant", "quota", "seal")
 """Options that say what of the writes is stored, and how, whatever the store is."""
 
@@ -69,7 +70,7 @@ def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
     try:
         if rules.get("admit", "all") not in ("all", "second"):
             raise InvalidInput(f"store {where!r}: admit={rules['admit']}: expected all or second")
-        if ("tenant" in rules) != ("quota" in rules):
+        if bool(rules.get("tenant")) != ("quota" in rules):
             raise InvalidInput(f"store {where!r}: a quota is a tenant's: expected tenant=NAME&quota=SIZE")
         if "seal" in rules:
             store = sealed(store, KeyFollower(Path(rules["seal"])))
@@ -98,12 +99,27 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
     if kind in ("redis", "rediss", "unix"):
         _no_others(options, ("name", "timeout"), where)
         timeout_s = parse_duration(options.get("timeout", "2s"))
+        _check_redis(kind, place, where)
         return RedisStore(f"{kind}://{place}", name=_name("redis", options, where), timeout_s=timeout_s)
     if kind == "constellation":
         _no_others(options, ("index", "access"), where)
-        use_index = options.get("index", "yes") not in ("no", "0", "off")
+        index = options.get("index", "yes")
+        if index not in _YES + _NO:
+            raise InvalidInput(f"store {where!r}: index={index}: expected yes or no")
+        use_index = index in _YES
         return open_constellation(Path(place) if place else None, use_index=use_index, access=options.get("access"))
     raise InvalidInput(f"store {where!r}: expected {EXPECTED}")
+
+
+def _check_redis(kind: str, place: str, where: str) -> None:
+    """redis-py takes what is no database for the first one, and joins the digits of two."""
+    if kind == "unix":
+        if not place:
+            raise InvalidInput(f"store {where!r}: expected unix:///REDIS.sock")
+        return
+    _, _, database = place.partition("/")
+    if database and not (database.isascii() and database.isdigit()):
+        raise InvalidInput(f"store {where!r}: database {database!r}: expected {kind}://HOST[:PORT][/DB], DB a number")
 
 
 def _name(kind: str, options: dict[str, str], where: str) -> str:
