@@ -54,5 +54,15 @@ class NoConstellation(ConstellationError):
     """No constellation is running where we looked."""
 
 
+class CommandsRefused(ConstellationError):
+    """Satellites answered that they do not take this computer's commands."""
+
+    def __init__(self, before: str = "") -> None:
+        super().__init__(
+            f"{before}satellites refuse the commands of this computer: it has other keys than they (copy the key file "
+            "of their run directory here), or none, or its clock is more than 30 s from theirs"
+        )
+
+
 class WrongProcess(SkyMemoryError):
     """A store, socket or manager that a fork has carried into another process than the one that opened it."""

@@ -22,7 +22,7 @@ from skymemory.protocol.client import ClientConfig
 from skymemory.protocol.gate import REFUSALS_PER_S
 from skymemory.protocol.link_state import LinksBody
 from skymemory.protocol.motion import MoveClock
-from skymemory.protocol.replay import MAX_SENDERS, MAX_SKEW_S, REMEMBERED, ReplayWindow, stamp
+from skymemory.protocol.replay import MAX_FORGOTTEN, MAX_SENDERS, MAX_SKEW_S, REMEMBERED, ReplayWindow, stamp
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import bulk_batch, single
 from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, Address, ChunkRef, Op, PlacementTag, SkyHeader
@@ -328,6 +328,30 @@ def test_the_window_is_bounded_and_forgets_only_what_it_then_refuses() -> None:
     assert not any(window.first((1, 7, 0), stamp(number, 1)) for number in order)
     (seen,) = window._senders.values()
     assert len(seen.recent) + len(seen.earlier) <= 2 * REMEMBERED
+
+
+@pytest.mark.parametrize("behind_s", [0.5, 3.0, 25.0])
+def test_a_host_whose_clock_is_behind_is_served_among_any_number_of_others(behind_s: float) -> None:
+    """Hosts that speak in turn, more than are remembered whole: none is new, and none refused for what others sent."""
+    window, hosts = ReplayWindow(0), MAX_SENDERS + 44
+    for turn in range(4):
+        for ground in range(1, hosts + 1):
+            time_s = 100.0 + turn + ground / hosts - behind_s * (ground == hosts)
+            number = stamp(int(time_s * 1e6), turn)
+            assert window.first((1, ground, 0), number), (turn, ground)
+            assert not window.first((1, ground, 0), number)
+
+
+def test_what_is_remembered_of_senders_is_bounded_and_old_ones_go_first() -> None:
+    window = ReplayWindow(0)
+    for ground in range(1, MAX_SENDERS + MAX_FORGOTTEN + 1001):
+        assert window.first((1, ground, 0), stamp(ground, 0))
+    assert len(window._forgotten) == MAX_FORGOTTEN
+    assert not any(window.first((1, ground, 0), stamp(ground, 0)) for ground in range(1, 1001))
+    later_us = int(3 * MAX_SKEW_S * 1e6)
+    for ground in range(2 * MAX_SENDERS):
+        assert window.first((2, ground, 0), stamp(later_us, ground % 2))
+    assert len(window._forgotten) < MAX_FORGOTTEN, "nothing so old passes the check of its time"
 
 
 def test_forgotten_senders_cannot_be_replayed() -> None:

@@ -8,10 +8,11 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.store.conftest import udp_store
+from tests.store.conftest import store_on, udp_sky, udp_store
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.keys import KeyRing, first_ring
@@ -25,6 +26,7 @@ from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
 from skymemory.store.base import Presence
 from skymemory.store.constellation import ConstellationStore
+from skymemory.store.named import NamedValues
 from skymemory.store.sealed import NOT_AUTHENTIC, SealedStore
 from skymemory.store.shared_index import SharedIndex
 
@@ -301,6 +303,37 @@ def test_key_rotation_of_running_processes(tmp_path: Path, capsys: pytest.Captur
             store.close()
         assert main(["constellation", "down", *words]) == 0
     assert not run_dir.exists()
+
+
+def test_who_has_other_keys_than_the_satellites_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By every command: an empty list, "no room" and a silent sky are no answers to who is refused."""
+    from skymemory.cli.main import main
+    from skymemory.testbed.key_file import write_keys
+    from skymemory.testbed.plan_file import save_plan
+
+    folder, words = tmp_path / "plan", ["--run-dir", str(tmp_path / "run")]
+    folder.mkdir()
+    (tmp_path / "v").write_bytes(VALUE)
+    with udp_sky(Authority(first_ring(MINE))) as plan:
+        store = store_on(plan, SharedIndex(), Authority(first_ring(MINE)))
+        try:
+            assert NamedValues(store).put("v", VALUE).ok
+            write_keys(first_ring(WRONG), folder / "keys")
+            save_plan(replace(plan, auth="on", keys_file="keys"), folder / "constellation.json")
+            assert main(["constellation", "attach", str(folder / "constellation.json"), *words]) == 0
+            there = ["--plan", str(folder / "constellation.json")]
+            for command in (
+                ["kv", "list", *words], ["kv", "get", "v", "--out", str(tmp_path / "out"), *words],
+                ["kv", "delete", "v", *words], ["kv", "put", str(tmp_path / "v"), *words], ["kv", "pin", "v", *words],
+                ["constellation", "status", *there], ["constellation", "rotate", *there],
+            ):  # fmt: skip
+                capsys.readouterr()
+                assert main(command) == 1, command
+                said = capsys.readouterr().err
+                assert "refuse the commands of this computer" in said and "key" in said and "clock" in said, command
+            assert not (tmp_path / "out").exists() and NamedValues(store).get("v") == VALUE
+        finally:
+            store.close()
 
 
 def test_what_was_refused_is_in_the_status_of_running_processes(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from skymemory.cli._ground import ACCESS_CHOICES
 from skymemory.cli._options import add_json, add_run_dir, argument
-from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.errors import CommandsRefused, InvalidInput, SkyMemoryError
 from skymemory.files import read_bounded, write_output
 from skymemory.units import format_duration, format_size, parse_duration
 
@@ -89,6 +89,12 @@ def run(args: argparse.Namespace) -> int:
         if args.kv_verb == "put":
             return _put(args, store, edge)
         return {"pin": _pin, "delete": _delete, "list": _list}[args.kv_verb](args, store)
+    except (InvalidInput, CommandsRefused):
+        raise
+    except SkyMemoryError as error:
+        if store.stats().get("client_operations_failed{refused}"):
+            raise CommandsRefused(f"{error}; ") from error
+        raise
     finally:
         store.close()
 

@@ -14,9 +14,17 @@ MAX_SKEW_S = 30.0
 REMEMBERED = 2048
 """Numbers remembered of one sender, in each of two generations; what is older than all of them is refused."""
 MAX_SENDERS = 256
+"""Senders of whom so much is remembered; of others that were here before only the newest number."""
+MAX_FORGOTTEN = 4096
+"""Those others. They are kept for as long as the check of its time would let a copy of theirs pass: who is refused for
+what another has sent would be refused without a reason that he could know, wherever his clock is behind by a little.
+"""
 START_GRACE_S = 1.0
 """A receiver that starts takes what was made so shortly before: its neighbours start when it does, and greet it."""
 _SEQUENCE_BITS = 14
+_PASSED_US = int(2 * MAX_SKEW_S * 1e6)
+"""A number that much below another that was taken is too old by any receiver's clock: the other is 30 s ahead at most.
+"""
 
 Sender = tuple[int, int, int]
 """Key id, ground host, and where that is 0 the packed address of a satellite."""
@@ -68,6 +76,8 @@ class ReplayWindow:
     def __init__(self, start_us: int) -> None:
         self._floor = stamp(start_us, 0) - 1
         self._senders: OrderedDict[Sender, _Seen] = OrderedDict()
+        self._forgotten: OrderedDict[Sender, int] = OrderedDict()
+        """The newest numbers of senders that were not heard lately, the first to be forgotten first."""
 
     def first(self, sender: Sender, number: int) -> bool:
         """Whether this command, authentic and recent, is here for the first time; it is remembered."""
@@ -80,11 +90,16 @@ class ReplayWindow:
     def _seen(self, sender: Sender) -> _Seen:
         seen = self._senders.get(sender)
         if seen is None:
-            seen = self._senders[sender] = _Seen(self._floor)
+            seen = self._senders[sender] = _Seen(max(self._floor, self._forgotten.pop(sender, self._floor)))
             if len(self._senders) > MAX_SENDERS:
-                # All that was made before the last word of a sender we forget is refused from now on.
-                _, forgotten = self._senders.popitem(last=False)
-                self._floor = max(self._floor, forgotten.newest)
+                self._forget(*self._senders.popitem(last=False))
         else:
             self._senders.move_to_end(sender)
         return seen
+
+    def _forget(self, sender: Sender, seen: _Seen) -> None:
+        """Of this one, all up to its newest number is refused from now on; of all where there are too many."""
+        self._forgotten[sender] = seen.newest
+        passed = seen.newest - stamp(_PASSED_US, 0)
+        while len(self._forgotten) > MAX_FORGOTTEN or next(iter(self._forgotten.values())) < passed:
+            self._floor = max(self._floor, self._forgotten.popitem(last=False)[1])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.errors import MalformedPacket
+from skymemory.errors import CommandsRefused, MalformedPacket
 from skymemory.kv.value import ValueHeader, unpack_header
 from skymemory.protocol import messages
 from skymemory.protocol.messages import KEY_BYTES, Presence
@@ -27,6 +27,9 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
     """Values of the general key-value store on ``satellites``, by name; KV blocks, which have no name, are left out.
 
     A value is listed if its first chunk is there and readable; whether all the others are, only a read can tell.
+
+    Raises:
+        CommandsRefused: all who answered refuse to say what they hold.
     """
     first_chunks: dict[bytes, tuple[SatelliteId, Presence]] = {}
     for satellite, key, presence in _held(driver, satellites):
@@ -60,6 +63,10 @@ def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple
                 for satellite, last in after.items()
             }
             answers = driver.run(asked)
+        if not any(answer.ok for answer in answers.values()) and any(
+            answer.report.failure == "refused" for answer in answers.values()
+        ):
+            raise CommandsRefused()
         for number, satellite in asked.items():
             last = after.pop(satellite)
             try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
+from skymemory.errors import CommandsRefused, ConstellationError, InvalidInput, NoConstellation
 from skymemory.protocol.client import Finished
 from skymemory.protocol.messages import pack_moves, unpack_housekeeping
 from skymemory.protocol.whereabouts import MOST_PUSHED, MOST_PUSHED_AT_ONCE
@@ -82,7 +82,10 @@ class Silence:
 def _ask_all(
     client: UdpClient, plan: ConstellationPlan, op: Op, body: bytes, satellites: Iterable[SatelliteId], silence: Silence
 ) -> dict[SatelliteId, Finished | None]:
-    """Each satellite's answer; None from one that gave none."""
+    """Each satellite's answer; None from one that gave none. Raises ``CommandsRefused`` where that is all that
+    they say to a PING.
+    """
+    refused = False
     answers: dict[SatelliteId, Finished | None] = dict.fromkeys(satellites)
     if not answers:
         return answers
@@ -102,11 +105,14 @@ def _ask_all(
                 break
             for number, answer in client.run_any(under_way, min(survey.next_s(now_s), look_s)).items():
                 satellite = under_way.pop(number)
+                refused |= op is Op.PING and answer.report.failure == "refused"  # an ADVANCE may be, for going far
                 if answer.ok:
                     answers[satellite] = answers[satellite] or answer
                     survey.answered(satellite, client.now_s())
         for number in under_way:
             client.machine.cancel(number)
+    if refused and not any(answers.values()):
+        raise CommandsRefused()
     return answers
 
 
