@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from tests.protocol.conftest import key_of
@@ -17,7 +19,7 @@ from skymemory.protocol.motion import MoveClock, SkyMap
 from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.selection import Selection
-from skymemory.protocol.wire import FLAG_SETTLED, GROUND_SHELL, Address, Op, PlacementTag, SkyHeader
+from skymemory.protocol.wire import CHUNK_REF, FLAG_SETTLED, GROUND_SHELL, Address, Op, PlacementTag, SkyHeader
 
 HERE = SatelliteId(2, 9)
 SKY = SkyMap(Torus(5, 19), HERE)
@@ -28,8 +30,8 @@ PAYLOADS = [bytes([index]) * 100 for index in range(3)]
 class Alone:
     """Its own gateway's only ground host talks to it. All values are of three chunks on one server, which it is."""
 
-    def __init__(self, memory_bytes: int = 1 << 20, *policies: str) -> None:
-        eviction = EvictionConfig.of(policies, sweep_s=10.0)
+    def __init__(self, memory_bytes: int = 1 << 20, *policies: str, replicas: int = 1) -> None:
+        eviction = EvictionConfig.of(policies, sweep_s=10.0, replicas=replicas)
         self.machine = SatelliteMachine(
             SatelliteConfig(HERE, memory_bytes, eviction=eviction), SKY, MoveClock(), 0.0
         )  # fmt: skip
@@ -128,6 +130,23 @@ def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> No
             answer = messages.build_packet(header, messages.pack_presences([presence]), 0, now_s)
             alone.machine.receive_datagram(answer, SatelliteId(there.plane, there.slot), now_s)
     assert asked and bool(alone.machine.store.shares) == (held == 2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_chunk_that_claims_a_million_others_costs_no_more_than_itself(replicas: int) -> None:
+    """One SET, by mistake or not: what is missing of its value is never listed whole, however it is looked for."""
+    alone = Alone(1 << 20, "gossip", "periodic", "migration", replicas=replicas)
+    ref = CHUNK_REF.pack(key_of("v"), 1, 1 << 20, 4, native.crc32(b"once"), 4 << 20, 9, 1, 1, 3, 0, 0, 0, 0)
+    (packet,) = bulk_batch(alone.header(Op.SET), ref, [b"once"], 0, 0.0).datagrams()
+    alone.machine.receive_datagram(packet, BEAM, 0.0)
+    tracemalloc.start()
+    try:
+        for tenth in range(1, 200):
+            alone.machine.handle_timer(tenth / 10)
+            alone.said(tenth / 10)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_set_ends_what_a_deletion_forbids() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
@@ -217,15 +218,17 @@ class Completeness:
             self._proofs.ask(values, self._proved, now_s)
 
     def _missing(self, key: bytes, suspect: _Suspect) -> list[int]:
-        """Chunks of the suspected share that are not here; the first of them will do where none is in its place."""
+        """Chunks of the suspected share that are not here, the first of them: as many as a proof asks about, whatever
+        number a reference claims; one will do where none is in its place.
+        """
         share = self._store.shares.get(key)
         if not share:
             return []
         packed = share[told_by(share)][0]
         ref = ChunkRef.unpack(packed)
         its = range(suspect.server, ref.chunks, ref.tag.servers)
-        missing = [index for index in its if index not in share or setting_of(share[index][0]) != setting_of(packed)]
-        return missing[:1] if suspect.nothing else missing
+        missing = (index for index in its if index not in share or setting_of(share[index][0]) != setting_of(packed))
+        return list(islice(missing, 1 if suspect.nothing else MAX_CHECKS_PER_PACKET))
 
     def _proved(self, packed: bytes, lost: bool, now_s: float) -> None:
         key = packed[:KEY_BYTES]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves
-from skymemory.protocol.checks import Check
+from skymemory.protocol.checks import MAX_CHECKS_PER_PACKET, Check
 from skymemory.protocol.chunk_store import ChunkStore
 from skymemory.protocol.motion import SkyMap
 from skymemory.protocol.share import told_by
@@ -50,9 +52,12 @@ class Copies:
         return [(check, self.others(packed, check.server, before)) for check in self._not_whole(packed, True)]
 
     def missing(self, check: Check) -> list[int]:
-        """Which chunks of a share are not here."""
+        """Which chunks of a share are not here, the first of them: as many as a proof asks about, whatever number a
+        reference claims.
+        """
         held = set(check.held_in(self._store.shares.get(check.key, {})))
-        return [index for index in range(check.server, check.chunks, check.servers) if index not in held]
+        missing = (index for index in range(check.server, check.chunks, check.servers) if index not in held)
+        return list(islice(missing, MAX_CHECKS_PER_PACKET))
 
     def others(self, packed: bytes, server: int, before: Moves | None = None) -> tuple[SatelliteId, ...]:
         """Where the copies of a server's share are, or were before: everybody but this satellite."""
