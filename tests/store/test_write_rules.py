@@ -83,6 +83,15 @@ def test_a_tenants_leases_and_pins_end_by_themselves() -> None:
     assert tenant.put_many([(KEYS[6], bytes(10_000))]) == [True] and tenant.used_bytes == 10_000
 
 
+def test_loads_of_a_tenant_that_nobody_completes_are_not_kept() -> None:
+    clock = Clock()
+    tenant = TenantStore(MemoryStore(clock=clock), "a", 10_000, clock=clock)
+    for _ in range(20):
+        tenant.prepare_load(KEYS[:2])
+        clock.later(LEASE_S / 2)
+    assert len(tenant._leases) <= 3, "by one that only reads"
+
+
 def test_the_second_sighting_stores() -> None:
     store = AdmittingStore(MemoryStore())
     shared, once = KEYS[:3], KEYS[3:6]

@@ -79,11 +79,15 @@ class TenantStore(Selecting):
                 self._used_bytes += self._sizes[key]
             self._evict_excess({key for key, _ in items})
 
+    def _end_leases(self, now_s: float) -> None:
+        """Of loads that nobody has completed. With the lock held."""
+        self._leases = {load: lease for load, lease in self._leases.items() if lease[1] > now_s}
+
     def _staying(self) -> set[bytes]:
         """What is leased or pinned. With the lock held."""
         now_s = self._clock()
+        self._end_leases(now_s)
         self._pins = {key: until_s for key, until_s in self._pins.items() if until_s > now_s}
-        self._leases = {load: lease for load, lease in self._leases.items() if lease[1] > now_s}
         return {key for keys, _ in self._leases.values() for key in keys} | self._pins.keys()
 
     def _evict_excess(self, new: frozenset[bytes] | set[bytes] = frozenset()) -> None:
@@ -106,6 +110,7 @@ class TenantStore(Selecting):
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         keys, beginning = check_keys(keys), object()
         with self._lock:  # before the store's own: what it leases must not go in between
+            self._end_leases(self._clock())
             self._leases[beginning] = keys, self._clock() + LEASE_S
         try:
             ticket = self.store.prepare_load(keys)
