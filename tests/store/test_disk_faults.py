@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -335,6 +336,20 @@ def test_a_folder_under_the_name_of_a_value_is_in_nobodys_way(tmp_path: Path) ->
     assert store.put_many([(key(50), b"in vain")]) == [False]
     assert store.put_many([(key(100 + n), value(n, 10_000)) for n in range(8)]) == [True] * 8
     assert (folder / "a file").read_text() == "of somebody's"
+    store.close()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_folder_of_values_that_was_removed_is_made_anew(tmp_path: Path, whole: bool) -> None:
+    """As long as the directory is ours still: in place of a removed one another process may make its own."""
+    store = DiskStore(tmp_path / "store", 80_000)
+    keys = _fill(store, 8, 10_000)
+    shutil.rmtree(tmp_path / "store" / ("." if whole else "values"))
+    assert store.put_many([(key(99), value(99, 10_000))]) == [not whole]
+    assert store.get_many(keys) == [None] * 8
+    if not whole:
+        assert store.get_many([key(99)]) == [value(99, 10_000)]
+        assert store.put_many([(key(100 + n), value(n, 10_000)) for n in range(7)]) == [True] * 7
     store.close()
 
 

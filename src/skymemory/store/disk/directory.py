@@ -146,6 +146,17 @@ class StoreDirectory:
                 self.torn += 1
                 self.remove(path)
 
+    def make_values_anew(self) -> bool:
+        """Where somebody has removed the folder of values, and nothing else: whether there is one again."""
+        try:
+            held = os.fstat(self._lock_fd)
+            if not os.path.samestat(held, os.lstat(self.path / "lock")):
+                return False  # the whole directory is another one now, and perhaps another's
+            self.values.mkdir(mode=0o700)
+        except OSError:
+            return False
+        return True
+
     def path_of(self, key: bytes) -> Path:
         return self.values / file_name(key)
 

@@ -45,7 +45,8 @@ class Parts:
         try:
             write_part(part, key, data, synced=self._synced)
         except OSError as error:
-            if error.errno not in _FULL or not make_room(data.nbytes):
+            again = error.errno in _FULL and make_room(data.nbytes)
+            if not again and not (error.errno == errno.ENOENT and self._directory.make_values_anew()):
                 raise
             write_part(part, key, data, synced=self._synced)
         return part
