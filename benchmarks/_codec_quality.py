@@ -83,8 +83,8 @@ def losses(ready: ReadyModel, codec: str, chosen: list[Window], computed: list[D
         for window, cache in zip(chosen, computed, strict=True):
             stored = kvc.add_blocks_ids(window.ids[:CONTEXT_TOKENS], cache)
             ours = kvc.get_cache_ids(window.ids[:-1])
-            if ours.get_seq_length() != CONTEXT_TOKENS:
-                raise SystemExit(f"{codec}: {ours.get_seq_length()} of {CONTEXT_TOKENS} tokens came back")
+            if (came := ours.begin()) != CONTEXT_TOKENS:
+                raise SystemExit(f"{codec}: {came} of {CONTEXT_TOKENS} tokens came back")
             size_bytes += stored.size_bytes
             logits = ready.model(input_ids=window.ids[None, CONTEXT_TOKENS:-1], past_key_values=ours).logits[0]
             wanted = window.ids[CONTEXT_TOKENS + 1 :]

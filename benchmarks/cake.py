@@ -99,7 +99,7 @@ class Bench:
         cache = self.kvc.get_cache_ids(ids)
         with torch.inference_mode():
             out = self.model(
-                input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache, use_cache=True, logits_to_keep=1
+                input_ids=ids[:, cache.begin() :], past_key_values=cache, use_cache=True, logits_to_keep=1
             )
         first = int(out.logits[0, -1].argmax())
         ttft_s = time.perf_counter() - began_s

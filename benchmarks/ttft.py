@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache
 from transformers.utils import logging
 
 from _bench import constellation, median_s, print_table, redis_server, write_json
 from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.kv_cache import SkyCache
 from skymemory.engine.inputs import shipped_document
 from skymemory.engine.models import build_tinyllama
 from skymemory.engine.tokenizer import train_tokenizer
@@ -29,8 +29,8 @@ TAIL_TOKENS = 16
 BOUND = 1.25
 
 
-def first_token(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache | None = None) -> int:
-    start = cache.get_seq_length() if cache is not None else 0
+def first_token(model: torch.nn.Module, ids: torch.Tensor, cache: SkyCache | None = None) -> int:
+    start = cache.begin() if cache is not None else 0
     with torch.inference_mode():
         out = model(input_ids=ids[:, start:], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return int(out.logits[0, -1].argmax())

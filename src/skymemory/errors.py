@@ -42,6 +42,10 @@ class MissingExtra(SkyMemoryError):
     """An optional dependency that is not installed; the message names the extra that brings it."""
 
 
+class CacheMisuse(SkyMemoryError, ValueError):
+    """A cache was handed to a model with what it cannot serve; nothing was computed."""
+
+
 class UnsupportedModel(SkyMemoryError):
     """A model whose cache we cannot store faithfully (hybrid, sliding-window, encoder-decoder …)."""
 

@@ -87,8 +87,9 @@ def test_both_ends_meet_and_nothing_is_moved_on_the_way(
         told = cache.result.loader
         assert told.loaded_tokens > 0 and told.computed_tokens > 0
         assert told.met_at_token is not None and f"met at {told.met_at_token}" in cache.result.describe()
+        cache.begin()
         assert {layer.keys.untyped_storage().data_ptr() for layer in cache.layers} == {cache._room.data_ptr()}
-        assert cache.get_seq_length() == 20 * BLOCK
+        assert cache.begin() == 20 * BLOCK
         assert tokens_of(model, ids, cache) == plain
 
 
@@ -98,7 +99,7 @@ def test_every_length_leaves_a_token(model: Any, ids: Any, store: MemoryStore, l
     some = ids[:, :length]
     with cake(model, store, loading) as kvc:
         cache = kvc.get_cache_ids(some)
-        assert cache.get_seq_length() == min(length // BLOCK * BLOCK, length - 1)
+        assert cache.begin() == min(length // BLOCK * BLOCK, length - 1)
         assert cache.result.computed_tokens + cache.result.cached_tokens == length
         assert tokens_of(model, some, cache) == tokens_of(model, some)
 
@@ -155,7 +156,7 @@ def test_blocks_behind_a_hole_are_used_and_the_hole_is_stored(
 def test_of_a_full_hit_the_last_token_is_left(model: Any, ids: Any, store: MemoryStore, loading: str) -> None:
     with cake(model, store, loading) as kvc:
         cache = kvc.get_cache_ids(ids[:, : 20 * BLOCK])
-        assert cache.get_seq_length() == 20 * BLOCK - 1 and kvc.last.left_tokens == 1
+        assert cache.begin() == 20 * BLOCK - 1 and kvc.last.left_tokens == 1
 
 
 def test_a_chunk_is_what_a_step_takes_of_ours(model: Any, ids: Any, store: MemoryStore) -> None:
@@ -208,6 +209,7 @@ def test_codecs_come_to_their_place_too(model: Any, ids: Any) -> None:
         kvc.get_cache_ids(ids)  # learns what a stored block has
         two = kvc.get_cache_ids(ids)
         assert two.result.loader.loaded_tokens == 20 * BLOCK and two.result.size_bytes < 20 * kvc.layout.block_bytes / 2
+        assert one.begin() == two.begin()
         for a, b in zip(one.layers, two.layers, strict=True):
             assert torch.allclose(a.keys, b.keys, atol=0.2)
 
@@ -223,7 +225,7 @@ def test_an_engine_that_fails_leaves_no_writer_behind(model: Any, ids: Any, stor
         with pytest.raises(RuntimeError, match="out of memory"):
             kvc.get_cache_ids(ids)
         kvc.cake._model = model
-        assert kvc.get_cache_ids(ids).get_seq_length() == 20 * BLOCK
+        assert kvc.get_cache_ids(ids).begin() == 20 * BLOCK
 
 
 @pytest.mark.parametrize("loading", ["cake", "compute", "load"])

@@ -195,7 +195,7 @@ def test_a_disk_that_is_full(
         added = kvc.add_blocks_ids(ids)
         assert (added.stored_blocks, added.refused_blocks) == (7, 13)
         cache = kvc.get_cache_ids(ids)
-        assert cache.result.cached_tokens == 7 * BLOCK and cache.get_seq_length() == 7 * BLOCK
+        assert cache.result.cached_tokens == 7 * BLOCK and cache.begin() == 7 * BLOCK
         assert tokens_of(model, ids, cache) == plain
 
 

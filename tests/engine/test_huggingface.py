@@ -55,8 +55,8 @@ def test_every_length_leaves_a_token_and_keeps_the_output(model: Any, kvc: KVCMa
     assert added.stored_blocks == length // BLOCK
     assert added.prefilled_tokens == length // BLOCK * BLOCK
     cache = kvc.get_cache_ids(ids)
-    assert cache.get_seq_length() == min(length // BLOCK * BLOCK, length - 1)
-    assert cache.result.computed_tokens == length - cache.get_seq_length() >= 1
+    assert cache.result.cached_tokens == min(length // BLOCK * BLOCK, length - 1)
+    assert cache.result.computed_tokens == length - cache.result.cached_tokens >= 1
     assert model.generate(ids, past_key_values=cache, **options).tolist() == without.tolist()
 
 
@@ -120,12 +120,16 @@ def test_what_generate_changes_is_not_what_is_stored(
     prompt = document[:700]
     kvc.add_blocks(prompt)
     first = kvc.get_cache(prompt)
+    first.begin()
     before = first.layers[0].keys.clone()
-    for layer in kvc.get_cache(prompt).layers:
+    other = kvc.get_cache(prompt)
+    other.begin()
+    for layer in other.layers:
         layer.keys.fill_(9.0)
         layer.values.fill_(9.0)
     generate(model, tokenizer, prompt, first)
     again = kvc.get_cache(prompt)
+    again.begin()
     assert torch.equal(again.layers[0].keys, before)
 
 
@@ -134,7 +138,10 @@ def test_memory_is_used_again_only_when_nobody_looks(
 ) -> None:
     prompt = document[:700]
     kvc.add_blocks(prompt)
-    kept = kvc.get_cache(prompt).layers[1].values
+    cache = kvc.get_cache(prompt)
+    cache.begin()
+    kept = cache.layers[1].values
+    del cache
     truth = kept.clone()
     for _ in range(6):
         generate(model, tokenizer, document[100:900], kvc.get_cache(document[100:900]))
@@ -195,7 +202,9 @@ def test_a_cache_that_the_user_filled(model: Any, tokenizer: Any, document: str,
         model(input_ids=ids, past_key_values=own, use_cache=True)
     added = kvc.add_blocks_ids(ids, own)
     assert added.prefilled_tokens == 0 and added.stored_blocks == ids.shape[1] // BLOCK
-    theirs, ours = own.layers[2].keys, kvc.get_cache_ids(ids).layers[2].keys
+    cache = kvc.get_cache_ids(ids)
+    cache.begin()
+    theirs, ours = own.layers[2].keys, cache.layers[2].keys
     assert torch.equal(theirs[:, :, : ours.shape[2]], ours)
     short = DynamicCache()
     with torch.inference_mode():
@@ -225,9 +234,9 @@ def test_another_model_or_tokenizer_is_a_miss(model: Any, tokenizer: Any, docume
     ]
     for other, its_tokenizer, options in others:
         with manager(other, its_tokenizer, store, **options) as kvc:
-            assert kvc.get_cache(prompt).get_seq_length() == 0, options
+            assert kvc.get_cache(prompt).begin() == 0, options
     with KVCManager(same, tokenizer, store, block_tokens=BLOCK * 2) as kvc:
-        assert kvc.get_cache(prompt).get_seq_length() == 0
+        assert kvc.get_cache(prompt).begin() == 0
     with manager(same, tokenizer, store) as kvc:
         assert kvc.get_cache(prompt).result.loaded_blocks == blocks, "the same weights, loaded anew, are the same"
 
@@ -261,7 +270,7 @@ def test_bad_input_is_refused_with_what_to_do(model: Any, tokenizer: Any) -> Non
                 kvc.get_cache_ids(wrong)
         with pytest.raises(InvalidInput, match="tokens must be in"):
             kvc.add_blocks_ids(np.full(BLOCK, -1))
-        assert kvc.get_cache_ids([]).get_seq_length() == 0
+        assert kvc.get_cache_ids([]).begin() == 0
         assert kvc.add_blocks_ids([1, 2]).blocks == 0
     with pytest.raises(InvalidInput, match="closed"):
         kvc.get_cache_ids([1])
@@ -284,6 +293,7 @@ def test_a_forked_child_is_told_to_make_a_manager_of_its_own(model: Any, documen
     prompt = document[:900]
     kvc.add_blocks(prompt)
     cache = kvc.get_cache(prompt)
+    cache.begin()
     before = [layer.keys.clone() for layer in cache.layers]
 
     def child() -> list[str]:

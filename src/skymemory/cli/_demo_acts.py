@@ -84,7 +84,7 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache:
 
 
 def _last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
-    start = cache.get_seq_length() if cache is not None else 0
+    start = cache.begin() if cache is not None else 0
     with torch.inference_mode():
         out = model(input_ids=ids[:, start:], past_key_values=cache, logits_to_keep=1)
     return out.logits[0, -1].float()
@@ -192,7 +192,9 @@ def table_rows(
 def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
     """The bytes of the prompt's first block."""
     out = bytearray(kvc.layout.block_bytes)
-    CacheSource(kvc.get_cache_ids(ids), kvc.layout).read(0, memoryview(out))
+    cache = kvc.get_cache_ids(ids)
+    cache.begin()
+    CacheSource(cache, kvc.layout).read(0, memoryview(out))
     return bytes(out)
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.witness import TokenIds, flat_ids
+from skymemory.engine.guard import TokenIds, flat_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | N
     """Logits of the token after ``ids``; with ``kvc``, from the prefix it has and the rest computed."""
     tokens = torch.from_numpy(flat_ids(ids)).to(model.device)[None]
     cache = kvc.get_cache_ids(ids) if kvc is not None else None
-    start = cache.get_seq_length() if cache is not None else 0
+    start = cache.begin() if cache is not None else 0
     with torch.inference_mode():
         return model(input_ids=tokens[:, start:], past_key_values=cache, use_cache=cache is not None).logits[0, -1]
 

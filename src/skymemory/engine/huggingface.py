@@ -33,7 +33,7 @@ from skymemory.engine.identity import (
 )
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens
 from skymemory.engine.quantizers import codec_of, readable_codecs
-from skymemory.engine.witness import TokenIds, Witness, flat_ids, foreign_length, shared_prefix
+from skymemory.engine.guard import Guard, TokenIds, flat_ids, foreign_length, shared_prefix
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
@@ -118,8 +118,8 @@ class KVCManager:
         self.loading: Loading = loading
         settings = cake or CakeSettings(step_tokens=-(-CakeSettings().step_tokens // block_tokens) * block_tokens)
         self.cake = CakePrefill(model, Cake(self.blocks, settings), self._forward_options)
-        self._witness = Witness()
-        self._hook = model.register_forward_pre_hook(self._witness, with_kwargs=True)
+        self._guard = Guard(model, self.counters)
+        self._hook = model.register_forward_pre_hook(self._guard, with_kwargs=True)
         self._compute_clock = ComputeClock(model, self.blocks.compute)
         self._closed = False
 
@@ -202,7 +202,8 @@ class KVCManager:
             while len(self._kept) >= KEEP_CACHES:
                 self._kept.popleft()  # before making the new one, which may then use its memory
             cache = self._load(ids, max(0, len(ids) - 1), seconds, account=True)
-            cache.witness = self._witness
+            cache.rewind()
+            cache.guard = self._guard
             self.last = cache.result
             self._kept.append(cache)
             self._handed.add(cache)

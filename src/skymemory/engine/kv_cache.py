@@ -29,6 +29,8 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 Tokens = npt.NDArray[np.int64]
 
+_NO_TOKENS: Tokens = np.zeros(0, np.int64)
+
 
 class RoomPool:
     """Memory for caches, used again: first touch of fresh memory costs more than the copy into it.
@@ -127,14 +129,24 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self.fill(end)
         return self.keys, self.values
 
+    @property
+    def in_place(self) -> bool:
+        """Whether its contents are in the room still, or it has none."""
+        return self._room is not None and (not self.is_initialized or self.keys is self._in_place)
+
     def reset(self) -> None:
-        """Forget everything; the room is kept for what comes next."""
-        super().reset()
-        self._in_place = None
+        """Forget everything; the room is kept, with what is in it, for what comes next."""
+        self.keys = self.values = self._in_place = None
+        self.is_initialized = False
 
 
 class SkyCache(DynamicCache):  # type: ignore[misc]
     """A DynamicCache that knows which tokens it holds and where they came from.
+
+    As it is handed out it is empty: ``ready`` tokens lie in its room, and are made its contents at the first forward,
+    as far as the model is given the same ones (``guard``). So ``generate`` passes the whole prompt to the model, and
+    whatever it is given, the result is what an empty cache leads to. A loop of one's own that passes only what is
+    behind the loaded tokens calls ``begin`` first.
 
     ``result`` says where the prefix came from. ``tokens()`` is what the model was seen to put in, or None when
     that is not known; only a cache that knows its tokens is ever stored from.
@@ -154,10 +166,15 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.layer_class_to_replicate = None
         self.layers = [GrowingLayer(self._room[layer]) for layer in range(layout.layers)]
         self.result = LoadResult(prompt_tokens=0)
-        self.witness: object = None
-        """Whoever may ``note`` tokens: the one hook that watches the one model this cache is for."""
+        self.guard: object = None
+        """The one hook that may ``advance`` it and ``note`` tokens: that of the one model this cache is for."""
+        self.loaded: Tokens = _NO_TOKENS
+        """What the room holds from the first token on, whether it is contents already or not."""
+        self.padding = 0
+        """Tokens that the model's caller has left of the first one, and the model has not been given."""
         self._layout = layout
         self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] | None = []
+        self._handed_to_generate = False
 
     def place(self, index: int, block: memoryview) -> None:
         """Copy one block's raw bytes to its place: the sink of ``BlockCache.load``."""
@@ -174,6 +191,40 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         for layer in self.layers:
             layer.fill(len(tokens))
         self._seen = [tokens] if len(tokens) else []
+        if len(tokens) > len(self.loaded):
+            self.loaded = tokens
+
+    def rewind(self) -> None:
+        """Empty again, with what it held at hand for the first forward; nothing is, where that is not known for sure."""
+        if not self.get_seq_length():
+            return
+        held = self.tokens() if all(layer.in_place for layer in self.layers) else None
+        self.reset()
+        self.loaded = _NO_TOKENS if held is None else held
+
+    def begin(self) -> int:
+        """Make what is loaded the contents now, and say how many tokens that is: the first ones of the prompt that this
+        cache was made for. The model is then to be given what is behind them.
+        """
+        if not self.get_seq_length():
+            self.fill(self.loaded)
+        return int(self.get_seq_length())
+
+    def advance(self, tokens: int) -> None:
+        """Make the next ``tokens`` of what is loaded contents: they are what the model is given next."""
+        self.fill(self.loaded[: self.get_seq_length() + tokens])
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """Set by ``generate``, at its beginning: it passes its whole prompt, so that a cache which has served before
+        can be compared with it from the first token on.
+        """
+        return self._handed_to_generate
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        self._handed_to_generate = value
+        self.rewind()
 
     def note(self, input_ids: torch.Tensor | None, plain: bool) -> None:
         """The model is about to append ``input_ids`` (1, n); ``plain`` is False if it does so in some special way."""
@@ -193,24 +244,25 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
+        self.loaded = _NO_TOKENS
         if self._seen is not None:
             self._seen = [_joined(self._seen)[: self.get_seq_length()]]
 
     def reset(self) -> None:
         super().reset()
-        self._seen = []
+        self._seen, self.loaded, self.padding = [], _NO_TOKENS, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self._seen = None
+        self._seen, self.loaded = None, _NO_TOKENS
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._seen = None
+        self._seen, self.loaded = None, _NO_TOKENS
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
-        self._seen = None
+        self._seen, self.loaded = None, _NO_TOKENS
 
 
 class CacheSource:

@@ -76,7 +76,7 @@ class PrefixCaches:
         """A cache for ``ids`` with what is held of their beginning; at least the last token is left to compute."""
         manager = self._manager(salt)
         cache = manager.get_cache_ids(ids)
-        prompt = OpenPrompt(manager, salt, cache, cache.result.cached_tokens)
+        prompt = OpenPrompt(manager, salt, cache, cache.begin())
         self._open.add(prompt)
         return prompt
 

@@ -1,0 +1,238 @@
+"""What the model is given with a cache of ours: seen when it is called, never assumed."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import Cache
+
+from skymemory.engine.kv_cache import TORCH_DTYPES, SkyCache, Tokens
+from skymemory.errors import CacheMisuse, InvalidInput
+from skymemory.kv.layout import KVLayout
+from skymemory.metrics import Counters
+
+_log = logging.getLogger(__name__)
+
+_ALONG_THE_PROMPT = ("input_ids", "position_ids", "cache_position")
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments with a number for each token that say nothing where all are 0."""
+
+TokenIds: TypeAlias = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
+"""One sequence of token ids: flat, or a tensor of shape (n,) or (1, n)."""
+
+
+class Guard:
+    """A hook on ``model`` that looks at every call with one of our caches, before anything is computed.
+
+    It compares what the model is given with what lies loaded in the cache, from the first token on, and leaves out what
+    is the same: so a cache of another prompt, or one used before, costs computing and never changes a result. It notes
+    what the model puts in, so that no block is ever stored under a wrong name.
+    """
+
+    def __init__(self, model: torch.nn.Module, counters: Counters) -> None:
+        self._parameters = list(inspect.signature(model.forward).parameters)
+        self._counters = counters
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        cache = given.get("past_key_values")
+        if not isinstance(cache, SkyCache) or cache.guard is not self:
+            return None
+        if cache.padding:
+            given = _without_padding(given, cache.padding)
+        start = cache.get_seq_length()
+        if len(cache.loaded) > start:
+            given = self._advance(cache, start, given)
+        elif start:
+            _check_goes_on(start, given)
+        ids = given.get("input_ids")
+        cache.note(ids, plain=_is_plain(cache.get_seq_length(), ids, given))
+        return (), given
+
+    def _advance(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
+        """What is left to compute of what the model is ``given``, once loaded tokens have become contents."""
+        loaded = cache.loaded[start:]
+        call = _read(start, given, "logits_to_keep" in self._parameters)
+        usable, why = 0, call
+        if isinstance(call, _Call):
+            same = call.shared(loaded)
+            usable = max(0, min(same, call.tokens - call.kept))
+            why = "other tokens than it was made for" if same < min(len(loaded), call.tokens) else ""
+        if why:
+            self._counters.add("unused_tokens_total", len(loaded) - usable, why)
+            _log.warning(
+                "a cache was handed to the model with %s: %d of its %d loaded tokens are of use, the others are computed",
+                why, usable, len(loaded),
+            )  # fmt: skip
+            cache.loaded = cache.loaded[: start + usable]
+        if not usable or isinstance(call, str):
+            return given
+        cache.advance(usable)
+        if call.rows > 1:
+            cache.batch_repeat_interleave(call.rows)
+        cache.padding = call.padding
+        return _behind(given, call.padding + usable, call.padding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Tokens that continue a cache, in every row as many; ``padding`` is left of them."""
+
+    ids: torch.Tensor
+    """(rows, tokens), without the padding."""
+    padding: int
+    kept: int
+    """So many of the last tokens must be computed, for their logits are wanted."""
+
+    @property
+    def rows(self) -> int:
+        return int(self.ids.shape[0])
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ids.shape[1])
+
+    def shared(self, loaded: Tokens) -> int:
+        """The first tokens that are those of ``loaded`` in all rows."""
+        length = min(len(loaded), self.tokens)
+        ids = self.ids[:, :length].cpu().numpy()
+        differing = np.flatnonzero((ids != loaded[:length]).any(axis=0))
+        return int(differing[0]) if len(differing) else length
+
+
+def _read(start: int, given: dict[str, Any], can_keep: bool) -> _Call | str:
+    """What the model is given, where that is tokens at consecutive positions from ``start`` on; else what it is.
+
+    ``can_keep``: the model may be asked for the last logits only; who does not ask wants all of them.
+    """
+    ids = given.get("input_ids")
+    if ids is None or ids.dim() != 2:
+        return "embeddings instead of tokens"
+    kept = given.get("logits_to_keep", 0 if can_keep else 1)
+    asked = ("labels", "output_hidden_states", "output_attentions")
+    if not isinstance(kept, int) or kept < 1 or any(given.get(name) not in (None, False) for name in asked):
+        return "more asked for than its last logits"
+    if other := next((name for name, value in given.items() if _says_more(name, value)), ""):
+        return f"other inputs ({other})"
+    width, padding, mask = int(ids.shape[1]), 0, given.get("attention_mask")
+    if mask is not None:
+        if mask.dim() != 2 or mask.shape[1] != start + width:
+            return "an attention mask of its own"
+        padding = int((mask[0] != 0).int().argmax()) if not start else 0
+        if not bool(mask[:, padding:].all()) or bool(mask[:, :padding].any()):
+            return "rows of different lengths" if mask.shape[0] > 1 else "an attention mask of its own"
+    positions = given.get("position_ids")
+    if positions is None:
+        if padding:
+            return "padding and no positions"
+    elif positions.shape[-1] != width or not bool(
+        (positions[..., padding:] == torch.arange(start, start + width - padding, device=positions.device)).all()
+    ):
+        return "positions of its own"
+    return _Call(ids[:, padding:], padding, kept)
+
+
+def _says_more(name: str, value: object) -> bool:
+    """Whether this argument is an input beside tokens, their mask and their positions."""
+    if not isinstance(value, torch.Tensor) or name in _ALONG_THE_PROMPT or name == "attention_mask":
+        return False
+    return not (name in _TYPES and not bool(value.any()))
+
+
+def _behind(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
+    """Without the first ``tokens``, of which ``padding`` are padding."""
+    left = dict(given)
+    for name in (*_ALONG_THE_PROMPT, *_TYPES):
+        if (value := left.get(name)) is not None:
+            left[name] = value[..., tokens:]
+    return _without_padding(left, padding)
+
+
+def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
+    """As if the prompt had not been padded."""
+    left = dict(given)
+    if padding and (mask := left.get("attention_mask")) is not None:
+        left["attention_mask"] = mask[:, padding:]
+    if padding and (positions := left.get("cache_position")) is not None:
+        left["cache_position"] = positions - padding
+    return left
+
+
+def _check_goes_on(start: int, given: dict[str, Any]) -> None:
+    """Raises CacheMisuse where the caller counts other tokens before these than the cache holds."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        before = mask.shape[1] - ids.shape[1]
+        if before != start:
+            raise CacheMisuse(
+                f"the model is given {ids.shape[1]} tokens behind {before}, and a cache of {start}: it has served "
+                "another call. Get one for each call: past_key_values=kvc.get_cache(prompt)"
+            )
+
+
+def _is_plain(start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
+    """Whether the model is given one sequence at consecutive positions from ``start`` on, with nothing masked."""
+    if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2 or ids.shape[0] != 1:
+        return False
+    end = start + ids.shape[1]
+    if ids.shape[1] == 1 and ids.device.type != "cpu":
+        return True  # a decoding step: what could be wrong was seen at the prefill, and looking would stall the device
+    mask, positions = options.get("attention_mask"), options.get("position_ids")
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] != end or not bool(mask.all())):
+        return False
+    return positions is None or (
+        positions.shape[-1] == ids.shape[1]
+        and bool((positions.reshape(-1, ids.shape[1])[-1] == torch.arange(start, end, device=ids.device)).all())
+    )
+
+
+def flat_ids(ids: TokenIds) -> Tokens:
+    """Token ids as a flat int64 array; InvalidInput for anything but one sequence of whole numbers."""
+    array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidInput(f"token ids must be one sequence of whole numbers, got shape {array.shape} of {array.dtype}")
+    return array.astype(np.int64)
+
+
+def shared_prefix(held: Tokens | None, ids: Tokens) -> int:
+    """Number of leading tokens that both have."""
+    if held is None:
+        return 0
+    length = min(len(held), len(ids))
+    differing = np.flatnonzero(held[:length] != ids[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def foreign_length(cache: Cache, layout: KVLayout) -> int:
+    """Tokens held by a cache that is not ours; InvalidInput if it cannot be one of this model and a single sequence."""
+    expected = (1, layout.kv_heads, layout.head_dim)
+    lengths = set()
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            shape = tuple(tensor.shape) if tensor is not None else ()
+            if (
+                len(shape) != 4
+                or (shape[0], shape[1], shape[3]) != expected
+                or tensor.dtype != TORCH_DTYPES[layout.dtype]
+            ):
+                raise InvalidInput(
+                    f"a cache with tensors of shape {shape}, expected (1, {layout.kv_heads}, tokens, {layout.head_dim})"
+                    f" of {layout.dtype}: one sequence, as this model writes it"
+                )
+            lengths.add(shape[2])
+    if len(cache.layers) != layout.layers or len(lengths) != 1:
+        raise InvalidInput(
+            f"a cache of {len(cache.layers)} layers with {sorted(lengths)} tokens, expected {layout.layers}"
+        )
+    return int(lengths.pop())

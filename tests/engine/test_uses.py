@@ -1,0 +1,238 @@
+"""Whatever a cache is handed to the model with, the tokens are those of no cache; and where it can serve, it does."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.engine.generation import BLOCK, manager  # noqa: E402
+
+from skymemory import KVCManager  # noqa: E402
+from skymemory.engine.kv_cache import SkyCache  # noqa: E402
+from skymemory.engine.models import build_small  # noqa: E402
+from skymemory.errors import CacheMisuse  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+PAD = 0
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Any:
+    """A model whose choices turn on single tokens, so that a wrong one shows."""
+    return build_small(seed=7)
+
+
+@pytest.fixture
+def kvc(uneven: Any, ids: Any) -> Any:
+    with manager(uneven, None, weights="w") as kvc:
+        kvc.add_blocks_ids(ids)
+        yield kvc
+
+
+def generate(model: Any, ids: Any, cache: Any = None, **options: Any) -> list[list[int]]:
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "do_sample": False, **options}
+    return model.generate(ids, past_key_values=cache, pad_token_id=PAD, **options).tolist()
+
+
+def unused(kvc: KVCManager) -> dict[str, int]:
+    return {name: value for name, value in kvc.counters.as_dict().items() if name.startswith("unused_tokens_total")}
+
+
+def computed(model: Any, call: Any) -> list[int]:
+    """How many tokens each forward pass of ``call`` was given."""
+    seen: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        call()
+    finally:
+        hook.remove()
+    return seen
+
+
+def test_generate_computes_only_what_is_behind_the_loaded_tokens(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    plain = generate(uneven, ids)
+    cache = kvc.get_cache_ids(ids)
+    got: list[Any] = []
+    assert computed(uneven, lambda: got.append(generate(uneven, ids, cache))) == [5] + [1] * 9
+    assert got == [plain] and unused(kvc) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"prefill_chunk_size": 50},
+        {"prefill_chunk_size": 16},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_every_way_of_decoding(uneven: Any, ids: Any, kvc: KVCManager, options: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    plain = generate(uneven, ids, **options)
+    torch.manual_seed(3)
+    cache = kvc.get_cache_ids(ids)
+    got: list[Any] = []
+    passes = computed(uneven, lambda: got.append(generate(uneven, ids, cache, **options)))
+    assert got == [plain] and unused(kvc) == {}
+    assert sum(passes[: -(-ids.shape[1] // options.get("prefill_chunk_size", 1 << 20))]) <= 5 + 3 + 20
+
+
+def test_an_assistant(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    assistant = build_small(seed=7)
+    plain = generate(uneven, ids)
+    got: list[Any] = []
+    cache = kvc.get_cache_ids(ids)
+    passes = computed(uneven, lambda: got.append(generate(uneven, ids, cache, assistant_model=assistant)))
+    assert got == [plain] and passes[0] < 5 + BLOCK + 10
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_batch_of_equal_prompts(uneven: Any, ids: Any, kvc: KVCManager, rows: int) -> None:
+    batch = ids.repeat(rows, 1)
+    got: list[Any] = []
+    assert computed(uneven, lambda: got.append(generate(uneven, batch, kvc.get_cache_ids(ids))))[0] == 5
+    assert got == [generate(uneven, batch)]
+
+
+def test_a_batch_of_different_prompts_shares_what_they_share(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    batch = ids.repeat(2, 1)
+    batch[1, 100:] = (batch[1, 100:] + 1) % 1000 + 3
+    got: list[Any] = []
+    assert computed(uneven, lambda: got.append(generate(uneven, batch, kvc.get_cache_ids(ids))))[0] == 325 - 100
+    assert got == [generate(uneven, batch)]
+    padded = batch.clone()
+    padded[1, :9] = PAD
+    mask = (padded != PAD).int()
+    assert generate(uneven, padded, kvc.get_cache_ids(ids), attention_mask=mask) == generate(
+        uneven, padded, attention_mask=mask
+    )
+
+
+@pytest.mark.parametrize("padding", [1, 7, 400])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_padding_on_the_left(uneven: Any, ids: Any, kvc: KVCManager, padding: int, rows: int) -> None:
+    padded = torch.cat([torch.full((1, padding), PAD), ids], dim=1).repeat(rows, 1)
+    mask = torch.cat([torch.zeros((1, padding), dtype=torch.long), torch.ones_like(ids)], dim=1).repeat(rows, 1)
+    plain = generate(uneven, padded, attention_mask=mask)
+    got: list[Any] = []
+    cache = kvc.get_cache_ids(ids)
+    passes = computed(uneven, lambda: got.append(generate(uneven, padded, cache, attention_mask=mask)))
+    assert got == [plain] and passes[0] == 5
+
+
+def test_a_cache_of_another_prompt(
+    uneven: Any, ids: Any, kvc: KVCManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where only tokens differ that are loaded, and what is behind them is the same."""
+    caplog.set_level(logging.WARNING, "skymemory")
+    for at in (0, 1, 40, 319):
+        other = ids.clone()
+        other[0, at] = (other[0, at] + 1) % 1000 + 3
+        got: list[Any] = []
+        passes = computed(uneven, lambda other=other, got=got: got.append(generate(uneven, other, kvc.get_cache_ids(ids))))  # type: ignore[misc]
+        assert got == [generate(uneven, other)] and passes[0] == 325 - at
+        assert "other tokens than it was made for" in caplog.text
+        caplog.clear()
+        added = kvc.add_blocks_ids(other)
+        assert added.prefilled_tokens == 0, "what the model was seen to compute is what is stored"
+        assert generate(uneven, other, kvc.get_cache_ids(other)) == generate(uneven, other)
+
+
+def test_a_shorter_and_a_longer_prompt(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    for length in (1, 2, 100, 319, 320, 321):
+        assert generate(uneven, ids[:, :length], kvc.get_cache_ids(ids)) == generate(uneven, ids[:, :length])
+    longer = torch.cat([ids, ids], dim=1)
+    got: list[Any] = []
+    assert computed(uneven, lambda: got.append(generate(uneven, longer, kvc.get_cache_ids(ids))))[0] == 325 + 5
+    assert got == [generate(uneven, longer)]
+
+
+def test_a_cache_used_a_second_time(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    cache = kvc.get_cache_ids(ids)
+    plain = generate(uneven, ids)
+    for _ in range(3):
+        assert generate(uneven, ids, cache) == plain
+    other = ids.flip(1)
+    assert generate(uneven, other, cache) == generate(uneven, other)
+    assert generate(uneven, ids, cache, num_beams=2) == generate(uneven, ids, num_beams=2)
+    assert generate(uneven, ids, cache) == plain
+
+
+def test_a_chat_goes_on_with_the_cache_of_its_last_turn(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    cache, turn = kvc.get_cache_ids(ids), ids
+    for _ in range(4):
+        answer = generate(uneven, turn, cache)
+        assert answer == generate(uneven, turn)
+        turn = torch.cat([torch.tensor(answer), ids[:, :7]], dim=1)
+        got: list[Any] = []
+        again = computed(uneven, lambda turn=turn, got=got: got.append(generate(uneven, turn, cache)))  # type: ignore[misc]
+        assert again[0] == 8 and got == [generate(uneven, turn)], "the answer's last token, and what came behind it"
+
+
+def test_more_than_tokens_is_computed_whole(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    embeds = uneven.get_input_embeddings()(ids)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}
+    plain = uneven.generate(inputs_embeds=embeds, **options).tolist()
+    assert uneven.generate(inputs_embeds=embeds, past_key_values=kvc.get_cache_ids(ids), **options).tolist() == plain
+    shifted = torch.arange(ids.shape[1])[None] + 3
+    with torch.inference_mode():
+        without = uneven(ids, position_ids=shifted).logits
+        got = uneven(ids, position_ids=shifted, past_key_values=kvc.get_cache_ids(ids)).logits
+        assert torch.equal(without, got)
+        loss = uneven(ids, labels=ids, past_key_values=kvc.get_cache_ids(ids)).loss
+        assert torch.equal(loss, uneven(ids, labels=ids).loss)
+        hidden = uneven(ids, output_hidden_states=True, logits_to_keep=1, past_key_values=kvc.get_cache_ids(ids))
+        assert hidden.hidden_states[0].shape[1] == ids.shape[1]
+    assert {name.partition("{")[0] for name in unused(kvc)} == {"unused_tokens_total"}
+
+
+def test_a_loop_of_ones_own(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    with torch.inference_mode():
+        cache = kvc.get_cache_ids(ids)
+        start = cache.begin()
+        assert start == 320
+        step = uneven(ids[:, start:], past_key_values=cache, use_cache=True)
+        said = []
+        for _ in range(10):
+            said.append(int(step.logits[0, -1].argmax()))
+            step = uneven(torch.tensor([[said[-1]]]), past_key_values=cache, use_cache=True)
+    assert ids[0].tolist() + said == generate(uneven, ids)[0]
+    with pytest.raises(CacheMisuse, match="get_cache"):
+        uneven(ids[:, :4], attention_mask=torch.ones((1, 4)), past_key_values=cache)
+
+
+def test_the_inner_model_is_none_of_our_business(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    """Where nobody compares, nothing is taken from the cache."""
+    with torch.inference_mode():
+        without = uneven.model(ids).last_hidden_state
+        assert torch.equal(uneven.model(ids, past_key_values=kvc.get_cache_ids(ids)).last_hidden_state, without)
+
+
+def test_it_costs_a_call_less_than_100_us(uneven: Any, kvc: KVCManager) -> None:
+    import time
+
+    from skymemory.engine.guard import Guard
+
+    cache = kvc.get_cache_ids(torch.randint(3, 1000, (1, 64)))
+    assert isinstance(cache, SkyCache) and isinstance(cache.guard, Guard)
+    step = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones((1, 1)), "past_key_values": cache}
+    took_s = []
+    for _ in range(200):
+        began_s = time.perf_counter()
+        cache.guard(uneven, (), step)
+        took_s.append(time.perf_counter() - began_s)
+        cache.reset()
+    assert sorted(took_s)[len(took_s) // 4] < 100e-6
