@@ -98,9 +98,7 @@ class Bench:
         began_s = time.perf_counter()
         cache = self.kvc.get_cache_ids(ids)
         with torch.inference_mode():
-            out = self.model(
-                input_ids=ids[:, cache.begin() :], past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+            out = self.model(input_ids=ids[:, cache.begin() :], past_key_values=cache, use_cache=True, logits_to_keep=1)
         first = int(out.logits[0, -1].argmax())
         ttft_s = time.perf_counter() - began_s
         told = cache.result.loader

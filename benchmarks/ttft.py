@@ -18,8 +18,8 @@ from transformers.utils import logging
 
 from _bench import constellation, median_s, print_table, redis_server, write_json
 from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.kv_cache import SkyCache
 from skymemory.engine.inputs import shipped_document
+from skymemory.engine.kv_cache import SkyCache
 from skymemory.engine.models import build_tinyllama
 from skymemory.engine.tokenizer import train_tokenizer
 from skymemory.store.shared_index import SharedIndex

@@ -52,7 +52,7 @@ def test_crop_and_beams_are_as_transformers_has_them() -> None:
         cache.reorder_cache(torch.tensor([1, 0]))
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
-    assert ours.tokens() is None
+    assert len(ours.tokens()) == 0
     ours.reset()
     assert ours.get_seq_length() == 0 and step(ours, 3, 2)[0].shape[2] == 3
 
@@ -68,9 +68,9 @@ def test_keys_that_someone_else_put_there_are_kept() -> None:
 
 def test_it_knows_its_tokens_only_when_it_saw_them() -> None:
     cache = fresh()
-    assert cache.tokens() is not None and len(cache.tokens()) == 0
+    assert len(cache.tokens()) == 0
     cache.note(torch.tensor([[4, 5, 6]]), plain=True)
-    assert cache.tokens() is None, "announced, not there"
+    assert len(cache.tokens()) == 0, "announced, not there"
     cache = fresh()
     cache.note(torch.tensor([[4, 5, 6]]), plain=True)
     step(cache, 3, 0)
@@ -80,15 +80,25 @@ def test_it_knows_its_tokens_only_when_it_saw_them() -> None:
     step(cache, 1, 1)
     assert cache.tokens().tolist() == [4, 9]
     step(cache, 1, 2)
-    assert cache.tokens() is None, "something came that was not announced"
+    assert len(cache.tokens()) == 0, "something came that was not announced"
 
 
-@pytest.mark.parametrize("ids", [None, torch.zeros(2, 3, dtype=torch.long), torch.zeros(3, dtype=torch.long)])
-def test_what_is_not_one_plain_sequence_is_not_known(ids: Any) -> None:
+@pytest.mark.parametrize(("ids", "plain"), [(None, True), (torch.zeros(2, 3, dtype=torch.long), False)])
+def test_what_is_behind_something_that_is_not_known_is_not_known(ids: Any, plain: bool) -> None:
     cache = fresh()
-    cache.note(ids, plain=True)
-    step(cache, 3, 0)
-    assert cache.tokens() is None
+    cache.note(torch.tensor([[4, 5]]), plain=True)
+    step(cache, 2, 0)
+    cache.note(ids, plain=plain)
+    step(cache, 3, 1)
+    cache.note(torch.tensor([[6]]), plain=True)
+    step(cache, 1, 2)
+    assert cache.tokens().tolist() == [4, 5]
+    cache.crop(-3)
+    assert cache.tokens().tolist() == [4, 5]
+    cache.crop(-1)
+    cache.note(torch.tensor([[7]]), plain=True)
+    step(cache, 1, 3)
+    assert cache.tokens().tolist() == [4, 5, 7], "what was not known is gone"
 
 
 def test_blocks_go_in_and_come_out() -> None:

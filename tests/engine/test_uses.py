@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,6 +16,7 @@ from tests.engine.generation import BLOCK, manager  # noqa: E402
 from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.kv_cache import SkyCache  # noqa: E402
 from skymemory.engine.models import build_small  # noqa: E402
+from skymemory.engine.prompts import flat_ids, shared_prefix  # noqa: E402
 from skymemory.errors import CacheMisuse  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -133,16 +135,16 @@ def test_padding_on_the_left(uneven: Any, ids: Any, kvc: KVCManager, padding: in
     assert got == [plain] and passes[0] == 5
 
 
-def test_a_cache_of_another_prompt(
-    uneven: Any, ids: Any, kvc: KVCManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_of_another_prompt(uneven: Any, ids: Any, kvc: KVCManager, caplog: pytest.LogCaptureFixture) -> None:
     """Also where only tokens differ that are loaded, and what is behind them is the same."""
     caplog.set_level(logging.WARNING, "skymemory")
     for at in (0, 1, 40, 319):
         other = ids.clone()
         other[0, at] = (other[0, at] + 1) % 1000 + 3
         got: list[Any] = []
-        passes = computed(uneven, lambda other=other, got=got: got.append(generate(uneven, other, kvc.get_cache_ids(ids))))  # type: ignore[misc]
+        passes = computed(
+            uneven, lambda other=other, got=got: got.append(generate(uneven, other, kvc.get_cache_ids(ids)))
+        )  # type: ignore[misc]
         assert got == [generate(uneven, other)] and passes[0] == 325 - at
         assert "other tokens than it was made for" in caplog.text
         caplog.clear()
@@ -180,6 +182,93 @@ def test_a_chat_goes_on_with_the_cache_of_its_last_turn(uneven: Any, ids: Any, k
         got: list[Any] = []
         again = computed(uneven, lambda turn=turn, got=got: got.append(generate(uneven, turn, cache)))  # type: ignore[misc]
         assert again[0] == 8 and got == [generate(uneven, turn)], "the answer's last token, and what came behind it"
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}"
+    "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty() -> Any:
+    """A tokenizer that begins every text with BOS, and has a chat template that does so, too."""
+    from tokenizers.processors import TemplateProcessing
+
+    from skymemory.engine.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(1024)
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def talker(chatty: Any) -> Any:
+    return build_small(seed=7, vocab_size=len(chatty))
+
+
+def asked(chatty: Any, messages: list[dict[str, str]]) -> Any:
+    return chatty.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def test_a_chat_of_five_turns_computes_what_is_new(talker: Any, chatty: Any, document: str) -> None:
+    """A second turn computes its own tokens and at most one block."""
+    with manager(talker, chatty) as kvc:
+        messages: list[dict[str, str]] = [{"role": "system", "content": document[:700]}]
+        before = 0
+        for turn in range(5):
+            messages.append({"role": "user", "content": f"And what of the {turn}th desk? {document[turn * 90 :][:80]}"})
+            inputs = asked(chatty, messages)
+            cache = kvc.get_cache(messages)
+            got: list[Any] = []
+            options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": PAD}
+            passes = computed(talker, lambda: got.append(talker.generate(**inputs, past_key_values=cache, **options)))  # noqa: B023
+            assert got[0].tolist() == talker.generate(**inputs, **options).tolist()
+            assert passes[0] <= inputs["input_ids"].shape[1] - before + BLOCK
+            added = kvc.add_blocks(messages) if turn % 2 else kvc.add_blocks(got[0])
+            assert added.prefilled_tokens == 0 and unused(kvc) == {}
+            answer = chatty.decode(got[0][0, inputs["input_ids"].shape[1] :])
+            messages.append({"role": "assistant", "content": answer})
+            again = chatty.apply_chat_template(messages)["input_ids"]
+            before = shared_prefix(np.array(again), flat_ids(got[0]))  # text may become other tokens than generated
+
+
+def test_all_forms_of_a_prompt_are_one(talker: Any, chatty: Any, document: str) -> None:
+    messages = [{"role": "user", "content": document[:600]}]
+    inputs = asked(chatty, messages)
+    with manager(talker, chatty) as kvc:
+        kvc.add_blocks(messages)
+        blocks = kvc.last_stored.blocks
+        padded = {name: torch.nn.functional.pad(value, (5, 0)) for name, value in inputs.items()}
+        forms = [messages, tuple(messages), inputs, inputs["input_ids"], inputs["input_ids"][0].tolist(), padded]
+        for form in [*forms, dict(inputs), {"sequences": inputs["input_ids"]}]:
+            assert kvc.get_cache(form).result.loaded_blocks == blocks
+        told = kvc.get_cache(messages, add_generation_prompt=False).result
+        assert told.prompt_tokens < inputs["input_ids"].shape[1]
+        answered = [*messages, {"role": "assistant", "content": "Yes."}]
+        assert kvc.get_cache(answered).result.prompt_tokens == len(chatty.apply_chat_template(answered)["input_ids"])
+
+
+def test_the_text_of_a_template_costs_a_miss_and_says_so(
+    talker: Any, chatty: Any, document: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its BOS comes twice, and the ids of the template have one."""
+    caplog.set_level(logging.WARNING, "skymemory")
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD}
+    with manager(talker, chatty) as kvc:
+        for start in range(0, 1200, 100):
+            messages = [{"role": "user", "content": document[start : start + 500]}]
+            text = chatty.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            inputs = asked(chatty, messages)
+            plain = talker.generate(**inputs, **options).tolist()
+            for _ in range(2):
+                assert talker.generate(**inputs, past_key_values=kvc.get_cache(text), **options).tolist() == plain
+                kvc.add_blocks(text)
+    assert "two BOS tokens" in caplog.text and "messages" in caplog.text
 
 
 def test_more_than_tokens_is_computed_whole(uneven: Any, ids: Any, kvc: KVCManager) -> None:

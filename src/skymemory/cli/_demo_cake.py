@@ -86,9 +86,7 @@ class Kitchen:
         began_s = time.perf_counter()
         cache = kvc.get_cache_ids(ids)
         with torch.inference_mode():
-            logits = self.model(
-                input_ids=ids[:, cache.begin() :], past_key_values=cache, logits_to_keep=1
-            ).logits
+            logits = self.model(input_ids=ids[:, cache.begin() :], past_key_values=cache, logits_to_keep=1).logits
         first, seconds, told = int(logits[0, -1].argmax()), time.perf_counter() - began_s, cache.result.loader
         computed, loaded, met = (told.computed_tokens, told.loaded_tokens, told.met_at_token) if told else (0, 0, None)
         return Prompt(seconds, computed, loaded, met, first)

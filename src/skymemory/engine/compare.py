@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.guard import TokenIds, flat_ids
+from skymemory.engine.prompts import TokenIds, flat_ids
 
 
 @dataclass(frozen=True, slots=True)

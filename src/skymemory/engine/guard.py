@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache
 
-from skymemory.engine.kv_cache import TORCH_DTYPES, SkyCache, Tokens
-from skymemory.errors import CacheMisuse, InvalidInput
-from skymemory.kv.layout import KVLayout
+from skymemory.engine.kv_cache import SkyCache, Tokens
+from skymemory.errors import CacheMisuse
 from skymemory.metrics import Counters
 
 _log = logging.getLogger(__name__)
@@ -23,9 +19,6 @@ _log = logging.getLogger(__name__)
 _ALONG_THE_PROMPT = ("input_ids", "position_ids", "cache_position")
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments with a number for each token that say nothing where all are 0."""
-
-TokenIds: TypeAlias = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
-"""One sequence of token ids: flat, or a tensor of shape (n,) or (1, n)."""
 
 
 class Guard:
@@ -62,16 +55,18 @@ class Guard:
         """What is left to compute of what the model is ``given``, once loaded tokens have become contents."""
         loaded = cache.loaded[start:]
         call = _read(start, given, "logits_to_keep" in self._parameters)
-        usable, why = 0, call
-        if isinstance(call, _Call):
+        usable, why = 0, ""
+        if isinstance(call, str):
+            why = call
+        else:
             same = call.shared(loaded)
             usable = max(0, min(same, call.tokens - call.kept))
             why = "other tokens than it was made for" if same < min(len(loaded), call.tokens) else ""
         if why:
             self._counters.add("unused_tokens_total", len(loaded) - usable, why)
             _log.warning(
-                "a cache was handed to the model with %s: %d of its %d loaded tokens are of use, the others are computed",
-                why, usable, len(loaded),
+                "a cache was handed to the model with %s: of its %d loaded tokens %d are of use",
+                why, len(loaded), usable,
             )  # fmt: skip
             cache.loaded = cache.loaded[: start + usable]
         if not usable or isinstance(call, str):
@@ -180,12 +175,16 @@ def _check_goes_on(start: int, given: dict[str, Any]) -> None:
 
 
 def _is_plain(start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
-    """Whether the model is given one sequence at consecutive positions from ``start`` on, with nothing masked."""
-    if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2 or ids.shape[0] != 1:
+    """Whether the model is given one sequence, in every row, at consecutive positions from ``start`` on, with nothing
+    masked and nothing beside it.
+    """
+    if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
         return False
     end = start + ids.shape[1]
-    if ids.shape[1] == 1 and ids.device.type != "cpu":
-        return True  # a decoding step: what could be wrong was seen at the prefill, and looking would stall the device
+    if ids.shape[1] == 1 and ids.device.type != "cpu":  # a decoding step: to look would stall the device, and what
+        return bool(ids.shape[0] == 1)  # could be wrong was seen at the prefill
+    if any(_says_more(name, value) for name, value in options.items()) or not bool((ids == ids[:1]).all()):
+        return False
     mask, positions = options.get("attention_mask"), options.get("position_ids")
     if mask is not None and (mask.dim() != 2 or mask.shape[1] != end or not bool(mask.all())):
         return False
@@ -193,46 +192,3 @@ def _is_plain(start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> 
         positions.shape[-1] == ids.shape[1]
         and bool((positions.reshape(-1, ids.shape[1])[-1] == torch.arange(start, end, device=ids.device)).all())
     )
-
-
-def flat_ids(ids: TokenIds) -> Tokens:
-    """Token ids as a flat int64 array; InvalidInput for anything but one sequence of whole numbers."""
-    array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
-    if array.ndim == 2 and array.shape[0] == 1:
-        array = array[0]
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidInput(f"token ids must be one sequence of whole numbers, got shape {array.shape} of {array.dtype}")
-    return array.astype(np.int64)
-
-
-def shared_prefix(held: Tokens | None, ids: Tokens) -> int:
-    """Number of leading tokens that both have."""
-    if held is None:
-        return 0
-    length = min(len(held), len(ids))
-    differing = np.flatnonzero(held[:length] != ids[:length])
-    return int(differing[0]) if len(differing) else length
-
-
-def foreign_length(cache: Cache, layout: KVLayout) -> int:
-    """Tokens held by a cache that is not ours; InvalidInput if it cannot be one of this model and a single sequence."""
-    expected = (1, layout.kv_heads, layout.head_dim)
-    lengths = set()
-    for layer in cache.layers:
-        for tensor in (layer.keys, layer.values):
-            shape = tuple(tensor.shape) if tensor is not None else ()
-            if (
-                len(shape) != 4
-                or (shape[0], shape[1], shape[3]) != expected
-                or tensor.dtype != TORCH_DTYPES[layout.dtype]
-            ):
-                raise InvalidInput(
-                    f"a cache with tensors of shape {shape}, expected (1, {layout.kv_heads}, tokens, {layout.head_dim})"
-                    f" of {layout.dtype}: one sequence, as this model writes it"
-                )
-            lengths.add(shape[2])
-    if len(cache.layers) != layout.layers or len(lengths) != 1:
-        raise InvalidInput(
-            f"a cache of {len(cache.layers)} layers with {sorted(lengths)} tokens, expected {layout.layers}"
-        )
-    return int(lengths.pop())

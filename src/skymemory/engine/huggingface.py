@@ -13,7 +13,6 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
@@ -24,6 +23,7 @@ from skymemory.cache.manager import BlockCache
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.engine.cake import CakePrefill
 from skymemory.engine.compute_clock import ComputeClock
+from skymemory.engine.guard import Guard
 from skymemory.engine.identity import (
     check_supported,
     model_identity,
@@ -31,9 +31,9 @@ from skymemory.engine.identity import (
     tokenizer_digest,
     weights_digest,
 )
-from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens
+from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
+from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, prompt_ids, shared_prefix
 from skymemory.engine.quantizers import codec_of, readable_codecs
-from skymemory.engine.guard import Guard, TokenIds, flat_ids, foreign_length, shared_prefix
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
@@ -128,27 +128,32 @@ class KVCManager:
         """``lookup_tokens_total`` = ``computed_tokens_total`` + Σ over tiers of ``hit_tokens_total``, always."""
         return self.blocks.counters
 
-    def get_cache(self, prompt: str) -> SkyCache:
+    def get_cache(self, prompt: Prompt, **template: Any) -> SkyCache:
         """The longest cached prefix of ``prompt``, ready for ``generate(**tokenizer(prompt), past_key_values=…)``.
 
-        Empty on a miss, never None, and always leaving at least one token to compute. Pass it to one generate only,
-        which fills it. ``.result`` (and ``kvc.last``) says how many tokens came from where.
+        ``prompt``: text, token ids, what the tokenizer made of it, or the messages of a chat, with what
+        ``apply_chat_template`` is to be given beside them.
+
+        Empty on a miss, never None, and always leaving at least one token to compute. ``.result`` (and ``kvc.last``)
+        says how many tokens came from where. Whatever it is passed to ``generate`` with, the tokens are those of no
+        cache: what it was not made for is computed (``guard``).
         """
         seconds: dict[str, float] = {}
-        return self._get(self._tokenize(prompt, seconds), seconds)
+        return self._get(self._tokenize(prompt, template, seconds), seconds)
 
     def get_cache_ids(self, ids: TokenIds) -> SkyCache:
         """``get_cache`` for token ids."""
         return self._get(flat_ids(ids), {})
 
-    def add_blocks(self, prompt: str) -> StoreResult:
-        """Store the full blocks of ``prompt`` that are not stored yet.
+    def add_blocks(self, prompt: Prompt, **template: Any) -> StoreResult:
+        """Store the full blocks of ``prompt``, and of what was generated behind it, that are not stored yet.
 
         After a generate with ``get_cache(prompt)`` they are taken from what it computed; otherwise the model runs over
-        the part that is missing. A prompt shorter than a block stores nothing, and the result says so.
+        the part that is missing. A prompt shorter than a block stores nothing, and the result says so. ``prompt`` may
+        be what ``generate`` returned: then nothing is left to chance.
         """
         seconds: dict[str, float] = {}
-        return self._add(self._tokenize(prompt, seconds), None, seconds)
+        return self._add(self._tokenize(prompt, template, seconds), None, seconds)
 
     def add_blocks_ids(
         self,
@@ -188,13 +193,9 @@ class KVCManager:
     ) -> None:
         self.close()
 
-    def _tokenize(self, prompt: str, seconds: dict[str, float]) -> Tokens:
-        if self.tokenizer is None:
-            raise InvalidInput("no tokenizer was given: use get_cache_ids and add_blocks_ids, or pass one")
-        if not isinstance(prompt, str):
-            raise InvalidInput(f"a prompt must be text, got {type(prompt).__name__}: one prompt at a time")
+    def _tokenize(self, prompt: Prompt, template: dict[str, Any], seconds: dict[str, float]) -> Tokens:
         with PhaseClock(self.blocks.clock, seconds)("tokenize"):
-            return np.asarray(self.tokenizer(prompt)["input_ids"], dtype=np.int64)
+            return prompt_ids(prompt, self.tokenizer, template)
 
     def _get(self, ids: Tokens, seconds: dict[str, float]) -> SkyCache:
         with self._lock:
@@ -224,6 +225,7 @@ class KVCManager:
         with self._lock:
             self._check_open()
             phase = PhaseClock(self.blocks.clock, seconds)
+            ids = ids if given is not None else self._with_answer(ids)
             with phase("hash"):
                 hashes = self.blocks.hashes(ids)
             with phase("lookup"):
@@ -252,6 +254,11 @@ class KVCManager:
                 seconds=seconds,
             )
             return self.last_stored
+
+    def _with_answer(self, ids: Tokens) -> Tokens:
+        """``ids`` and, where a cache of ours was generated into behind them, what that was."""
+        known = (cache.tokens() for cache in self._handed)
+        return max((held for held in known if shared_prefix(held, ids) == len(ids)), key=len, default=ids)
 
     def _computed(self, ids: Tokens, given: Cache | None) -> tuple[CacheSource | None, int]:
         """Where the first blocks of ``ids`` are already computed, and how many of them."""

@@ -20,6 +20,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from skymemory.cache.results import LoadResult
+from skymemory.errors import InvalidInput
 from skymemory.kv.layout import KVLayout
 
 # Blocks are only read from these buffers, never written to.
@@ -148,8 +149,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     whatever it is given, the result is what an empty cache leads to. A loop of one's own that passes only what is
     behind the loaded tokens calls ``begin`` first.
 
-    ``result`` says where the prefix came from. ``tokens()`` is what the model was seen to put in, or None when
-    that is not known; only a cache that knows its tokens is ever stored from.
+    ``result`` says where the prefix came from. ``tokens()`` is what the model was seen to put in, as far as that is
+    known, and the same for all sequences that the cache holds; nothing else is ever stored from it.
     """
 
     def __init__(self, layout: KVLayout, room_tokens: int, device: torch.device, pool: RoomPool) -> None:
@@ -173,7 +174,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.padding = 0
         """Tokens that the model's caller has left of the first one, and the model has not been given."""
         self._layout = layout
-        self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] | None = []
+        self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] = []
+        self._closed = False
+        """What is behind ``_seen`` is not known."""
         self._handed_to_generate = False
 
     def place(self, index: int, block: memoryview) -> None:
@@ -190,17 +193,17 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Declare ``tokens`` to be what the placed blocks hold, from the first on."""
         for layer in self.layers:
             layer.fill(len(tokens))
-        self._seen = [tokens] if len(tokens) else []
+        self._seen, self._closed = [tokens], False
         if len(tokens) > len(self.loaded):
             self.loaded = tokens
 
     def rewind(self) -> None:
-        """Empty again, with what it held at hand for the first forward; nothing is, where that is not known for sure."""
+        """Empty again, with what it held at hand for the next forward, as far as that is known."""
         if not self.get_seq_length():
             return
-        held = self.tokens() if all(layer.in_place for layer in self.layers) else None
+        held = self.tokens() if all(layer.in_place for layer in self.layers) else _NO_TOKENS
         self.reset()
-        self.loaded = _NO_TOKENS if held is None else held
+        self.loaded = held
 
     def begin(self) -> int:
         """Make what is loaded the contents now, and say how many tokens that is: the first ones of the prompt that this
@@ -227,42 +230,42 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.rewind()
 
     def note(self, input_ids: torch.Tensor | None, plain: bool) -> None:
-        """The model is about to append ``input_ids`` (1, n); ``plain`` is False if it does so in some special way."""
-        if not plain or input_ids is None or input_ids.dim() != 2 or input_ids.shape[0] != 1:
-            self._seen = None
-        elif self._seen is not None:
+        """The model is about to append ``input_ids`` (rows, n), all rows the same; unless ``plain`` is False."""
+        if not plain or input_ids is None:
+            self._closed = True
+        elif not self._closed:
             self._seen.append(input_ids[0].detach().clone())
 
-    def tokens(self) -> Tokens | None:
-        """The token ids whose keys and values are here, or None if that is not known for sure."""
-        if self._seen is None:
-            return None
+    def tokens(self) -> Tokens:
+        """The token ids whose keys and values come first in all sequences held here, as far as they are known."""
         seen = _joined(self._seen)
         self._seen = [seen]
         lengths = {layer.get_seq_length() for layer in self.layers}
-        return seen if lengths == {len(seen)} else None
+        known = len(lengths) == 1 and (len(seen) in lengths or (self._closed and len(seen) < min(lengths)))
+        return seen if known else _NO_TOKENS
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         self.loaded = _NO_TOKENS
-        if self._seen is not None:
-            self._seen = [_joined(self._seen)[: self.get_seq_length()]]
+        seen = _joined(self._seen)
+        self._closed = self._closed and len(seen) < self.get_seq_length()
+        self._seen = [seen[: self.get_seq_length()]]
 
     def reset(self) -> None:
         super().reset()
-        self._seen, self.loaded, self.padding = [], _NO_TOKENS, 0
+        self._seen, self._closed, self.loaded, self.padding = [], False, _NO_TOKENS, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self._seen, self.loaded = None, _NO_TOKENS
+        self.loaded = _NO_TOKENS
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._seen, self.loaded = None, _NO_TOKENS
+        self.loaded = _NO_TOKENS
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
-        self._seen, self.loaded = None, _NO_TOKENS
+        self.loaded = _NO_TOKENS
 
 
 class CacheSource:
@@ -294,3 +297,27 @@ def byte_shape(layout: KVLayout) -> tuple[int, int, int, int, int]:
 def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
     arrays = [part.cpu().numpy() if isinstance(part, torch.Tensor) else part for part in parts]
     return np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)
+
+
+def foreign_length(cache: Cache, layout: KVLayout) -> int:
+    """Tokens held by a cache that is not ours; InvalidInput if it cannot be one of this model and a single sequence."""
+    expected = (1, layout.kv_heads, layout.head_dim)
+    lengths = set()
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            shape = tuple(tensor.shape) if tensor is not None else ()
+            if (
+                len(shape) != 4
+                or (shape[0], shape[1], shape[3]) != expected
+                or tensor.dtype != TORCH_DTYPES[layout.dtype]
+            ):
+                raise InvalidInput(
+                    f"a cache with tensors of shape {shape}, expected (1, {layout.kv_heads}, tokens, {layout.head_dim})"
+                    f" of {layout.dtype}: one sequence, as this model writes it"
+                )
+            lengths.add(shape[2])
+    if len(cache.layers) != layout.layers or len(lengths) != 1:
+        raise InvalidInput(
+            f"a cache of {len(cache.layers)} layers with {sorted(lengths)} tokens, expected {layout.layers}"
+        )
+    return int(lengths.pop())

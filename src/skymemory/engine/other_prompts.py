@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from skymemory.engine.huggingface import forward_options
-from skymemory.engine.guard import TokenIds, flat_ids
+from skymemory.engine.prompts import TokenIds, flat_ids
 from skymemory.errors import InvalidInput
 
 

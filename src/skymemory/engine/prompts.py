@@ -1,0 +1,86 @@
+"""A prompt in each of the forms that users have it in, as token ids."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from skymemory.engine.kv_cache import Tokens
+from skymemory.errors import InvalidInput
+
+_log = logging.getLogger(__name__)
+
+TokenIds: TypeAlias = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
+"""One sequence of token ids: flat, or a tensor of shape (n,) or (1, n)."""
+
+Prompt: TypeAlias = "str | TokenIds | Sequence[Mapping[str, Any]] | Mapping[str, Any]"
+"""Text; token ids; the messages of a chat; or what a tokenizer gives, or ``generate`` with ``return_dict_in_generate``:
+a mapping with ``input_ids`` (and ``attention_mask``) or ``sequences``.
+"""
+
+
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, template: Mapping[str, Any]) -> Tokens:
+    """The token ids of ``prompt``; ``template``: what ``apply_chat_template`` is given beside its messages.
+
+    Messages are asked to go on with an answer, unless the last of them is one. Padding on the left is left out.
+
+    Raises:
+        InvalidInput: no such form, or more than one prompt, or one that needs a tokenizer where there is none.
+    """
+    if template and not _is_chat(prompt):
+        raise InvalidInput(f"{', '.join(sorted(template))}: these are for chats, and the prompt is no list of messages")
+    if isinstance(prompt, str):
+        ids = np.asarray(_needed(tokenizer)(prompt)["input_ids"], dtype=np.int64)
+        bos = getattr(tokenizer, "bos_token_id", None)
+        if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
+            _log.warning(
+                "a prompt begins with two BOS tokens: its text came from a template, and the tokenizer adds another. "
+                "Pass the messages, or the ids of apply_chat_template, as the prompt."
+            )
+        return ids
+    if _is_chat(prompt):
+        chat: Any = prompt
+        options = {"add_generation_prompt": chat[-1].get("role") != "assistant", **template}
+        encoded = _needed(tokenizer).apply_chat_template(chat, **{**options, "tokenize": True, "return_dict": True})
+        return flat_ids(encoded["input_ids"])
+    if isinstance(prompt, Mapping):
+        ids = flat_ids(prompt["input_ids"] if "input_ids" in prompt else prompt["sequences"])
+        mask = prompt.get("attention_mask")
+        return ids if mask is None else ids[flat_ids(mask).argmax() :]
+    return flat_ids(prompt)
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        raise InvalidInput("no tokenizer was given: pass one to KVCManager, or token ids as the prompt")
+    return tokenizer
+
+
+def flat_ids(ids: TokenIds) -> Tokens:
+    """Token ids as a flat int64 array; InvalidInput for anything but one sequence of whole numbers."""
+    array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidInput(
+            f"one prompt at a time: token ids must be one sequence of whole numbers, got {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    return array.astype(np.int64)
+
+
+def shared_prefix(held: Tokens, ids: Tokens) -> int:
+    """Number of leading tokens that both have."""
+    length = min(len(held), len(ids))
+    differing = np.flatnonzero(held[:length] != ids[:length])
+    return int(differing[0]) if len(differing) else length
