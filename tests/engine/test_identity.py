@@ -15,9 +15,9 @@ from skymemory.engine.identity import (  # noqa: E402
     model_identity,
     probe_layout,
     tokenizer_digest,
-    weights_digest,
 )
 from skymemory.engine.models import build_small  # noqa: E402
+from skymemory.engine.substance import weights_digest  # noqa: E402
 from skymemory.errors import InvalidInput, UnsupportedModel  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -58,7 +58,7 @@ def test_the_weights_digest_sees_names_and_shapes() -> None:
 
 
 def test_the_weights_digest_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.engine.identity._PIECE_BYTES", 1000)
+    monkeypatch.setattr("skymemory.engine.substance._PIECE_BYTES", 1000)
     assert weights_digest(build_small()) == weights_digest(build_small())
 
 
@@ -140,8 +140,14 @@ def test_models_of_other_families_are_served() -> None:
             assert model.generate(ids, past_key_values=cache, **options).tolist() == without.tolist()
 
 
-def test_an_adapter_must_be_named() -> None:
+def test_an_adapter_must_be_named_where_the_weights_are() -> None:
     model = build_small()
     model.peft_config = {"default": object()}
     with pytest.raises(InvalidInput, match="adapter="):
-        KVCManager(model)
+        KVCManager(model, weights="v1")
+    KVCManager(model).close()
+
+
+def test_a_name_is_no_model() -> None:
+    with pytest.raises(InvalidInput, match="from_pretrained"):
+        KVCManager("gpt2")  # type: ignore[arg-type]

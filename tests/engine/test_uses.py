@@ -27,7 +27,7 @@ PAD = 0
 @pytest.fixture(scope="module")
 def uneven() -> Any:
     """A model whose choices turn on single tokens, so that a wrong one shows."""
-    return build_small(seed=7)
+    return watched(build_small(seed=7))
 
 
 @pytest.fixture
@@ -48,15 +48,23 @@ def unused(kvc: KVCManager) -> dict[str, int]:
 
 def computed(model: Any, call: Any) -> list[int]:
     """How many tokens each forward pass of ``call`` was given."""
-    seen: list[int] = []
-    hook = model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    try:
-        call()
-    finally:
-        hook.remove()
-    return seen
+    model.passes.clear()
+    call()
+    return list(model.passes)
+
+
+def watched(model: Any) -> Any:
+    """``model``, with the tokens of each of its forward passes in ``passes``."""
+    model.passes = []
+    whole = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("input_ids", args[0] if args else None)
+        model.passes.append((given if given is not None else kwargs["inputs_embeds"]).shape[1])
+        return whole(*args, **kwargs)
+
+    model.model.forward = forward
+    return model
 
 
 def test_generate_computes_only_what_is_behind_the_loaded_tokens(uneven: Any, ids: Any, kvc: KVCManager) -> None:
@@ -208,7 +216,7 @@ def chatty() -> Any:
 
 @pytest.fixture(scope="module")
 def talker(chatty: Any) -> Any:
-    return build_small(seed=7, vocab_size=len(chatty))
+    return watched(build_small(seed=7, vocab_size=len(chatty)))
 
 
 def asked(chatty: Any, messages: list[dict[str, str]]) -> Any:

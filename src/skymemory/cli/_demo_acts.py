@@ -16,10 +16,10 @@ from skymemory.cli._demo_run import BLOCK_TOKENS
 from skymemory.cli._demo_table import Narrator
 from skymemory.cli.demo import DEMO_CODECS
 from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import CacheSource
 from skymemory.engine.named import ready_model
 from skymemory.engine.quantizers import codec_of, one_thread
+from skymemory.engine.substance import weights_digest
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec.base import measure
 from skymemory.store.constellation import ConstellationStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +30,27 @@ class Guard:
     what the model puts in, so that no block is ever stored under a wrong name.
     """
 
-    def __init__(self, model: torch.nn.Module, counters: Counters) -> None:
+    def __init__(self, model: torch.nn.Module, counters: Counters, same: Callable[[], bool]) -> None:
+        """``same``: whether the model is what it was when the cache was handed out."""
+        self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._counters = counters
+        self._same = same
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         cache = given.get("past_key_values")
-        if not isinstance(cache, SkyCache) or cache.guard is not self:
+        if not isinstance(cache, SkyCache) or cache.guard is not self or module is not self._model:
             return None
         if cache.padding:
             given = _without_padding(given, cache.padding)
         start = cache.get_seq_length()
+        if not start and not self._same():
+            if len(cache.loaded):
+                self._refuse(cache, "a model that has changed since", len(cache.loaded), 0)
+            cache.context = None
         if len(cache.loaded) > start:
             given = self._advance(cache, start, given)
         elif start:
@@ -50,6 +58,10 @@ class Guard:
         ids = given.get("input_ids")
         cache.note(ids, plain=_is_plain(cache.get_seq_length(), ids, given))
         return (), given
+
+    def __deepcopy__(self, memo: object) -> Guard:
+        """A copied cache is for the same model; a copied model is none that we know."""
+        return self
 
     def _advance(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
         """What is left to compute of what the model is ``given``, once loaded tokens have become contents."""
@@ -63,12 +75,7 @@ class Guard:
             usable = max(0, min(same, call.tokens - call.kept))
             why = "other tokens than it was made for" if same < min(len(loaded), call.tokens) else ""
         if why:
-            self._counters.add("unused_tokens_total", len(loaded) - usable, why)
-            _log.warning(
-                "a cache was handed to the model with %s: of its %d loaded tokens %d are of use",
-                why, len(loaded), usable,
-            )  # fmt: skip
-            cache.loaded = cache.loaded[: start + usable]
+            self._refuse(cache, why, len(loaded), usable)
         if not usable or isinstance(call, str):
             return given
         cache.advance(usable)
@@ -76,6 +83,12 @@ class Guard:
             cache.batch_repeat_interleave(call.rows)
         cache.padding = call.padding
         return _behind(given, call.padding + usable, call.padding)
+
+    def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
+        """Of the next ``loaded`` tokens only ``usable`` may become contents."""
+        self._counters.add("unused_tokens_total", loaded - usable, why)
+        _log.warning("a cache was used with %s: of its %d loaded tokens %d are of use", why, loaded, usable)
+        cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
 
 @dataclass(frozen=True, slots=True)

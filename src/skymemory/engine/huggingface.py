@@ -8,6 +8,7 @@ kvc.add_blocks(prompt)
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections import deque
 from types import TracebackType
@@ -24,22 +25,19 @@ from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.engine.cake import CakePrefill
 from skymemory.engine.compute_clock import ComputeClock
 from skymemory.engine.guard import Guard
-from skymemory.engine.identity import (
-    check_supported,
-    model_identity,
-    probe_layout,
-    tokenizer_digest,
-    weights_digest,
-)
+from skymemory.engine.identity import Identity, tokenizer_digest
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
 from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, prompt_ids, shared_prefix
 from skymemory.engine.quantizers import codec_of, readable_codecs
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.forks import OwnLock
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
+from skymemory.kv.layout import KVLayout
 from skymemory.metrics import Counters
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
+
+_log = logging.getLogger(__name__)
 
 GROW_TOKENS = 256
 """Room left behind a prompt for what is generated; past it the cache is moved once, to a larger room."""
@@ -85,28 +83,29 @@ class KVCManager:
         if loading not in get_args(Loading):
             raise InvalidInput(f"no loading {loading!r}: choose one of {', '.join(get_args(Loading))}")
         chosen = codec_of(codec)
-        check_supported(model)
-        if hasattr(model, "peft_config") and not adapter:
-            raise InvalidInput("the model carries an adapter: name it and its revision with adapter=…")
+        if hasattr(model, "peft_config") and weights is not None and not adapter:
+            raise InvalidInput("weights= names the model, which carries an adapter: name that with adapter=…, too")
         self.model = model
         self.tokenizer = tokenizer
-        self.layout = probe_layout(model, block_tokens)
-        self.context = CacheContext(
-            model=model_identity(model),
-            weights=weights if weights is not None else weights_digest(model),
-            tokenizer=tokenizer_digest(tokenizer),
-            kv_dtype=self.layout.dtype,
-            layout=self.layout.describe(),
-            lossless=chosen.lossless,
-            block_tokens=block_tokens,
-            adapter=adapter,
-            tenant_salt=tenant_salt,
-        )
+        self._identity = Identity(
+            model, block_tokens, weights, (Guard, ComputeClock),
+            lambda layout, identity, named: CacheContext(
+                model=identity,
+                weights=named,
+                tokenizer=tokenizer_digest(tokenizer),
+                kv_dtype=layout.dtype,
+                layout=layout.describe(),
+                lossless=chosen.lossless,
+                block_tokens=block_tokens,
+                adapter=adapter,
+                tenant_salt=tenant_salt,
+            ),
+        )  # fmt: skip
         self._owns_store = store is None
         self.store: Store = store if store is not None else MemoryStore()
-        self.blocks = BlockCache(
-            self.context, self.layout, self.store, chosen, readable=readable_codecs(chosen), counters=counters
-        )
+        self._codec = chosen
+        self._counters = counters if counters is not None else Counters()
+        self.blocks = self._block_cache()
         self.last = LoadResult(prompt_tokens=0)
         """Where the last ``get_cache`` took its tokens from, and how long it took."""
         self.last_stored = StoreResult(prompt_tokens=0)
@@ -118,10 +117,20 @@ class KVCManager:
         self.loading: Loading = loading
         settings = cake or CakeSettings(step_tokens=-(-CakeSettings().step_tokens // block_tokens) * block_tokens)
         self.cake = CakePrefill(model, Cake(self.blocks, settings), self._forward_options)
-        self._guard = Guard(model, self.counters)
+        self._unservable = ""
+        self._guard = Guard(model, self.counters, self._identity.same)
         self._hook = model.register_forward_pre_hook(self._guard, with_kwargs=True)
         self._compute_clock = ComputeClock(model, self.blocks.compute)
         self._closed = False
+
+    @property
+    def context(self) -> CacheContext:
+        """Whose caches these are: that of the model as it was at the last call."""
+        return self._identity.context
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._identity.layout
 
     @property
     def counters(self) -> Counters:
@@ -202,8 +211,15 @@ class KVCManager:
             self._check_open()
             while len(self._kept) >= KEEP_CACHES:
                 self._kept.popleft()  # before making the new one, which may then use its memory
-            cache = self._load(ids, max(0, len(ids) - 1), seconds, account=True)
-            cache.rewind()
+            self._look_at_the_model()
+            if self._unservable:
+                cache = SkyCache(self.layout, self._room_tokens(len(ids)), self.model.device, self._pool)
+                blocks = len(ids) // self.layout.block_tokens
+                cache.result = LoadResult(len(ids), blocks=blocks, failed_blocks={"unservable model": blocks})
+            else:
+                cache = self._load(ids, max(0, len(ids) - 1), seconds, account=True)
+                cache.rewind()
+                cache.context = self.context
             cache.guard = self._guard
             self.last = cache.result
             self._kept.append(cache)
@@ -224,6 +240,11 @@ class KVCManager:
     def _add(self, ids: Tokens, given: Cache | None, seconds: dict[str, float]) -> StoreResult:
         with self._lock:
             self._check_open()
+            self._look_at_the_model()
+            if self._unservable:
+                blocks = len(ids) // self.layout.block_tokens
+                self.last_stored = StoreResult(len(ids), blocks, refused_blocks=blocks)
+                return self.last_stored
             phase = PhaseClock(self.blocks.clock, seconds)
             ids = ids if given is not None else self._with_answer(ids)
             with phase("hash"):
@@ -257,7 +278,7 @@ class KVCManager:
 
     def _with_answer(self, ids: Tokens) -> Tokens:
         """``ids`` and, where a cache of ours was generated into behind them, what that was."""
-        known = (cache.tokens() for cache in self._handed)
+        known = (cache.tokens() for cache in self._handed if cache.context == self.context)
         return max((held for held in known if shared_prefix(held, ids) == len(ids)), key=len, default=ids)
 
     def _computed(self, ids: Tokens, given: Cache | None) -> tuple[CacheSource | None, int]:
@@ -270,6 +291,8 @@ class KVCManager:
         best: SkyCache | None = None
         most = 0
         for cache in candidates:
+            if cache.context != self.context:
+                continue
             shared = shared_prefix(cache.tokens(), ids)
             if shared > most:
                 best, most = cache, shared
@@ -293,6 +316,27 @@ class KVCManager:
     def _room_tokens(self, prompt_tokens: int) -> int:
         """Whole blocks with room to grow behind the prompt."""
         return -(-(prompt_tokens + GROW_TOKENS) // self.layout.block_tokens) * self.layout.block_tokens
+
+    def _look_at_the_model(self) -> None:
+        """Before each use: what it makes now may be the cache of another model, or of none that can be served."""
+        unservable = ""
+        try:
+            renewed = self._identity.renew()
+        except (InvalidInput, UnsupportedModel) as error:
+            unservable, renewed = str(error), False
+        if unservable != self._unservable:
+            self._unservable = unservable
+            if unservable:
+                _log.warning("the cache is not used: %s", unservable)
+        if renewed:
+            _log.warning("the model has changed since its cache was last used: blocks from before are another model's")
+            self.blocks = self.cake.cake.blocks = self._block_cache()
+
+    def _block_cache(self) -> BlockCache:
+        return BlockCache(
+            self.context, self.layout, self.store, self._codec,
+            readable=readable_codecs(self._codec), counters=self._counters,
+        )  # fmt: skip
 
     def _check_open(self) -> None:
         if self._closed:

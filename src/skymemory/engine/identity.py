@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from skymemory.engine.substance import Substance, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
+from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import ITEM_BYTES, KVLayout
 
 TESTED_TRANSFORMERS = 5
 """Major version of transformers that this adapter is tested with."""
 
-_PIECE_BYTES = 32 << 20
 _NOT_IDENTITY = (
     "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
     "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type",
@@ -28,8 +28,84 @@ _NOT_IDENTITY = (
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
+class Identity:
+    """Whose caches these are, now: looked at before each use, and made anew when the model is no longer what it was.
+
+    ``context_of`` makes a context of a layout, a model's identity and a name of its weights. ``weights``: a revision
+    that names them as they are now, instead of a digest of them; once they change it says so little that they are
+    digested.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        block_tokens: int,
+        weights: str | None,
+        our_hooks: tuple[type, ...],
+        context_of: Callable[[KVLayout, str, str], CacheContext],
+    ) -> None:
+        self._model = model
+        self._block_tokens = block_tokens
+        self._named = weights
+        self._our_hooks = our_hooks
+        self._context_of = context_of
+        self._substance = Substance(model)
+        self._conditions = conditions()
+        check_supported(model)
+        self._check_hooks()
+        self.layout = probe_layout(model, block_tokens)
+        self.context = self._context(self._substance.digest() if weights is None else self._substance.watch(weights))
+
+    def renew(self) -> bool:
+        """Look whether everything is as it was, and name it anew where it is not; whether that was so.
+
+        Raises UnsupportedModel or InvalidInput where the model cannot be served as it is now.
+        """
+        now = conditions()
+        self._check_hooks()
+        if now == self._conditions and not self._substance.changed():
+            return False
+        check_supported(self._model)
+        before = self.context
+        self.layout, self._conditions = probe_layout(self._model, self._block_tokens), now
+        self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
+        return self.context != before
+
+    def same(self) -> bool:
+        """Whether everything is as it was when it was last named."""
+        untouched = conditions() == self._conditions and not self._substance.changed()
+        return untouched and not foreign_hook(self._model, self._our_hooks)
+
+    def _context(self, weights: str) -> CacheContext:
+        return self._context_of(self.layout, model_identity(self._model), weights + self._conditions)
+
+    def _check_hooks(self) -> None:
+        if where := foreign_hook(self._model, self._our_hooks):
+            raise UnsupportedModel(
+                f"{type(self._model).__name__} has a hook on a {where}, and what that does to the numbers cannot be "
+                "known: remove it, or do without the cache while it is there"
+            )
+
+
+def conditions() -> str:
+    """What changes the numbers of every model: empty as long as all is as torch has it at its start."""
+    found = [
+        f"autocast {kind} {torch.get_autocast_dtype(kind)}".replace("torch.", "")
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    if (precision := torch.get_float32_matmul_precision()) != "highest":
+        found.append(f"float32 matmul {precision}")
+    return "".join(f" ({one})" for one in found)
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Raises UnsupportedModel unless block i of the cache depends on tokens 0..i alone and is kept whole."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config") or not hasattr(model, "can_generate"):
+        raise InvalidInput(
+            f"a model must be one of transformers', loaded, got {type(model).__name__}"
+            + (f": AutoModelForCausalLM.from_pretrained({model!r}) loads one" if isinstance(model, str) else "")
+        )
     name = type(model).__name__
     major = int(transformers.__version__.partition(".")[0])
     if major != TESTED_TRANSFORMERS:
@@ -103,24 +179,6 @@ def model_identity(model: PreTrainedModel) -> str:
     return f"{model.config.model_type}:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 over every byte of every parameter and buffer, with names, shapes and dtypes.
-
-    A tree of pieces of 32 MiB, hashed on all processors: about 3 GB/s on two cores with SHA instructions, so 2.2 GB
-    take under a second. Weights changed after this are not noticed: make a new manager.
-    """
-    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    whole = hashlib.sha256(b"skymemory weights 1")
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        pieces = {name: [pool.submit(_sha256, piece) for piece in _pieces(t)] for name, t in tensors.items()}
-        for name in sorted(tensors):
-            tensor = tensors[name]
-            whole.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-            for piece in pieces[name]:
-                whole.update(piece.result())
-    return f"sha256:{whole.hexdigest()}"
-
-
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """SHA-256 of everything that decides which ids a text becomes; "token ids" where there is no tokenizer."""
     if tokenizer is None:
@@ -136,12 +194,3 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
         },
     }
     return f"sha256:{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()}"
-
-
-def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return list(flat.view(torch.uint8).split(_PIECE_BYTES)) if flat.numel() else []
-
-
-def _sha256(piece: torch.Tensor) -> bytes:
-    return hashlib.sha256(piece.cpu().numpy()).digest()

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from skymemory.cache.results import LoadResult
 from skymemory.errors import InvalidInput
+from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 
 # Blocks are only read from these buffers, never written to.
@@ -169,6 +170,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.result = LoadResult(prompt_tokens=0)
         self.guard: object = None
         """The one hook that may ``advance`` it and ``note`` tokens: that of the one model this cache is for."""
+        self.context: CacheContext | None = None
+        """Whose cache it is; None: nobody's that could be stored."""
         self.loaded: Tokens = _NO_TOKENS
         """What the room holds from the first token on, whether it is contents already or not."""
         self.padding = 0
