@@ -31,6 +31,7 @@ from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, prompt_ids, sha
 from skymemory.engine.quantizers import codec_of, readable_codecs
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.forks import OwnLock
+from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
 from skymemory.kv.layout import KVLayout
 from skymemory.metrics import Counters
@@ -101,6 +102,8 @@ class KVCManager:
                 tenant_salt=tenant_salt,
             ),
         )  # fmt: skip
+        if self.layout.value_dim and chosen is not RAW:
+            raise InvalidInput(f"codec {codec!r} is for keys and values of one width, this model's are {self.layout}")
         self._owns_store = store is None
         self.store: Store = store if store is not None else MemoryStore()
         self._codec = chosen
@@ -213,7 +216,7 @@ class KVCManager:
                 self._kept.popleft()  # before making the new one, which may then use its memory
             self._look_at_the_model()
             if self._unservable:
-                cache = SkyCache(self.layout, self._room_tokens(len(ids)), self.model.device, self._pool)
+                cache = self._empty(len(ids))
                 blocks = len(ids) // self.layout.block_tokens
                 cache.result = LoadResult(len(ids), blocks=blocks, failed_blocks={"unservable model": blocks})
             else:
@@ -226,9 +229,13 @@ class KVCManager:
             self._handed.add(cache)
             return cache
 
+    def _empty(self, prompt_tokens: int) -> SkyCache:
+        room_tokens = self._room_tokens(prompt_tokens)
+        return SkyCache(self.layout, room_tokens, self.model.device, self._pool, self._identity.windows)
+
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
         """A cache filled with the longest stored prefix, at most ``limit_tokens``; for a user as ``loading`` says."""
-        cache = SkyCache(self.layout, self._room_tokens(len(ids)), self.model.device, self._pool)
+        cache = self._empty(len(ids))
         if account and self.loading != "prefix":
             cache.result = self.cake.load(cache, ids, limit_tokens, seconds, _SIDES[self.loading])
             return cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from skymemory.engine.substance import Substance, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
@@ -25,6 +25,8 @@ _NOT_IDENTITY = (
     "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type",
 )  # fmt: skip
 """Fields of a configuration that say nothing of the numbers in the cache (dtype is in the layout)."""
+_KEPT = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers that hold keys and values of tokens, and nothing else."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -54,6 +56,7 @@ class Identity:
         check_supported(model)
         self._check_hooks()
         self.layout = probe_layout(model, block_tokens)
+        self.windows = windows_of(model)
         self.context = self._context(self._substance.digest() if weights is None else self._substance.watch(weights))
 
     def renew(self) -> bool:
@@ -68,6 +71,7 @@ class Identity:
         check_supported(self._model)
         before = self.context
         self.layout, self._conditions = probe_layout(self._model, self._block_tokens), now
+        self.windows = windows_of(self._model)
         self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
         return self.context != before
 
@@ -115,12 +119,11 @@ def check_supported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or not model.can_generate():
         raise UnsupportedModel(f"{name} is not a decoder-only language model: its cache is not a token prefix")
-    layers = DynamicCache(config=config).layers
-    odd = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
-    if odd or not layers or not model._supports_default_dynamic_cache():
+    odd = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in _KEPT})
+    if odd or not model._supports_default_dynamic_cache():
         raise UnsupportedModel(
-            f"{name} has layers that do not keep every token ({', '.join(odd) or 'no standard cache'}): "
-            "sliding-window, chunked and hybrid models are not supported, only full attention in every layer"
+            f"{name} keeps more than keys and values of tokens ({', '.join(odd) or 'no standard cache'}): models with a "
+            "recurrent state are not supported"
         )
     implementation = getattr(model.generation_config, "cache_implementation", None)
     if implementation not in (None, "dynamic"):
@@ -149,23 +152,27 @@ def probe_layout(model: PreTrainedModel, block_tokens: int) -> KVLayout:
     with torch.inference_mode():
         model(input_ids=ids, past_key_values=cache, use_cache=True)
     shapes = {
-        (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        (tuple(layer.keys.shape), tuple(layer.values.shape), str(layer.keys.dtype).removeprefix("torch."))
         for layer in cache.layers
-        for tensor in (layer.keys, layer.values)
-        if tensor is not None
+        if layer.keys is not None
     }
-    if len(shapes) != 1:
+    if len(shapes) != 1 or any(layer.keys is None for layer in cache.layers):
         raise UnsupportedModel(
-            f"{type(model).__name__} writes tensors of several shapes {sorted(shapes)}: every layer's keys and values "
-            "must be alike"
+            f"{type(model).__name__} writes tensors of several shapes {sorted(shapes)}: all layers must be alike"
         )
-    (shape, dtype) = shapes.pop()
-    if len(shape) != 4 or shape[0] != 1 or shape[2] != 2 or dtype not in ITEM_BYTES:
+    (keys, values, dtype) = shapes.pop()
+    if len(keys) != 4 or keys[:3] != (1, keys[1], 2) or keys[:3] != values[:3] or dtype not in ITEM_BYTES:
         raise UnsupportedModel(
-            f"{type(model).__name__} writes {dtype} tensors of shape {shape} for two tokens: expected "
-            f"(1, kv_heads, 2, head_dim) in {', '.join(ITEM_BYTES)}"
+            f"{type(model).__name__} writes {dtype} tensors of shapes {keys} and {values} for two tokens: expected "
+            f"(1, kv_heads, 2, width) in {', '.join(ITEM_BYTES)}"
         )
-    return KVLayout(len(cache.layers), shape[1], shape[3], block_tokens, dtype)
+    return KVLayout(len(cache.layers), keys[1], keys[3], block_tokens, dtype, values[3])
+
+
+def windows_of(model: PreTrainedModel) -> tuple[int | None, ...]:
+    """Of each layer how far back a token sees; None: to the first."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return tuple(layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers)
 
 
 def model_identity(model: PreTrainedModel) -> str:

@@ -12,6 +12,7 @@ import mmap
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -85,13 +86,13 @@ def _fresh(size_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer whose keys and values live in ``room`` (2, kv_heads, room_tokens, head_dim) as long as they fit."""
+    """One layer whose keys and values live in ``room`` as long as they fit: (kv_heads, room_tokens, width) of each."""
 
-    def __init__(self, room: torch.Tensor) -> None:
+    def __init__(self, room: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()
-        self._room: torch.Tensor | None = room
+        self._room: tuple[torch.Tensor, torch.Tensor] | None = room
         self._in_place: torch.Tensor | None = None  # the keys that we made; anyone else's mean: leave the room
-        self.dtype, self.device = room.dtype, room.device
+        self.dtype, self.device = room[0].dtype, room[0].device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -102,7 +103,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         room = self._room
         if room is None or not tokens:
             return
-        self.keys, self.values = room[0, None, :, :tokens], room[1, None, :, :tokens]
+        self.keys, self.values = room[0][None, :, :tokens], room[1][None, :, :tokens]
         self._in_place, self.is_initialized = self.keys, True
 
     def update(
@@ -118,16 +119,16 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             room is None
             or self.keys is not self._in_place
             or key_states.shape[0] != 1
-            or end > room.shape[2]
-            or key_states.dtype != room.dtype
-            or key_states.device != room.device
+            or end > room[0].shape[1]
+            or key_states.dtype != room[0].dtype
+            or key_states.device != room[0].device
             or (torch.is_grad_enabled() and key_states.requires_grad)
         ):
             self._room = self._in_place = None
             keys, values = super().update(key_states, value_states, *args, **kwargs)
             return keys, values
-        room[0, :, start:end] = key_states[0]
-        room[1, :, start:end] = value_states[0]
+        room[0][:, start:end] = key_states[0]
+        room[1][:, start:end] = value_states[0]
         self.fill(end)
         return self.keys, self.values
 
@@ -142,6 +143,44 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = False
 
 
+class SlidingLayer(GrowingLayer):
+    """One layer whose tokens are seen by the ``window`` tokens from each on only.
+
+    transformers' own layer drops what is out of sight. This one keeps it, for blocks are stored from it, and shows the
+    model the same: what the first of the new tokens sees, and what comes behind that.
+    """
+
+    is_sliding = True
+
+    def __init__(self, room: tuple[torch.Tensor, torch.Tensor], window: int) -> None:
+        super().__init__(room)
+        self.sliding_window = window
+
+    @property
+    def cumulative_length(self) -> int:
+        return int(self.get_seq_length())
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append, and return what the new tokens see."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        seen = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[..., -seen:, :], values[..., -seen:, :]
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        """Length and offset of what is shown."""
+        held = self.get_seq_length()
+        new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return min(held, self.sliding_window - 1) + new, max(held - self.sliding_window + 1, 0)
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    def get_max_cache_shape(self) -> int:
+        return self.sliding_window
+
+
 class SkyCache(DynamicCache):  # type: ignore[misc]
     """A DynamicCache that knows which tokens it holds and where they came from.
 
@@ -154,19 +193,29 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     known, and the same for all sequences that the cache holds; nothing else is ever stored from it.
     """
 
-    def __init__(self, layout: KVLayout, room_tokens: int, device: torch.device, pool: RoomPool) -> None:
-        dtype = TORCH_DTYPES[layout.dtype]
-        shape = (layout.layers, 2, layout.kv_heads, room_tokens, layout.head_dim)
+    def __init__(
+        self,
+        layout: KVLayout,
+        room_tokens: int,
+        device: torch.device,
+        pool: RoomPool,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        """``windows``: of each layer how far its tokens are seen; None: by all behind them. Empty: of all None."""
+        dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
         if device.type == "cpu":
-            room = pool.take(layout.token_bytes * room_tokens)[: layout.token_bytes * room_tokens]
-            self._room = room.view(dtype).view(shape)
-            self._bytes: npt.NDArray[np.uint8] | None = self._room.view(torch.uint8).numpy()
+            self._room = pool.take(size_bytes)[:size_bytes].view(dtype)
         else:
-            self._room = torch.empty(shape, dtype=dtype, device=device)
-            self._bytes = None
+            self._room = torch.empty(size_bytes // layout.item_bytes, dtype=dtype, device=device)
+        self._rooms = _rooms(self._room, layout, room_tokens)
+        self._bytes = [room.view(torch.uint8).numpy() for room in self._rooms] if device.type == "cpu" else None
         super().__init__()
         self.layer_class_to_replicate = None
-        self.layers = [GrowingLayer(self._room[layer]) for layer in range(layout.layers)]
+        pairs = zip(*self._rooms, windows or [None] * layout.layers, strict=True)
+        self.layers = [
+            GrowingLayer((keys, values)) if window is None else SlidingLayer((keys, values), window)
+            for keys, values, window in pairs
+        ]
         self.result = LoadResult(prompt_tokens=0)
         self.guard: object = None
         """The one hook that may ``advance`` it and ``note`` tokens: that of the one model this cache is for."""
@@ -187,10 +236,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         tokens = self._layout.block_tokens
         span = slice(index * tokens, (index + 1) * tokens)
         if self._bytes is not None:
-            np.copyto(self._bytes[:, :, :, span], np.frombuffer(block, np.uint8).reshape(byte_shape(self._layout)))
+            for there, part in zip(self._bytes, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
+                np.copyto(there[:, :, span], part)
         else:
-            source = torch.frombuffer(block, dtype=self._room.dtype).view(self._layout.shape)
-            self._room[:, :, :, span].copy_(source)
+            for room, part in zip(self._rooms, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
+                room[:, :, span].copy_(torch.from_numpy(np.ascontiguousarray(part)).view(room.dtype))
 
     def fill(self, tokens: Tokens) -> None:
         """Declare ``tokens`` to be what the placed blocks hold, from the first on."""
@@ -280,21 +330,35 @@ class CacheSource:
 
     def read(self, index: int, out: memoryview) -> None:
         tokens = self._layout.block_tokens
-        target = np.frombuffer(out, np.uint8).reshape(byte_shape(self._layout))
-        for layer, pair in enumerate(self._layers):
-            for which, tensor in enumerate(pair):
-                part = tensor[:, index * tokens : (index + 1) * tokens]
+        for which, target in enumerate(_parts(np.frombuffer(out, np.uint8), self._layout)):
+            for layer, pair in enumerate(self._layers):
+                part = pair[which][:, index * tokens : (index + 1) * tokens]
                 part = part.cpu() if part.stride(-1) == 1 else part.cpu().contiguous()
-                np.copyto(target[layer, which], part.view(torch.uint8).numpy())
+                np.copyto(target[layer], part.view(torch.uint8).numpy())
 
 
-def byte_shape(layout: KVLayout) -> tuple[int, int, int, int, int]:
-    """The shape of a block seen as bytes.
+def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all layers in ``room``, each (layers, kv_heads, tokens, width)."""
+    of_keys, of_values = layout.widths
+    if of_keys == of_values:  # as a block has them
+        both = room.view(layout.layers, 2, layout.kv_heads, tokens, of_keys)
+        return both[:, 0], both[:, 1]
+    keys = layout.layers * layout.kv_heads * tokens * of_keys
+    shape = (layout.layers, layout.kv_heads, tokens)
+    return room[:keys].view(*shape, of_keys), room[keys:].view(*shape, of_values)
+
+
+def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Keys and values of a block, each (layers, kv_heads, tokens, bytes of a head).
 
     Blocks are copied as bytes by numpy: 20 GB/s on one thread. torch's copy shares the work among threads, and waits
     15 ms for one that another program keeps from running.
     """
-    return (*layout.shape[:4], layout.head_dim * layout.item_bytes)
+    layers = block.reshape(layout.layers, -1)
+    shape = (layout.layers, layout.kv_heads, layout.block_tokens)
+    of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
+    keys = layout.kv_heads * layout.block_tokens * of_keys
+    return layers[:, :keys].reshape(*shape, of_keys), layers[:, keys:].reshape(*shape, of_values)
 
 
 def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
@@ -304,19 +368,23 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 
 def foreign_length(cache: Cache, layout: KVLayout) -> int:
     """Tokens held by a cache that is not ours; InvalidInput if it cannot be one of this model and a single sequence."""
-    expected = (1, layout.kv_heads, layout.head_dim)
     lengths = set()
     for layer in cache.layers:
-        for tensor in (layer.keys, layer.values):
+        for tensor, width in zip((layer.keys, layer.values), layout.widths, strict=True):
             shape = tuple(tensor.shape) if tensor is not None else ()
             if (
                 len(shape) != 4
-                or (shape[0], shape[1], shape[3]) != expected
+                or (shape[0], shape[1], shape[3]) != (1, layout.kv_heads, width)
                 or tensor.dtype != TORCH_DTYPES[layout.dtype]
             ):
                 raise InvalidInput(
-                    f"a cache with tensors of shape {shape}, expected (1, {layout.kv_heads}, tokens, {layout.head_dim})"
+                    f"a cache with tensors of shape {shape}, expected (1, {layout.kv_heads}, tokens, {width})"
                     f" of {layout.dtype}: one sequence, as this model writes it"
+                )
+            if shape[2] < layer.get_seq_length():
+                raise InvalidInput(
+                    f"a cache that has dropped all but the last {shape[2]} of its {layer.get_seq_length()} tokens, as "
+                    "sliding windows do: pass the one that get_cache gave"
                 )
             lengths.add(shape[2])
     if len(cache.layers) != layout.layers or len(lengths) != 1:

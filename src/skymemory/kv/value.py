@@ -5,7 +5,8 @@ Layout, little-endian, 64 bytes, then the name, then the payload::
     0  magic "SKYV"      4   version 1      5  codec id 1    6  dtype 1        7  zero 1
     8  raw_bytes 8      16   payload_bytes 8
     24 layers 4         28   kv_heads 4    32  head_dim 4   36  block_tokens 4     (all zero: not a KV block)
-    40 name_bytes 2     42   zero 18       60  CRC-32 of the header with this field zero, and of the name
+    40 name_bytes 2     42   value_dim 4 (zero: as head_dim)
+    46 zero 14          60  CRC-32 of the header with this field zero, and of the name
 
 A later version keeps the magic and the version's place; all else is its own. A writer writes the oldest version that
 suffices. What has a later version, a dtype that is not known or a reserved byte that is not zero is ``LaterVersion``.
@@ -32,7 +33,7 @@ BYTES_DTYPE = "bytes"
 """dtype of a value of the general key-value store: any bytes, no layout."""
 
 _MAGIC = b"SKYV"
-_HEADER = struct.Struct("<4sBBBxQQIIIIH18xI")
+_HEADER = struct.Struct("<4sBBBxQQIIIIHI14xI")
 _CRC_AT = 60
 _DTYPES = (BYTES_DTYPE, "float32", "float16", "bfloat16")
 
@@ -81,7 +82,7 @@ class ValueHeader:
     def pack(self) -> bytes:
         """The header and the name; the payload follows."""
         name = self.name.encode()
-        numbers = (0, 0, 0, 0)
+        numbers, value_dim = (0, 0, 0, 0), 0
         if self.layout is not None:
             numbers = (
                 self.layout.layers,
@@ -89,7 +90,8 @@ class ValueHeader:
                 self.layout.head_dim,
                 self.layout.block_tokens,
             )
-        sizes = (self.raw_bytes, self.payload_bytes, *numbers, len(name))
+            value_dim = self.layout.value_dim
+        sizes = (self.raw_bytes, self.payload_bytes, *numbers, len(name), value_dim)
         dtype_id = _DTYPES.index(self.dtype)
         front = _HEADER.pack(_MAGIC, HEADER_VERSION, self.codec_id, dtype_id, *sizes, 0)
         return front[:_CRC_AT] + native.crc32(front + name).to_bytes(4, "little") + name
@@ -119,7 +121,8 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
     view = memoryview(start_of_value).cast("B")
     if len(view) < HEADER_BYTES:
         raise MalformedPacket(f"a stored value has at least {HEADER_BYTES} bytes, got {len(view)}")
-    magic, version, codec_id, dtype_id, raw_bytes, payload_bytes, *numbers, name_bytes, crc = _HEADER.unpack_from(view)
+    magic, version, codec_id, dtype_id, raw_bytes, payload_bytes, *shape = _HEADER.unpack_from(view)
+    *numbers, name_bytes, value_dim, crc = shape
     if magic != _MAGIC:
         raise MalformedPacket(f"not a stored value: it begins with {bytes(magic).hex()}, expected {_MAGIC.hex()}")
     if version > HEADER_VERSION:
@@ -132,11 +135,12 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
     front[_CRC_AT:HEADER_BYTES] = bytes(4)
     if native.crc32(front) != crc:
         raise MalformedPacket("the header of a stored value is damaged: its checksum differs")
-    if dtype_id >= len(_DTYPES) or front[7] or any(front[42:_CRC_AT]):
+    if dtype_id >= len(_DTYPES) or front[7] or any(front[46:_CRC_AT]):
         raise LaterVersion("the header of a stored value uses a dtype or reserved bytes unknown to this release")
     try:
-        layout = KVLayout(numbers[0], numbers[1], numbers[2], numbers[3], _DTYPES[dtype_id]) if dtype_id else None
-        if layout is None and any(numbers):
+        layers, kv_heads, head_dim, tokens = numbers
+        layout = KVLayout(layers, kv_heads, head_dim, tokens, _DTYPES[dtype_id], value_dim) if dtype_id else None
+        if layout is None and (any(numbers) or value_dim):
             raise MalformedPacket("the header of a stored value has layout numbers but says plain bytes")
         name = front[HEADER_BYTES:].decode()
         return ValueHeader(codec_id, raw_bytes, payload_bytes, layout, name)
