@@ -284,9 +284,11 @@ class KVCManager:
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:
-        """``ids`` and, where a cache of ours was generated into behind them, what that was."""
+        """``ids`` and, where a cache of ours was generated into behind them, what that was; without the last token where
+        that was generated last, and so was never computed.
+        """
         known = (cache.tokens() for cache in self._handed if cache.context == self.context)
-        return max((held for held in known if shared_prefix(held, ids) == len(ids)), key=len, default=ids)
+        return max((held for held in known if shared_prefix(held, ids) >= len(ids) - 1 > 0), key=len, default=ids)
 
     def _computed(self, ids: Tokens, given: Cache | None) -> tuple[CacheSource | None, int]:
         """Where the first blocks of ``ids`` are already computed, and how many of them."""

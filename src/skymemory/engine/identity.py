@@ -12,6 +12,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from skymemory.engine.probe import check_goes_on
 from skymemory.engine.substance import Substance, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.kv.context import CacheContext
@@ -57,6 +58,7 @@ class Identity:
         self._check_hooks()
         self.layout = probe_layout(model, block_tokens)
         self.windows = windows_of(model)
+        check_goes_on(model, self.layout, self.windows)
         self.context = self._context(self._substance.digest() if weights is None else self._substance.watch(weights))
 
     def renew(self) -> bool:
@@ -122,8 +124,8 @@ def check_supported(model: PreTrainedModel) -> None:
     odd = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in _KEPT})
     if odd or not model._supports_default_dynamic_cache():
         raise UnsupportedModel(
-            f"{name} keeps more than keys and values of tokens ({', '.join(odd) or 'no standard cache'}): models with a "
-            "recurrent state are not supported"
+            f"{name} keeps more than the keys and values of tokens ({', '.join(odd) or 'no standard cache'}): a "
+            "recurrent state is not supported"
         )
     implementation = getattr(model.generation_config, "cache_implementation", None)
     if implementation not in (None, "dynamic"):

@@ -1,0 +1,53 @@
+"""Whether a model goes on from a cache as if it had computed it: tried, before anybody relies on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache
+from skymemory.errors import UnsupportedModel
+from skymemory.kv.layout import KVLayout
+
+_BLOCK_TOKENS = 4
+_FRONT_BLOCKS, _TOKENS = 4, 24
+_TOLERANCE = {"float32": 0.02}
+"""Of the spread of the logits; in 16 bits rounding is of that order, and a wrong position far beyond it."""
+_TOLERANCE_16_BIT = 0.5
+
+
+def check_goes_on(model: PreTrainedModel, layout: KVLayout, windows: Sequence[int | None]) -> None:
+    """Run over a few tokens at once, and over the same in two parts with our cache between them.
+
+    Raises UnsupportedModel where the next word differs by more than rounding, or the second part cannot be run.
+    """
+    name = type(model).__name__
+    small = dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS)
+    front = _FRONT_BLOCKS * _BLOCK_TOKENS
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (1, _TOKENS), generator=draw).to(model.device)
+    with torch.inference_mode():
+        whole = model(input_ids=ids, use_cache=True).logits[0, -1].float()
+        first = SkyCache(small, _TOKENS, model.device, RoomPool(keep=2), windows)
+        model(input_ids=ids[:, :front], past_key_values=first, use_cache=True)
+        second = SkyCache(small, _TOKENS, model.device, RoomPool(keep=2), windows)
+        block = bytearray(small.block_bytes)
+        source = CacheSource(first, small)
+        for index in range(_FRONT_BLOCKS):
+            source.read(index, memoryview(block))
+            second.place(index, memoryview(block))
+        second.fill(ids[0, :front].cpu().numpy())
+        try:
+            parts = model(input_ids=ids[:, front:], past_key_values=second, use_cache=True).logits[0, -1].float()
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+            raise UnsupportedModel(f"{name} cannot go on from a cache with several tokens: {error}") from error
+    spread, differs = float(whole.std()), float((whole - parts).abs().max())
+    if not differs <= _TOLERANCE.get(layout.dtype, _TOLERANCE_16_BIT) * spread:
+        raise UnsupportedModel(
+            f"{name} goes on from a cache with other results than it has at once (its next word's logits differ by "
+            f"{differs:.2g}, their spread is {spread:.2g}): it cannot be served from one"
+        )

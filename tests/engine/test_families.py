@@ -1,0 +1,77 @@
+"""Every family that people run: the same tokens by every way of decoding, and nearly all of it from the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.engine.families import FAMILIES, build  # noqa: E402
+
+from skymemory import KVCManager  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 8
+PROMPT_TOKENS = 75
+USES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "several answers": {"do_sample": True, "num_return_sequences": 2},
+    "prompt look-up": {"prompt_lookup_num_tokens": 3},
+    "in chunks": {"prefill_chunk_size": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Any:
+    return torch.randint(3, 120, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Any:
+    return build(request.param)
+
+
+def answer(model: Any, ids: Any, cache: Any = None, **options: Any) -> Any:
+    torch.manual_seed(5)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, **options}
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+def test_same_tokens_by_every_use(family: Any, prompt: Any) -> None:
+    with KVCManager(family, block_tokens=BLOCK) as kvc:
+        kvc.add_blocks_ids(prompt)
+        for name, options in USES.items():
+            if name == "prompt look-up" and not family._supports_default_dynamic_cache():
+                continue
+            without = answer(family, prompt, **options)
+            cache = kvc.get_cache_ids(prompt)
+            assert cache.result.cached_tokens == PROMPT_TOKENS // BLOCK * BLOCK, name
+            assert torch.equal(answer(family, prompt, cache, **options), without), name
+            batch = prompt.repeat(2, 1)
+            assert torch.equal(answer(family, batch, kvc.get_cache_ids(prompt)), answer(family, batch))
+        assert not [name for name in kvc.counters.as_dict() if name.startswith("unused_tokens")]
+
+
+def test_every_length_and_a_chat_that_goes_on(family: Any, prompt: Any) -> None:
+    with KVCManager(family, block_tokens=BLOCK) as kvc:
+        kvc.add_blocks_ids(prompt[:, :50])
+        for length in (7, 8, 9, 24, 48, 49, 50, 51, 75):
+            ids = prompt[:, :length]
+            cache = kvc.get_cache_ids(ids)
+            assert cache.result.cached_tokens == min(length // BLOCK * BLOCK, 48, length - 1)
+            assert torch.equal(answer(family, ids, cache), answer(family, ids))
+        turn = prompt[:, :50]
+        for _ in range(5):
+            said = answer(family, turn, kvc.get_cache_ids(turn))
+            assert torch.equal(said, answer(family, turn))
+            added = kvc.add_blocks(said)
+            assert added.prefilled_tokens == 0 and added.refused_blocks == 0
+            turn = torch.cat([said, prompt[:, :9]], dim=1)
+            found = kvc.get_cache_ids(turn).result
+            assert found.computed_tokens <= 9 + BLOCK
