@@ -95,8 +95,7 @@ def greedy(model: Any, ids: Any, cache: Any = None) -> list[int]:
     return model.generate(ids, past_key_values=cache, **options)[0].tolist()
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("change", "named"), [*((change, False) for change in CHANGES), ("in place", True)])
 def test_a_change_is_seen_wherever_it_comes(change: str, named: bool, ids: Any) -> None:
     build, changed = CHANGES[change]
     for moment in ("before asking", "before computing", "before storing"):
@@ -176,6 +175,7 @@ def test_packed_weights_are_in_the_digest() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.slow
 def test_the_digest_is_the_same_in_every_process_and_wherever_it_was_loaded_from(tmp_path: Any) -> None:
     import subprocess
     import sys

@@ -32,14 +32,21 @@ def prompt() -> Any:
     return torch.randint(3, 120, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+EACH_KIND = {"Llama", "GPT-2", "Bloom", "Qwen3 MoE", "Gemma 3", "gpt-oss", "Llama 4", "DeepSeek V3"}
+"""One of every kind that differs for a cache; the others run with the slow tests."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in EACH_KIND else pytest.mark.slow) for name in FAMILIES],
+)
 def family(request: pytest.FixtureRequest) -> Any:
     return build(request.param)
 
 
 def answer(model: Any, ids: Any, cache: Any = None, **options: Any) -> Any:
     torch.manual_seed(5)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, **options}
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "do_sample": False, **options}
     return model.generate(ids, past_key_values=cache, **options)
 
 
@@ -67,7 +74,7 @@ def test_every_length_and_a_chat_that_goes_on(family: Any, prompt: Any) -> None:
             assert cache.result.cached_tokens == min(length // BLOCK * BLOCK, 48, length - 1)
             assert torch.equal(answer(family, ids, cache), answer(family, ids))
         turn = prompt[:, :50]
-        for _ in range(5):
+        for _ in range(4):
             said = answer(family, turn, kvc.get_cache_ids(turn))
             assert torch.equal(said, answer(family, turn))
             added = kvc.add_blocks(said)

@@ -284,8 +284,8 @@ class KVCManager:
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:
-        """``ids`` and, where a cache of ours was generated into behind them, what that was; without the last token where
-        that was generated last, and so was never computed.
+        """``ids`` with what was generated behind them into a cache of ours, as far as that was computed: an answer's last
+        token never is.
         """
         known = (cache.tokens() for cache in self._handed if cache.context == self.context)
         return max((held for held in known if shared_prefix(held, ids) >= len(ids) - 1 > 0), key=len, default=ids)
