@@ -284,9 +284,7 @@ class KVCManager:
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:
-        """``ids`` with what was generated behind them into a cache of ours, as far as that was computed: an answer's last
-        token never is.
-        """
+        """``ids`` with what was generated behind them into a cache of ours, as far as it was computed: not the last."""
         known = (cache.tokens() for cache in self._handed if cache.context == self.context)
         return max((held for held in known if shared_prefix(held, ids) >= len(ids) - 1 > 0), key=len, default=ids)
 
