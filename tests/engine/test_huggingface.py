@@ -108,6 +108,17 @@ def test_generated_tokens_can_be_stored_too(model: Any, tokenizer: Any, document
     assert with_cache.tolist() == model.generate(torch.tensor([follow]), max_new_tokens=8).tolist()
 
 
+def test_a_prompt_that_differs_in_its_last_token_is_another(model: Any, kvc: KVCManager) -> None:
+    one = torch.arange(3, 3 + 4 * BLOCK)[None]
+    other = one.clone()
+    other[0, -1] = 2
+    options = {"attention_mask": torch.ones_like(one), "max_new_tokens": 2 * BLOCK, "do_sample": False}
+    model.generate(one, past_key_values=kvc.get_cache_ids(one), **options)
+    assert kvc.add_blocks_ids(other).blocks == 4
+    assert kvc.get_cache_ids(other).result.loaded_blocks == 4
+    assert kvc.add_blocks_ids(one).blocks > 4
+
+
 def test_past_the_room_the_output_is_the_same(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
     prompt = document[:300]
     kvc.add_blocks(prompt)

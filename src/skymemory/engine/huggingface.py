@@ -285,8 +285,9 @@ class KVCManager:
 
     def _with_answer(self, ids: Tokens) -> Tokens:
         """``ids`` with what was generated behind them into a cache of ours, as far as it was computed: not the last."""
-        known = (cache.tokens() for cache in self._handed if cache.context == self.context)
-        return max((held for held in known if shared_prefix(held, ids) >= len(ids) - 1 > 0), key=len, default=ids)
+        known = [cache.tokens() for cache in self._handed if cache.context == self.context]
+        fitting = [held for held in known if shared_prefix(held, ids) == min(len(held), len(ids)) >= len(ids) - 1]
+        return max(fitting, key=len, default=ids)
 
     def _computed(self, ids: Tokens, given: Cache | None) -> tuple[CacheSource | None, int]:
         """Where the first blocks of ``ids`` are already computed, and how many of them."""
