@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,13 @@ _LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
     **_EXPERTS,
+}  # fmt: skip
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+}  # fmt: skip
+_GATED_DELTA: dict[str, Any] = {
+    "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }  # fmt: skip
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -56,6 +62,30 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "head_dim": 8, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 64,
         "no_rope_layers": [1, 1, 1, 0],
     }),
+    "Qwen3-Next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {
+        **_GATED_DELTA, "num_experts": 4, **_EXPERTS, "shared_expert_intermediate_size": 16,
+    }),
+    "Qwen3.5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _GATED_DELTA),
+    "Falcon-H1": ("FalconH1ForCausalLM", "FalconH1Config", {
+        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "head_dim": 8,
+        "mamba_n_groups": 1, "mamba_chunk_size": 8,
+    }),
+    "Bamba": ("BambaForCausalLM", "BambaConfig", {**_MAMBA, "attn_layer_indices": [1, 3]}),
+    "Granite 4": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", {
+        **_MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "shared_intermediate_size": 32,
+    }),
+    "Nemotron-H": ("NemotronHForCausalLM", "NemotronHConfig", {
+        "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "head_dim": 8, "chunk_size": 8,
+    }),
+    "Jamba": ("JambaForCausalLM", "JambaConfig", {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    }),
+    "LFM2": ("Lfm2ForCausalLM", "Lfm2Config", {
+        "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False,
+    }),
     "DeepSeek V2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT),
     "DeepSeek V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT),
 }  # fmt: skip
@@ -77,4 +107,5 @@ def build(name: str) -> Any:
     return model
 
 
-builders: dict[str, Callable[[], Any]] = {name: lambda name=name: build(name) for name in FAMILIES}  # type: ignore[misc]
+WITH_STATES = {"Qwen3-Next", "Qwen3.5", "Falcon-H1", "Bamba", "Granite 4", "Nemotron-H", "Jamba", "LFM2"}
+"""What is found of them ends where a state was kept."""

@@ -243,6 +243,21 @@ class BlockCache:
                 tally.tiers.append((keys[offset].tier if keys else "") or self.store.name)
                 tally.size_bytes += value.nbytes
 
+    def fetch(self, block_hash: BlockHash, sink: BlockSink) -> str:
+        """Place one block, whatever is before it, in ``sink`` as block 0; why that could not be, or empty."""
+        self.owner.check()
+        try:
+            with worth(self.compute.seconds(self.layout.block_tokens)):
+                (value,) = self.store.get_many([block_hash])
+        except TIER_FAILURES:
+            self.tier_failed()
+            return "unreachable"
+        if value is None:
+            return "absent"
+        if failure := self.place(sink, 0, block_hash, value):
+            self.forget_wrong(block_hash, failure)
+        return failure
+
     def place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
         """Verify, decode and hand over one block; why it could not be used, or empty."""
         return place_block(sink, index, block_hash, value, self.layout, self._readable)
@@ -313,7 +328,11 @@ class BlockCache:
             self.counters.add("failed_blocks_total", blocks, reason)
         self.counters.add("loaded_bytes_total", result.size_bytes, self.store.name)
         if account:
-            self.counters.add("lookup_tokens_total", result.prompt_tokens)
-            self.counters.add("computed_tokens_total", result.computed_tokens)
-            for tier, tokens in result.hit_tokens.items():
-                self.counters.add("hit_tokens_total", tokens, tier)
+            self.count_tokens(result)
+
+    def count_tokens(self, result: LoadResult) -> None:
+        """Add the tokens of a prompt to the counters, by where they come from."""
+        self.counters.add("lookup_tokens_total", result.prompt_tokens)
+        self.counters.add("computed_tokens_total", result.computed_tokens)
+        for tier, tokens in result.hit_tokens.items():
+            self.counters.add("hit_tokens_total", tokens, tier)

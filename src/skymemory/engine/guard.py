@@ -34,6 +34,7 @@ class Guard:
         """``same``: whether the model is what it was when the cache was handed out."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
         self._counters = counters
         self._same = same
 
@@ -51,10 +52,11 @@ class Guard:
             if len(cache.loaded):
                 self._refuse(cache, "a model that has changed since", len(cache.loaded), 0)
             cache.context = None
-        if len(cache.loaded) > start:
+        if len(cache.loaded) > start or (cache.states and not start):
             given = self._advance(cache, start, given)
         elif start:
             _check_goes_on(start, given)
+            cache.stop(decoding=True)
         ids = given.get("input_ids")
         cache.note(ids, plain=_is_plain(cache.get_seq_length(), ids, given))
         return (), given
@@ -72,17 +74,40 @@ class Guard:
             why = call
         else:
             same = call.shared(loaded)
-            usable = max(0, min(same, call.tokens - call.kept))
+            usable = cache.usable(max(0, min(same, call.tokens - call.kept)))
             why = "other tokens than it was made for" if same < min(len(loaded), call.tokens) else ""
         if why:
             self._refuse(cache, why, len(loaded), usable)
-        if not usable or isinstance(call, str):
+        if isinstance(call, str):
             return given
-        cache.advance(usable)
+        if usable:
+            cache.advance(usable)
+        if cache.states and not torch.is_grad_enabled():
+            usable += self._compute_to_stops(cache, call, usable)
+        if not usable:
+            return given
         if call.rows > 1:
             cache.batch_repeat_interleave(call.rows)
         cache.padding = call.padding
         return _behind(given, call.padding + usable, call.padding)
+
+    def _compute_to_stops(self, cache: SkyCache, call: _Call, begun: int) -> int:
+        """Where states are to be kept the model's passes have to end: run it up to the last such place, as far as all
+        rows are the same; how many tokens that was. ``begun`` of the call's are contents already.
+        """
+        start = cache.get_seq_length() - begun
+        end = min(call.tokens - call.kept, call.same_in_all_rows())
+        ids = call.ids[:1].to(self._model.device)
+        cache.guard = None  # these passes are our own
+        try:
+            for stop in cache.stops_before(start + end):
+                piece = ids[:, cache.get_seq_length() - start : stop - start]
+                cache.note(piece, plain=True)
+                self._model(input_ids=piece, past_key_values=cache, use_cache=True, **self._last_logits)
+                cache.stop()
+        finally:
+            cache.guard = self
+        return int(cache.get_seq_length()) - start - begun
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
         """Of the next ``loaded`` tokens only ``usable`` may become contents."""
@@ -108,6 +133,11 @@ class _Call:
     @property
     def tokens(self) -> int:
         return int(self.ids.shape[1])
+
+    def same_in_all_rows(self) -> int:
+        """The first tokens that all rows share."""
+        differing = (self.ids != self.ids[:1]).any(dim=0).nonzero()
+        return int(differing[0]) if len(differing) else self.tokens
 
     def shared(self, loaded: Tokens) -> int:
         """The first tokens that are those of ``loaded`` in all rows."""

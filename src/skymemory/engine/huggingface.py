@@ -7,6 +7,7 @@ kvc.add_blocks(prompt)
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import weakref
@@ -29,6 +30,7 @@ from skymemory.engine.identity import Identity, tokenizer_digest
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
 from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, prompt_ids, shared_prefix
 from skymemory.engine.quantizers import codec_of, readable_codecs
+from skymemory.engine.states import StoredStates
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.forks import OwnLock
 from skymemory.kv.codec.raw import RAW
@@ -109,6 +111,9 @@ class KVCManager:
         self._codec = chosen
         self._counters = counters if counters is not None else Counters()
         self.blocks = self._block_cache()
+        self._states = self._stored_states()
+        if self._states is not None and loading != "prefix":
+            raise InvalidInput(f"loading={loading!r} is for models without recurrent states, as this one has them")
         self.last = LoadResult(prompt_tokens=0)
         """Where the last ``get_cache`` took its tokens from, and how long it took."""
         self.last_stored = StoreResult(prompt_tokens=0)
@@ -134,6 +139,11 @@ class KVCManager:
     @property
     def layout(self) -> KVLayout:
         return self._identity.layout
+
+    @property
+    def states_kept(self) -> bool:
+        """Whether the model has recurrent states: then what is found of a prompt ends where one was kept."""
+        return self._states is not None
 
     @property
     def counters(self) -> Counters:
@@ -230,12 +240,19 @@ class KVCManager:
             return cache
 
     def _empty(self, prompt_tokens: int) -> SkyCache:
-        room_tokens = self._room_tokens(prompt_tokens)
-        return SkyCache(self.layout, room_tokens, self.model.device, self._pool, self._identity.windows)
+        model = self._identity
+        blocks_apart = -(-model.states.size_bytes // self.layout.block_bytes)  # states take as much room as blocks
+        return SkyCache(
+            self.layout, self._room_tokens(prompt_tokens), self.model.device, self._pool,
+            model.kinds, model.states, max(1, blocks_apart) * self.layout.block_tokens,
+        )  # fmt: skip
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
         """A cache filled with the longest stored prefix, at most ``limit_tokens``; for a user as ``loading`` says."""
         cache = self._empty(len(ids))
+        if self._states is not None:
+            cache.result = self._load_with_states(self._states, cache, ids, limit_tokens, seconds, account)
+            return cache
         if account and self.loading != "prefix":
             cache.result = self.cake.load(cache, ids, limit_tokens, seconds, _SIDES[self.loading])
             return cache
@@ -243,6 +260,29 @@ class KVCManager:
         cache.fill(ids[: result.cached_tokens])
         cache.result = result
         return cache
+
+    def _load_with_states(
+        self, stored: StoredStates, cache: SkyCache, ids: Tokens, limit_tokens: int, seconds: dict[str, float],
+        account: bool,
+    ) -> LoadResult:  # fmt: skip
+        """A prefix is as long as the last of its states that comes, with all blocks before it."""
+        block = self.layout.block_tokens
+        result = LoadResult(len(ids), blocks=len(ids) // block, failed_blocks={"no state": len(ids) // block})
+        for index in stored.find(ids, limit_tokens // block):
+            stop = (index + 1) * block
+            state = stored.load(ids, index)
+            if not state:
+                continue
+            came = self.blocks.load(ids, lambda found: cache, limit_tokens=stop, seconds=seconds, account=False)
+            if came.cached_tokens == stop:
+                cache.stops[stop] = state
+                cache.fill(ids[:stop])
+                result = came
+                break
+            result = dataclasses.replace(came, hit_tokens={}, loaded_blocks=0)
+        if account:
+            self.blocks.count_tokens(result)
+        return result
 
     def _add(self, ids: Tokens, given: Cache | None, seconds: dict[str, float]) -> StoreResult:
         with self._lock:
@@ -260,16 +300,19 @@ class KVCManager:
                 missing = self.blocks.missing(hashes) if hashes else []
             stored = size_bytes = prefilled = 0
             remaining = missing
-            if remaining:
-                source, covered = self._computed(ids, given)
+            if remaining or self._states is not None:
+                cache, covered = self._computed(ids, given)
                 ready = [index for index in remaining if index < covered]
                 remaining = remaining[len(ready) :]
-                if source is not None and ready:
-                    stored, size_bytes = self.blocks.save(hashes, ready, source, seconds)
+                if cache is not None and ready:
+                    stored, size_bytes = self.blocks.save(hashes, ready, CacheSource(cache, self.layout), seconds)
+                self._save_states(ids, cache, covered)
             if remaining and stored == len(missing) - len(remaining):
-                source, prefilled = self._prefill(ids[: (remaining[-1] + 1) * self.layout.block_tokens], phase)
+                cache, prefilled = self._prefill(ids[: (remaining[-1] + 1) * self.layout.block_tokens], phase)
+                source = CacheSource(cache, self.layout)
                 more, more_bytes = self.blocks.save(hashes, remaining, source, seconds)
                 stored, size_bytes = stored + more, size_bytes + more_bytes
+                self._save_states(ids, cache, remaining[-1] + 1)
             self.last_stored = StoreResult(
                 prompt_tokens=len(ids),
                 blocks=len(hashes),
@@ -289,12 +332,18 @@ class KVCManager:
         fitting = [held for held in known if shared_prefix(held, ids) == min(len(held), len(ids)) >= len(ids) - 1]
         return max(fitting, key=len, default=ids)
 
-    def _computed(self, ids: Tokens, given: Cache | None) -> tuple[CacheSource | None, int]:
+    def _save_states(self, ids: Tokens, cache: Cache | None, blocks: int) -> None:
+        """Those that ``cache`` has of the first ``blocks`` blocks."""
+        if self._states is not None and isinstance(cache, SkyCache):
+            by_block = {stop // self.layout.block_tokens - 1: state for stop, state in cache.stops.items()}
+            self._states.save(ids, {index: state for index, state in by_block.items() if index < blocks})
+
+    def _computed(self, ids: Tokens, given: Cache | None) -> tuple[Cache | None, int]:
         """Where the first blocks of ``ids`` are already computed, and how many of them."""
         tokens = self.layout.block_tokens
         if given is not None and not isinstance(given, SkyCache):
             held = min(foreign_length(given, self.layout), len(ids))
-            return CacheSource(given, self.layout), held // tokens
+            return given, held // tokens
         candidates = [given] if given is not None else list(self._handed)
         best: SkyCache | None = None
         most = 0
@@ -308,18 +357,21 @@ class KVCManager:
             return None, 0
         if best in self._kept:  # it has served; from now on it lives as long as its user holds it
             self._kept.remove(best)
-        return CacheSource(best, self.layout), most // tokens
+        return best, most // tokens
 
-    def _prefill(self, ids: Tokens, phase: PhaseClock) -> tuple[CacheSource, int]:
+    def _prefill(self, ids: Tokens, phase: PhaseClock) -> tuple[SkyCache, int]:
         """Run the model over the part of ``ids`` that is not stored; the cache, and how many tokens that was."""
-        with phase("prefill"):
+        with phase("prefill"), torch.inference_mode():
             cache = self._load(ids, len(ids), {}, account=False)
-            start = cache.get_seq_length()
-            tail = torch.from_numpy(ids[start:]).to(self.model.device)[None]
-            if tail.shape[1]:
-                with torch.inference_mode():
-                    self.model(input_ids=tail, past_key_values=cache, use_cache=True, **self._forward_options)
-        return CacheSource(cache, self.layout), tail.shape[1]
+            start = done = int(cache.get_seq_length())
+            prompt = torch.from_numpy(ids).to(self.model.device)[None]
+            for stop in [*cache.stops_before(len(ids)), len(ids)]:
+                if stop > done:
+                    piece = prompt[:, done:stop]
+                    self.model(input_ids=piece, past_key_values=cache, use_cache=True, **self._forward_options)
+                    cache.stop()
+                    done = stop
+        return cache, len(ids) - start
 
     def _room_tokens(self, prompt_tokens: int) -> int:
         """Whole blocks with room to grow behind the prompt."""
@@ -338,13 +390,26 @@ class KVCManager:
                 _log.warning("the cache is not used: %s", unservable)
         if renewed:
             _log.warning("the model has changed since its cache was last used: blocks from before are another model's")
+            compute = self.blocks.compute
             self.blocks = self.cake.cake.blocks = self._block_cache()
+            self.blocks.compute = compute
+            self._states = self._stored_states()
 
     def _block_cache(self) -> BlockCache:
         return BlockCache(
             self.context, self.layout, self.store, self._codec,
             readable=readable_codecs(self._codec), counters=self._counters,
         )  # fmt: skip
+
+    def _stored_states(self) -> StoredStates | None:
+        states, tokens = self._identity.states, self.layout.block_tokens
+        if not states:
+            return None
+        blocks = BlockCache(
+            self._identity.states_context, states.layout(tokens), self.store, counters=Counters()
+        )  # what they count is nobody's tokens
+        blocks.compute = self.blocks.compute
+        return StoredStates(states, blocks)
 
     def _check_open(self) -> None:
         if self._closed:

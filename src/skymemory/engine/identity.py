@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -12,7 +13,14 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from skymemory.engine.kv_cache import (
+    DummyLayer,
+    LayerKind,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 from skymemory.engine.probe import check_goes_on
+from skymemory.engine.states import States
 from skymemory.engine.substance import Substance, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.kv.context import CacheContext
@@ -26,8 +34,10 @@ _NOT_IDENTITY = (
     "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type",
 )  # fmt: skip
 """Fields of a configuration that say nothing of the numbers in the cache (dtype is in the layout)."""
-_KEPT = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers that hold keys and values of tokens, and nothing else."""
+_KEPT = (
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer,
+)  # fmt: skip
+"""Layers whose contents are known: keys and values of tokens, recurrent states, or nothing."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -56,9 +66,9 @@ class Identity:
         self._conditions = conditions()
         check_supported(model)
         self._check_hooks()
-        self.layout = probe_layout(model, block_tokens)
-        self.windows = windows_of(model)
-        check_goes_on(model, self.layout, self.windows)
+        self.layout, self.states = probe_layout(model, block_tokens)
+        self.kinds = kinds_of(model)
+        check_goes_on(model, self.layout, self.kinds, self.states)
         self.context = self._context(self._substance.digest() if weights is None else self._substance.watch(weights))
 
     def renew(self) -> bool:
@@ -72,8 +82,8 @@ class Identity:
             return False
         check_supported(self._model)
         before = self.context
-        self.layout, self._conditions = probe_layout(self._model, self._block_tokens), now
-        self.windows = windows_of(self._model)
+        self.layout, self.states = probe_layout(self._model, self._block_tokens)
+        self.kinds, self._conditions = kinds_of(self._model), now
         self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
         return self.context != before
 
@@ -84,6 +94,11 @@ class Identity:
 
     def _context(self, weights: str) -> CacheContext:
         return self._context_of(self.layout, model_identity(self._model), weights + self._conditions)
+
+    @property
+    def states_context(self) -> CacheContext:
+        """That of the recurrent states, which are stored as blocks of another layout."""
+        return dataclasses.replace(self.context, layout=self.states.describe(), kv_dtype="states", lossless=True)
 
     def _check_hooks(self) -> None:
         if where := foreign_hook(self._model, self._our_hooks):
@@ -124,8 +139,8 @@ def check_supported(model: PreTrainedModel) -> None:
     odd = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in _KEPT})
     if odd or not model._supports_default_dynamic_cache():
         raise UnsupportedModel(
-            f"{name} keeps more than the keys and values of tokens ({', '.join(odd) or 'no standard cache'}): a "
-            "recurrent state is not supported"
+            f"{name} keeps something else than tokens' keys and values, or recurrent states "
+            f"({', '.join(odd) or 'no standard cache'})"
         )
     implementation = getattr(model.generation_config, "cache_implementation", None)
     if implementation not in (None, "dynamic"):
@@ -147,20 +162,22 @@ def check_supported(model: PreTrainedModel) -> None:
         raise InvalidInput(f"{name} is in training mode and drops out at random: call model.eval() first")
 
 
-def probe_layout(model: PreTrainedModel, block_tokens: int) -> KVLayout:
-    """The layout that the model really writes, seen by running it over two tokens."""
+def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, States]:
+    """The layout that the model really writes, and its recurrent states, seen by running it over two tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     with torch.inference_mode():
         model(input_ids=ids, past_key_values=cache, use_cache=True)
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     shapes = {
         (tuple(layer.keys.shape), tuple(layer.values.shape), str(layer.keys.dtype).removeprefix("torch."))
-        for layer in cache.layers
+        for layer in layers
         if layer.keys is not None
     }
-    if len(shapes) != 1 or any(layer.keys is None for layer in cache.layers):
+    if len(shapes) != 1 or any(layer.keys is None for layer in layers):
         raise UnsupportedModel(
-            f"{type(model).__name__} writes tensors of several shapes {sorted(shapes)}: all layers must be alike"
+            f"{type(model).__name__} writes tensors of several shapes {sorted(shapes)}: all layers with attention must "
+            "be alike, and there must be one"
         )
     (keys, values, dtype) = shapes.pop()
     if len(keys) != 4 or keys[:3] != (1, keys[1], 2) or keys[:3] != values[:3] or dtype not in ITEM_BYTES:
@@ -168,13 +185,19 @@ def probe_layout(model: PreTrainedModel, block_tokens: int) -> KVLayout:
             f"{type(model).__name__} writes {dtype} tensors of shapes {keys} and {values} for two tokens: expected "
             f"(1, kv_heads, 2, width) in {', '.join(ITEM_BYTES)}"
         )
-    return KVLayout(len(cache.layers), keys[1], keys[3], block_tokens, dtype, values[3])
+    return KVLayout(len(layers), keys[1], keys[3], block_tokens, dtype, values[3]), States(cache.layers)
 
 
-def windows_of(model: PreTrainedModel) -> tuple[int | None, ...]:
-    """Of each layer how far back a token sees; None: to the first."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return tuple(layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers)
+def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
+    """What each layer keeps."""
+    return tuple(
+        LayerKind(
+            isinstance(layer, DynamicLayer),
+            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None,
+            getattr(layer, "number_of_states", 0),
+        )
+        for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    )
 
 
 def model_identity(model: PreTrainedModel) -> str:

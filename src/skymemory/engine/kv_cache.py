@@ -12,7 +12,8 @@ import mmap
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,25 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from skymemory.cache.results import LoadResult
+from skymemory.engine.states import States, repeat
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
+
+try:
+    from transformers.cache_utils import DummyLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+except ImportError:  # transformers before 5.5 or so: no layers that keep states, and none of them is made
+
+    class LinearAttentionLayer:  # type: ignore[no-redef]
+        def __init__(self, number_of_states: int = 1) -> None:
+            raise TypeError("this transformers has no layers with states")
+
+    class LinearAttentionAndFullAttentionLayer:  # type: ignore[no-redef]
+        pass
+
+    class DummyLayer:  # type: ignore[no-redef]
+        pass
+
 
 # Blocks are only read from these buffers, never written to.
 warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
@@ -181,6 +198,44 @@ class SlidingLayer(GrowingLayer):
         return self.sliding_window
 
 
+class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type: ignore[misc]
+    """One layer with ``states`` recurrent states beside its keys and values."""
+
+    def __init__(self, room: tuple[torch.Tensor, torch.Tensor], states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+        GrowingLayer.__init__(self, room)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if args:  # of keys and values
+            GrowingLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        GrowingLayer.reset(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What one layer of a model keeps."""
+
+    attention: bool = True
+    """Keys and values of tokens."""
+    window: int | None = None
+    """How far they are seen; None: by all tokens behind them."""
+    states: int = 0
+    """Recurrent states."""
+
+    def layer(self, rooms: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """A layer of this kind, with the next of ``rooms`` if it needs one."""
+        if not self.attention:
+            return LinearAttentionLayer(number_of_states=self.states) if self.states else DummyLayer()
+        if self.states:
+            return StatefulLayer(next(rooms), self.states)
+        return GrowingLayer(next(rooms)) if self.window is None else SlidingLayer(next(rooms), self.window)
+
+
 class SkyCache(DynamicCache):  # type: ignore[misc]
     """A DynamicCache that knows which tokens it holds and where they came from.
 
@@ -199,9 +254,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         room_tokens: int,
         device: torch.device,
         pool: RoomPool,
-        windows: Sequence[int | None] = (),
+        kinds: Sequence[LayerKind] = (),
+        states: States | None = None,
+        stop_every: int = 0,
     ) -> None:
-        """``windows``: of each layer how far its tokens are seen; None: by all behind them. Empty: of all None."""
+        """``kinds``: of each layer; empty: all of the usual one. ``states``: those of the model, if it has any;
+        ``stop_every``: so many tokens apart they are kept.
+        """
         dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
         if device.type == "cpu":
             self._room = pool.take(size_bytes)[:size_bytes].view(dtype)
@@ -211,11 +270,15 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._bytes = [room.view(torch.uint8).numpy() for room in self._rooms] if device.type == "cpu" else None
         super().__init__()
         self.layer_class_to_replicate = None
-        pairs = zip(*self._rooms, windows or [None] * layout.layers, strict=True)
-        self.layers = [
-            GrowingLayer((keys, values)) if window is None else SlidingLayer((keys, values), window)
-            for keys, values, window in pairs
-        ]
+        rooms = zip(*self._rooms, strict=True)
+        self.layers = [kind.layer(rooms) for kind in kinds or [LayerKind()] * layout.layers]
+        self._attention: list[GrowingLayer] = [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
+        self.states = states
+        self.stop_every = stop_every
+        self.stops: dict[int, bytes] = {}
+        """The states behind so many tokens, where these are known."""
+        self._latest_stop = 0
+        """Of those that decoding has made."""
         self.result = LoadResult(prompt_tokens=0)
         self.guard: object = None
         """The one hook that may ``advance`` it and ``note`` tokens: that of the one model this cache is for."""
@@ -244,8 +307,10 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def fill(self, tokens: Tokens) -> None:
         """Declare ``tokens`` to be what the placed blocks hold, from the first on."""
-        for layer in self.layers:
+        for layer in self._attention:
             layer.fill(len(tokens))
+        if self.states and len(tokens):
+            self.states.put(self.layers, self.stops[len(tokens)], self._room.device)
         self._seen, self._closed = [tokens], False
         if len(tokens) > len(self.loaded):
             self.loaded = tokens
@@ -254,17 +319,47 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Empty again, with what it held at hand for the next forward, as far as that is known."""
         if not self.get_seq_length():
             return
-        held = self.tokens() if all(layer.in_place for layer in self.layers) else _NO_TOKENS
+        held = self.tokens() if all(layer.in_place for layer in self._attention) else _NO_TOKENS
+        stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(held)}
         self.reset()
-        self.loaded = held
+        self.loaded, self.stops = held, stops
 
     def begin(self) -> int:
         """Make what is loaded the contents now, and say how many tokens that is: the first ones of the prompt that this
         cache was made for. The model is then to be given what is behind them.
         """
         if not self.get_seq_length():
-            self.fill(self.loaded)
+            self.advance(self.usable(len(self.loaded)))
         return int(self.get_seq_length())
+
+    def usable(self, tokens: int) -> int:
+        """How many of the next ``tokens`` of what is loaded can become contents: with states, up to where one is."""
+        held = self.get_seq_length()
+        if not self.states:
+            return tokens
+        return max((stop - held for stop in self.stops if held < stop <= held + tokens), default=0)
+
+    def stops_before(self, end: int) -> list[int]:
+        """Where the next passes are to end, for the states there to be kept: up to ``end`` tokens, ascending."""
+        held, block = self.get_seq_length(), self._layout.block_tokens
+        if not self.states:
+            return []
+        wanted = {*range(self.stop_every, end + 1, self.stop_every), end // block * block}
+        return sorted(stop for stop in wanted if stop > held)
+
+    def stop(self, decoding: bool = False) -> None:
+        """Keep the states as they are now, if this is where a block ends. Of those met in decoding between two that
+        are kept anyway only the latest is.
+        """
+        if not self.states or self._closed:
+            return
+        held = int(self.get_seq_length())
+        if not held or held % self._layout.block_tokens:
+            return
+        self.stops[held] = self.states.take(self.layers)
+        if decoding and held % self.stop_every:
+            self.stops.pop(self._latest_stop, None)
+            self._latest_stop = held
 
     def advance(self, tokens: int) -> None:
         """Make the next ``tokens`` of what is loaded contents: they are what the model is given next."""
@@ -293,13 +388,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """The token ids whose keys and values come first in all sequences held here, as far as they are known."""
         seen = _joined(self._seen)
         self._seen = [seen]
-        lengths = {layer.get_seq_length() for layer in self.layers}
+        lengths = {layer.get_seq_length() for layer in self._attention}
         known = len(lengths) == 1 and (len(seen) in lengths or (self._closed and len(seen) < min(lengths)))
         return seen if known else _NO_TOKENS
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        self.loaded = _NO_TOKENS
+        self.loaded, self.stops = _NO_TOKENS, {}
         seen = _joined(self._seen)
         self._closed = self._closed and len(seen) < self.get_seq_length()
         self._seen = [seen[: self.get_seq_length()]]
@@ -307,13 +402,17 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     def reset(self) -> None:
         super().reset()
         self._seen, self._closed, self.loaded, self.padding = [], False, _NO_TOKENS, 0
+        self.stops, self._latest_stop = {}, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
         self.loaded = _NO_TOKENS
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
+        for layer in self.layers:
+            if hasattr(layer, "batch_repeat_interleave"):
+                layer.batch_repeat_interleave(repeats)
+            repeat(layer, repeats)
         self.loaded = _NO_TOKENS
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -325,7 +424,7 @@ class CacheSource:
     """Blocks out of any transformers cache of one sequence: the source of ``BlockCache.save``."""
 
     def __init__(self, cache: Cache, layout: KVLayout) -> None:
-        self._layers = [(layer.keys[0].detach(), layer.values[0].detach()) for layer in cache.layers]
+        self._layers = [(layer.keys[0].detach(), layer.values[0].detach()) for layer in _of_tokens(cache)]
         self._layout = layout
 
     def read(self, index: int, out: memoryview) -> None:
@@ -335,6 +434,11 @@ class CacheSource:
                 part = pair[which][:, index * tokens : (index + 1) * tokens]
                 part = part.cpu() if part.stride(-1) == 1 else part.cpu().contiguous()
                 np.copyto(target[layer], part.view(torch.uint8).numpy())
+
+
+def _of_tokens(cache: Cache) -> list[Any]:
+    """The layers that keep keys and values."""
+    return [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
 
 
 def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -369,6 +473,8 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 def foreign_length(cache: Cache, layout: KVLayout) -> int:
     """Tokens held by a cache that is not ours; InvalidInput if it cannot be one of this model and a single sequence."""
     lengths = set()
+    if any(getattr(layer, "number_of_states", 0) for layer in cache.layers):
+        raise InvalidInput("a cache with recurrent states can be stored from the one that get_cache gave only")
     for layer in cache.layers:
         for tensor, width in zip((layer.keys, layer.values), layout.widths, strict=True):
             shape = tuple(tensor.shape) if tensor is not None else ()

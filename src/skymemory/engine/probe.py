@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache
+from skymemory.engine.kv_cache import CacheSource, LayerKind, RoomPool, SkyCache
+from skymemory.engine.states import States
 from skymemory.errors import UnsupportedModel
 from skymemory.kv.layout import KVLayout
 
@@ -19,7 +20,7 @@ _TOLERANCE = {"float32": 0.02}
 _TOLERANCE_16_BIT = 0.5
 
 
-def check_goes_on(model: PreTrainedModel, layout: KVLayout, windows: Sequence[int | None]) -> None:
+def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
     """Run over a few tokens at once, and over the same in two parts with our cache between them.
 
     Raises UnsupportedModel where the next word differs by more than rounding, or the second part cannot be run.
@@ -32,14 +33,16 @@ def check_goes_on(model: PreTrainedModel, layout: KVLayout, windows: Sequence[in
     ids = torch.randint(0, vocabulary, (1, _TOKENS), generator=draw).to(model.device)
     with torch.inference_mode():
         whole = model(input_ids=ids, use_cache=True).logits[0, -1].float()
-        first = SkyCache(small, _TOKENS, model.device, RoomPool(keep=2), windows)
+        first = SkyCache(small, _TOKENS, model.device, RoomPool(keep=2), kinds, states, front)
         model(input_ids=ids[:, :front], past_key_values=first, use_cache=True)
-        second = SkyCache(small, _TOKENS, model.device, RoomPool(keep=2), windows)
+        second = SkyCache(small, _TOKENS, model.device, RoomPool(keep=2), kinds, states, front)
         block = bytearray(small.block_bytes)
         source = CacheSource(first, small)
         for index in range(_FRONT_BLOCKS):
             source.read(index, memoryview(block))
             second.place(index, memoryview(block))
+        first.stop()
+        second.stops = first.stops
         second.fill(ids[0, :front].cpu().numpy())
         try:
             parts = model(input_ids=ids[:, front:], past_key_values=second, use_cache=True).logits[0, -1].float()

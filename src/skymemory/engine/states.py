@@ -1,0 +1,145 @@
+"""States of layers that keep no tokens (linear attention, convolutions): taken and put back where a pass has ended.
+
+A state says what all tokens before it have left; there is no part of it that belongs to a block. So it is stored whole,
+as it was at the end of a block, under that block's hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from skymemory.cache.manager import BlockCache
+from skymemory.errors import MalformedPacket
+from skymemory.kv.block import Tokens
+from skymemory.kv.layout import KVLayout
+
+_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    layer: int
+    kind: str
+    """``conv`` or ``recurrent``."""
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, layers: Sequence[Any]) -> torch.Tensor:
+        held: torch.Tensor = getattr(layers[self.layer], f"{self.kind}_states")[self.number]
+        return held
+
+
+class States:
+    """All states of one model's cache, in one row of bytes: those of ``layers``, which a forward pass has filled."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._states = [
+            _State(at, kind, number, tuple(state.shape), state.dtype)
+            for at, layer in enumerate(layers)
+            for kind in ("conv", "recurrent")
+            for number, state in getattr(layer, f"{kind}_states", {}).items()
+            if state is not None
+        ]
+        self.size_bytes = sum(one.dtype.itemsize * int(np.prod(one.shape)) for one in self._states)
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
+
+    def layout(self, block_tokens: int) -> KVLayout:
+        """Room for them in the form of a block; what is too much is zero."""
+        width = -(-self.size_bytes // (2 * block_tokens * _ITEM_BYTES))
+        return KVLayout(1, 1, width, block_tokens, "float32")
+
+    def describe(self) -> str:
+        """For ``CacheContext.layout``: changes when the bytes would."""
+        said = hashlib.sha256(repr(self._states).encode()).hexdigest()[:32]
+        return f"states1[{self.size_bytes} bytes, {said}]"
+
+    def take(self, layers: Sequence[Any]) -> bytes:
+        """A copy of the first row's."""
+        return b"".join(
+            one.of(layers)[:1].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            for one in self._states
+        )
+
+    def put(self, layers: Sequence[Any], held: bytes | memoryview, device: torch.device) -> None:
+        """As if a forward pass had left them. Raises MalformedPacket for fewer bytes than there are."""
+        if len(held) < self.size_bytes:
+            raise MalformedPacket(f"states of {len(held)} bytes, expected {self.size_bytes}")
+        at = 0
+        for one in self._states:
+            size = one.dtype.itemsize * int(np.prod(one.shape))
+            part = torch.frombuffer(bytearray(held[at : at + size]), dtype=one.dtype).view(one.shape)
+            at += size
+            layer = layers[one.layer]
+            getattr(layer, f"{one.kind}_states")[one.number] = part.to(device)
+            getattr(layer, f"is_{one.kind}_states_initialized")[one.number] = True
+            layer.has_previous_state[one.number] = True
+            layer.dtype, layer.device = one.dtype, device
+            if one.kind == "conv":
+                layer.conv_kernel_size[one.number] = one.shape[-1]
+
+
+def repeat(layer: Any, repeats: int) -> None:
+    """As ``batch_repeat_interleave``, which these layers do not have."""
+    for kind in ("conv", "recurrent"):
+        held = getattr(layer, f"{kind}_states", {})
+        for number, state in held.items():
+            if state is not None:
+                held[number] = state.repeat_interleave(repeats, dim=0)
+
+
+class StoredStates:
+    """States in a store: blocks of their own, under hashes of their own."""
+
+    def __init__(self, states: States, blocks: BlockCache) -> None:
+        self._states = states
+        self._blocks = blocks
+
+    def find(self, ids: Tokens, blocks: int) -> list[int]:
+        """Those of the first ``blocks`` blocks at whose end there is one, the last first."""
+        hashes = self._blocks.hashes(ids)[:blocks]
+        missing = set(self._blocks.missing(hashes)) if hashes else set()
+        return [index for index in reversed(range(len(hashes))) if index not in missing]
+
+    def load(self, ids: Tokens, index: int) -> bytes:
+        """That at the end of block ``index``; empty where it does not come."""
+        sink = _One()
+        self._blocks.fetch(self._blocks.hashes(ids)[index], sink)
+        return sink.held[: self._states.size_bytes]
+
+    def save(self, ids: Tokens, by_block: dict[int, bytes]) -> None:
+        """Store those that are not there yet."""
+        hashes = self._blocks.hashes(ids)
+        wanted = sorted(index for index in by_block if index < len(hashes))
+        missing = self._blocks.missing([hashes[index] for index in wanted]) if wanted else []
+        if missing:
+            self._blocks.save(hashes, [wanted[at] for at in missing], _Source(by_block))
+
+
+class _Source:
+    """States as blocks."""
+
+    def __init__(self, by_block: dict[int, bytes]) -> None:
+        self._by_block = by_block
+
+    def read(self, index: int, out: memoryview) -> None:
+        held = self._by_block[index]
+        out[: len(held)] = held
+        out[len(held) :] = bytes(len(out) - len(held))
+
+
+class _One:
+    """Where the one that was asked for is put."""
+
+    held = b""
+
+    def place(self, index: int, block: memoryview) -> None:
+        self.held = bytes(block)
