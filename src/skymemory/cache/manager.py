@@ -6,6 +6,7 @@ blocks in and a source to read them from. This is the one place where a tier's f
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -29,6 +30,11 @@ from skymemory.store.sealed import NOT_AUTHENTIC
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
 """What a broken tier may raise; programming errors (TypeError, AttributeError …) still surface."""
+
+FAILING_REASONS = frozenset({"unreachable", "timeout"})
+"""Misses that say that the store, and not the value, was not there."""
+_SHORT = "shorter than a block"
+_log = logging.getLogger(__name__)
 
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
@@ -74,6 +80,7 @@ class BlockCache:
         self.compute = ComputeRate()
         """How fast the engine computes, as far as it has told: what a tier holds is waited for accordingly."""
         self.owner = Owner("this BlockCache")
+        self._answers = True
         self._failures = Lock()  # loads of several threads may fail at once
         self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
         """Told of the full blocks of every prompt that is looked up (``PrefetchScheduler.saw`` wants to know)."""
@@ -110,6 +117,7 @@ class BlockCache:
         with worth(computing_s):
             with phase("lookup"):
                 found = self._prefix(hashes[:wanted])
+                not_found = self._why(hashes[found]) if found < wanted else "" if hashes else _SHORT
             if found:
                 self._load_found(hashes[:found], open_sink(found), tally, phase, computing_s)
         result = LoadResult(
@@ -117,6 +125,7 @@ class BlockCache:
             hit_tokens=tally.tokens_by_tier(self.layout.block_tokens, limit_tokens),
             blocks=len(hashes),
             found_blocks=found,
+            not_found=not_found,
             loaded_blocks=len(tally.tiers),
             failed_blocks=dict(tally.failed),
             size_bytes=tally.size_bytes,
@@ -202,6 +211,30 @@ class BlockCache:
         except TIER_FAILURES:
             self.tier_failed()
             return 0
+
+    def _why(self, block_hash: BlockHash) -> str:
+        """Why a block that look-up does not know of is not there: by the report of a load, which says so."""
+        try:
+            ticket = self.store.prepare_load([block_hash])
+            came = self.store.complete_load(ticket)[0] is not None
+            report = ticket.report
+            self.store.release(ticket)
+        except TIER_FAILURES:
+            self.tier_failed()
+            reason = "unreachable"
+        else:
+            reason = "stored just now" if came else report.keys[0].reason if report is not None else "absent"
+        self._tell(reason not in FAILING_REASONS)
+        return reason
+
+    def _tell(self, answers: bool) -> None:
+        """A log has a line for each time that the store goes or comes back."""
+        if answers is not self._answers:
+            self._answers = answers
+            if answers:
+                _log.warning("the %s store answers again", self.store.name)
+            else:
+                _log.warning("the %s store does not answer: prompts are computed meanwhile", self.store.name)
 
     def _lease(self, hashes: list[BlockHash]) -> list[LeasedBatch]:
         """Leases for all of ``hashes`` at once, in batches of bounded bytes; fewer where the store fails."""

@@ -24,6 +24,10 @@ class LoadResult:
     """Leading blocks that came and were right."""
     failed_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks found but not usable, by reason: "absent", "corrupt", "foreign", "behind a failed block" …"""
+    not_found: str = ""
+    """Why the first block that was not found was not: "absent", "unreachable", "uncertain" …; "shorter than a block"
+    where the prompt has none; empty where all were found.
+    """
     size_bytes: int = 0
     """Bytes fetched and used, as stored."""
     retransmitted: int = 0
@@ -57,6 +61,8 @@ class LoadResult:
         """One line for people and logs."""
         tiers = ", ".join(f"{tokens} from {tier}" for tier, tokens in self.hit_tokens.items())
         failed = "".join(f", {count} blocks {reason}" for reason, count in self.failed_blocks.items())
+        if self.not_found and not self.failed_blocks:
+            failed = f", the next is {self.not_found}" if self.blocks else f", {self.not_found}"
         meanwhile = ""
         if self.loader is not None:
             met = self.loader.met_at_token

@@ -12,6 +12,7 @@ settings, or only that it failed, the breaker opens.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Literal, TypeVar
 
 from skymemory.cache.doubts import Doubts
 from skymemory.cache.key_guard import KeyGuard
-from skymemory.cache.manager import TIER_FAILURES
+from skymemory.cache.manager import FAILING_REASONS, TIER_FAILURES
 from skymemory.cache.owed import Owed
 from skymemory.cache.tier_breaker import BreakerConfig, TierBreaker
 from skymemory.cache.tier_workers import Call, TierWorkers
@@ -29,6 +30,8 @@ from skymemory.metrics import Counters
 from skymemory.store.base import Presence, Store, keeps
 from skymemory.store.patience import worth_s
 
+_log = logging.getLogger(__name__)
+
 WORTH_SHARE = 0.1
 """Of what the caller would need without the tier, the part that may be lost by waiting for it in vain."""
 TIMES_USUAL = 2.0
@@ -36,9 +39,6 @@ LEAST_PATIENCE_S = 0.02
 """A call is handed to a thread, from there to the tier, and back twice; and each time another thread may hold the
 interpreter for a switch interval (5 ms). Less would measure the computer, not the tier.
 """
-
-FAILING_REASONS = frozenset({"unreachable", "timeout"})
-"""Misses that say that the tier, and not the value, was not there."""
 
 _SETTLED_AT_ONCE = 1024
 _AGAIN_S, _AGAIN_LAST_S = 0.1, 30.0
@@ -109,6 +109,7 @@ class Tier:
         self._workers = TierWorkers(store.name, settings.threads)
         self.breaker = TierBreaker(settings.breaker)
         self._lock = Lock()
+        self._told_closed = True
         self._probe_key: bytes | None = None
         self._settling = Again()
         self.paying = Again()
@@ -133,6 +134,7 @@ class Tier:
                     del self._overdue[call]
                 if hanging:
                     self.breaker.hung(now_s)
+            self._tell()
         if not self.breaker.closed:
             self.probe_if_due()
         return self.breaker.closed and not self._overdue
@@ -208,6 +210,7 @@ class Tier:
                 if result is None or not sound(result):
                     with self._lock:
                         self.breaker.hung(self.clock())
+                    self._tell()
                 else:
                     self._usual[kind].took(self.clock() - call.started_s, moved(result))
 
@@ -275,6 +278,7 @@ class Tier:
     def failed(self) -> None:
         with self._lock:
             self.breaker.failed(self.clock())
+        self._tell()
 
     def _probe(self, key: bytes) -> None:
         """A look-up and a load of one key, whose results are not used: what is absent is an answer, too."""
@@ -294,6 +298,16 @@ class Tier:
     def _probed(self, answered: bool) -> None:
         with self._lock:
             self.breaker.probed(answered, self.clock())
+        self._tell()
+
+    def _tell(self) -> None:
+        """A log has a line for each time that the tier goes or comes back."""
+        if self._told_closed is not self.breaker.closed:
+            self._told_closed = self.breaker.closed
+            if self._told_closed:
+                _log.warning("the tier %s answers again", self.name)
+            else:
+                _log.warning("the tier %s does not answer: it is left out, and asked again now and then", self.name)
 
     # --- what is there ---
 

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from skymemory.cache.in_flight_budget import InFlightBudget
-from skymemory.cache.tier import FAILING_REASONS, Tier
+from skymemory.cache.manager import FAILING_REASONS
+from skymemory.cache.tier import Tier
 from skymemory.cache.tier_workers import Call
 from skymemory.store.base import KeyReport, LoadTicket, Presence
 

@@ -29,12 +29,16 @@ class TieredLoad:
         """The number of the tier that supplied each value; of what was on its way, -1."""
         self._loads: list[TierLoad] = []
         self._moving: dict[bytes, Moving] = {}
+        self._silent = False
+        """A tier could not be asked: what was not found may be there."""
         rest = list(dict.fromkeys(keys))
         for tier in tiers:
             if tier.number == 1:
                 self._moving = outbound.get(rest)
                 rest = [key for key in rest if key not in self._moving]
-            if (load := TierLoad.lease(tier, rest)) is not None:
+            if rest and not tier.usable(rest):
+                self._silent = True
+            elif (load := TierLoad.lease(tier, rest)) is not None:
                 self._loads.append(load)
                 leased = set(load.keys)
                 rest = [key for key in rest if key not in leased]
@@ -57,7 +61,7 @@ class TieredLoad:
             if rest and clock() < until_s and (load := TierLoad.lease(tier, rest)) is not None:
                 self._loads.append(load)
                 self._run([load], budget, until_s, values, reports, tried)
-        absent = KeyReport(reason="absent")
+        absent = KeyReport(reason="unreachable" if self._silent else "absent")
         told = tuple(reports.get(key, absent) for key in self._keys)
         seconds = max([clock() - started_s, *(one.seconds for one in told)])
         ordered = {key: values[key] for key in self._keys if key in values}

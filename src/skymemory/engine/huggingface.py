@@ -235,6 +235,7 @@ class KVCManager:
                 cache.context = self.context
             cache.guard = self._guard
             self.last = cache.result
+            _log.info("%s", cache.result.describe())
             self._kept.append(cache)
             self._handed.add(cache)
             return cache
@@ -324,6 +325,7 @@ class KVCManager:
                 raw_bytes=stored * self.layout.block_bytes,
                 seconds=seconds,
             )
+            _log.info("%s", self.last_stored.describe())
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:

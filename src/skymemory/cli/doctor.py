@@ -1,0 +1,72 @@
+"""``skymemory doctor``: why is my hit rate 0?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skymemory.cli._options import add_json
+from skymemory.errors import InvalidInput
+from skymemory.files import read_bounded
+
+if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
+
+_MOST_BYTES = 1 << 20
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="why is my hit rate 0?",
+        description="Try a model, its tokenizer and a store as a request would use them: blocks are computed, stored "
+        "and loaded. Exit code 1 where something is wrong. With --save and --compare: what two computers differ in.",
+    )
+    add = parser.add_argument
+    add("--model", default="small", metavar="NAME|DIR", help="a folder saved by transformers, or a name as in serve")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="numbers (default: bfloat16)")
+    add("--store", default="memory://1GiB", metavar="ADDRESS", help="the store (default: memory of this process)")
+    add("--block-tokens", type=int, default=128, metavar="N", help="tokens of a block (default: 128)")
+    add("--codec", default="raw", help="how blocks are stored (default: raw)")
+    add("--save", type=Path, metavar="FILE", help="write the context, to be compared on another computer")
+    add("--compare", type=Path, metavar="FILE", help="a context that was saved on another computer")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from skymemory.engine.inputs import check_engine_installed, check_model, shipped_document
+
+    check_model(args.model)
+    check_engine_installed()
+    other = _read(args.compare) if args.compare is not None else None
+    from skymemory.engine.doctor import examine
+    from skymemory.engine.named import ready_model
+    from skymemory.testbed.addresses import open_store
+
+    ready = ready_model(args.model, dtype=args.dtype)
+    with open_store(args.store) as store:
+        told = examine(
+            ready.model, ready.tokenizer, store, shipped_document(), other,
+            block_tokens=args.block_tokens, codec=args.codec,
+        )  # fmt: skip
+    if args.save is not None and told.context:
+        args.save.write_text(json.dumps(told.context, indent=1) + "\n")
+    if args.json:
+        findings = [{"what": one.what, "well": one.well, "words": one.words} for one in told.findings]
+        print(json.dumps({"well": told.well, "findings": findings, "context": told.context}))
+    else:
+        for one in told.findings:
+            print(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}")
+    return 0 if told.well else 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_bounded(path, _MOST_BYTES))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"--compare {path}: {error}: expected what --save wrote on the other computer") from error
+    if not isinstance(found, dict):
+        raise InvalidInput(f"--compare {path}: expected what --save wrote on the other computer")
+    return found

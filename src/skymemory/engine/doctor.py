@@ -1,0 +1,129 @@
+"""Why is my hit rate 0? A model, a tokenizer and a store tried as a request would use them, one finding for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skymemory.cache.manager import FAILING_REASONS
+from skymemory.engine.huggingface import KVCManager
+from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.store.base import Store
+from skymemory.units import format_duration, format_size
+
+_BLOCKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was tried (``what``), whether it is well, and what is to be known or done."""
+
+    what: str
+    well: bool
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    findings: tuple[Finding, ...]
+    context: dict[str, str | int | bool]
+    """As ``CacheContext.describe`` has it: what two computers must agree in to share blocks. Empty: there is none."""
+
+    @property
+    def well(self) -> bool:
+        return all(finding.well for finding in self.findings)
+
+
+def examine(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    store: Store,
+    text: str,
+    other: Mapping[str, object] | None = None,
+    **options: Any,
+) -> Examination:
+    """Serve the first blocks of ``text`` twice, computed and then from ``store``, and say what was met.
+
+    ``other``: the context of another computer, as an examination there has it. ``options``: of ``KVCManager``.
+    """
+    found: list[Finding] = []
+    try:
+        kvc = KVCManager(model, tokenizer, store, **options)
+    except (SkyMemoryError, ValueError) as error:
+        return Examination((Finding("model", False, str(error)),), {})
+    with kvc:
+        block = kvc.layout.block_tokens
+        found.append(
+            Finding("model", True, f"{type(model).__name__}: a block of {block} tokens is "
+                    f"{format_size(kvc.layout.block_bytes)}; a shorter prompt is not cached")
+        )  # fmt: skip
+        if tokenizer is not None:
+            found.append(_tokenizer(tokenizer, text))
+        found.append(_store(kvc, _prompt(model, tokenizer, text, _BLOCKS * block + 1)))
+        context = kvc.context.describe()
+    if other is not None:
+        found.append(_compared(context, other))
+    return Examination(tuple(found), context)
+
+
+def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, text: str, tokens: int) -> torch.Tensor:
+    if tokenizer is None:
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        return torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1))
+    ids = tokenizer(text)["input_ids"]
+    return torch.tensor([(ids * (1 + tokens // max(1, len(ids))))[:tokens]])
+
+
+def _tokenizer(tokenizer: PreTrainedTokenizerBase, text: str) -> Finding:
+    if tokenizer(text[:200])["input_ids"] != tokenizer(text[:200])["input_ids"]:
+        return Finding("tokenizer", False, "it gives other ids for the same text each time: no prompt is found again")
+    bos = getattr(tokenizer, "bos_token", None)
+    ids = tokenizer((bos or "") + text[:50])["input_ids"]
+    if bos and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+        return Finding(
+            "tokenizer", True, f"it puts {bos!r} in front of every text: of a chat pass the messages or the ids of "
+            "apply_chat_template, not the template's text, which has one already",
+        )  # fmt: skip
+    return Finding("tokenizer", True, f"{type(tokenizer).__name__}: the same text becomes the same ids")
+
+
+def _store(kvc: KVCManager, ids: torch.Tensor) -> Finding:
+    began_s = time.perf_counter()
+    before = kvc.get_cache_ids(ids).result
+    if before.not_found in FAILING_REASONS:
+        return Finding(
+            "store", False, f"{kvc.store.name} is {before.not_found}: every prompt is computed. Is it running, and is "
+            "its address right?",
+        )  # fmt: skip
+    stored = kvc.add_blocks_ids(ids)
+    if stored.refused_blocks:
+        return Finding(
+            "store", False, f"{kvc.store.name} refused {stored.refused_blocks} of {stored.blocks} blocks of "
+            f"{format_size(kvc.layout.block_bytes)}: it is full of what may not go, too small, or does not answer",
+        )  # fmt: skip
+    after = kvc.get_cache_ids(ids).result
+    took = format_duration(time.perf_counter() - began_s)
+    if after.loaded_blocks < after.blocks:
+        why = ", ".join(after.failed_blocks) or after.not_found
+        return Finding(
+            "store", False, f"{kvc.store.name} took {stored.blocks} blocks, and {after.loaded_blocks} came back: {why}"
+        )
+    tiers = ", ".join(f"{tokens} tokens from {tier}" for tier, tokens in after.hit_tokens.items())
+    return Finding("store", True, f"{stored.blocks} blocks stored and loaded ({tiers}) in {took}")
+
+
+def _compared(ours: Mapping[str, object], theirs: Mapping[str, object]) -> Finding:
+    if not isinstance(theirs, Mapping) or "digest" not in theirs:
+        raise InvalidInput("the other examination has no context: save one there with --save")
+    if ours["digest"] == theirs["digest"]:
+        return Finding("contexts", True, "both are the same: each finds what the other stores")
+    differing = [name for name in ours if name != "digest" and ours[name] != theirs.get(name)]
+    if not differing:
+        return Finding("contexts", False, "they differ in the tenant's salt alone, which is not shown")
+    words = "; ".join(f"{name}: {ours[name]} here, {theirs.get(name)} there" for name in differing)
+    return Finding("contexts", False, f"nothing is shared, for they differ in {words}")

@@ -1,0 +1,120 @@
+"""Each answer to "why is my hit rate 0?", provoked; and that every result and log says why."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.engine.generation import BLOCK, manager  # noqa: E402
+from tests.store.redis_server import RedisServer  # noqa: E402
+
+from skymemory import open_store  # noqa: E402
+from skymemory.cli.main import main  # noqa: E402
+from skymemory.engine.doctor import Examination, examine  # noqa: E402
+from skymemory.engine.models import build_small  # noqa: E402
+from skymemory.store.memory import MemoryStore  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+
+def wrong(told: Examination) -> str:
+    (found,) = [finding for finding in told.findings if not finding.well]
+    return f"{found.what}: {found.words}"
+
+
+def test_where_all_is_well_blocks_come_back(model: Any, tokenizer: Any, document: str) -> None:
+    told = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK)
+    assert told.well and "48 tokens from memory" in told.findings[-1].words and told.context["block_tokens"] == BLOCK
+
+
+def test_a_store_that_is_not_there(model: Any, tokenizer: Any, document: str) -> None:
+    for address in ("redis://127.0.0.1:9", "tiers:?tier=redis://127.0.0.1:9&tier=redis://127.0.0.1:10%3Fname=b"):
+        with open_store(address) as store:
+            assert "unreachable" in wrong(examine(model, tokenizer, store, document, block_tokens=BLOCK))
+
+
+def test_a_store_that_is_too_small(model: Any, tokenizer: Any, document: str) -> None:
+    told = examine(model, tokenizer, MemoryStore(2 * 12_500), document, block_tokens=BLOCK)
+    assert "refused 1 of 3 blocks" in wrong(told)
+
+
+def test_a_model_that_is_refused(tokenizer: Any, document: str) -> None:
+    model = build_small()
+    model.generation_config.cache_implementation = "static"
+    assert "cache_implementation" in wrong(examine(model, tokenizer, MemoryStore(), document))
+
+
+def test_what_two_computers_differ_in(model: Any, tokenizer: Any, document: str) -> None:
+    here = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK).context
+    assert examine(model, tokenizer, MemoryStore(), document, here, block_tokens=BLOCK).well
+    for options, name in (({"weights": "v2"}, "weights"), ({"adapter": "lora@3"}, "adapter")):
+        assert f"differ in {name}" in wrong(
+            examine(model, tokenizer, MemoryStore(), document, here, block_tokens=BLOCK, **options)
+        )
+    salted = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK, tenant_salt=b"one").context
+    other = {"block_tokens": BLOCK, "tenant_salt": b"two"}
+    assert "salt alone" in wrong(examine(model, tokenizer, MemoryStore(), document, salted, **other))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = tmp_path / "here.json"
+    base = ["doctor", "--dtype", "float32", "--block-tokens", "32"]
+    assert main([*base, "--save", str(context), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["context"] == json.loads(context.read_text())
+    assert main([*base, "--compare", str(context)]) == 0
+    assert main(["doctor", "--block-tokens", "32", "--compare", str(context)]) == 1
+    assert "kv_dtype: bfloat16 here, float32 there" in capsys.readouterr().out
+    assert main([*base, "--store", "redis://127.0.0.1:9"]) == 1
+    assert "WRONG  store" in capsys.readouterr().out
+    context.write_text("[]")
+    assert main([*base, "--compare", str(context)]) == 2
+    assert "--save" in capsys.readouterr().err
+
+
+def test_results_say_why_nothing_was_found(model: Any, ids: Any) -> None:
+    with manager(model, None) as kvc:
+        assert kvc.get_cache_ids(ids[:, :5]).result.not_found == "shorter than a block"
+        assert kvc.get_cache_ids(ids).result.not_found == "absent" and "absent" in kvc.last.describe()
+        kvc.add_blocks_ids(ids[:, :64])
+        assert kvc.get_cache_ids(ids).result.not_found == "absent"
+        assert kvc.get_cache_ids(ids[:, :64]).result.not_found == ""
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_redis_that_goes_and_comes_back_is_told_once_each(
+    model: Any, ids: Any, tiers: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "skymemory")
+    server = RedisServer(tmp_path)
+    url = server.url
+    try:
+        address = f"tiers:?tier=memory://13KiB&tier={url.replace('?', '%3F')}" if tiers else url
+        with open_store(address) as store, manager(model, None, store) as kvc:
+            kvc.add_blocks_ids(ids)
+            assert kvc.get_cache_ids(ids).result.cached_tokens == 320
+            assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+            assert "from redis" in caplog.text
+            server.stop()
+            caplog.clear()
+            for _ in range(6):
+                assert kvc.get_cache_ids(ids).result.not_found in ("unreachable", "timeout")
+            assert ["does not answer" in told for told in warnings(caplog)] == [True]
+            server.start()
+            until_s = time.monotonic() + 20
+            while kvc.get_cache_ids(ids).result.not_found != "absent" and time.monotonic() < until_s:
+                time.sleep(0.05)
+            assert ["answers again" in told for told in warnings(caplog)] == [False, True]
+    finally:
+        server.stop()
