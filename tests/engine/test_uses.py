@@ -296,6 +296,51 @@ def test_more_than_tokens_is_computed_whole(uneven: Any, ids: Any, kvc: KVCManag
     assert {name.partition("{")[0] for name in unused(kvc)} == {"unused_tokens_total"}
 
 
+def seeing() -> Any:
+    """A small model that sees images: 4 patches of 8 x 8, which stand where token 99 is."""
+    import transformers
+
+    text = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128,
+    )  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=99, image_token_index=99)
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.mul_(5)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_another_image_is_another_prompt() -> None:
+    model = seeing()
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 90, (1, 100), generator=draw)
+    ids[0, 40:44] = 99
+    images = [torch.randn(1, 3, 16, 16, generator=draw) for _ in range(2)]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD}
+    with manager(model, None) as kvc:
+        for _ in range(2):
+            said = []
+            for image in images:
+                without = model.generate(ids, pixel_values=image, **options).tolist()
+                cache = kvc.get_cache_ids(ids)
+                assert cache.result.prompt_tokens == 40
+                assert model.generate(ids, pixel_values=image, past_key_values=cache, **options).tolist() == without
+                kvc.add_blocks_ids(ids)
+                said.append(without)
+            assert said[0] != said[1], "the images must matter"
+        words = ids[:, :40]
+        plain = generate(model, words)
+        assert generate(model, words, kvc.get_cache_ids(words)) == plain and kvc.last.cached_tokens == 32
+
+
 def test_a_loop_of_ones_own(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     with torch.inference_mode():
         cache = kvc.get_cache_ids(ids)

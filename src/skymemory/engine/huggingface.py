@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import re
 import weakref
 from collections import deque
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
@@ -41,6 +43,8 @@ from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 
 _log = logging.getLogger(__name__)
+
+_MEDIA_TOKEN = re.compile("(image|video|audio|vision|speech|media).*token_(id|index)$")
 
 GROW_TOKENS = 256
 """Room left behind a prompt for what is generated; past it the cache is moved once, to a larger room."""
@@ -122,6 +126,7 @@ class KVCManager:
         self._handed: weakref.WeakSet[SkyCache] = weakref.WeakSet()
         self._lock = OwnLock("this KVCManager")
         self._forward_options = forward_options(model)
+        self._media_tokens = media_tokens(model)
         self.loading: Loading = loading
         settings = cake or CakeSettings(step_tokens=-(-CakeSettings().step_tokens // block_tokens) * block_tokens)
         self.cake = CakePrefill(model, Cake(self.blocks, settings), self._forward_options)
@@ -165,7 +170,7 @@ class KVCManager:
 
     def get_cache_ids(self, ids: TokenIds) -> SkyCache:
         """``get_cache`` for token ids."""
-        return self._get(flat_ids(ids), {})
+        return self._get(self._before_media(flat_ids(ids)), {})
 
     def add_blocks(self, prompt: Prompt, **template: Any) -> StoreResult:
         """Store the full blocks of ``prompt``, and of what was generated behind it, that are not stored yet.
@@ -188,7 +193,7 @@ class KVCManager:
         single sequence. One of ours is checked against what the model was seen to put in; of a foreign one only
         shapes and length can be.
         """
-        return self._add(flat_ids(ids), past_key_values, {})
+        return self._add(self._before_media(flat_ids(ids)), past_key_values, {})
 
     def warm(self, tokens: int) -> None:
         """Touch the memory for one prompt of ``tokens`` now, rather than in the first ``get_cache``."""
@@ -217,7 +222,14 @@ class KVCManager:
 
     def _tokenize(self, prompt: Prompt, template: dict[str, Any], seconds: dict[str, float]) -> Tokens:
         with PhaseClock(self.blocks.clock, seconds)("tokenize"):
-            return prompt_ids(prompt, self.tokenizer, template)
+            return self._before_media(prompt_ids(prompt, self.tokenizer, template))
+
+    def _before_media(self, ids: Tokens) -> Tokens:
+        """Up to the first token that stands for a part of an image, a video or a sound: behind it keys and values are
+        of what that shows, which the ids do not say.
+        """
+        there = np.flatnonzero(np.isin(ids, self._media_tokens))
+        return ids[: there[0]] if len(there) else ids
 
     def _get(self, ids: Tokens, seconds: dict[str, float]) -> SkyCache:
         with self._lock:
@@ -416,6 +428,16 @@ class KVCManager:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInput("this KVCManager is closed: make a new one")
+
+
+def media_tokens(model: PreTrainedModel) -> list[int]:
+    """The ids that stand for what is no text, as the model's configuration names them."""
+    named = {**vars(model.config), **model.config.to_dict()}
+    return [
+        value
+        for name, value in named.items()
+        if isinstance(value, int) and not isinstance(value, bool) and _MEDIA_TOKEN.search(name)
+    ]
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
