@@ -10,7 +10,7 @@ import transformers
 WINDOW = 20
 _TINY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 1024,
+    "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048,
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LATENT: dict[str, Any] = {
@@ -31,7 +31,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {}),
     "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8}),
-    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 1024}),
+    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 2048}),
     "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}),
     "OPT": ("OPTForCausalLM", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "Bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 4}),
