@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm fuzz soak mutants small-model check bench docs clean
+.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm fuzz soak mutants small-model models-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -89,6 +89,9 @@ soak: $(VENV)/.installed-dev ## 30 days in virtual time, about 40 minutes (ARGS=
 
 mutants: $(VENV)/.installed-dev ## seeded faults, and whether the tests notice: about 15 minutes (ARGS="--sample 20 --only protocol")
 	@$(BIN)/python -m tests.mutants $(ARGS)
+
+models-page: $(VENV)/.installed-dev ## docs/reference/models.md anew: every family by every use
+	@$(BIN)/python -m tests.engine.matrix > docs/reference/models.md
 
 small-model: $(VENV)/.installed-dev ## train the small model anew: up to an hour (needs Debian's documentation; says which)
 	@$(BIN)/python -m tools.small_model $(ARGS)
