@@ -343,7 +343,8 @@ class KVCManager:
     def _with_answer(self, ids: Tokens) -> Tokens:
         """``ids`` with what was generated behind them into a cache of ours, as far as it was computed: not the last."""
         known = [cache.tokens() for cache in self._handed if cache.context == self.context]
-        fitting = [held for held in known if shared_prefix(held, ids) == min(len(held), len(ids)) >= len(ids) - 1]
+        least = max(1, len(ids) - 1)
+        fitting = [held for held in known if shared_prefix(held, ids) == min(len(held), len(ids)) >= least]
         return max(fitting, key=len, default=ids)
 
     def _save_states(self, ids: Tokens, cache: Cache | None, blocks: int) -> None:
