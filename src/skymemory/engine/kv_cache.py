@@ -22,6 +22,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from skymemory.cache.results import LoadResult
+from skymemory.engine.staging import Gathered, Staging
 from skymemory.engine.states import States, repeat
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
@@ -267,7 +268,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         else:
             self._room = torch.empty(size_bytes // layout.item_bytes, dtype=dtype, device=device)
         self._rooms = _rooms(self._room, layout, room_tokens)
-        self._bytes = [room.view(torch.uint8).numpy() for room in self._rooms] if device.type == "cpu" else None
+        on_cpu = device.type == "cpu"
+        self._bytes = [room.view(torch.uint8).numpy() for room in self._rooms] if on_cpu else []
+        self._staging = None if on_cpu else Staging(self._rooms, layout)
         super().__init__()
         self.layer_class_to_replicate = None
         rooms = zip(*self._rooms, strict=True)
@@ -296,17 +299,18 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def place(self, index: int, block: memoryview) -> None:
         """Copy one block's raw bytes to its place: the sink of ``BlockCache.load``."""
+        if self._staging is not None:
+            self._staging.place(index, block)
+            return
         tokens = self._layout.block_tokens
         span = slice(index * tokens, (index + 1) * tokens)
-        if self._bytes is not None:
-            for there, part in zip(self._bytes, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
-                np.copyto(there[:, :, span], part)
-        else:
-            for room, part in zip(self._rooms, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
-                room[:, :, span].copy_(torch.from_numpy(np.ascontiguousarray(part)).view(room.dtype))
+        for there, part in zip(self._bytes, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
+            np.copyto(there[:, :, span], part)
 
     def fill(self, tokens: Tokens) -> None:
         """Declare ``tokens`` to be what the placed blocks hold, from the first on."""
+        if self._staging is not None:
+            self._staging.flush()
         for layer in self._attention:
             layer.fill(len(tokens))
         if self.states and len(tokens):
@@ -426,13 +430,18 @@ class CacheSource:
     def __init__(self, cache: Cache, layout: KVLayout) -> None:
         self._layers = [(layer.keys[0].detach(), layer.values[0].detach()) for layer in _of_tokens(cache)]
         self._layout = layout
+        on_device = bool(self._layers) and self._layers[0][0].device.type != "cpu"
+        self._gathered = Gathered(self._layers, layout) if on_device else None
 
     def read(self, index: int, out: memoryview) -> None:
+        if self._gathered is not None:
+            self._gathered.read(index, out)
+            return
         tokens = self._layout.block_tokens
         for which, target in enumerate(_parts(np.frombuffer(out, np.uint8), self._layout)):
             for layer, pair in enumerate(self._layers):
                 part = pair[which][:, index * tokens : (index + 1) * tokens]
-                part = part.cpu() if part.stride(-1) == 1 else part.cpu().contiguous()
+                part = part if part.stride(-1) == 1 else part.contiguous()
                 np.copyto(target[layer], part.view(torch.uint8).numpy())
 
 
