@@ -75,8 +75,11 @@ class Guard:
         else:
             same = call.shared(loaded)
             usable = cache.usable(max(0, min(same, call.tokens - call.kept)))
-            why = "other tokens than it was made for" if same < min(len(loaded), call.tokens) else ""
-        if why:
+            if same < min(len(loaded), call.tokens):
+                why = "other tokens than it was made for"
+        if why and start:
+            cache.loaded = cache.loaded[: start + usable]  # the prompt has ended before what was loaded, or was cut
+        elif why:
             self._refuse(cache, why, len(loaded), usable)
         if isinstance(call, str):
             return given
