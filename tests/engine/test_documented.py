@@ -61,7 +61,8 @@ def test_the_example_of_the_disclosure_to_the_letter(short: Any, tokenizer: Any,
 @pytest.mark.usefixtures("sky")
 @pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "guide"])
 def test_the_first_example_runs_as_it_is_written(page: Path, short: Any, tokenizer: Any, document: str) -> None:
-    (example,) = re.findall(r"```python\n(from skymemory import KVCManager, open_store\n.*?)```", page.read_text(), re.S)
+    first = r"```python\n(from skymemory import KVCManager, open_store\n.*?)```"
+    (example,) = re.findall(first, page.read_text(), re.S)
     prompt = document[:2000]
     for found in (0, 500):
         names: dict[str, Any] = {"model": short, "tokenizer": tokenizer, "prompt": prompt}

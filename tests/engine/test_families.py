@@ -32,7 +32,10 @@ def prompt() -> Any:
     return torch.randint(3, 120, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-EACH_KIND = {"Llama", "GPT-2", "Bloom", "Qwen3 MoE", "Gemma 3", "gpt-oss", "Llama 4", "DeepSeek V3", "Qwen3-Next", "Falcon-H1", "LFM2"}
+EACH_KIND = {
+    "Llama", "GPT-2", "Bloom", "Qwen3 MoE", "Gemma 3", "gpt-oss", "Llama 4", "DeepSeek V3", "Qwen3-Next", "Falcon-H1",
+    "LFM2",
+}  # fmt: skip
 """One of every kind that differs for a cache; the others run with the slow tests."""
 
 

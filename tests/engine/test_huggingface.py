@@ -116,7 +116,6 @@ def test_a_prompt_that_differs_in_its_last_token_is_another(model: Any, kvc: KVC
     model.generate(one, past_key_values=kvc.get_cache_ids(one), **options)
     assert kvc.add_blocks_ids(other).blocks == 4
     assert kvc.get_cache_ids(other).result.loaded_blocks == 4
-    assert kvc.add_blocks_ids(one).blocks > 4
 
 
 def test_past_the_room_the_output_is_the_same(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from skymemory.cache.in_flight_budget import InFlightBudget
+from skymemory.cache.manager import FAILING_REASONS
 from skymemory.cache.outbound import Moving, Outbound
 from skymemory.cache.tier import Tier
 from skymemory.cache.tier_loads import TierLoad
@@ -61,11 +63,21 @@ class TieredLoad:
             if rest and clock() < until_s and (load := TierLoad.lease(tier, rest)) is not None:
                 self._loads.append(load)
                 self._run([load], budget, until_s, values, reports, tried)
-        absent = KeyReport(reason="unreachable" if self._silent else "absent")
+        absent = KeyReport(reason=self._why_absent())
         told = tuple(reports.get(key, absent) for key in self._keys)
         seconds = max([clock() - started_s, *(one.seconds for one in told)])
         ordered = {key: values[key] for key in self._keys if key in values}
         return ordered, LoadReport(told, seconds)
+
+    def _why_absent(self) -> str:
+        """Why what no tier says it has is not there. A tier that does not answer may say so by a load alone."""
+        if self._silent:
+            return "unreachable"
+        for tier in self._tiers if not self._loads and self._keys else ():
+            told = None if tier.settings.local else tier.ask(partial(_reason, tier, self._keys[0]))
+            if told in FAILING_REASONS:
+                return "unreachable"
+        return "absent"
 
     def _run(
         self,
@@ -105,3 +117,12 @@ class TieredLoad:
     def release(self) -> None:
         for load in self._loads:
             load.release()
+
+
+def _reason(tier: Tier, key: bytes) -> str:
+    """Why a load of the key brings nothing; empty where it brings something."""
+    ticket = tier.store.prepare_load([key])
+    tier.store.complete_load(ticket)
+    report = ticket.report
+    tier.store.release(ticket)
+    return report.keys[0].reason if report is not None else ""

@@ -110,7 +110,8 @@ class Guard:
                 cache.stop()
         finally:
             cache.guard = self
-        return int(cache.get_seq_length()) - start - begun
+        computed: int = cache.held - start - begun
+        return computed
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
         """Of the next ``loaded`` tokens only ``usable`` may become contents."""

@@ -59,7 +59,8 @@ class KVCManager:
     """The KV cache of one model in one store. All methods may be called from any thread, one at a time.
 
     Parameters:
-        model: a decoder-only transformers model that goes on from a cache as it computes at once, else UnsupportedModel.
+        model: a decoder-only transformers model that goes on from a cache as if it had computed it, else
+            UnsupportedModel.
         tokenizer: needed for prompts as text; the token-id forms work without.
         store: any tier (``skymemory.open_store``); by default 1 GiB of memory in this process. Closed with the
             manager only if the manager made it.

@@ -13,12 +13,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from skymemory.engine.kv_cache import (
-    DummyLayer,
-    LayerKind,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from skymemory.engine.kv_cache import LAYERS, LayerKind
 from skymemory.engine.probe import check_goes_on
 from skymemory.engine.states import States
 from skymemory.engine.substance import Substance, foreign_hook
@@ -34,10 +29,6 @@ _NOT_IDENTITY = (
     "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type",
 )  # fmt: skip
 """Fields of a configuration that say nothing of the numbers in the cache (dtype is in the layout)."""
-_KEPT = (
-    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer,
-)  # fmt: skip
-"""Layers whose contents are known: keys and values of tokens, recurrent states, or nothing."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -136,7 +127,7 @@ def check_supported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or not model.can_generate():
         raise UnsupportedModel(f"{name} is not a decoder-only language model: its cache is not a token prefix")
-    odd = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in _KEPT})
+    odd = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in LAYERS})
     if odd or not model._supports_default_dynamic_cache():
         raise UnsupportedModel(
             f"{name} keeps something else than tokens' keys and values, or recurrent states "

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from skymemory.cache.results import LoadResult
 from skymemory.engine.staging import Gathered, Staging
@@ -45,6 +45,11 @@ except ImportError:  # transformers before 5.5 or so: no layers that keep states
 
 # Blocks are only read from these buffers, never written to.
 warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
+
+LAYERS = (
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer,
+)  # fmt: skip
+"""transformers' layers whose contents are known: keys and values of tokens, recurrent states, or nothing."""
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -327,6 +332,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(held)}
         self.reset()
         self.loaded, self.stops = held, stops
+
+    @property
+    def held(self) -> int:
+        """Tokens that are contents."""
+        return int(self.get_seq_length())
 
     def begin(self) -> int:
         """Make what is loaded the contents now, and say how many tokens that is: the first ones of the prompt that this

@@ -44,7 +44,7 @@ class Staging:
             return
         on_cuda = self._device.type == "cuda"
         stream = torch.cuda.Stream(self._device) if on_cuda else None
-        with torch.cuda.stream(stream) if on_cuda else nullcontext():  # type: ignore[arg-type]
+        with torch.cuda.stream(stream) if on_cuda else nullcontext():
             there = self._host[: len(self._waiting)].to(self._device, non_blocking=True)
             where = torch.tensor(self._waiting, device=self._device)
             for room, part in zip(self._rooms, _split(there, self._layout), strict=True):
