@@ -70,18 +70,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "head_dim": 8,
         "mamba_n_groups": 1, "mamba_chunk_size": 8,
     }),
-    "Bamba": ("BambaForCausalLM", "BambaConfig", {**_MAMBA, "attn_layer_indices": [1, 3]}),
     "Granite 4": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", {
         **_MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 1,
         "shared_intermediate_size": 32,
     }),
     "Nemotron-H": ("NemotronHForCausalLM", "NemotronHConfig", {
         "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "head_dim": 8, "chunk_size": 8,
-    }),
-    "Jamba": ("JambaForCausalLM", "JambaConfig", {
-        "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
-        "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
     }),
     "LFM2": ("Lfm2ForCausalLM", "Lfm2Config", {
         "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False,
@@ -94,7 +88,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def build(name: str) -> Any:
     """In float32 and eval mode, with weights so large that single tokens turn its choices."""
-    kind, config_kind, options = FAMILIES[name]
+    kind, config_kind, options = {**FAMILIES, **REFUSED}[name]
     config = getattr(transformers, config_kind)(**{**_TINY, **options})
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).eval()
@@ -107,5 +101,24 @@ def build(name: str) -> Any:
     return model
 
 
-WITH_STATES = {"Qwen3-Next", "Qwen3.5", "Falcon-H1", "Bamba", "Granite 4", "Nemotron-H", "Jamba", "LFM2"}
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Bamba": ("BambaForCausalLM", "BambaConfig", {**_MAMBA, "attn_layer_indices": [1, 3]}),
+    "Jamba": (
+        "JambaForCausalLM",
+        "JambaConfig",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "Mamba": ("MambaForCausalLM", "MambaConfig", {}),
+}
+"""Those that do not go on from a cache as they compute at once, or have no attention."""
+WITH_STATES = {"Qwen3-Next", "Qwen3.5", "Falcon-H1", "Granite 4", "Nemotron-H", "LFM2"}
 """What is found of them ends where a state was kept."""

@@ -9,9 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.families import FAMILIES, build  # noqa: E402
+from tests.engine.families import FAMILIES, REFUSED, build  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
+from skymemory.errors import UnsupportedModel  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -88,3 +89,9 @@ def test_every_length_and_a_chat_that_goes_on(family: Any, prompt: Any) -> None:
             turn = torch.cat([said, prompt[:, :9]], dim=1)
             found = kvc.get_cache_ids(turn).result
             assert found.computed_tokens <= 9 + BLOCK + (1 if kvc.states_kept else 0)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_on_as_it_computes_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match="cache|attention" if name == "Mamba" else "other results than it has"):
+        KVCManager(build(name))
