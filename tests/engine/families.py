@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from skymemory.engine.kv_cache import KNOWS_STATES
+
 WINDOW = 20
 _TINY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -36,8 +38,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "OPT": ("OPTForCausalLM", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "Bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 4}),
     "Falcon": ("FalconForCausalLM", "FalconConfig", {}),
-    "StableLM": ("StableLmForCausalLM", "StableLmConfig", {}),
-    "Phi": ("PhiForCausalLM", "PhiConfig", {}),
+    "StableLM": ("StableLmForCausalLM", "StableLmConfig", {"pad_token_id": 0}),
+    "Phi": ("PhiForCausalLM", "PhiConfig", {"pad_token_id": 0}),
     "Gemma": ("GemmaForCausalLM", "GemmaConfig", {"head_dim": 8}),
     "Granite": ("GraniteForCausalLM", "GraniteConfig", {}),
     "OLMo 2": ("Olmo2ForCausalLM", "Olmo2Config", {}),
@@ -122,3 +124,9 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Those that do not go on from a cache as they compute at once, or have no attention."""
 WITH_STATES = {"Qwen3-Next", "Qwen3.5", "Falcon-H1", "Granite 4", "Nemotron-H", "LFM2"}
 """What is found of them ends where a state was kept."""
+
+
+def known(name: str) -> bool:
+    """Whether the installed transformers has this family, and its states in a form that is served."""
+    there = hasattr(transformers, {**FAMILIES, **REFUSED}[name][0])
+    return there and (KNOWS_STATES or name not in WITH_STATES)

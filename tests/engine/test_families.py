@@ -9,9 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.families import FAMILIES, REFUSED, build  # noqa: E402
+from tests.engine.families import FAMILIES, REFUSED, build, known  # noqa: E402
+from tests.engine.test_uses import TOLD  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
+from skymemory.engine.kv_cache import KNOWS_STATES  # noqa: E402
 from skymemory.errors import UnsupportedModel  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -45,6 +47,8 @@ EACH_KIND = {
     params=[pytest.param(name, marks=[] if name in EACH_KIND else pytest.mark.slow) for name in FAMILIES],
 )
 def family(request: pytest.FixtureRequest) -> Any:
+    if not known(request.param):
+        pytest.skip("this transformers has no such family, or its states in another form")
     return build(request.param)
 
 
@@ -58,8 +62,8 @@ def test_same_tokens_by_every_use(family: Any, prompt: Any) -> None:
     with KVCManager(family, block_tokens=BLOCK) as kvc:
         kvc.add_blocks_ids(prompt)
         for name, options in USES.items():
-            if name == "prompt look-up" and kvc.states_kept:
-                continue  # transformers refuses it: their states cannot be cropped
+            if name == "prompt look-up" and (kvc.states_kept or not TOLD):
+                continue  # transformers refuses it: states cannot be cropped, and old releases want an end token
             without = answer(family, prompt, **options)
             cache = kvc.get_cache_ids(prompt)
             assert cache.result.cached_tokens == PROMPT_TOKENS // BLOCK * BLOCK, name
@@ -93,5 +97,8 @@ def test_every_length_and_a_chat_that_goes_on(family: Any, prompt: Any) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_go_on_as_it_computes_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match="cache|attention" if name == "Mamba" else "other results than it has"):
+    if not known(name):
+        pytest.skip("this transformers has no such family")
+    why = "other results than it has" if KNOWS_STATES and name != "Mamba" else "cache|attention"
+    with pytest.raises(UnsupportedModel, match=why):
         KVCManager(build(name))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from tests.engine.generation import BLOCK, manager  # noqa: E402
 
@@ -22,6 +22,8 @@ from skymemory.errors import CacheMisuse  # noqa: E402
 pytestmark = pytest.mark.engine
 
 PAD = 0
+TOLD = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+"""Whether ``generate`` tells a cache that it begins."""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,9 @@ def test_generate_computes_only_what_is_behind_the_loaded_tokens(uneven: Any, id
     assert got == [plain] and unused(kvc) == {}
 
 
+END = pytest.mark.skipif(not TOLD, reason="prompt look-up of this transformers fails without an end token")
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -82,7 +87,7 @@ def test_generate_computes_only_what_is_behind_the_loaded_tokens(uneven: Any, id
         {"num_beams": 2, "num_return_sequences": 2},
         {"do_sample": True, "num_return_sequences": 3},
         {"do_sample": True},
-        {"prompt_lookup_num_tokens": 3},
+        pytest.param({"prompt_lookup_num_tokens": 3}, marks=END),
         {"prefill_chunk_size": 50},
         {"prefill_chunk_size": 16},
         {"repetition_penalty": 1.3},
@@ -173,6 +178,7 @@ def test_a_shorter_and_a_longer_prompt(
     assert got == [generate(uneven, longer)] and not caplog.text
 
 
+@pytest.mark.skipif(not TOLD, reason="this transformers does not tell a cache that generate begins")
 def test_a_cache_used_a_second_time(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     cache = kvc.get_cache_ids(ids)
     plain = generate(uneven, ids)
@@ -184,6 +190,7 @@ def test_a_cache_used_a_second_time(uneven: Any, ids: Any, kvc: KVCManager) -> N
     assert generate(uneven, ids, cache) == plain
 
 
+@pytest.mark.skipif(not TOLD, reason="this transformers does not tell a cache that generate begins")
 def test_a_chat_goes_on_with_the_cache_of_its_last_turn(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     cache, turn = kvc.get_cache_ids(ids), ids
     for _ in range(4):
@@ -326,7 +333,7 @@ def test_another_image_is_another_prompt() -> None:
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(3, 90, (1, 100), generator=draw)
     ids[0, 40:44] = 99
-    images = [torch.randn(1, 3, 16, 16, generator=draw) for _ in range(2)]
+    images = [10 * torch.randn(1, 3, 16, 16, generator=draw) for _ in range(2)]
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD}
     with manager(model, None) as kvc:
         for _ in range(2):

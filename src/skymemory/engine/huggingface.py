@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import re
 import weakref
 from collections import deque
 from types import TracebackType
@@ -30,7 +29,7 @@ from skymemory.engine.compute_clock import ComputeClock
 from skymemory.engine.guard import Guard
 from skymemory.engine.identity import Identity, tokenizer_digest
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
-from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, prompt_ids, shared_prefix
+from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, media_tokens, prompt_ids, shared_prefix
 from skymemory.engine.quantizers import codec_of, readable_codecs
 from skymemory.engine.states import StoredStates
 from skymemory.errors import InvalidInput, UnsupportedModel
@@ -43,8 +42,6 @@ from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 
 _log = logging.getLogger(__name__)
-
-_MEDIA_TOKEN = re.compile("(image|video|audio|vision|speech|media).*token_(id|index)$")
 
 GROW_TOKENS = 256
 """Room left behind a prompt for what is generated; past it the cache is moved once, to a larger room."""
@@ -430,16 +427,6 @@ class KVCManager:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInput("this KVCManager is closed: make a new one")
-
-
-def media_tokens(model: PreTrainedModel) -> list[int]:
-    """The ids that stand for what is no text, as the model's configuration names them."""
-    named = {**vars(model.config), **model.config.to_dict()}
-    return [
-        value
-        for name, value in named.items()
-        if isinstance(value, int) and not isinstance(value, bool) and _MEDIA_TOKEN.search(name)
-    ]
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:

@@ -8,6 +8,7 @@ falls back to what DynamicLayer does.
 
 from __future__ import annotations
 
+import inspect
 import mmap
 import sys
 import threading
@@ -29,15 +30,24 @@ from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 
 try:
-    from transformers.cache_utils import DummyLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
-except ImportError:  # transformers before 5.5 or so: no layers that keep states, and none of them is made
+    from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+    KNOWS_STATES = "number_of_states" in inspect.signature(LinearAttentionLayer.__init__).parameters
+except ImportError:
+    KNOWS_STATES = False
+if not KNOWS_STATES:  # transformers before 5.16 or so: models with states have caches of another form, and are refused
 
     class LinearAttentionLayer:  # type: ignore[no-redef]
         def __init__(self, number_of_states: int = 1) -> None:
-            raise TypeError("this transformers has no layers with states")
+            raise TypeError("this release of transformers has no layers with states that we know")
 
     class LinearAttentionAndFullAttentionLayer:  # type: ignore[no-redef]
         pass
+
+
+try:
+    from transformers.cache_utils import DummyLayer
+except ImportError:  # before 5.23
 
     class DummyLayer:  # type: ignore[no-redef]
         pass

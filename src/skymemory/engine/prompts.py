@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skymemory.engine.kv_cache import Tokens
 from skymemory.errors import InvalidInput
 
 _log = logging.getLogger(__name__)
+
+_MEDIA_TOKEN = re.compile("(image|video|audio|vision|speech|media).*token_(id|index)$")
 
 TokenIds: TypeAlias = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 """One sequence of token ids: flat, or a tensor of shape (n,) or (1, n)."""
@@ -84,3 +87,13 @@ def shared_prefix(held: Tokens, ids: Tokens) -> int:
     length = min(len(held), len(ids))
     differing = np.flatnonzero(held[:length] != ids[:length])
     return int(differing[0]) if len(differing) else length
+
+
+def media_tokens(model: PreTrainedModel) -> list[int]:
+    """The ids that stand for what is no text, as the model's configuration names them."""
+    named = {**vars(model.config), **model.config.to_dict()}
+    return [
+        value
+        for name, value in named.items()
+        if isinstance(value, int) and not isinstance(value, bool) and _MEDIA_TOKEN.search(name)
+    ]
