@@ -32,6 +32,7 @@ def test_the_tables_are_those_of_the_run() -> None:
         ) in PAGE
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_and_gossip_leaves_less_dead_than_nothing(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -75,6 +76,7 @@ def test_the_replay_counts_what_hits(tmp_path: Path) -> None:
     assert all(row[name] == 9 / 21 for row in rows for name in (*REPLACEMENTS, "belady"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TRACE.is_file(), reason=f"the trace is not beside this checkout ({TRACE.name})")
 def test_on_the_trace_s_first_requests_lrfu_beats_lru(tmp_path: Path) -> None:
     rows, _ = replay(tmp_path, "--requests", "3000")

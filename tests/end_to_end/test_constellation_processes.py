@@ -249,7 +249,7 @@ def test_five_computers_share_a_plan(sky: Sky, tmp_path: Path) -> None:
     assert [computer.returncode for computer in computers] == [0] * 5
 
 
-@pytest.mark.parametrize("access", ["hybrid", "onboard"])
+@pytest.mark.parametrize("access", ["hybrid", pytest.param("onboard", marks=pytest.mark.slow)])
 def test_hosts_that_see_a_part_of_the_box_and_hosts_on_board(sky: Sky, tmp_path: Path, access: str) -> None:
     """Real delays, and a real orbit where it takes few satellites: 375 of them, five planes over the poles."""
     where = ("--preset", "starlink-b", "--hosts", "1", "--host-at", "50,10", "--mask", "10", "--time-scale", "60")

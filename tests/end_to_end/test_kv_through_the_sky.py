@@ -82,8 +82,8 @@ def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big:
 @pytest.mark.parametrize(
     "faults",
     [
-        ["--loss", "1%"],
-        ["--loss", "5%"],
+        pytest.param(["--loss", "1%"], marks=pytest.mark.slow),
+        pytest.param(["--loss", "5%"], marks=pytest.mark.slow),
         ["--loss", "5%", "--duplicate", "5%", "--reorder", "10%", "--fault-seed", "3"],
     ],
 )

@@ -26,7 +26,7 @@ from skymemory.transport.simulated import SimulatedConstellation
 
 TORUS = Torus(5, 19)
 LINK_S = 0.004
-EXAMPLES = int(os.environ.get("SKYMEMORY_MODEL_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("SKYMEMORY_MODEL_EXAMPLES", "8"))
 SETTLED_S = 5.0
 """A handover of this little data has ended long before, if nothing is lost and nobody dead."""
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(4)]

@@ -71,6 +71,7 @@ def test_the_default_is_quickest_on_workloads_it_was_not_tuned_on(workload) -> N
     assert min(means, key=means.__getitem__) == DEFAULT, means
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/routing.py"), "--quick", "--jobs", "1"]
     command += ["--strategies", f"{DEFAULT},random", "--json", str(tmp_path / "out")]

@@ -188,7 +188,10 @@ _ENDS = {
 }
 
 
-@pytest.mark.parametrize(("behaviour", "forced"), [("computes", 0), ("is stopped", 0), ("hangs", 1), ("spins", 1)])
+@pytest.mark.parametrize(
+    ("behaviour", "forced"),
+    [("computes", 0), ("is stopped", 0), ("hangs", 1), pytest.param("spins", 1, marks=pytest.mark.slow)],
+)
 def test_who_is_busy_is_given_time_to_end_and_who_hangs_is_not(
     behaviour: str, forced: int, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -267,6 +267,7 @@ def test_keys_are_rotated_while_reads_go_on_and_then_the_old_one_is_refused() ->
         assert attacker.figures()["packets_refused"] > 0 and store.get_many([KEY]) == [VALUE]
 
 
+@pytest.mark.slow
 def test_key_rotation_of_running_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the file alone: five host processes, a client that reads all the while, nothing started again."""
     from skymemory.cli.main import main
