@@ -24,9 +24,10 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 _HEAD = """# Models and uses
 
 Small random models of each family's own configuration class, in float32, greedy where nothing else is said: every cell
-was generated with the cache and without it, and the tokens were the same, with `sdpa` and with `eager` attention. The
-figure is the share of a prompt's full blocks that came from the cache. Families of other models are served if they pass
-the probe at construction. transformers {version}; `make models-page` writes this page, and the slow tests compare it.
+was generated with the cache and without it, and the tokens were the same, with `sdpa` and with `eager` attention as
+far as the family has both. The figure is the share of a prompt's full blocks that came from the cache. Families of
+other models are served if they pass the probe at construction. transformers {version}; `make models-page` writes this
+page, and the slow tests compare it.
 
 """
 

@@ -74,8 +74,8 @@ class TieredLoad:
         if self._silent:
             return "unreachable"
         for tier in self._tiers if not self._loads and self._keys else ():
-            told = None if tier.settings.local else tier.ask(partial(_reason, tier, self._keys[0]))
-            if told in FAILING_REASONS:
+            reason = None if tier.settings.local else tier.ask(partial(_reason, tier, self._keys[0]))
+            if reason in FAILING_REASONS:
                 return "unreachable"
         return "absent"
 

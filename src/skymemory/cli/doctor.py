@@ -47,19 +47,19 @@ def run(args: argparse.Namespace) -> int:
 
     ready = ready_model(args.model, dtype=args.dtype)
     with open_store(args.store) as store:
-        told = examine(
+        result = examine(
             ready.model, ready.tokenizer, store, shipped_document(), other,
             block_tokens=args.block_tokens, codec=args.codec,
         )  # fmt: skip
-    if args.save is not None and told.context:
-        args.save.write_text(json.dumps(told.context, indent=1) + "\n")
+    if args.save is not None and result.context:
+        args.save.write_text(json.dumps(result.context, indent=1) + "\n")
     if args.json:
-        findings = [{"what": one.what, "well": one.well, "words": one.words} for one in told.findings]
-        print(json.dumps({"well": told.well, "findings": findings, "context": told.context}))
+        findings = [{"what": one.what, "well": one.well, "words": one.words} for one in result.findings]
+        print(json.dumps({"well": result.well, "findings": findings, "context": result.context}))
     else:
-        for one in told.findings:
+        for one in result.findings:
             print(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}")
-    return 0 if told.well else 1
+    return 0 if result.well else 1
 
 
 def _read(path: Path) -> dict[str, Any]:
