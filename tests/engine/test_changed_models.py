@@ -10,7 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.engine.families import build  # noqa: E402
 from tests.engine.generation import BLOCK, manager  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 from skymemory.engine.models import build_small  # noqa: E402
 from skymemory.engine.substance import Substance  # noqa: E402
@@ -75,6 +78,59 @@ def data(model: Any) -> None:
     weight.data = weight.data * 2
 
 
+class Sine(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return torch.sin(3 * x)
+
+
+class Cosine(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return torch.cos(3 * x)
+
+
+class Steered(torch.nn.Module):
+    """Adds a vector that torch does not know of."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.by = inner, torch.zeros(64)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) + self.by
+
+
+def with_mlp(part: Callable[[Any], Any]) -> Any:
+    model = build_small()
+    model.model.layers[0].mlp = part(model.model.layers[0].mlp)
+    return model
+
+
+def with_activation(kind: type) -> Callable[[Any], Any]:
+    def put(model: Any) -> Any:
+        model.model.layers[0].mlp.act_fn = kind()
+        return model
+
+    return put
+
+
+def by_numpy(model: Any) -> None:
+    model.model.layers[0].self_attn.v_proj.weight.detach().numpy()[:] *= -1
+
+
+def replace_forward(model: Any) -> None:
+    part = model.model.layers[0].mlp
+    part.forward = lambda x: -3 * type(part).forward(part, x)
+
+
+def attend_otherwise(model: Any) -> None:
+    def attention(module: Any, query: Any, *args: Any, **options: Any) -> Any:
+        return sdpa_attention_forward(module, -query, *args, **options)
+
+    transformers.AttentionInterface.register("otherwise", attention)
+    transformers.AttentionMaskInterface.register("otherwise", sdpa_mask)
+    model.set_attn_implementation("otherwise")
+
+
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "in place": (build_small, in_place),
     "its data replaced": (build_small, data),
@@ -87,6 +143,13 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a norm's epsilon": (build_small, lambda model: setattr(model.model.norm, "variance_epsilon", 0.3)),
     "attention's scaling": (build_small, lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.9)),
     "a hook": (build_small, put_a_hook),
+    "in place through .data": (build_small, lambda model: model.model.layers[0].self_attn.v_proj.weight.data.mul_(-1)),
+    "in place through numpy": (build_small, by_numpy),
+    "a module of another class": (lambda: with_activation(Sine)(build_small()), with_activation(Cosine)),
+    "a loose tensor": (lambda: with_mlp(Steered), lambda model: model.model.layers[0].mlp.by.fill_(2)),
+    "its configuration": (lambda: build("Mistral 0.1"), lambda model: setattr(model.config, "sliding_window", 5)),
+    "an attention of its own": (build_small, attend_otherwise),
+    "a forward replaced": (build_small, replace_forward),
 }  # fmt: skip
 
 
@@ -118,7 +181,7 @@ def test_a_change_is_seen_wherever_it_comes(change: str, named: bool, ids: Any) 
             kvc.add_blocks_ids(ids)
             again = kvc.get_cache_ids(ids)
             assert greedy(model, ids, again) == greedy(model, ids)
-            assert kvc.last.cached_tokens == (0 if change == "a hook" else 20 * BLOCK)
+            assert kvc.last.cached_tokens == (0 if change in ("a hook", "a forward replaced") else 20 * BLOCK)
         fresh = build()
         with manager(fresh, None, store, weights="v1" if named else None) as kvc:
             assert greedy(fresh, ids, kvc.get_cache_ids(ids)) == before
@@ -147,6 +210,67 @@ def test_a_model_put_in_training_that_drops_out_does_without(ids: Any, caplog: p
         assert kvc.add_blocks_ids(ids).refused_blocks == 20
         model.eval()
         assert greedy(model, ids, kvc.get_cache_ids(ids)) == plain and kvc.last.cached_tokens == 20 * BLOCK
+
+
+def test_dropping_out_without_a_module_for_it_is_seen(ids: Any) -> None:
+    model = build_small()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with manager(model, None) as kvc:
+        kvc.add_blocks_ids(ids)
+        model.train()
+        assert kvc.get_cache_ids(ids).result.failed_blocks == {"unservable model": 20}
+        assert kvc.add_blocks_ids(ids.flip(1)).stored_blocks == 0
+
+
+def test_a_cache_of_the_model_as_it_was_serves_no_other(ids: Any) -> None:
+    """Also where the manager has come to know the model as it is now, and where the cache was begun or used before."""
+    model = build_small()
+    with manager(model, None) as kvc:
+        kvc.add_blocks_ids(ids)
+        first, second, used = (kvc.get_cache_ids(ids) for _ in range(3))
+        greedy(model, ids, used)
+        data(model)
+        kvc.get_cache_ids(ids)
+        assert greedy(model, ids, first) == greedy(model, ids, used) == greedy(model, ids)
+        assert second.begin() == 0, "nothing of it is of use"
+
+
+def test_what_two_models_have_decoded_is_stored_as_neithers(ids: Any) -> None:
+    """Switched while it decodes, and back before it is stored."""
+    model = adapted()
+    switch = model.model.layers[0].self_attn.k_proj
+    with manager(model, None) as kvc, torch.inference_mode():
+        cache = kvc.get_cache_ids(ids)
+        step = model(ids, past_key_values=cache)
+        said = []
+        for at in range(40):
+            switch._disable_adapters = 5 < at < 30
+            said.append(int(step.logits[0, -1].argmax()))
+            step = model(torch.tensor([[said[-1]]]), past_key_values=cache)
+        both = torch.cat([ids, torch.tensor([said])], dim=1)
+        assert kvc.add_blocks_ids(both).prefilled_tokens >= 20 * BLOCK
+        assert greedy(model, both, kvc.get_cache_ids(both)) == greedy(model, both)
+
+
+def test_a_model_made_in_inference_mode_is_watched_too(ids: Any) -> None:
+    with torch.inference_mode():
+        model = build_small()
+    with manager(model, None) as kvc:
+        kvc.add_blocks_ids(ids)
+        with torch.inference_mode():
+            model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
+        assert greedy(model, ids, kvc.get_cache_ids(ids)) == greedy(model, ids) and not kvc.last.cached_tokens
+
+
+def test_a_model_whose_weights_are_gone_is_served_under_no_name(ids: Any) -> None:
+    model = build_small()
+    with manager(model, None) as kvc:
+        kvc.add_blocks_ids(ids)
+        weight = model.model.layers[0].mlp.up_proj
+        weight.weight = torch.nn.Parameter(weight.weight.to("meta"))
+        for _ in range(2):
+            assert kvc.get_cache_ids(ids).result.failed_blocks == {"unservable model": 20}
 
 
 def test_autocast_makes_another_cache(ids: Any) -> None:

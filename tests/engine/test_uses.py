@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 import logging
 from typing import Any
 
@@ -11,11 +14,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.engine.families import build  # noqa: E402
 from tests.engine.generation import BLOCK, manager  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.kv_cache import SkyCache  # noqa: E402
-from skymemory.engine.models import build_small  # noqa: E402
+from skymemory.engine.models import SMALL_SHAPE, build_llama, build_small  # noqa: E402
 from skymemory.engine.prompts import flat_ids, shared_prefix  # noqa: E402
 from skymemory.errors import CacheMisuse  # noqa: E402
 
@@ -58,14 +62,15 @@ def computed(model: Any, call: Any) -> list[int]:
 def watched(model: Any) -> Any:
     """``model``, with the tokens of each of its forward passes in ``passes``."""
     model.passes = []
-    whole = model.model.forward
+    kind = type(model.model)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("input_ids", args[0] if args else None)
-        model.passes.append((given if given is not None else kwargs["inputs_embeds"]).shape[1])
-        return whole(*args, **kwargs)
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("input_ids", args[0] if args else None)
+            model.passes.append((given if given is not None else kwargs["inputs_embeds"]).shape[1])
+            return super().forward(*args, **kwargs)
 
-    model.model.forward = forward
+    model.model.__class__ = Watched
     return model
 
 
@@ -301,8 +306,11 @@ def test_more_than_tokens_is_computed_whole(uneven: Any, ids: Any, kvc: KVCManag
         assert torch.equal(without, got)
         loss = uneven(ids, labels=ids, past_key_values=kvc.get_cache_ids(ids)).loss
         assert torch.equal(loss, uneven(ids, labels=ids).loss)
-        hidden = uneven(ids, output_hidden_states=True, logits_to_keep=1, past_key_values=kvc.get_cache_ids(ids))
-        assert hidden.hidden_states[0].shape[1] == ids.shape[1]
+        bare = build_small(seed=7)  # transformers records what its own classes compute
+        with manager(bare, None, kvc.store, weights="w") as bares:
+            bares.add_blocks_ids(ids)
+            hidden = bare(ids, output_hidden_states=True, logits_to_keep=1, past_key_values=bares.get_cache_ids(ids))
+            assert bares.last.cached_tokens == 320 and hidden.hidden_states[0].shape[1] == ids.shape[1]
     assert {name.partition("{")[0] for name in unused(kvc)} == {"unused_tokens_total"}
 
 
@@ -364,6 +372,115 @@ def test_a_loop_of_ones_own(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     assert ids[0].tolist() + said == generate(uneven, ids)[0]
     with pytest.raises(CacheMisuse, match="get_cache"):
         uneven(ids[:, :4], attention_mask=torch.ones((1, 4)), past_key_values=cache)
+
+
+@pytest.mark.parametrize("counted", ["", "attention_mask", "position_ids"])
+def test_a_loop_that_has_not_begun_is_stopped(uneven: Any, ids: Any, kvc: KVCManager, counted: str) -> None:
+    """It would take what was loaded for contents, and get the answer to five tokens."""
+    cache = kvc.get_cache_ids(ids)
+    start = cache.result.cached_tokens
+    more = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(start, ids.shape[1])[None]}
+    with torch.inference_mode(), pytest.raises(CacheMisuse, match="begin"):
+        uneven(ids[:, start:], past_key_values=cache, **{name: more[name] for name in more if name == counted})
+
+
+def test_a_model_that_keeps_no_cache_gets_none(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    assert generate(uneven, ids, kvc.get_cache_ids(ids), use_cache=False) == generate(uneven, ids)
+
+
+def test_types_of_tokens_that_say_something_where_they_are_0(ids: Any) -> None:
+    model, types = build("GPT-2"), torch.zeros_like(ids)
+    with manager(model, None) as kvc, torch.inference_mode():
+        kvc.add_blocks_ids(ids)
+        with_types = model(ids, token_type_ids=types, logits_to_keep=1).logits
+        cache = kvc.get_cache_ids(ids)
+        got = model(ids, token_type_ids=types, logits_to_keep=1, past_key_values=cache).logits
+        assert not torch.allclose(with_types, model(ids, logits_to_keep=1).logits, atol=1e-3)
+        assert torch.equal(got, with_types)
+
+
+def test_what_was_put_in_unseen_is_never_stored(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    """By the inner model; then some is taken out, so that as many are left as were seen."""
+    cache = kvc.get_cache_ids(ids.flip(1))
+    with torch.inference_mode():
+        uneven.model(ids[:, :64], past_key_values=cache)
+        uneven(ids[:, 100:164], past_key_values=cache)
+    cache.crop(-64)
+    assert len(cache.tokens()) == 0
+
+
+def test_the_cache_of_another_model_is_refused(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    for other in (build("Qwen3"), build_llama({**SMALL_SHAPE, "num_hidden_layers": 4})):
+        with torch.inference_mode(), pytest.raises(CacheMisuse, match="KVCManager of that model"):
+            other(ids, past_key_values=kvc.get_cache_ids(ids))
+
+
+def test_a_model_and_its_caches_can_be_copied_and_saved(ids: Any) -> None:
+    model = build_small(seed=7)
+    with manager(model, None) as kvc:
+        kvc.add_blocks_ids(ids)
+        plain, cache = generate(model, ids), kvc.get_cache_ids(ids)
+        twin = copy.deepcopy(model)
+        assert generate(twin, ids, kvc.get_cache_ids(ids)) == plain
+        with manager(twin, None, kvc.store) as twins:
+            assert generate(twin, ids, twins.get_cache_ids(ids)) == plain and twins.last.cached_tokens == 320
+        torch.save(model, io.BytesIO())
+        torch.save(cache, io.BytesIO())
+        assert generate(model, ids, copy.deepcopy(cache)) == generate(model, ids, cache) == plain
+
+
+def test_a_manager_that_is_gone_leaves_nothing_on_the_model(ids: Any) -> None:
+    model = build_small(seed=7)
+    with manager(model, None) as kvc:
+        kvc.add_blocks_ids(ids)
+        for _ in range(3):
+            cache = manager(model, None, kvc.store).get_cache_ids(ids)
+        assert generate(model, ids, cache) == generate(model, ids), "its cache does without it"
+        assert len(cache.tokens()) == 334
+        del cache
+    gc.collect()
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_closing_while_a_padded_prompt_is_answered(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    padded = torch.nn.functional.pad(ids, (7, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (7, 0))
+
+    class Closing(transformers.StoppingCriteria):  # type: ignore[misc]
+        def __call__(self, ids: Any, scores: Any, **options: Any) -> Any:
+            if ids.shape[1] == padded.shape[1] + 3:
+                kvc.close()
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    got = generate(uneven, padded, kvc.get_cache_ids(ids), attention_mask=mask, stopping_criteria=[Closing()])
+    assert got == generate(uneven, padded, attention_mask=mask)
+
+
+def test_a_compiled_model_is_its_model(ids: Any) -> None:
+    model = build_small(seed=7)
+    compiled = torch.compile(model, backend="eager")
+    with manager(compiled, None) as kvc, torch.inference_mode():
+        kvc.add_blocks_ids(ids)
+        cache = kvc.get_cache_ids(ids)
+        assert generate(compiled, ids, cache) == generate(model, ids) and len(cache.tokens()) == 334
+        got = compiled(ids, logits_to_keep=1, past_key_values=kvc.get_cache_ids(ids)).logits
+        assert torch.allclose(got, model(ids, logits_to_keep=1).logits, atol=1e-4)
+
+
+def test_a_model_with_an_adapter_of_peft(ids: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model = build_small(seed=7)
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**config)).eval()
+    with manager(adapted, None) as kvc:
+        kvc.add_blocks_ids(ids)
+        plain, cache = generate(adapted, ids), kvc.get_cache_ids(ids)
+        assert generate(adapted, ids, cache) == plain and len(cache.tokens()) == 334 and unused(kvc) == {}
+        cache = kvc.get_cache_ids(ids)
+        with adapted.disable_adapter():
+            assert generate(adapted, ids, cache) == generate(adapted, ids) != plain
+            assert kvc.get_cache_ids(ids).result.cached_tokens == 0
+        assert generate(adapted, ids, kvc.get_cache_ids(ids)) == plain and kvc.last.cached_tokens == 320
 
 
 def test_the_inner_model_is_none_of_our_business(uneven: Any, ids: Any, kvc: KVCManager) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -55,8 +56,12 @@ class ComputeClock:
     On the processor only: elsewhere a pass returns long before its work is done, and to wait would stall the device.
     """
 
+    _model: weakref.ref[torch.nn.Module] | None = None
+    """None: a model was copied or pickled, and its copy is not timed."""
+
     def __init__(self, model: torch.nn.Module, rate: ComputeRate) -> None:
         self._rate = rate
+        self._model = weakref.ref(model)
         if (token_s := estimated_token_s(model)) is not None:
             rate.suppose(token_s)
         self._begun = threading.local()
@@ -69,10 +74,18 @@ class ComputeClock:
         for hook in self._hooks:
             hook.remove()
 
-    def _begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._begun.at_s = time.perf_counter()
+    def __reduce__(self) -> tuple[object, tuple[type[ComputeClock]]]:
+        return ComputeClock.__new__, (ComputeClock,)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._model is not None and self._model() is module:
+            self._begun.at_s = time.perf_counter()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _ends(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        if self._model is None or self._model() is not module:
+            return
         began_s: float | None = getattr(self._begun, "at_s", None)
         if began_s is None:  # a pass that had begun before the hooks came
             return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,30 +14,37 @@ import torch
 
 from skymemory.engine.kv_cache import SkyCache, Tokens
 from skymemory.errors import CacheMisuse
+from skymemory.kv.context import CacheContext
 from skymemory.metrics import Counters
 
 _log = logging.getLogger(__name__)
 
 _ALONG_THE_PROMPT = ("input_ids", "position_ids", "cache_position")
 _TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments with a number for each token that say nothing where all are 0."""
+"""Arguments with a number for each token; in most models they say nothing where all are 0."""
 
 
 class Guard:
-    """A hook on ``model`` that looks at every call with one of our caches, before anything is computed.
+    """Looks at every call of ``model`` with one of our caches, before anything is computed: for as long as anybody,
+    the manager or a cache, holds it.
 
     It compares what the model is given with what lies loaded in the cache, from the first token on, and leaves out what
     is the same: so a cache of another prompt, or one used before, costs computing and never changes a result. It notes
     what the model puts in, so that no block is ever stored under a wrong name.
     """
 
-    def __init__(self, model: torch.nn.Module, counters: Counters, same: Callable[[], bool]) -> None:
-        """``same``: whether the model is what it was when the cache was handed out."""
+    def __init__(
+        self, model: torch.nn.Module, counters: Counters, same: Callable[[CacheContext | None, bool], bool]
+    ) -> None:
+        """``same``: whether the model is the one of this context still; to be looked at closely, or at each step."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
         self._counters = counters
         self._same = same
+        self._silent_types = {name for name in _TYPES if name in self._parameters and _says_nothing(model, name)}
+        hook = model.register_forward_pre_hook(GuardHook(self), with_kwargs=True)
+        weakref.finalize(self, hook.remove).atexit = False
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -48,27 +56,40 @@ class Guard:
         if cache.padding:
             given = _without_padding(given, cache.padding)
         start = cache.get_seq_length()
-        if not start and not self._same():
-            if len(cache.loaded):
-                self._refuse(cache, "a model that has changed since", len(cache.loaded), 0)
-            cache.context = None
+        if not start and given.get("use_cache") is False:  # each call has all tokens, and leaves none
+            return (), {**given, "past_key_values": None}
+        self.look(cache, closely=not start)
         if len(cache.loaded) > start or (cache.states and not start):
             given = self._advance(cache, start, given)
         elif start:
             _check_goes_on(start, given)
             cache.stop(decoding=True)
         ids = given.get("input_ids")
-        cache.note(ids, plain=_is_plain(cache.get_seq_length(), ids, given))
+        cache.note(ids, plain=self._is_plain(cache.get_seq_length(), ids, given))
         return (), given
 
+    def look(self, cache: SkyCache, closely: bool) -> None:
+        """Take back what is loaded, and store nothing, where the model is no longer the one that the cache is of."""
+        if cache.context is not None and self._same(cache.context, closely):
+            return
+        if (more := len(cache.loaded) - cache.get_seq_length()) > 0:
+            self._refuse(cache, "a model that has changed since", more, 0)
+        cache.context = None
+
     def __deepcopy__(self, memo: object) -> Guard:
-        """A copied cache is for the same model; a copied model is none that we know."""
+        """A copied cache is for the same model."""
         return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A cache that comes from elsewhere is for no model here: all of its prompt is computed."""
+        return type(None), ()
 
     def _advance(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
         """What is left to compute of what the model is ``given``, once loaded tokens have become contents."""
         loaded = cache.loaded[start:]
-        call = _read(start, given, "logits_to_keep" in self._parameters)
+        if not start:
+            _check_begins(cache, given)
+        call = self._read(start, given)
         usable, why = 0, ""
         if isinstance(call, str):
             why = call
@@ -119,6 +140,86 @@ class Guard:
         _log.warning("a cache was used with %s: of its %d loaded tokens %d are of use", why, loaded, usable)
         cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
+    def _read(self, start: int, given: dict[str, Any]) -> _Call | str:
+        """What the model is given, where that is tokens at consecutive positions from ``start`` on; else what it is."""
+        ids = given.get("input_ids")
+        if ids is None or ids.dim() != 2:
+            return "embeddings instead of tokens"
+        # who does not ask for the last logits only wants all of them, where that can be asked for
+        kept = given.get("logits_to_keep", 0 if "logits_to_keep" in self._parameters else 1)
+        asked = ("labels", "output_hidden_states", "output_attentions")
+        if not isinstance(kept, int) or kept < 1 or any(given.get(name) not in (None, False) for name in asked):
+            return "more asked for than its last logits"
+        if other := next((name for name, value in given.items() if self._says_more(name, value)), ""):
+            return f"other inputs ({other})"
+        width, padding, mask = int(ids.shape[1]), 0, given.get("attention_mask")
+        if mask is not None:
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] != start + width:
+                return "an attention mask of its own"
+            padding = int((mask[0] != 0).int().argmax()) if not start else 0
+            if not bool(mask[:, padding:].all()) or bool(mask[:, :padding].any()):
+                return "rows of different lengths" if mask.shape[0] > 1 else "an attention mask of its own"
+        positions = given.get("position_ids")
+        if positions is None:
+            if padding:
+                return "padding and no positions"
+        elif positions.shape[-1] != width or not bool(
+            (positions[..., padding:] == torch.arange(start, start + width - padding, device=positions.device)).all()
+        ):
+            return "positions of its own"
+        places = given.get("cache_position")
+        if places is not None and not bool((places == torch.arange(start, start + width, device=places.device)).all()):
+            return "positions of its own"
+        return _Call(ids[:, padding:], padding, kept)
+
+    def _is_plain(self, start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
+        """Whether the model is given one sequence, in every row, at consecutive positions from ``start`` on, with
+        nothing masked and nothing beside it.
+        """
+        if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
+            return False
+        end = start + ids.shape[1]
+        if ids.shape[1] == 1 and ids.device.type != "cpu":  # a decoding step: to look would stall the device, and what
+            return bool(ids.shape[0] == 1)  # could be wrong was seen at the prefill
+        if any(self._says_more(name, value) for name, value in options.items()) or not bool((ids == ids[:1]).all()):
+            return False
+        mask, positions = options.get("attention_mask"), options.get("position_ids")
+        if mask is not None and (
+            not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] != end or not bool(mask.all())
+        ):
+            return False
+        places = options.get("cache_position")
+        if places is not None and not bool((places == torch.arange(start, end, device=places.device)).all()):
+            return False
+        return positions is None or (
+            positions.shape[-1] == ids.shape[1]
+            and bool((positions.reshape(-1, ids.shape[1])[-1] == torch.arange(start, end, device=ids.device)).all())
+        )
+
+    def _says_more(self, name: str, value: object) -> bool:
+        """Whether this argument is an input beside tokens, their mask and their positions."""
+        if name in _ALONG_THE_PROMPT or name == "attention_mask" or not _has_tensors(value):
+            return False
+        return not (name in self._silent_types and isinstance(value, torch.Tensor) and not bool(value.any()))
+
+
+class GuardHook:
+    """What is on the model: it does not keep the guard."""
+
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = None if guard is None else weakref.ref(guard)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        guard = self._guard() if self._guard is not None else None
+        return None if guard is None else guard(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[type[GuardHook], tuple[()]]:
+        """A copied model is none that we know."""
+        return GuardHook, ()
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -151,43 +252,18 @@ class _Call:
         return int(differing[0]) if len(differing) else length
 
 
-def _read(start: int, given: dict[str, Any], can_keep: bool) -> _Call | str:
-    """What the model is given, where that is tokens at consecutive positions from ``start`` on; else what it is.
-
-    ``can_keep``: the model may be asked for the last logits only; who does not ask wants all of them.
-    """
-    ids = given.get("input_ids")
-    if ids is None or ids.dim() != 2:
-        return "embeddings instead of tokens"
-    kept = given.get("logits_to_keep", 0 if can_keep else 1)
-    asked = ("labels", "output_hidden_states", "output_attentions")
-    if not isinstance(kept, int) or kept < 1 or any(given.get(name) not in (None, False) for name in asked):
-        return "more asked for than its last logits"
-    if other := next((name for name, value in given.items() if _says_more(name, value)), ""):
-        return f"other inputs ({other})"
-    width, padding, mask = int(ids.shape[1]), 0, given.get("attention_mask")
-    if mask is not None:
-        if mask.dim() != 2 or mask.shape[1] != start + width:
-            return "an attention mask of its own"
-        padding = int((mask[0] != 0).int().argmax()) if not start else 0
-        if not bool(mask[:, padding:].all()) or bool(mask[:, :padding].any()):
-            return "rows of different lengths" if mask.shape[0] > 1 else "an attention mask of its own"
-    positions = given.get("position_ids")
-    if positions is None:
-        if padding:
-            return "padding and no positions"
-    elif positions.shape[-1] != width or not bool(
-        (positions[..., padding:] == torch.arange(start, start + width - padding, device=positions.device)).all()
-    ):
-        return "positions of its own"
-    return _Call(ids[:, padding:], padding, kept)
+def _says_nothing(model: torch.nn.Module, name: str) -> bool:
+    """Whether ``name`` makes no difference where all of it is 0: tried with two tokens."""
+    ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
+    with torch.inference_mode():
+        without, given = (model(input_ids=ids, **more).logits for more in ({}, {name: torch.zeros_like(ids)}))
+    return bool(torch.equal(without, given))
 
 
-def _says_more(name: str, value: object) -> bool:
-    """Whether this argument is an input beside tokens, their mask and their positions."""
-    if not isinstance(value, torch.Tensor) or name in _ALONG_THE_PROMPT or name == "attention_mask":
-        return False
-    return not (name in _TYPES and not bool(value.any()))
+def _has_tensors(value: object) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensors, value)))
 
 
 def _behind(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
@@ -209,6 +285,24 @@ def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
     return left
 
 
+def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
+    """Raises CacheMisuse where the caller takes what is loaded for contents, and has not called ``begin``."""
+    ids, mask, loaded = given.get("input_ids"), given.get("attention_mask"), len(cache.loaded)
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not loaded:
+        return
+    behind = cache.prompt[loaded:]
+    counted = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] > ids.shape[1]
+    if counted or (
+        ids.shape[1] == len(behind)
+        and not np.array_equal(behind, cache.prompt[: len(behind)])
+        and bool((ids.cpu().numpy() == behind).all())
+    ):
+        raise CacheMisuse(
+            f"the model is given the {ids.shape[1]} tokens behind what was loaded, and the cache reports none yet: "
+            "call cache.begin() and pass what is behind so many tokens, or pass the whole prompt"
+        )
+
+
 def _check_goes_on(start: int, given: dict[str, Any]) -> None:
     """Raises CacheMisuse where the caller counts other tokens before these than the cache holds."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
@@ -219,23 +313,3 @@ def _check_goes_on(start: int, given: dict[str, Any]) -> None:
                 f"the model is given {ids.shape[1]} tokens behind {before}, and a cache of {start}: it has served "
                 "another call. Get one for each call: past_key_values=kvc.get_cache(prompt)"
             )
-
-
-def _is_plain(start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
-    """Whether the model is given one sequence, in every row, at consecutive positions from ``start`` on, with nothing
-    masked and nothing beside it.
-    """
-    if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
-        return False
-    end = start + ids.shape[1]
-    if ids.shape[1] == 1 and ids.device.type != "cpu":  # a decoding step: to look would stall the device, and what
-        return bool(ids.shape[0] == 1)  # could be wrong was seen at the prefill
-    if any(_says_more(name, value) for name, value in options.items()) or not bool((ids == ids[:1]).all()):
-        return False
-    mask, positions = options.get("attention_mask"), options.get("position_ids")
-    if mask is not None and (mask.dim() != 2 or mask.shape[1] != end or not bool(mask.all())):
-        return False
-    return positions is None or (
-        positions.shape[-1] == ids.shape[1]
-        and bool((positions.reshape(-1, ids.shape[1])[-1] == torch.arange(start, end, device=ids.device)).all())
-    )

@@ -26,7 +26,7 @@ from skymemory.cache.manager import BlockCache
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.engine.cake import CakePrefill
 from skymemory.engine.compute_clock import ComputeClock
-from skymemory.engine.guard import Guard
+from skymemory.engine.guard import Guard, GuardHook
 from skymemory.engine.identity import Identity, tokenizer_digest
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
 from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, media_tokens, prompt_ids, shared_prefix
@@ -88,12 +88,13 @@ class KVCManager:
         if loading not in get_args(Loading):
             raise InvalidInput(f"no loading {loading!r}: choose one of {', '.join(get_args(Loading))}")
         chosen = codec_of(codec)
+        model = within(model)
         if hasattr(model, "peft_config") and weights is not None and not adapter:
             raise InvalidInput("weights= names the model, which carries an adapter: name that with adapter=…, too")
         self.model = model
         self.tokenizer = tokenizer
         self._identity = Identity(
-            model, block_tokens, weights, (Guard, ComputeClock),
+            model, block_tokens, weights, (GuardHook, ComputeClock),
             lambda layout, identity, named: CacheContext(
                 model=identity,
                 weights=named,
@@ -129,9 +130,9 @@ class KVCManager:
         settings = cake or CakeSettings(step_tokens=-(-CakeSettings().step_tokens // block_tokens) * block_tokens)
         self.cake = CakePrefill(model, Cake(self.blocks, settings), self._forward_options)
         self._unservable = ""
-        self._guard = Guard(model, self.counters, self._identity.same)
-        self._hook = model.register_forward_pre_hook(self._guard, with_kwargs=True)
-        self._compute_clock = ComputeClock(model, self.blocks.compute)
+        self._guard: Guard | None = Guard(model, self.counters, self._identity.same)
+        clock = ComputeClock(model, self.blocks.compute)
+        self._stop_clock = weakref.finalize(self, clock.remove)
         self._closed = False
 
     @property
@@ -202,8 +203,8 @@ class KVCManager:
         if self._lock.owner.elsewhere:
             return
         with self._lock:
-            self._hook.remove()
-            self._compute_clock.remove()
+            self._guard = None  # those that are in use hold it until they are gone
+            self._stop_clock()
             self._kept.clear()
             self.cake.close()
             if self._owns_store and not self._closed:
@@ -243,7 +244,7 @@ class KVCManager:
                 cache = self._load(ids, max(0, len(ids) - 1), seconds, account=True)
                 cache.rewind()
                 cache.context = self.context
-            cache.guard = self._guard
+            cache.guard, cache.prompt = self._guard, ids
             self.last = cache.result
             _log.info("%s", cache.result.describe())
             self._kept.append(cache)
@@ -427,6 +428,15 @@ class KVCManager:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInput("this KVCManager is closed: make a new one")
+
+
+def within(model: Any) -> Any:
+    """The transformers model in what ``torch.compile`` or an adapter of peft made of it: what is generated with."""
+    inner = getattr(model, "_orig_mod", model)
+    config = getattr(inner, "active_peft_config", None)
+    if config is not None and not config.is_prompt_learning and hasattr(inner, "get_base_model"):
+        return inner.get_base_model()
+    return inner
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from skymemory.engine.kv_cache import LAYERS, LayerKind
 from skymemory.engine.probe import check_goes_on
 from skymemory.engine.states import States
-from skymemory.engine.substance import Substance, foreign_hook
+from skymemory.engine.substance import Substance, foreign_code, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import ITEM_BYTES, KVLayout
@@ -30,6 +31,10 @@ _NOT_IDENTITY = (
 )  # fmt: skip
 """Fields of a configuration that say nothing of the numbers in the cache (dtype is in the layout)."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_ATTENTIONS = {
+    None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
+}  # fmt: skip
+"""Implementations that compute the same attention; any other may compute whatever its author likes."""
 
 
 class Identity:
@@ -78,10 +83,12 @@ class Identity:
         self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
         return self.context != before
 
-    def same(self) -> bool:
-        """Whether everything is as it was when it was last named."""
-        untouched = conditions() == self._conditions and not self._substance.changed()
-        return untouched and not foreign_hook(self._model, self._our_hooks)
+    def same(self, context: CacheContext | None, numbers: bool = True) -> bool:
+        """Whether everything is as it was when it was last named, and that name is ``context``; ``numbers`` as in
+        ``Substance.changed``.
+        """
+        untouched = conditions() == self._conditions and not self._substance.changed(numbers)
+        return untouched and context == self.context and not foreign_hook(self._model, self._our_hooks)
 
     def _context(self, weights: str) -> CacheContext:
         return self._context_of(self.layout, model_identity(self._model), weights + self._conditions)
@@ -149,8 +156,25 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} looks ahead: a block then depends on the tokens behind it")
     if len(set(map(str, (getattr(model, "hf_device_map", None) or {"": model.device}).values()))) > 1:
         raise UnsupportedModel(f"{name} is spread over several devices: only one is supported")
-    if model.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in model.modules()):
+    if any(_drops_out(part) for part in model.modules()):
         raise InvalidInput(f"{name} is in training mode and drops out at random: call model.eval() first")
+    if where := foreign_code(model):
+        raise UnsupportedModel(
+            f"{name} runs code on a {where} that was put in the place of its own, and what that does to the numbers "
+            "cannot be known: a class with a name of its own can be told apart"
+        )
+
+
+def _drops_out(module: torch.nn.Module) -> bool:
+    """Whether what it computes is drawn anew each time."""
+    if not module.training:
+        return False
+    if isinstance(module, _DropoutNd):
+        return bool(module.p > 0)
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+        for name, value in vars(module).items()
+    )
 
 
 def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, States]:
@@ -198,6 +222,9 @@ def model_identity(model: PreTrainedModel) -> str:
         for key, value in model.config.to_dict().items()
         if key not in _NOT_IDENTITY and not key.startswith("_attn")
     }
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    if attention not in _ATTENTIONS:
+        fields["_attn_implementation"] = attention
     text = json.dumps(fields, sort_keys=True, default=str)
     return f"{model.config.model_type}:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from skymemory.cache.results import LoadResult
 from skymemory.engine.staging import Gathered, Staging
 from skymemory.engine.states import States, repeat
-from skymemory.errors import InvalidInput
+from skymemory.errors import CacheMisuse, InvalidInput
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 
@@ -148,6 +148,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         room = self._room
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
+        if room is not None and (room[0].shape[0], room[0].shape[2]) != (key_states.shape[1], key_states.shape[3]):
+            raise CacheMisuse(
+                f"a model that writes {key_states.shape[1]} heads of width {key_states.shape[3]} is given the cache of "
+                f"one with {room[0].shape[0]} of {room[0].shape[2]}: get one from a KVCManager of that model"
+            )
         if (
             room is None
             or self.keys is not self._in_place
@@ -252,6 +257,12 @@ class LayerKind:
         return GrowingLayer(next(rooms)) if self.window is None else SlidingLayer(next(rooms), self.window)
 
 
+class Guarding(Protocol):
+    """What a cache needs of the hook that looks at its model (``guard``)."""
+
+    def look(self, cache: SkyCache, closely: bool) -> None: ...
+
+
 class SkyCache(DynamicCache):  # type: ignore[misc]
     """A DynamicCache that knows which tokens it holds and where they came from.
 
@@ -298,16 +309,19 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._latest_stop = 0
         """Of those that decoding has made."""
         self.result = LoadResult(prompt_tokens=0)
-        self.guard: object = None
+        self.guard: Guarding | None = None
         """The one hook that may ``advance`` it and ``note`` tokens: that of the one model this cache is for."""
         self.context: CacheContext | None = None
         """Whose cache it is; None: nobody's that could be stored."""
         self.loaded: Tokens = _NO_TOKENS
         """What the room holds from the first token on, whether it is contents already or not."""
+        self.prompt: Tokens = _NO_TOKENS
+        """What it was made for."""
         self.padding = 0
         """Tokens that the model's caller has left of the first one, and the model has not been given."""
         self._layout = layout
         self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] = []
+        self._seen_tokens = 0
         self._closed = False
         """What is behind ``_seen`` is not known."""
         self._handed_to_generate = False
@@ -330,7 +344,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             layer.fill(len(tokens))
         if self.states and len(tokens):
             self.states.put(self.layers, self.stops[len(tokens)], self._room.device)
-        self._seen, self._closed = [tokens], False
+        self._seen, self._seen_tokens, self._closed = [tokens], len(tokens), False
         if len(tokens) > len(self.loaded):
             self.loaded = tokens
 
@@ -353,6 +367,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         cache was made for. The model is then to be given what is behind them.
         """
         if not self.get_seq_length():
+            if self.guard is not None:
+                self.guard.look(self, closely=True)
             self.advance(self.usable(len(self.loaded)))
         return int(self.get_seq_length())
 
@@ -403,18 +419,32 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def note(self, input_ids: torch.Tensor | None, plain: bool) -> None:
         """The model is about to append ``input_ids`` (rows, n), all rows the same; unless ``plain`` is False."""
-        if not plain or input_ids is None:
+        held = self.get_seq_length()
+        if self._seen_tokens > held:  # a pass that failed
+            self._seen_tokens, self._seen = held, [_joined(self._seen)[:held]]
+        if not plain or input_ids is None or self._seen_tokens < held:  # by a pass that nobody looked at
             self._closed = True
         elif not self._closed:
             self._seen.append(input_ids[0].detach().clone())
+            self._seen_tokens += input_ids.shape[1]
 
     def tokens(self) -> Tokens:
         """The token ids whose keys and values come first in all sequences held here, as far as they are known."""
         seen = _joined(self._seen)
-        self._seen = [seen]
         lengths = {layer.get_seq_length() for layer in self._attention}
         known = len(lengths) == 1 and (len(seen) in lengths or (self._closed and len(seen) < min(lengths)))
         return seen if known else _NO_TOKENS
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer_idx >= len(self.layers):
+            raise CacheMisuse(
+                f"a model of more than {layer_idx} layers is given the cache of one with {len(self.layers)}: get one "
+                "from a KVCManager of that model"
+            )
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -422,10 +452,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         seen = _joined(self._seen)
         self._closed = self._closed and len(seen) < self.get_seq_length()
         self._seen = [seen[: self.get_seq_length()]]
+        self._seen_tokens = len(self._seen[0])
 
     def reset(self) -> None:
         super().reset()
-        self._seen, self._closed, self.loaded, self.padding = [], False, _NO_TOKENS, 0
+        self._seen, self._seen_tokens, self._closed, self.loaded, self.padding = [], 0, False, _NO_TOKENS, 0
         self.stops, self._latest_stop = {}, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -495,7 +526,10 @@ def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[
 
 
 def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
-    arrays = [part.cpu().numpy() if isinstance(part, torch.Tensor) else part for part in parts]
+    """Those that are on a device are behind all others, and come from there at once."""
+    arrays = [part for part in parts if not isinstance(part, torch.Tensor)]
+    if tensors := [part for part in parts if isinstance(part, torch.Tensor)]:
+        arrays.append(torch.cat(tensors).cpu().numpy())
     return np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)
 
 

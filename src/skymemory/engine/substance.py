@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Iterator, Mapping, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
 
 from skymemory.errors import UnsupportedModel
 
@@ -29,6 +31,14 @@ _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
 
 _HARMLESS = "transformers.utils.output_capturing"
 """Whose hooks stay once hidden states were asked for."""
+
+_TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}
+"""Packages that replace what a module runs by what gives the same numbers, or by what its tensors and settings say."""
+
+_SAMPLE = 16
+"""Numbers of each tensor that are looked at: most of what writes through ``.data`` or numpy, which torch does not
+count, changes all of it.
+"""
 
 _Look = tuple[object, ...]
 
@@ -50,8 +60,11 @@ class _Seen:
         """Dictionaries of children and tensors, with how many they had."""
         self._held: list[tuple[dict[str, Any], str, object]] = []
         """Children, by identity."""
-        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, _Look]] = []
+        self._tensors: list[tuple[Any, Any, torch.Tensor, _Look]] = []
+        """In what holds them, and their key there."""
         self._settings: list[tuple[dict[str, Any], str, object]] = []
+        self._code: list[tuple[Any, object]] = []
+        """Classes, with what they run."""
         for module in _modules(model):
             attributes = module.__dict__
             for name in ("_modules", "_parameters", "_buffers"):
@@ -62,33 +75,51 @@ class _Seen:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         self._tensors.append((tensors, name, tensor, _look(tensor)))
-            for name, value in (*_settings(module).items(), ("training", module.training)):
+            for _, holder, key, tensor in _loose(module):
+                self._tensors.append((holder, key, tensor, _look(tensor)))
+            own = (("training", module.training), ("forward", attributes.get("forward")))
+            for name, value in (*_settings(module).items(), *own):
                 self._settings.append((attributes, name, value))
+        self._code = [(kind, kind.forward) for kind in _classes(model)]
+        for config in _configs(model):
+            self._settings += [(vars(config), name, value) for name, value in _plain_of(vars(config)).items()]
+        views: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for _, _, tensor, _ in self._tensors:
+            for view in _sampled(tensor):
+                views.setdefault((view.dtype, view.device), []).append(view)
+        self._samples = [(of_one_kind, _bytes_of(of_one_kind)) for of_one_kind in views.values()]
 
-    def same(self) -> bool:
+    def same(self, numbers: bool = True) -> bool:
+        """``numbers``: look at samples of them, too."""
         for sized, size in self._sizes:
             if len(sized) != size:
                 return False
-        for holder, name, child in self._held:
-            if holder[name] is not child:
-                return False
-        for holder, name, kept, look in self._tensors:
-            tensor = holder[name]
-            if tensor is not kept or _look(tensor) != look:
-                return False
+        try:
+            for holder, name, child in self._held:
+                if holder[name] is not child:
+                    return False
+            for holder, name, kept, look in self._tensors:
+                tensor = holder[name]
+                if tensor is not kept or _look(tensor) != look:
+                    return False
+        except (KeyError, IndexError):
+            return False
         for holder, name, value in self._settings:
             now = holder.get(name)
             if now is not value and now != value:
                 return False
-        return True
+        return all(kind.forward is code for kind, code in self._code) and (not numbers or self.same_numbers())
+
+    def same_numbers(self) -> bool:
+        return all(torch.equal(_bytes_of(views), before) for views, before in self._samples)
 
 
 class Substance:
     """Of ``model``: ``digest`` says what it is made of, ``changed`` whether it has been touched since that was asked.
 
     In the digest are every byte of parameters, buffers and other state (packed weights too), with names, shapes and
-    dtypes, and every setting that a module holds: norm epsilons, attention scalings, an adapter's scaling and whether
-    it is switched on. Not in it are hooks (see ``foreign_hook``).
+    dtypes, the class of every module and every setting that it holds: norm epsilons, attention scalings, an adapter's
+    scaling and whether it is switched on. Not in it are hooks and other code that was put in (see ``foreign_code``).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -98,9 +129,9 @@ class Substance:
         """What ``digest`` or ``watch`` called it last."""
         self._seen: _Seen | None = None
 
-    def changed(self) -> bool:
-        """Whether ``digest`` would have to be asked again. Looks at no number."""
-        return self._seen is None or not self._seen.same()
+    def changed(self, numbers: bool = True) -> bool:
+        """Whether ``digest`` would have to be asked again. Without ``numbers`` it looks at none."""
+        return self._seen is None or not self._seen.same(numbers)
 
     def watch(self, name: str) -> str:
         """Call it by this name as it is now; nothing is digested."""
@@ -109,9 +140,15 @@ class Substance:
         return name
 
     def digest(self) -> str:
-        """``sha256:…``. A tree of pieces of 32 MiB, on all processors: 2.2 GB take under a second."""
-        self._seen = _Seen(self._model)
-        whole = hashlib.sha256(b"skymemory substance 1")
+        """``sha256:…``. A tree of pieces of 32 MiB, on all processors: 2.2 GB take under a second.
+
+        Raises UnsupportedModel where that cannot be said: then it is asked for again.
+        """
+        if self._seen is not None and not self._seen.same_numbers():
+            self._known = {}  # written to behind torch's back: their looks say nothing
+        self._seen = None
+        seen = _Seen(self._model)
+        whole = hashlib.sha256(b"skymemory substance 2")
         tensors = dict(sorted(_state(self._model)))
         known: dict[str, _Digested] = {}
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -122,9 +159,9 @@ class Substance:
                 whole.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode() + b"".join(pieces))
         self._known = known
         for name, module in self._model.named_modules(remove_duplicate=False):
-            if settings := _settings(module):
-                whole.update(f"|{name}|{_text(settings)}|".encode())
+            whole.update(f"|{name}|{type(module).__name__}|{_text(_settings(module))}|".encode())
         self.name = f"sha256:{whole.hexdigest()}"
+        self._seen = seen
         return self.name
 
     def _pieces(self, name: str, tensor: torch.Tensor, pool: ThreadPoolExecutor) -> list[Future[bytes]] | list[bytes]:
@@ -151,6 +188,39 @@ def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
     return ""
 
 
+def foreign_code(model: torch.nn.Module) -> str:
+    """The module of ``model`` whose ``forward`` was replaced by code that is neither its class's nor of a library that
+    keeps the numbers, or empty.
+    """
+    for module in _modules(model):
+        own = module.__dict__
+        hook = own.get("_hf_hook")
+        hooks = [type(one).__module__ for one in (hook, *getattr(hook, "hooks", ())) if one is not None]
+        put_in = [_where(own[name]) for name in ("forward", "_old_forward") if name in own]
+        if any(_package(one) not in _TRUSTED_CODE for one in (*hooks, *put_in)):
+            return type(module).__name__
+    for kind in _classes(model):
+        home = next(base for base in kind.__mro__ if "forward" in vars(base))
+        if _package(_where(home.forward)) not in {*_TRUSTED_CODE, _package(home.__module__)}:
+            return str(kind.__name__)
+    return ""
+
+
+def _classes(model: torch.nn.Module) -> list[Any]:
+    return list({type(module) for module in _modules(model)})
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _where(code: Any) -> str:
+    """The module that ``code`` was written in, whatever it has been wrapped in to look like."""
+    while inner := code.func if isinstance(code, partial) else getattr(code, "_torchdynamo_orig_callable", None):
+        code = inner
+    return str(getattr(code, "__globals__", {}).get("__name__", "") or type(code).__module__)
+
+
 def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """As ``model.modules()``, several times as fast; a module that is there twice comes twice."""
     found, at = [model], 0
@@ -169,16 +239,66 @@ def _look(tensor: torch.Tensor) -> _Look:
         return id(tensor), 0, tensor.dtype
 
 
+def _sampled(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A few numbers from its middle and its end (where tokens are added to an embedding), where they lie."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
+    if not plain or tensor.is_quantized or tensor.is_meta or not tensor.numel():
+        return []
+    middle = end = tensor.detach()
+    while middle.dim() > 1:
+        middle, end = middle[len(middle) // 2], end[-1]
+    if not middle.dim():
+        return [middle[None]]
+    at = max(0, (len(middle) - _SAMPLE) // 2)
+    return [middle[at : at + _SAMPLE], end[at : at + _SAMPLE]]
+
+
+def _bytes_of(views: list[torch.Tensor]) -> torch.Tensor:
+    """Not as numbers: NaN is what it was, too."""
+    return torch.cat(views).view(torch.uint8)
+
+
+def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
+    """Tensors that the module holds without torch's knowing: their name, what they are in, and their key there."""
+    if isinstance(module, PreTrainedModel):  # what it keeps from call to call
+        return
+    for name, value in module.__dict__.items():
+        if name in _OF_TORCH:
+            continue
+        if isinstance(value, torch.Tensor):
+            yield name, module.__dict__, name, value
+        elif type(value) in (list, tuple, dict):
+            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(one, torch.Tensor):
+                    yield f"{name}.{key}", value, key, one
+
+
+def _configs(model: torch.nn.Module) -> list[PretrainedConfig]:
+    """Those of the model and its modules, and those in them: some settings are read at each pass."""
+    found: dict[int, PretrainedConfig] = {}
+    waiting = [module.__dict__.get("config") for module in _modules(model)]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PretrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += vars(config).values()
+    return list(found.values())
+
+
 def _settings(module: torch.nn.Module) -> dict[str, object]:
     """What the module holds beside tensors and modules, as far as it is plain; packed weights by their identity."""
+    if isinstance(module, PreTrainedModel):
+        return {}
+    return _plain_of({name: value for name, value in module.__dict__.items() if name not in _OF_TORCH})
+
+
+def _plain_of(attributes: Mapping[str, object]) -> dict[str, object]:
     own: dict[str, object] = {}
-    for name, value in module.__dict__.items():
-        if name in _OF_TORCH or isinstance(module, PreTrainedModel):
-            continue
+    for name, value in attributes.items():
         if isinstance(value, (*_SETTING, torch.ScriptObject)):
             own[name] = value
         elif type(value) in (list, tuple, dict, set) and _plain(value):
-            own[name] = value.copy() if type(value) is not tuple else value
+            own[name] = value.copy() if isinstance(value, list | dict | set) else value
     return own
 
 
@@ -203,6 +323,9 @@ def _state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
     for name, value in model.state_dict(keep_vars=True).items():
         yield from _flat(name, value)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, _, _, tensor in _loose(module):
+            yield f"{prefix}.{name}", tensor
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -233,6 +356,8 @@ def _split(tensor: torch.Tensor) -> list[torch.Tensor]:
         zeros = tensor.q_per_channel_zero_points() if "channel" in str(tensor.qscheme()) else tensor.q_zero_point()
         parts = [tensor.int_repr(), torch.as_tensor(scales), torch.as_tensor(zeros)]
         return [piece for part in parts for piece in _split(part)]
+    if tensor.is_meta:
+        raise UnsupportedModel("some of the model's weights are elsewhere (offloaded): they cannot be told apart")
     flat = tensor.contiguous().reshape(-1)
     return list(flat.view(torch.uint8).split(_PIECE_BYTES)) if flat.numel() else []
 
