@@ -18,6 +18,7 @@ from skymemory.cache.cake import Cake, CakeLoad, CakeSettings
 from skymemory.cache.loader import BidirectionalLoader
 from skymemory.cache.loading_session import LoadingSession
 from skymemory.cache.manager import BlockCache
+from skymemory.cache.parts import Part, Parts
 from skymemory.cache.tier_workers import TierWorkers
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
@@ -205,11 +206,11 @@ def stored() -> tuple[Hanging, Cake]:
     store = Hanging()
     blocks = BlockCache(CONTEXT, LAYOUT, store)
     blocks.save(blocks.hashes(TOKENS), range(8), Sink())
-    return store, Cake(blocks, CakeSettings(step_tokens=4, fetch_threads=2, deadline_s=0.1))
+    return store, Cake(Parts([Part(blocks)]), CakeSettings(step_tokens=4, fetch_threads=2, deadline_s=0.1))
 
 
 def loaded(cake: Cake, sink: Sink) -> tuple[CakeLoad, list[int]]:
-    load = cake.open(TOKENS, sink, limit_tokens=33, budget_tokens=4, sides="load")
+    load = cake.open(TOKENS, [sink], limit_tokens=33, budget_tokens=4, sides="load")
     steps: list[int] = []
     while load.session is not None and (step := load.session.next_step()) is not None:
         steps += step.indices
@@ -291,7 +292,7 @@ def test_a_slow_link_has_the_time_its_bytes_take() -> None:
 
 def test_a_tier_that_hangs_is_left_alone_by_the_prompts_that_follow_though_threads_are_left() -> None:
     store, cake = stored()
-    cake = Cake(cake.blocks, replace(cake.settings, deadline_s=20.0, fetch_threads=20))
+    cake = Cake(cake.parts, replace(cake.settings, deadline_s=20.0, fetch_threads=20))
     cake.blocks.compute.took(1000, 1.0)
     store.method = "complete_load"
     began_s = time.monotonic()

@@ -105,7 +105,7 @@ def test_blocks_go_in_and_come_out() -> None:
     cache = fresh()
     blocks = [np.random.default_rng(i).standard_normal(LAYOUT.shape).astype(np.float32).tobytes() for i in range(3)]
     for index, block in enumerate(blocks):
-        cache.place(index, memoryview(block))
+        cache.groups[0].place(index, memoryview(block))
     cache.fill(np.arange(23))
     assert cache.get_seq_length() == 23 and cache.tokens().tolist() == list(range(23))
     step(cache, 1, 0)

@@ -25,9 +25,9 @@ def test_both_paths_move_the_same_bytes(layout: KVLayout, at_once: int, monkeypa
     blocks = [draw.bytes(layout.block_bytes) for _ in range(7)]
     tokens = len(blocks) * layout.block_tokens
     straight, staged = (SkyCache(layout, tokens + 3, torch.device("cpu"), RoomPool()) for _ in range(2))
-    staging = Staging(staged._rooms, layout)
+    staging = Staging(staged.groups[0]._rooms, layout)
     for index in [4, 0, 6, 2, 1, 5, 3]:
-        straight.place(index, memoryview(blocks[index]))
+        straight.groups[0].place(index, memoryview(blocks[index]))
         staging.place(index, memoryview(blocks[index]))
     staging.flush()
     for cache in (straight, staged):

@@ -18,6 +18,7 @@ from tests.store.conftest import store_on, udp_sky
 
 from skymemory.cache.cake import Cake, CakeSettings
 from skymemory.cache.manager import BlockCache
+from skymemory.cache.parts import Part, Parts
 from skymemory.errors import WrongProcess
 from skymemory.index.block_info import BlockInfo
 from skymemory.store.base import Store
@@ -172,13 +173,13 @@ def test_a_cache_does_not_take_a_child_for_a_miss() -> None:
     """A store's failures are misses to it; this is none."""
     cache = BlockCache(context(), LAYOUT, MemoryStore())
     assert save(cache, TOKENS) == 5
-    cake = Cake(cache, CakeSettings(step_tokens=LAYOUT.block_tokens))
+    cake = Cake(Parts([Part(cache)]), CakeSettings(step_tokens=LAYOUT.block_tokens))
 
     def child() -> list[str]:
         engine = Engine(TOKENS)
         return refused(
             lambda: load(cache, TOKENS), lambda: cache.missing(cache.hashes(TOKENS)), lambda: save(cache, np.arange(9)),
-            lambda: cake.open(TOKENS, engine, limit_tokens=20, budget_tokens=4),
+            lambda: cake.open(TOKENS, [engine], limit_tokens=20, budget_tokens=4),
         )  # fmt: skip
 
     assert in_child(child, limit_s=5) == ["refused"] * 4

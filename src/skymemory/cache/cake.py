@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from skymemory.cache.blocks import BlockSink, PhaseClock
-from skymemory.cache.chunk_blocks import BlockChunks
+from skymemory.cache.chunk_blocks import BlockChunks, ChunksOfParts
 from skymemory.cache.loader import BidirectionalLoader
 from skymemory.cache.loading_session import LoadingSession
 from skymemory.cache.manager import TIER_FAILURES, BlockCache
 from skymemory.cache.pace import Pace
+from skymemory.cache.parts import Parts
 from skymemory.cache.prompt_chunks import PromptChunk, cut_prompt
 from skymemory.cache.results import LoadResult
 from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, patience_s
@@ -76,23 +77,31 @@ class CakeSettings:
 
 
 class Cake:
-    """Loads the prompts of one ``BlockCache``. The speeds it has measured are kept from prompt to prompt."""
+    """Loads the prompts of one model's ``Parts``. The speeds it has measured are kept from prompt to prompt.
 
-    def __init__(self, blocks: BlockCache, settings: CakeSettings | None = None) -> None:
+    Where the sides meet is not known before: so of each block it loads, it loads all parts.
+    """
+
+    def __init__(self, parts: Parts, settings: CakeSettings | None = None) -> None:
         self.settings = settings or CakeSettings()
-        self.settings.check(blocks.layout.block_tokens)
-        self.blocks = blocks
+        self.settings.check(parts.first.layout.block_tokens)
+        self.parts = parts
         self.pace = Pace()
-        self._stored_block_bytes = float(PAYLOAD_AT + blocks.layout.block_bytes)
+        self._stored_block_bytes = float(sum(PAYLOAD_AT + part.blocks.layout.block_bytes for part in parts.parts))
         self._late: deque[tuple[int, float]] = deque(maxlen=1)
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
         self._lookups = TierWorkers("cake look-up", 1)
         self._usual_lookup, self._usual_fetch = Usual(), Usual()
 
+    @property
+    def blocks(self) -> BlockCache:
+        """Those of the first part."""
+        return self.parts.first
+
     def open(
         self,
         tokens: Tokens,
-        sink: BlockSink,
+        sinks: Sequence[BlockSink],
         *,
         limit_tokens: int,
         budget_tokens: int,
@@ -102,7 +111,8 @@ class Cake:
         on_chunks: Callable[[int], object] | None = None,
         on_settled: Callable[[int, str], object] | None = None,
     ) -> CakeLoad:
-        """Look ``tokens`` up and begin to load. ``budget_tokens``: of a step, those that are ours to begin with.
+        """Look ``tokens`` up and begin to load, each part into its sink. ``budget_tokens``: of a step, those that are
+        ours to begin with.
 
         The load reaches up to the end of the last block that the store has; blocks before it that are missing are
         computed. ``limit_tokens`` bounds the tokens counted as supplied.
@@ -112,12 +122,13 @@ class Cake:
         phase = PhaseClock(blocks.clock, seconds if seconds is not None else {})
         wanted = min(len(tokens) // block_tokens, -(-min(limit_tokens, len(tokens)) // block_tokens))
         with phase("hash"):
-            hashes = blocks.hashes(tokens)
+            hashes = self.parts.hashes(tokens)
         if blocks.on_prompt is not None:
-            blocks.on_prompt(hashes)
+            for chain in hashes:
+                blocks.on_prompt(chain)
         computing_s = self._computing_s(len(tokens))
         with phase("lookup"), worth(computing_s):
-            there = [] if self._workers.awaited else self._there(hashes[:wanted])
+            there = [] if self._workers.awaited else self._there([chain[:wanted] for chain in hashes])
         reach = len(there) - there[::-1].index(True) if True in there else 0
         chunks: tuple[PromptChunk, ...] = ()
         session = None
@@ -132,7 +143,12 @@ class Cake:
                 block_tokens=block_tokens,
                 stored_blocks=[size_bytes if one else None for one in there[:reach]],
             )
-        source = BlockChunks(blocks, hashes, chunks, sink, self._usual_fetch)
+        source = ChunksOfParts(
+            [
+                BlockChunks(part.blocks, chain, chunks, sink, self._usual_fetch)
+                for part, chain, sink in zip(self.parts.parts, hashes, sinks, strict=True)
+            ]
+        )
         if chunks:
             if on_chunks is not None:
                 on_chunks(len(chunks))
@@ -154,14 +170,19 @@ class Cake:
                 patience_s=lambda size_bytes: self._fetch_patience_s(size_bytes, len(tokens)),
             )  # fmt: skip
         return CakeLoad(
-            self, session, chunks, source, len(tokens), limit_tokens, len(hashes), sum(there), phase, account
+            self, session, chunks, source, len(tokens), limit_tokens, len(hashes[0]), sum(there), phase, account
         )
 
-    def _there(self, hashes: list[BlockHash]) -> list[bool]:
-        """Of each block, whether the store says it has it; nothing where it does not say it in time."""
-        if not hashes:
+    def _there(self, hashes: list[list[BlockHash]]) -> list[bool]:
+        """Of each block, whether the store says it has all parts of it; nothing where it does not say it in time."""
+        if not hashes[0]:
             return []
-        call: Call[object] = Call(lambda: [one is Presence.HIT for one in self.blocks.store.lookup(hashes)])
+
+        def ask() -> list[bool]:
+            told = [self.blocks.store.lookup(chain) for chain in hashes]
+            return [all(one is Presence.HIT for one in block) for block in zip(*told, strict=True)]
+
+        call: Call[object] = Call(ask)
         asked = not self._lookups.held_up and self._lookups.submit(call)
         began_s = time.monotonic()
         patience = min(self.settings.deadline_s, patience_s(self._usual_lookup.p99_s()))
@@ -178,7 +199,7 @@ class Cake:
                 raise call.error
             self.blocks.tier_failed()
         told = call.result
-        return told if isinstance(told, list) and len(told) == len(hashes) else []
+        return told if isinstance(told, list) and len(told) == len(hashes[0]) else []
 
     def _computing_s(self, tokens: int) -> float | None:
         """What computing all of a prompt would take, as far as is known now."""
@@ -218,7 +239,7 @@ class CakeLoad:
     cake: Cake
     session: LoadingSession | None
     chunks: tuple[PromptChunk, ...]
-    source: BlockChunks
+    source: ChunksOfParts
     prompt_tokens: int
     limit_tokens: int
     blocks: int

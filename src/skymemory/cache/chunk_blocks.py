@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 from skymemory.cache.blocks import BlockSink
@@ -149,3 +149,59 @@ class FetchedBlocks:
     def release(self) -> None:
         self.values = []
         self.source.let_go(self)
+
+
+class ChunksOfParts:
+    """Chunks whose blocks are stored in several parts, each of which is all there or the chunk does not come."""
+
+    def __init__(self, sources: Sequence[BlockChunks]) -> None:
+        """The first says where a chunk came from."""
+        self._sources = sources
+
+    @property
+    def origins(self) -> dict[int, ChunkOrigin]:
+        """As of ``BlockChunks``, with the bytes of all parts."""
+        first, *others = (source.origins for source in self._sources)
+        return {
+            index: replace(
+                origin,
+                size_bytes=sum((one[index].size_bytes for one in others), origin.size_bytes),
+                retransmitted=sum((one[index].retransmitted for one in others), origin.retransmitted),
+            )
+            for index, origin in first.items()
+            if all(index in one for one in others)
+        }
+
+    def fetch(self, index: int) -> FetchedParts | None:
+        there: list[FetchedBlocks] = []
+        for source in self._sources:
+            part = source.fetch(index)
+            if part is None:
+                FetchedParts(there).release()
+                return None
+            there.append(part)
+        return FetchedParts(there)
+
+    def give_up(self, index: int) -> None:
+        self._sources[0].give_up(index)
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+    def failures(self) -> dict[str, int]:
+        return dict(sum((Counter(source.failures()) for source in self._sources), Counter()))
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedParts:
+    """One chunk, part by part."""
+
+    parts: Sequence[FetchedBlocks]
+
+    def place(self) -> bool:
+        return all(part.place() for part in self.parts)
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()

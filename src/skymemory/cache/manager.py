@@ -33,7 +33,8 @@ TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError,
 
 FAILING_REASONS = frozenset({"unreachable", "timeout"})
 """Misses that say that the store, and not the value, was not there."""
-_SHORT = "shorter than a block"
+SHORT = "shorter than a block"
+"""Why nothing of a prompt is found that has no block."""
 _log = logging.getLogger(__name__)
 
 LOAD_BATCH_BYTES = 128 << 20
@@ -116,10 +117,10 @@ class BlockCache:
         tally = LoadTally()
         with worth(computing_s):
             with phase("lookup"):
-                found = self._prefix(hashes[:wanted])
-                not_found = self._why(hashes[found]) if found < wanted else "" if hashes else _SHORT
+                found = self.prefix(hashes[:wanted])
+                not_found = self.why_not(hashes[found]) if found < wanted else "" if hashes else SHORT
             if found:
-                self._load_found(hashes[:found], open_sink(found), tally, phase, computing_s)
+                self.load_found(hashes[:found], open_sink(found), tally, phase, computing_s)
         result = LoadResult(
             prompt_tokens=count,
             hit_tokens=tally.tokens_by_tier(self.layout.block_tokens, limit_tokens),
@@ -135,10 +136,12 @@ class BlockCache:
         self.count_load(result, account)
         return result
 
-    def _load_found(
+    def load_found(
         self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
     ) -> None:
-        """Batch after batch until one fails, or until computing all of the prompt would have taken as long."""
+        """Place these, one behind another from block 0 of ``sink`` on: batch after batch until one fails, or until
+        computing all of the prompt would have taken as long.
+        """
         batches = self._lease(hashes)
         started_s = self.clock()
         try:
@@ -153,6 +156,15 @@ class BlockCache:
                 self._let_go(batch)
         if tally.failed and (behind := len(hashes) - len(tally.tiers) - 1):
             tally.failed["behind a failed block"] += behind
+
+    def there(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Of each block, whether the store says it has it."""
+        try:
+            presence = self.store.lookup(hashes)
+        except TIER_FAILURES:
+            self.tier_failed()
+            return [False] * len(hashes)
+        return [one is Presence.HIT for one in presence]
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Positions of the blocks that the store does not have and nobody is storing."""
@@ -171,11 +183,13 @@ class BlockCache:
         indices: Sequence[int],
         source: BlockSource,
         seconds: dict[str, float] | None = None,
+        account: bool = True,
     ) -> tuple[int, int]:
         """Store the blocks ``indices`` (ascending); how many were acknowledged, and their bytes.
 
         Stops at the first block that the codec cannot take, so that presence stays prefix-closed. Raises
         ValueTooLarge when a block can never fit the store; any other failure of the tier stores nothing.
+        ``account=False`` keeps them out of the counters of blocks; their bytes count.
         """
         self.owner.check()
         phase = PhaseClock(self.clock, seconds if seconds is not None else {})
@@ -198,12 +212,14 @@ class BlockCache:
             size_bytes += sum(len(value) for (_, value), ok in zip(items, done, strict=True) if ok)
             if len(items) < len(part):
                 break
-        self.counters.add("stored_blocks_total", stored, self.store.name)
         self.counters.add("stored_bytes_total", size_bytes, self.store.name)
-        self.counters.add("refused_blocks_total", len(indices) - stored, self.store.name)
+        if account:
+            self.counters.add("stored_blocks_total", stored, self.store.name)
+            self.counters.add("refused_blocks_total", len(indices) - stored, self.store.name)
         return stored, size_bytes
 
-    def _prefix(self, hashes: list[BlockHash]) -> int:
+    def prefix(self, hashes: list[BlockHash]) -> int:
+        """Leading blocks that the store says it has."""
         if not hashes:
             return 0
         try:
@@ -212,7 +228,7 @@ class BlockCache:
             self.tier_failed()
             return 0
 
-    def _why(self, block_hash: BlockHash) -> str:
+    def why_not(self, block_hash: BlockHash) -> str:
         """Why a block that look-up does not know of is not there: by the report of a load, which says so."""
         try:
             ticket = self.store.prepare_load([block_hash])

@@ -59,6 +59,8 @@ class Guard:
         if not start and given.get("use_cache") is False:  # each call has all tokens, and leaves none
             return (), {**given, "past_key_values": None}
         self.look(cache, closely=not start)
+        if start and not cache.suffices(start):
+            self._compute_again(cache, start)
         if len(cache.loaded) > start or (cache.states and not start):
             given = self._advance(cache, start, given)
         elif start:
@@ -133,6 +135,28 @@ class Guard:
             cache.guard = self
         computed: int = cache.held - start - begun
         return computed
+
+    def _compute_again(self, cache: SkyCache, start: int) -> None:
+        """A crop has brought tokens in sight of windows that were never loaded."""
+        known, padding, rows = cache.tokens(), cache.padding, cache.rows
+        if len(known) != start:
+            raise CacheMisuse(
+                f"a cache was cut to {start} tokens, some of which its windows did not hold, and what they were is not "
+                "known: get one for the shorter prompt, past_key_values=kvc.get_cache(prompt)"
+            )
+        self._counters.add("unused_tokens_total", start, "a cut that its windows do not reach")
+        cache.reset()
+        ids = torch.from_numpy(known).to(self._model.device)[None]
+        cache.guard = None  # this pass is our own
+        try:
+            cache.note(ids, plain=True)
+            with torch.no_grad():
+                self._model(input_ids=ids, past_key_values=cache, use_cache=True, **self._last_logits)
+        finally:
+            cache.guard = self
+        if rows > 1:
+            cache.batch_repeat_interleave(rows)
+        cache.padding = padding
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
         """Of the next ``loaded`` tokens only ``usable`` may become contents."""

@@ -23,6 +23,8 @@ from transformers.cache_utils import Cache
 from skymemory.cache.blocks import PhaseClock
 from skymemory.cache.cake import Cake, CakeSettings, Sides
 from skymemory.cache.manager import BlockCache
+from skymemory.cache.pace import ComputeRate
+from skymemory.cache.parts import Part, Parts, Saved
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.engine.cake import CakePrefill
 from skymemory.engine.compute_clock import ComputeClock
@@ -30,10 +32,11 @@ from skymemory.engine.guard import Guard, GuardHook
 from skymemory.engine.identity import Identity, tokenizer_digest
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
 from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, media_tokens, prompt_ids, shared_prefix
-from skymemory.engine.quantizers import codec_of, readable_codecs
+from skymemory.engine.quantizers import codec_of, of_layers, readable_codecs
 from skymemory.engine.states import StoredStates
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.forks import OwnLock
+from skymemory.kv.block import BlockHash
 from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
 from skymemory.kv.layout import KVLayout
@@ -113,7 +116,7 @@ class KVCManager:
         self.store: Store = store if store is not None else MemoryStore()
         self._codec = chosen
         self._counters = counters if counters is not None else Counters()
-        self.blocks = self._block_cache()
+        self.parts = self._stored_parts()
         self._states = self._stored_states()
         if self._states is not None and loading != "prefix":
             raise InvalidInput(f"loading={loading!r} is for models without recurrent states, as this one has them")
@@ -128,7 +131,7 @@ class KVCManager:
         self._media_tokens = media_tokens(model)
         self.loading: Loading = loading
         settings = cake or CakeSettings(step_tokens=-(-CakeSettings().step_tokens // block_tokens) * block_tokens)
-        self.cake = CakePrefill(model, Cake(self.blocks, settings), self._forward_options)
+        self.cake = CakePrefill(model, Cake(self.parts, settings), self._forward_options)
         self._unservable = ""
         self._guard: Guard | None = Guard(model, self.counters, self._identity.same)
         clock = ComputeClock(model, self.blocks.compute)
@@ -143,6 +146,11 @@ class KVCManager:
     @property
     def layout(self) -> KVLayout:
         return self._identity.layout
+
+    @property
+    def blocks(self) -> BlockCache:
+        """The blocks that say how much of a prompt is found: of the layers without a window, if there are any."""
+        return self.parts.first
 
     @property
     def states_kept(self) -> bool:
@@ -244,7 +252,7 @@ class KVCManager:
                 cache = self._load(ids, max(0, len(ids) - 1), seconds, account=True)
                 cache.rewind()
                 cache.context = self.context
-            cache.guard, cache.prompt = self._guard, ids
+            cache.guard, cache.prompt, cache.source = self._guard, ids, self.parts
             self.last = cache.result
             _log.info("%s", cache.result.describe())
             self._kept.append(cache)
@@ -268,7 +276,7 @@ class KVCManager:
         if account and self.loading != "prefix":
             cache.result = self.cake.load(cache, ids, limit_tokens, seconds, _SIDES[self.loading])
             return cache
-        result = self.blocks.load(ids, lambda found: cache, limit_tokens=limit_tokens, seconds=seconds, account=account)
+        result = self.parts.load(ids, cache.groups, limit_tokens=limit_tokens, seconds=seconds, account=account)
         cache.fill(ids[: result.cached_tokens])
         cache.result = result
         return cache
@@ -285,7 +293,7 @@ class KVCManager:
             state = stored.load(ids, index)
             if not state:
                 continue
-            came = self.blocks.load(ids, lambda found: cache, limit_tokens=stop, seconds=seconds, account=False)
+            came = self.parts.load(ids, cache.groups, limit_tokens=stop, seconds=seconds, account=False)
             if came.cached_tokens == stop:
                 cache.stops[stop] = state
                 cache.fill(ids[:stop])
@@ -307,33 +315,30 @@ class KVCManager:
             phase = PhaseClock(self.blocks.clock, seconds)
             ids = ids if given is not None else self._with_answer(ids)
             with phase("hash"):
-                hashes = self.blocks.hashes(ids)
+                hashes = self.parts.hashes(ids)
             with phase("lookup"):
-                missing = self.blocks.missing(hashes) if hashes else []
-            stored = size_bytes = prefilled = 0
-            remaining = missing
-            if remaining or self._states is not None:
+                missing = self.parts.missing(hashes)
+            saved, prefilled = Saved(), 0
+            if any(missing) or self._states is not None:
                 cache, covered = self._computed(ids, given)
-                ready = [index for index in remaining if index < covered]
-                remaining = remaining[len(ready) :]
-                if cache is not None and ready:
-                    stored, size_bytes = self.blocks.save(hashes, ready, CacheSource(cache, self.layout), seconds)
-                self._save_states(ids, cache, covered)
-            if remaining and stored == len(missing) - len(remaining):
-                cache, prefilled = self._prefill(ids[: (remaining[-1] + 1) * self.layout.block_tokens], phase)
-                source = CacheSource(cache, self.layout)
-                more, more_bytes = self.blocks.save(hashes, remaining, source, seconds)
-                stored, size_bytes = stored + more, size_bytes + more_bytes
-                self._save_states(ids, cache, remaining[-1] + 1)
+                ready = self._ready(missing, cache, covered)
+                if cache is not None:
+                    saved = self._save(hashes, ready, cache, seconds)
+                    self._save_states(ids, cache, covered)
+                if (needed := self._to_compute(missing, covered, len(hashes[0]))) and saved.blocks == len(ready[0]):
+                    cache, prefilled = self._prefill(ids[: needed * self.layout.block_tokens], phase)
+                    rest = [sorted({*part} - {*done}) for part, done in zip(missing, ready, strict=True)]
+                    saved += self._save(hashes, self._ready(rest, cache, needed), cache, seconds)
+                    self._save_states(ids, cache, needed)
             self.last_stored = StoreResult(
                 prompt_tokens=len(ids),
-                blocks=len(hashes),
-                present_blocks=len(hashes) - len(missing),
-                stored_blocks=stored,
-                refused_blocks=len(missing) - stored,
+                blocks=len(hashes[0]),
+                present_blocks=len(hashes[0]) - len(missing[0]),
+                stored_blocks=saved.blocks,
+                refused_blocks=len(missing[0]) - saved.blocks,
                 prefilled_tokens=prefilled,
-                size_bytes=size_bytes,
-                raw_bytes=stored * self.layout.block_bytes,
+                size_bytes=saved.size_bytes,
+                raw_bytes=saved.raw_bytes,
                 seconds=seconds,
             )
             _log.info("%s", self.last_stored.describe())
@@ -345,6 +350,31 @@ class KVCManager:
         least = max(1, len(ids) - 1)
         fitting = [held for held in known if shared_prefix(held, ids) == min(len(held), len(ids)) >= least]
         return max(fitting, key=len, default=ids)
+
+    def _ready(self, missing: list[list[int]], cache: Cache | None, covered: int) -> list[list[int]]:
+        """Of each part those of the ``missing`` blocks that ``cache`` has among the first ``covered``."""
+        rooms = cache.groups if isinstance(cache, SkyCache) else [None] * len(missing)
+        return [
+            [index for index in part if index < covered and (room is None or room.has_block(index))]
+            for part, room in zip(missing, rooms, strict=True)
+        ]
+
+    def _to_compute(self, missing: list[list[int]], covered: int, blocks: int) -> int:
+        """How many of the first blocks to compute for what is missing of ``blocks``, behind those ``covered``. For the
+        sake of a window beside other parts only what is seen from the end is worth it.
+        """
+        first, *others = zip(self.parts.parts, missing, strict=True)
+        wanted = [index for index in first[1] if index >= covered]
+        for part, lacking in others:
+            seen = part.seen(blocks * self.layout.block_tokens)
+            wanted += [index for index in lacking if index >= covered and index in seen]
+        return 1 + max(wanted, default=-1)
+
+    def _save(
+        self, hashes: list[list[BlockHash]], wanted: list[list[int]], cache: Cache, seconds: dict[str, float]
+    ) -> Saved:
+        sources = [CacheSource(cache, group.layout(self.layout), group.layers) for group in self._identity.groups]
+        return self.parts.save(hashes, wanted, sources, seconds)
 
     def _save_states(self, ids: Tokens, cache: Cache | None, blocks: int) -> None:
         """Those that ``cache`` has of the first ``blocks`` blocks."""
@@ -405,14 +435,24 @@ class KVCManager:
         if renewed:
             _log.warning("the model has changed since its cache was last used: blocks from before are another model's")
             compute = self.blocks.compute
-            self.blocks = self.cake.cake.blocks = self._block_cache()
-            self.blocks.compute = compute
+            self.parts = self.cake.cake.parts = self._stored_parts(compute)
             self._states = self._stored_states()
 
-    def _block_cache(self) -> BlockCache:
-        return BlockCache(
-            self.context, self.layout, self.store, self._codec,
-            readable=readable_codecs(self._codec), counters=self._counters,
+    def _stored_parts(self, compute: ComputeRate | None = None) -> Parts:
+        model = self._identity
+        return Parts(
+            [
+                Part(
+                    BlockCache(
+                        model.context_of(group), group.layout(self.layout), self.store,
+                        of_layers(self._codec, group.layers, self.layout.layers),
+                        readable=readable_codecs(self._codec), counters=self._counters,
+                    ),
+                    group.window,
+                )
+                for group in model.groups
+            ],
+            compute,
         )  # fmt: skip
 
     def _stored_states(self) -> StoredStates | None:

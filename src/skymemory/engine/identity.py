@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from skymemory.engine.kv_cache import LAYERS, LayerKind
+from skymemory.engine.kv_cache import LAYERS, LayerGroup, LayerKind, groups_of
 from skymemory.engine.probe import check_goes_on
 from skymemory.engine.states import States
 from skymemory.engine.substance import Substance, foreign_code, foreign_hook
@@ -64,6 +64,7 @@ class Identity:
         self._check_hooks()
         self.layout, self.states = probe_layout(model, block_tokens)
         self.kinds = kinds_of(model)
+        self.groups = groups_of(self.kinds)
         check_goes_on(model, self.layout, self.kinds, self.states)
         self.context = self._context(self._substance.digest() if weights is None else self._substance.watch(weights))
 
@@ -80,6 +81,7 @@ class Identity:
         before = self.context
         self.layout, self.states = probe_layout(self._model, self._block_tokens)
         self.kinds, self._conditions = kinds_of(self._model), now
+        self.groups = groups_of(self.kinds)
         self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
         return self.context != before
 
@@ -92,6 +94,12 @@ class Identity:
 
     def _context(self, weights: str) -> CacheContext:
         return self._context_of(self.layout, model_identity(self._model), weights + self._conditions)
+
+    def context_of(self, group: LayerGroup) -> CacheContext:
+        """That of the layers of ``group``, whose blocks are stored apart where there are others."""
+        if len(self.groups) == 1:
+            return self.context
+        return dataclasses.replace(self.context, layout=group.describe(self.layout))
 
     @property
     def states_context(self) -> CacheContext:

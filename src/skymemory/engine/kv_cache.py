@@ -8,12 +8,13 @@ falls back to what DynamicLayer does.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import mmap
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from skymemory.cache.blocks import BlockSink
 from skymemory.cache.results import LoadResult
 from skymemory.engine.staging import Gathered, Staging
 from skymemory.engine.states import States, repeat
@@ -181,18 +183,51 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = False
 
 
+class Presence:
+    """Which tokens' keys and values layers with a window really have: what is out of sight need not be there."""
+
+    def __init__(self, window: int, room_tokens: int) -> None:
+        self._window = window
+        self._tokens = np.zeros(room_tokens, bool)
+
+    def came(self, start: int, stop: int) -> None:
+        """These are there now. Behind the room there is only what was computed, and that always is."""
+        self._tokens[start:stop] = True
+
+    def has(self, start: int, stop: int) -> bool:
+        return bool(self._tokens[start:stop].all())
+
+    def suffices(self, tokens: int) -> bool:
+        """Whether all is there that is seen behind the first ``tokens``."""
+        return self.has(self.first_seen(tokens), tokens)
+
+    def first_seen(self, tokens: int) -> int:
+        """The first token that the one behind ``tokens`` sees."""
+        return max(0, tokens - self._window + 1)
+
+    def sufficient(self, most: int) -> npt.NDArray[np.bool_]:
+        """``suffices`` of 0 to ``most`` tokens."""
+        lacking = np.zeros(most + 1, np.int64)
+        known = self._tokens[:most]
+        lacking[1 : len(known) + 1] = np.cumsum(~known)
+        lacking[len(known) + 1 :] = lacking[len(known)]
+        return np.asarray(lacking == lacking[np.maximum(np.arange(most + 1) - self._window + 1, 0)])
+
+
 class SlidingLayer(GrowingLayer):
     """One layer whose tokens are seen by the ``window`` tokens from each on only.
 
-    transformers' own layer drops what is out of sight. This one keeps it, for blocks are stored from it, and shows the
-    model the same: what the first of the new tokens sees, and what comes behind that.
+    transformers' own layer drops what is out of sight. This one keeps it as far as it was there, for blocks are stored
+    from it, and shows the model the same: what the first of the new tokens sees, and what comes behind that.
+    ``presence`` is that of all layers with this window.
     """
 
     is_sliding = True
 
-    def __init__(self, room: tuple[torch.Tensor, torch.Tensor], window: int) -> None:
+    def __init__(self, room: tuple[torch.Tensor, torch.Tensor], window: int, presence: Presence) -> None:
         super().__init__(room)
         self.sliding_window = window
+        self._presence = presence
 
     @property
     def cumulative_length(self) -> int:
@@ -202,7 +237,9 @@ class SlidingLayer(GrowingLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append, and return what the new tokens see."""
+        start = self.get_seq_length()
         keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self._presence.came(start, start + key_states.shape[-2])
         seen = self.sliding_window - 1 + key_states.shape[-2]
         return keys[..., -seen:, :], values[..., -seen:, :]
 
@@ -248,19 +285,94 @@ class LayerKind:
     states: int = 0
     """Recurrent states."""
 
-    def layer(self, rooms: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """A layer of this kind, with the next of ``rooms`` if it needs one."""
-        if not self.attention:
+    def layer(self, room: tuple[torch.Tensor, torch.Tensor] | None, presence: Presence | None) -> Any:
+        """A layer of this kind; with attention it has a ``room``, with a window what is in that, too."""
+        if room is None:
             return LinearAttentionLayer(number_of_states=self.states) if self.states else DummyLayer()
         if self.states:
-            return StatefulLayer(next(rooms), self.states)
-        return GrowingLayer(next(rooms)) if self.window is None else SlidingLayer(next(rooms), self.window)
+            return StatefulLayer(room, self.states)
+        if self.window is None or presence is None:
+            return GrowingLayer(room)
+        return SlidingLayer(room, self.window, presence)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that see equally far back: what is stored and loaded together."""
+
+    window: int | None
+    layers: tuple[int, ...]
+    """Counted among those with attention."""
+
+    def layout(self, whole: KVLayout) -> KVLayout:
+        """Of a block of these layers, where one of all has ``whole``."""
+        return dataclasses.replace(whole, layers=len(self.layers))
+
+    def describe(self, whole: KVLayout) -> str:
+        """For ``CacheContext.layout``, where there are other groups beside it."""
+        layers = ",".join(map(str, self.layers))
+        return f"{self.layout(whole).describe()} of layers {layers}, window {self.window or 'none'}"
+
+
+def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
+    """The groups that these layers are, the one without a window first."""
+    windows = [kind.window for kind in kinds if kind.attention]
+    return tuple(
+        LayerGroup(window, tuple(at for at, one in enumerate(windows) if one == window))
+        for window in sorted(set(windows), key=lambda one: one or 0)
+    )
+
+
+class GroupRoom:
+    """Where the blocks of a group are put: the sink of their ``BlockCache``."""
+
+    def __init__(self, group: LayerGroup, layout: KVLayout, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """``rooms``: keys and values of its layers, each (layers, kv_heads, tokens, width)."""
+        self._layout = layout
+        self._rooms = rooms
+        self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
+        self.presence = None if group.window is None else Presence(group.window, int(rooms[0].shape[2]))
+
+    def place(self, index: int, block: memoryview) -> None:
+        """Copy one block's raw bytes to its place."""
+        tokens = self._layout.block_tokens
+        if self._staging is not None:
+            self._staging.place(index, block)
+        else:
+            span = slice(index * tokens, (index + 1) * tokens)
+            for there, part in zip(self._rooms, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
+                np.copyto(there.view(torch.uint8).numpy()[:, :, span], part)
+        if self.presence is not None:
+            self.presence.came(index * tokens, (index + 1) * tokens)
+
+    def flush(self) -> None:
+        if self._staging is not None:
+            self._staging.flush()
+
+    def lacking(self, tokens: int) -> list[int]:
+        """The blocks of what is seen behind the first ``tokens`` that are not all there."""
+        if self.presence is None:
+            return []
+        block = self._layout.block_tokens
+        seen = range(self.presence.first_seen(tokens) // block, -(-tokens // block))
+        return [index for index in seen if not self.has_block(index)]
+
+    def has_block(self, index: int) -> bool:
+        """Whether it could be stored: as far as it is contents."""
+        tokens = self._layout.block_tokens
+        return self.presence is None or self.presence.has(index * tokens, (index + 1) * tokens)
 
 
 class Guarding(Protocol):
     """What a cache needs of the hook that looks at its model (``guard``)."""
 
     def look(self, cache: SkyCache, closely: bool) -> None: ...
+
+
+class Bringing(Protocol):
+    """What has the blocks of a cache's prompt (``cache.parts``)."""
+
+    def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None: ...
 
 
 class SkyCache(DynamicCache):  # type: ignore[misc]
@@ -293,14 +405,21 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self._room = pool.take(size_bytes)[:size_bytes].view(dtype)
         else:
             self._room = torch.empty(size_bytes // layout.item_bytes, dtype=dtype, device=device)
-        self._rooms = _rooms(self._room, layout, room_tokens)
-        on_cpu = device.type == "cpu"
-        self._bytes = [room.view(torch.uint8).numpy() for room in self._rooms] if on_cpu else []
-        self._staging = None if on_cpu else Staging(self._rooms, layout)
+        kinds = kinds or [LayerKind()] * layout.layers
+        keys, values = _rooms(self._room, layout, room_tokens)
+        self.groups: list[GroupRoom] = []
+        """Where the blocks of each of ``groups_of(kinds)`` are put."""
+        of_layer: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], Presence | None]] = {}
+        for group in groups_of(kinds):  # one behind the other, so that each is one part of the room
+            rows = slice(len(of_layer), len(of_layer) + len(group.layers))
+            room = GroupRoom(group, group.layout(layout), (keys[rows], values[rows]))
+            self.groups.append(room)
+            for at, pair in zip(group.layers, zip(keys[rows], values[rows], strict=True), strict=True):
+                of_layer[at] = pair, room.presence
         super().__init__()
         self.layer_class_to_replicate = None
-        rooms = zip(*self._rooms, strict=True)
-        self.layers = [kind.layer(rooms) for kind in kinds or [LayerKind()] * layout.layers]
+        rooms = iter([of_layer[at] for at in range(layout.layers)])
+        self.layers = [kind.layer(*(next(rooms) if kind.attention else (None, None))) for kind in kinds]
         self._attention: list[GrowingLayer] = [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
         self.states = states
         self.stop_every = stop_every
@@ -317,6 +436,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """What the room holds from the first token on, whether it is contents already or not."""
         self.prompt: Tokens = _NO_TOKENS
         """What it was made for."""
+        self.source: Bringing | None = None
+        """Where more of what is loaded comes from: a use that is shorter sees tokens that were out of sight."""
         self.padding = 0
         """Tokens that the model's caller has left of the first one, and the model has not been given."""
         self._layout = layout
@@ -326,20 +447,15 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """What is behind ``_seen`` is not known."""
         self._handed_to_generate = False
 
-    def place(self, index: int, block: memoryview) -> None:
-        """Copy one block's raw bytes to its place: the sink of ``BlockCache.load``."""
-        if self._staging is not None:
-            self._staging.place(index, block)
-            return
-        tokens = self._layout.block_tokens
-        span = slice(index * tokens, (index + 1) * tokens)
-        for there, part in zip(self._bytes, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
-            np.copyto(there[:, :, span], part)
-
     def fill(self, tokens: Tokens) -> None:
-        """Declare ``tokens`` to be what the placed blocks hold, from the first on."""
-        if self._staging is not None:
-            self._staging.flush()
+        """Declare ``tokens`` to be what the placed blocks hold, from the first on.
+
+        Raises RuntimeError where something of what is seen behind them was not placed.
+        """
+        if not self.suffices(len(tokens)):
+            raise RuntimeError(f"behind {len(tokens)} tokens there are some in sight that are not in the cache")
+        for group in self.groups:
+            group.flush()
         for layer in self._attention:
             layer.fill(len(tokens))
         if self.states and len(tokens):
@@ -347,6 +463,10 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._seen, self._seen_tokens, self._closed = [tokens], len(tokens), False
         if len(tokens) > len(self.loaded):
             self.loaded = tokens
+
+    def suffices(self, tokens: int) -> bool:
+        """Whether all layers have what is seen behind the first ``tokens``."""
+        return all(group.presence is None or group.presence.suffices(tokens) for group in self.groups)
 
     def rewind(self) -> None:
         """Empty again, with what it held at hand for the next forward, as far as that is known."""
@@ -362,6 +482,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Tokens that are contents."""
         return int(self.get_seq_length())
 
+    @property
+    def rows(self) -> int:
+        """Sequences that are held."""
+        return next((int(layer.keys.shape[0]) for layer in self._attention if layer.is_initialized), 0)
+
     def begin(self) -> int:
         """Make what is loaded the contents now, and say how many tokens that is: the first ones of the prompt that this
         cache was made for. The model is then to be given what is behind them.
@@ -373,11 +498,25 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(self.get_seq_length())
 
     def usable(self, tokens: int) -> int:
-        """How many of the next ``tokens`` of what is loaded can become contents: with states, up to where one is."""
-        held = self.get_seq_length()
-        if not self.states:
+        """How many of the next ``tokens`` of what is loaded can become contents: with states, up to where one is; with
+        windows, up to where what is seen is there.
+        """
+        held = self.held
+        if not all(layer.in_place for layer in self._attention):
+            return 0
+        if self.source is not None and not self.suffices(held + tokens):
+            self.source.bring(self.loaded, self.groups, [group.lacking(held + tokens) for group in self.groups])
+        if not self.states and self.suffices(held + tokens):
             return tokens
-        return max((stop - held for stop in self.stops if held < stop <= held + tokens), default=0)
+        good = np.ones(held + tokens + 1, bool)
+        if self.states:
+            good[:] = False
+            good[[stop for stop in self.stops if stop < len(good)]] = True
+        for group in self.groups:
+            if group.presence is not None:
+                good &= group.presence.sufficient(held + tokens)
+        ends = np.flatnonzero(good[held + 1 :])
+        return int(ends[-1]) + 1 if len(ends) else 0
 
     def stops_before(self, end: int) -> list[int]:
         """Where the next passes are to end, for the states there to be kept: up to ``end`` tokens, ascending."""
@@ -478,8 +617,12 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 class CacheSource:
     """Blocks out of any transformers cache of one sequence: the source of ``BlockCache.save``."""
 
-    def __init__(self, cache: Cache, layout: KVLayout) -> None:
-        self._layers = [(layer.keys[0].detach(), layer.values[0].detach()) for layer in _of_tokens(cache)]
+    def __init__(self, cache: Cache, layout: KVLayout, layers: Sequence[int] = ()) -> None:
+        """``layers``: those that a block of ``layout`` has, counted among the ones with attention; empty: all."""
+        there = _of_tokens(cache)
+        self._layers = [
+            (layer.keys[0].detach(), layer.values[0].detach()) for layer in ([there[at] for at in layers] or there)
+        ]
         self._layout = layout
         on_device = bool(self._layers) and self._layers[0][0].device.type != "cpu"
         self._gathered = Gathered(self._layers, layout) if on_device else None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from skymemory.engine.kv_cache import CacheSource, LayerKind, RoomPool, SkyCache
+from skymemory.engine.kv_cache import CacheSource, LayerKind, RoomPool, SkyCache, groups_of
 from skymemory.engine.prompts import media_tokens
 from skymemory.engine.states import States
 from skymemory.errors import UnsupportedModel
@@ -54,11 +54,12 @@ def _both_ways(
             SkyCache(layout, _TOKENS, model.device, RoomPool(keep=2), kinds, states, front) for _ in range(2)
         )
         model(input_ids=ids[:, :front], past_key_values=first, use_cache=True)
-        block = bytearray(layout.block_bytes)
-        source = CacheSource(first, layout)
-        for index in range(_FRONT_BLOCKS):
-            source.read(index, memoryview(block))
-            second.place(index, memoryview(block))
+        for group, room in zip(groups_of(kinds), second.groups, strict=True):
+            block = bytearray(group.layout(layout).block_bytes)
+            source = CacheSource(first, group.layout(layout), group.layers)
+            for index in range(_FRONT_BLOCKS):
+                source.read(index, memoryview(block))
+                room.place(index, memoryview(block))
         first.stop()
         second.stops = first.stops
         second.fill(ids[0, :front].cpu().numpy())

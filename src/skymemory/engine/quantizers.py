@@ -13,7 +13,7 @@ What a codec costs and loses on a real block: ``skymemory.kv.codec.base.measure`
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,6 +121,13 @@ def codec_of(name: str) -> Codec:
     if isinstance(chosen, CacheGen):
         chosen.check()
     return chosen
+
+
+def of_layers(codec: Codec, layers: Sequence[int], of: int) -> Codec:
+    """The codec for blocks that have only these of ``of`` layers: one that rounds by layer goes by the true ones."""
+    if isinstance(codec, CacheGen) and len(layers) < of:
+        return CacheGen(codec.level.name, layers, of)
+    return codec
 
 
 def readable_codecs(chosen: Codec) -> list[Codec]:

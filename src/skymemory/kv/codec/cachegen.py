@@ -20,6 +20,7 @@ A section: a step code (2 bytes) per head · base of the turn (1 byte, 0 for val
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +53,13 @@ class CacheGen:
     codec_id = 10
     lossless = False
 
-    def __init__(self, level: str = "medium") -> None:
+    def __init__(self, level: str = "medium", layers: Sequence[int] = (), of: int = 0) -> None:
+        """``layers``: which of a model's ``of`` layers a block has, where it has not all: steps go by the model's.
+        Reading needs none of it.
+        """
         self.level: Level = level_of(level)
+        self._layers = tuple(layers)
+        self._of = of
         self.name = "cachegen" if level == "medium" else f"cachegen-{level}"
 
     def check(self) -> None:
@@ -74,7 +80,10 @@ class CacheGen:
             if not number % 2:
                 base = best_base(numbers)
                 numbers = turn(numbers, base, -1)
-            relative_step = self.level.relative_step(number // 2, layout.layers, number % 2)
+            layer, layers = number // 2, layout.layers
+            if self._layers:
+                layer, layers = self._layers[layer], self._of
+            relative_step = self.level.relative_step(layer, layers, number % 2)
             sections.append(_encode_part(numbers, relative_step, base))
         table = b"".join(_ENTRY.pack(len(section), native.crc32(section)) for section in sections)
         return b"".join((_front(layout, self.level.number, table), *sections))
