@@ -353,10 +353,9 @@ class KVCManager:
 
     def _ready(self, missing: list[list[int]], cache: Cache | None, covered: int) -> list[list[int]]:
         """Of each part those of the ``missing`` blocks that ``cache`` has among the first ``covered``."""
-        rooms = cache.groups if isinstance(cache, SkyCache) else [None] * len(missing)
+        there = cache.has_block if isinstance(cache, SkyCache) else lambda number, index: True
         return [
-            [index for index in part if index < covered and (room is None or room.has_block(index))]
-            for part, room in zip(missing, rooms, strict=True)
+            [index for index in part if index < covered and there(number, index)] for number, part in enumerate(missing)
         ]
 
     def _to_compute(self, missing: list[list[int]], covered: int, blocks: int) -> int:

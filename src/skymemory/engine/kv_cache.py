@@ -14,7 +14,7 @@ import mmap
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -219,15 +219,13 @@ class SlidingLayer(GrowingLayer):
 
     transformers' own layer drops what is out of sight. This one keeps it as far as it was there, for blocks are stored
     from it, and shows the model the same: what the first of the new tokens sees, and what comes behind that.
-    ``presence`` is that of all layers with this window.
     """
 
     is_sliding = True
 
-    def __init__(self, room: tuple[torch.Tensor, torch.Tensor], window: int, presence: Presence) -> None:
+    def __init__(self, room: tuple[torch.Tensor, torch.Tensor], window: int) -> None:
         super().__init__(room)
         self.sliding_window = window
-        self._presence = presence
 
     @property
     def cumulative_length(self) -> int:
@@ -237,9 +235,7 @@ class SlidingLayer(GrowingLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append, and return what the new tokens see."""
-        start = self.get_seq_length()
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        self._presence.came(start, start + key_states.shape[-2])
         seen = self.sliding_window - 1 + key_states.shape[-2]
         return keys[..., -seen:, :], values[..., -seen:, :]
 
@@ -285,15 +281,13 @@ class LayerKind:
     states: int = 0
     """Recurrent states."""
 
-    def layer(self, room: tuple[torch.Tensor, torch.Tensor] | None, presence: Presence | None) -> Any:
-        """A layer of this kind; with attention it has a ``room``, with a window what is in that, too."""
-        if room is None:
+    def layer(self, rooms: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """A layer of this kind, with the next of ``rooms`` if it needs one."""
+        if not self.attention:
             return LinearAttentionLayer(number_of_states=self.states) if self.states else DummyLayer()
         if self.states:
-            return StatefulLayer(room, self.states)
-        if self.window is None or presence is None:
-            return GrowingLayer(room)
-        return SlidingLayer(room, self.window, presence)
+            return StatefulLayer(next(rooms), self.states)
+        return GrowingLayer(next(rooms)) if self.window is None else SlidingLayer(next(rooms), self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,17 +403,15 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         keys, values = _rooms(self._room, layout, room_tokens)
         self.groups: list[GroupRoom] = []
         """Where the blocks of each of ``groups_of(kinds)`` are put."""
-        of_layer: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], Presence | None]] = {}
+        of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group in groups_of(kinds):  # one behind the other, so that each is one part of the room
             rows = slice(len(of_layer), len(of_layer) + len(group.layers))
-            room = GroupRoom(group, group.layout(layout), (keys[rows], values[rows]))
-            self.groups.append(room)
-            for at, pair in zip(group.layers, zip(keys[rows], values[rows], strict=True), strict=True):
-                of_layer[at] = pair, room.presence
+            self.groups.append(GroupRoom(group, group.layout(layout), (keys[rows], values[rows])))
+            of_layer.update(zip(group.layers, zip(keys[rows], values[rows], strict=True), strict=True))
         super().__init__()
         self.layer_class_to_replicate = None
         rooms = iter([of_layer[at] for at in range(layout.layers)])
-        self.layers = [kind.layer(*(next(rooms) if kind.attention else (None, None))) for kind in kinds]
+        self.layers = [kind.layer(rooms) for kind in kinds]
         self._attention: list[GrowingLayer] = [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
         self.states = states
         self.stop_every = stop_every
@@ -438,6 +430,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """What it was made for."""
         self.source: Bringing | None = None
         """Where more of what is loaded comes from: a use that is shorter sees tokens that were out of sight."""
+        self._accounted = 0
+        """Tokens that were contents when it was last noted which of them are there."""
         self.padding = 0
         """Tokens that the model's caller has left of the first one, and the model has not been given."""
         self._layout = layout
@@ -460,13 +454,30 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             layer.fill(len(tokens))
         if self.states and len(tokens):
             self.states.put(self.layers, self.stops[len(tokens)], self._room.device)
+        self._accounted = len(tokens)
         self._seen, self._seen_tokens, self._closed = [tokens], len(tokens), False
         if len(tokens) > len(self.loaded):
             self.loaded = tokens
 
     def suffices(self, tokens: int) -> bool:
         """Whether all layers have what is seen behind the first ``tokens``."""
+        self._account()
         return all(group.presence is None or group.presence.suffices(tokens) for group in self.groups)
+
+    def has_block(self, group: int, index: int) -> bool:
+        """Whether a block of a group that is contents could be stored: all of its tokens are there."""
+        self._account()
+        return self.groups[group].has_block(index)
+
+    def _account(self) -> None:
+        """What has been appended since the last time was computed, and so it is there. (Layers do not note it: their
+        updates are compiled.)
+        """
+        held = self.held
+        for group in self.groups:
+            if group.presence is not None:
+                group.presence.came(self._accounted, held)
+        self._accounted = held
 
     def rewind(self) -> None:
         """Empty again, with what it held at hand for the next forward, as far as that is known."""
@@ -586,7 +597,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
+        self._account()
         super().crop(tokens_to_remove)
+        self._accounted = self.held
         self.loaded, self.stops = _NO_TOKENS, {}
         seen = _joined(self._seen)
         self._closed = self._closed and len(seen) < self.get_seq_length()
@@ -594,7 +607,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._seen_tokens = len(self._seen[0])
 
     def reset(self) -> None:
+        self._account()
         super().reset()
+        self._accounted = 0
         self._seen, self._seen_tokens, self._closed, self.loaded, self.padding = [], 0, False, _NO_TOKENS, 0
         self.stops, self._latest_stop = {}, 0
 
