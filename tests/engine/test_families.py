@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.families import FAMILIES, REFUSED, build, known  # noqa: E402
+from tests.engine.families import REFUSED, build, known  # noqa: E402
 from tests.engine.test_uses import TOLD  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
@@ -39,12 +39,18 @@ EACH_KIND = {
     "Llama", "GPT-2", "Bloom", "Qwen3 MoE", "Gemma 3", "gpt-oss", "Llama 4", "DeepSeek V3", "Qwen3-Next", "Falcon-H1",
     "LFM2",
 }  # fmt: skip
-"""One of every kind that differs for a cache; the others run with the slow tests."""
+"""One of every kind that differs for a cache."""
+LIKE_THEM = {
+    "Falcon, ALiBi", "GPT-BigCode", "OPT", "Mistral 0.1", "Mistral 0.1, a window shorter than a block", "Phi-3",
+    "Gemma 2", "Gemma 3n", "Qwen2 with a window", "Cohere 2", "DeepSeek V2", "Granite 4", "Nemotron-H",
+    "OLMo hybrid", "Zamba2",
+}  # fmt: skip
+"""These run with the slow tests; the others are in the matrix alone."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if name in EACH_KIND else pytest.mark.slow) for name in FAMILIES],
+    params=[*sorted(EACH_KIND), *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(LIKE_THEM))],
 )
 def family(request: pytest.FixtureRequest) -> Any:
     if not known(request.param):
@@ -95,10 +101,19 @@ def test_every_length_and_a_chat_that_goes_on(family: Any, prompt: Any) -> None:
             assert found.computed_tokens <= 9 + BLOCK + (1 if kvc.states_kept else 0)
 
 
+WHY = {
+    "Bamba": "other results than it has" if KNOWS_STATES else "cache|attention",
+    "Jamba": "other results than it has" if KNOWS_STATES else "cache|attention",
+    "RecurrentGemma": "other results than it has|cache|attention",
+    "Phi-3, LongRoPE": "length of the text",
+    "Llama, dynamic RoPE": "length of the text",
+    "MiMo V2 Flash": "must be alike",
+}
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_on_as_it_computes_is_refused(name: str) -> None:
+def test_what_cannot_be_right_is_refused_and_says_why(name: str) -> None:
     if not known(name):
         pytest.skip("this transformers has no such family")
-    why = "other results than it has" if KNOWS_STATES and name != "Mamba" else "cache|attention"
-    with pytest.raises(UnsupportedModel, match=why):
+    with pytest.raises(UnsupportedModel, match=WHY.get(name, "something else than tokens' keys|there must be one")):
         KVCManager(build(name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -69,7 +71,10 @@ def test_the_model_identity_is_the_same_wherever_it_was_loaded_from(tmp_path: An
     assert model_identity(again) == model_identity(model)
     assert weights_digest(again) == weights_digest(model)
     assert model_identity(build_small(vocab_size=1030)) != model_identity(model)
-    again.config.rope_parameters["rope_theta"] = 5e5
+    if hasattr(again.config, "rope_parameters"):
+        again.config.rope_parameters["rope_theta"] = 5e5
+    else:  # before transformers 5
+        again.config.rope_theta = 5e5
     assert model_identity(again) != model_identity(model)
 
 
@@ -89,10 +94,12 @@ def unsupported() -> list[tuple[str, Any]]:
     dynamic = transformers.LlamaConfig(
         **TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     )
+    as_before_5 = transformers.LlamaConfig(**TINY, rope_scaling={"type": "dynamic", "factor": 2.0})
     return [
         ("there must be one|no standard cache", transformers.MambaForCausalLM(mamba)),
         ("decoder-only", transformers.T5ForConditionalGeneration(t5)),
         ("length of the text", transformers.LlamaForCausalLM(dynamic)),
+        ("length of the text", transformers.LlamaForCausalLM(as_before_5)),
     ]
 
 
@@ -147,3 +154,10 @@ def test_an_adapter_must_be_named_where_the_weights_are() -> None:
 def test_a_name_is_no_model() -> None:
     with pytest.raises(InvalidInput, match="from_pretrained"):
         KVCManager("gpt2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", ["4.56.2", "6.0.0"])
+def test_a_transformers_that_nothing_was_tried_with(version: str) -> None:
+    code = f"import transformers; transformers.__version__ = {version!r}; from skymemory import KVCManager"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert f"MissingExtra: transformers >= 4.57, < 6 is needed, found {version}" in done.stderr

@@ -207,6 +207,24 @@ def test_a_chat_goes_on_with_the_cache_of_its_last_turn(uneven: Any, ids: Any, k
         assert again[0] == 8 and got == [generate(uneven, turn)], "the answer's last token, and what came behind it"
 
 
+@pytest.mark.skipif(not TOLD, reason="this transformers does not tell a cache that generate begins")
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize("masked", [True, False])
+def test_generate_without_use_cache(
+    uneven: Any, ids: Any, kvc: KVCManager, options: dict[str, Any], masked: bool
+) -> None:
+    """It passes the whole sequence at each step, as the configuration of MPT has it by default."""
+    options = {**options, "use_cache": False, "max_new_tokens": 10, "pad_token_id": PAD}
+    for prompt in (ids, ids.flip(1)):
+        if masked:
+            options["attention_mask"] = torch.ones_like(prompt)
+        said = []
+        for cache in ({}, {"past_key_values": kvc.get_cache_ids(prompt)}):
+            torch.manual_seed(3)
+            said.append(uneven.generate(prompt, **options, **cache).tolist())
+        assert said[0] == said[1]
+
+
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}"
     "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

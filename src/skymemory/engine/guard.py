@@ -53,10 +53,13 @@ class Guard:
         cache = given.get("past_key_values")
         if not isinstance(cache, SkyCache) or cache.guard is not self or module is not self._model:
             return None
+        unused = given.get("use_cache") is False  # then each call has all tokens
+        if unused and cache._is_user_defined:
+            cache.rewind()  # generate passes it with each of them all the same
         if cache.padding:
             given = _without_padding(given, cache.padding)
         start = cache.get_seq_length()
-        if not start and given.get("use_cache") is False:  # each call has all tokens, and leaves none
+        if unused and not start and not cache._is_user_defined:
             return (), {**given, "past_key_values": None}
         self.look(cache, closely=not start)
         if start and not cache.suffices(start):

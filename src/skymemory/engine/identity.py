@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -21,9 +20,6 @@ from skymemory.engine.substance import Substance, foreign_code, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import ITEM_BYTES, KVLayout
-
-TESTED_TRANSFORMERS = 5
-"""Major version of transformers that this adapter is tested with."""
 
 _NOT_IDENTITY = (
     "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
@@ -134,11 +130,6 @@ def check_supported(model: PreTrainedModel) -> None:
             + (f": AutoModelForCausalLM.from_pretrained({model!r}) loads one" if isinstance(model, str) else "")
         )
     name = type(model).__name__
-    major = int(transformers.__version__.partition(".")[0])
-    if major != TESTED_TRANSFORMERS:
-        raise UnsupportedModel(
-            f"transformers {transformers.__version__}: this adapter is tested with {TESTED_TRANSFORMERS}.x"
-        )
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or not model.can_generate():
         raise UnsupportedModel(f"{name} is not a decoder-only language model: its cache is not a token prefix")
@@ -153,8 +144,8 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} generates with cache_implementation={implementation!r}: set it to None, since a cache is passed in"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}  # before 5
+    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
     if rope_type in _LENGTH_DEPENDENT_ROPE:
         raise UnsupportedModel(
             f"{name} scales its positions with the length of the text (rope type {rope_type!r}): a block then has no "

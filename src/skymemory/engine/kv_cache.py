@@ -21,15 +21,22 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+import transformers
 
 from skymemory.cache.blocks import BlockSink
 from skymemory.cache.results import LoadResult
 from skymemory.engine.staging import Gathered, Staging
 from skymemory.engine.states import States, repeat
-from skymemory.errors import CacheMisuse, InvalidInput
+from skymemory.errors import CacheMisuse, InvalidInput, MissingExtra
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
+
+if not (4, 57) <= tuple(map(int, transformers.__version__.split(".")[:2])) < (6, 0):
+    raise MissingExtra(
+        f"transformers >= 4.57, < 6 is needed, found {transformers.__version__}: pip install -U 'skymemory[hf]'"
+    )
+
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 try:
     from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
@@ -120,6 +127,10 @@ def _fresh(size_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(room, np.uint8)
 
 
+_KEYS_ALONE = "value_states" not in inspect.signature(DynamicLayer.lazy_initialization).parameters
+"""transformers 4 initializes a layer by its keys."""
+
+
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """One layer whose keys and values live in ``room`` as long as they fit: (kv_heads, room_tokens, width) of each."""
 
@@ -130,7 +141,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self.dtype, self.device = room[0].dtype, room[0].device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
+        super().lazy_initialization(*(key_states, value_states)[: 1 if _KEYS_ALONE else 2])
         self._in_place = self.keys
 
     def fill(self, tokens: int) -> None:
@@ -505,6 +516,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         if not self.get_seq_length():
             if self.guard is not None:
                 self.guard.look(self, closely=True)
+            self._handed_to_generate = False
             self.advance(self.usable(len(self.loaded)))
         return int(self.get_seq_length())
 

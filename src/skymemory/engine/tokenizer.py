@@ -37,7 +37,12 @@ def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
         special_tokens=[(_BEGIN, tokenizer.token_to_id(_BEGIN))],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=_UNKNOWN, bos_token=_BEGIN, eos_token=_END, pad_token=_UNKNOWN
+        tokenizer_object=tokenizer,
+        unk_token=_UNKNOWN,
+        bos_token=_BEGIN,
+        eos_token=_END,
+        pad_token=_UNKNOWN,
+        model_input_names=["input_ids", "attention_mask"],
     )
 
 
