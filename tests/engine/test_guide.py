@@ -118,19 +118,6 @@ def test_an_adapter(model: Any, tokenizer: Any, document: str) -> None:
         assert kvc.last.cached_tokens == 0
 
 
-def test_the_wrapper_of_peft(model: Any, tokenizer: Any, document: str) -> None:
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    wrapped = peft.get_peft_model(model, settings)
-    inputs = tokenizer(document[:1500], return_tensors="pt")
-    with manager(wrapped, tokenizer) as kvc:
-        plain = wrapped.generate(**inputs)
-        for _ in range(2):
-            assert torch.equal(wrapped.generate(**inputs, past_key_values=kvc.get_cache(document[:1500])), plain)
-            kvc.add_blocks(plain)
-        assert kvc.last.cached_tokens > 400
-
-
 def test_an_image() -> None:
     model = seeing()
     model.generation_config.max_new_tokens = 6

@@ -523,23 +523,3 @@ def test_it_costs_a_call_less_than_100_us(uneven: Any, kvc: KVCManager) -> None:
         took_s.append(time.perf_counter() - began_s)
         cache.reset()
     assert sorted(took_s)[len(took_s) // 4] < 100e-6
-
-
-@pytest.mark.parametrize("wrapper", ["torch.compile", "peft"])
-def test_a_model_in_a_wrapper_is_the_one_inside(wrapper: str, ids: Any) -> None:
-    """Their ``generate`` is that of the model inside, which is called past them."""
-    inner = watched(build_small(seed=7))
-    if wrapper == "peft":
-        peft = pytest.importorskip("peft")
-        settings = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-        model = peft.get_peft_model(inner, settings)
-    else:
-        model = torch.compile(inner, backend="eager")
-    plain = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, pad_token_id=PAD)
-    with manager(model, None) as kvc:
-        kvc.add_blocks_ids(ids)
-        got: list[Any] = []
-        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": PAD}
-        cache = kvc.get_cache_ids(ids)
-        passes = computed(inner, lambda: got.append(model.generate(input_ids=ids, past_key_values=cache, **options)))
-        assert torch.equal(got[0], plain) and passes == [5] + [1] * 4
