@@ -21,8 +21,10 @@ from tests.engine.families import FAMILIES, build, known  # noqa: E402
 from skymemory import KVCManager, MemoryStore  # noqa: E402
 from skymemory.cache.cake import CakeSettings  # noqa: E402
 from skymemory.cache.value import PAYLOAD_AT  # noqa: E402
-from skymemory.engine.kv_cache import RoomPool  # noqa: E402
+from skymemory.engine.kv_cache import GroupRoom, RoomPool  # noqa: E402
+from skymemory.engine.staging import Staging  # noqa: E402
 from skymemory.errors import CacheMisuse  # noqa: E402
+from skymemory.serving.prefix_caches import PrefixCaches  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -341,6 +343,45 @@ def test_lossy_codecs_go_by_the_true_layers() -> None:
         assert (first._layers, second._layers, first._of) == ((3,), (0, 1, 2), 4)  # type: ignore[attr-defined]
         kvc.add_blocks_ids(ids)
         assert kvc.get_cache_ids(ids).result.cached_tokens == 96
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("name", WINDOWED[:2])
+def test_by_the_way_of_a_device(name: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that gathers and spreads, on the processor: nothing that was placed is written late."""
+
+    class Staged(GroupRoom):
+        def __init__(self, group: Any, layout: Any, rooms: Any) -> None:
+            super().__init__(group, layout, rooms)
+            self._staging = Staging(rooms, layout)
+
+    monkeypatch.setattr("skymemory.engine.kv_cache.GroupRoom", Staged)
+    model, ids, store = model_of(name, 20), prompt_of(99), MemoryStore()
+    other = ids.clone()
+    other[0, 50:] = prompt_of(49, seed=3)
+    with manager(model, 8, store) as kvc:
+        kvc.add_blocks_ids(ids)
+        cache = kvc.get_cache_ids(ids)
+        if not there:
+            store.delete(kvc.parts.hashes(ids[0])[-1][4:5])
+        assert cache.result.cached_tokens == 96
+        third = prompt_of(99, seed=4)
+        for prompt in (other, third, third[:, :40], ids) if TOLD else (other,):
+            assert torch.equal(answer(model, prompt, cache), answer(model, prompt))
+
+
+def test_an_engine_s_prefix_cache_forgets_all_parts() -> None:
+    ids = prompt_of(99)[0].numpy()
+    caches = PrefixCaches(model_of("Gemma 3", 20), None, 1 << 20, 8, "lru")  # type: ignore[arg-type]
+    prompt = caches.open("", ids)
+    with torch.inference_mode():
+        prompt.manager.model(torch.tensor(ids)[None], past_key_values=prompt.cache)
+    caches.keep(prompt)
+    assert caches.held_blocks == 12 and len(values_of(caches._store)) == 24
+    assert caches.open("", ids).cached_tokens == 96
+    caches.clear()
+    assert values_of(caches._store) == {} and caches.open("", ids).cached_tokens == 0
+    caches.close()
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from skymemory.cache.results import LoadResult
 from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, patience_s
 from skymemory.cache.tier_workers import Call, TierWorkers
 from skymemory.cache.usual import Usual
-from skymemory.cache.value import PAYLOAD_AT
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import BlockHash, Tokens
 from skymemory.store.base import Presence
@@ -87,7 +86,7 @@ class Cake:
         self.settings.check(parts.first.layout.block_tokens)
         self.parts = parts
         self.pace = Pace()
-        self._stored_block_bytes = float(sum(PAYLOAD_AT + part.blocks.layout.block_bytes for part in parts.parts))
+        self._stored_block_bytes = float(parts.value_bytes)
         self._late: deque[tuple[int, float]] = deque(maxlen=1)
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
         self._lookups = TierWorkers("cake look-up", 1)

@@ -19,6 +19,7 @@ from skymemory.cache.blocks import BlockSink, BlockSource, LoadTally, PhaseClock
 from skymemory.cache.manager import SHORT, BlockCache
 from skymemory.cache.pace import ComputeRate
 from skymemory.cache.results import LoadResult
+from skymemory.cache.value import PAYLOAD_AT
 from skymemory.kv.block import BlockHash, Tokens
 from skymemory.store.patience import worth
 
@@ -64,6 +65,11 @@ class Parts:
         self.first = parts[0].blocks
         for part in parts:
             part.blocks.compute = compute if compute is not None else self.first.compute
+
+    @property
+    def value_bytes(self) -> int:
+        """What all parts of a block take in the store, before any codec."""
+        return sum(PAYLOAD_AT + part.blocks.layout.block_bytes for part in self.parts)
 
     def hashes(self, tokens: Tokens) -> list[list[BlockHash]]:
         """Of each part those of the full blocks of ``tokens``."""
@@ -122,8 +128,11 @@ class Parts:
         return result
 
     def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
-        """Place those blocks of ``tokens`` that are ``wanted`` of each part, ascending, as far as they come."""
-        self.first.owner.check()
+        """Place those blocks of ``tokens`` that are ``wanted`` of each part, ascending, as far as they come: none in a
+        forked child, whose the store is not.
+        """
+        if self.first.owner.elsewhere:
+            return
         computing_s = self.first.compute.seconds(len(tokens))
         for part, chain, sink, indices in zip(self.parts, self.hashes(tokens), sinks, wanted, strict=True):
             if asked := chain[indices[0] : indices[-1] + 1] if indices else []:

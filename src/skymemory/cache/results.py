@@ -21,7 +21,7 @@ class LoadResult:
     found_blocks: int = 0
     """Leading blocks that the store said it has."""
     loaded_blocks: int = 0
-    """Leading blocks that came and were right."""
+    """Leading blocks that came and were right; of layers with a window, those that are seen from their end."""
     failed_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks found but not usable, by reason: "absent", "corrupt", "foreign", "behind a failed block" …"""
     not_found: str = ""

@@ -529,6 +529,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             return 0
         if self.source is not None and not self.suffices(held + tokens):
             self.source.bring(self.loaded, self.groups, [group.lacking(held + tokens) for group in self.groups])
+            for group in self.groups:
+                group.flush()  # not later: what is computed instead must not be written over
         if not self.states and self.suffices(held + tokens):
             return tokens
         good = np.ones(held + tokens + 1, bool)

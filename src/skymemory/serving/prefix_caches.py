@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.cache.value import PAYLOAD_AT
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.kv_cache import SkyCache
 from skymemory.engine.substance import weights_digest
@@ -61,11 +60,12 @@ class PrefixCaches:
         self.on_events = on_events
         self._events: list[KVEvent] = []
         self._held: dict[BlockHash, None] = {}
+        self._beside: set[BlockHash] = set()
+        """Of the same blocks, what layers with a window have."""
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
-        layout = self._manager("").layout
         self.block_tokens = block_tokens
-        self.capacity_blocks = budget_bytes // (PAYLOAD_AT + layout.block_bytes)
+        self.capacity_blocks = budget_bytes // self._manager("").parts.value_bytes
         self.evicted_blocks = 0
 
     @property
@@ -91,14 +91,18 @@ class PrefixCaches:
         present = self._store.lookup(hashes)
         came = [index for index in missing if present[index] is Presence.HIT]
         self._held.update(dict.fromkeys(hashes[index] for index in came))
+        for chain in prompt.manager.parts.hashes(ids)[1:]:
+            there = zip(chain, self._store.lookup(chain), strict=True)
+            self._beside.update(key for key, presence in there if presence is Presence.HIT)
         self._tell_stored(prompt.salt, ids, hashes, came)
         self._tell()
 
     def clear(self) -> int:
         """Forget every block; how many there were."""
         count = len(self._held)
-        self._store.delete(list(self._held))
+        self._store.delete([*self._held, *self._beside])
         self._held.clear()
+        self._beside.clear()
         self._events.append(AllBlocksCleared())
         self._tell()
         return count
@@ -129,6 +133,9 @@ class PrefixCaches:
             self._managers.pop(salt).close()
 
     def _evicted(self, key: bytes, value: bytes, place: Place | None) -> None:
+        if key in self._beside:
+            self._beside.remove(key)
+            return
         self.evicted_blocks += 1
         if key in self._held:
             del self._held[key]
