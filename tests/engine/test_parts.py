@@ -43,7 +43,8 @@ class NoNumbers(RoomPool):
 def model_of(name: str, window: int) -> Any:
     kind, config_kind, options = FAMILIES[name]
     key = "attention_chunk_size" if "attention_chunk_size" in options else "sliding_window"
-    FAMILIES["made"] = kind, config_kind, {**options, key: window}
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    FAMILIES["made"] = kind, config_kind, {**options, **(layers if name == "Gemma 3" else {}), key: window}
     try:
         return build("made")
     finally:
@@ -323,7 +324,7 @@ def test_a_model_without_windows_names_its_blocks_as_ever() -> None:
     with KVCManager(model, weights="w", block_tokens=8) as kvc:
         (part,) = kvc.parts.parts
         assert part.window is None and part.blocks.context == kvc.context and part.blocks.layout == kvc.layout
-        assert kvc.context.layout == kvc.layout.describe() == "kv1[layers=4,2,kv_heads=2,tokens=8,head_dim=8]float32-le"
+        assert kvc.context.layout == kvc.layout.describe() == "kv1[layers=2,2,kv_heads=2,tokens=8,head_dim=8]float32-le"
 
 
 def test_parts_have_names_of_their_own() -> None:
