@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.contract.hostile_store import HostileStore  # noqa: E402
 from tests.engine.generation import BLOCK, manager  # noqa: E402
 from tests.store.redis_server import RedisServer  # noqa: E402
 
@@ -20,6 +23,7 @@ from skymemory import open_store  # noqa: E402
 from skymemory.cli.main import main  # noqa: E402
 from skymemory.engine.doctor import Examination, examine  # noqa: E402
 from skymemory.engine.models import build_small  # noqa: E402
+from skymemory.engine.tokenizer import train_tokenizer  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -52,6 +56,23 @@ def test_a_model_that_is_refused(tokenizer: Any, document: str) -> None:
     assert "cache_implementation" in wrong(examine(model, tokenizer, MemoryStore(), document))
 
 
+def test_a_store_that_does_not_give_back_what_it_took(model: Any, tokenizer: Any, document: str) -> None:
+    for fault, why in (("flip", "corrupt"), ("drop", "unreachable")):
+        said = wrong(examine(model, tokenizer, HostileStore(fault), document, block_tokens=BLOCK))
+        assert "hostile took 3 blocks, and 0 came back" in said and why in said
+
+
+def test_a_tokenizer_that_puts_a_bos_in_front(model: Any, tokenizer: Any, document: str) -> None:
+    told = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK)
+    assert told.well and "apply_chat_template" in next(one.words for one in told.findings if one.what == "tokenizer")
+
+
+def test_a_tokenizer_that_says_another_thing_each_time(model: Any, document: str) -> None:
+    tokenizer = train_tokenizer(1024)
+    tokenizer.backend_tokenizer.model.dropout = 0.5
+    assert "no prompt is found again" in wrong(examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK))
+
+
 def test_what_two_computers_differ_in(model: Any, tokenizer: Any, document: str) -> None:
     here = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK).context
     assert examine(model, tokenizer, MemoryStore(), document, here, block_tokens=BLOCK).well
@@ -59,6 +80,24 @@ def test_what_two_computers_differ_in(model: Any, tokenizer: Any, document: str)
         assert f"differ in {name}" in wrong(
             examine(model, tokenizer, MemoryStore(), document, here, block_tokens=BLOCK, **options)
         )
+    others = [
+        (model, train_tokenizer(900), {"block_tokens": BLOCK}, "tokenizer: "),
+        (model, tokenizer, {"block_tokens": 2 * BLOCK}, "block_tokens: 32 here, 16 there"),
+        (
+            build_small(vocab_size=1030),
+            tokenizer,
+            {"block_tokens": BLOCK},
+            "model: ",
+        ),
+        (
+            build_small().to(torch.bfloat16),
+            tokenizer,
+            {"block_tokens": BLOCK},
+            "kv_dtype: bfloat16 here, float32 there",
+        ),
+    ]
+    for other, theirs, options, words in others:
+        assert words in wrong(examine(other, theirs, MemoryStore(), document, here, **options))
     salted = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK, tenant_salt=b"one").context
     other = {"block_tokens": BLOCK, "tenant_salt": b"two"}
     assert "salt alone" in wrong(examine(model, tokenizer, MemoryStore(), document, salted, **other))
@@ -86,6 +125,40 @@ def test_results_say_why_nothing_was_found(model: Any, ids: Any) -> None:
         kvc.add_blocks_ids(ids[:, :64])
         assert kvc.get_cache_ids(ids).result.not_found == "absent"
         assert kvc.get_cache_ids(ids[:, :64]).result.not_found == ""
+
+
+def test_prompts_that_differ_early_and_what_was_evicted(model: Any, ids: Any) -> None:
+    """The second and the fourth of what the guide says it may be."""
+    with manager(model, None, MemoryStore(21 * 12_544)) as kvc:
+        kvc.add_blocks_ids(ids)
+        assert kvc.get_cache_ids(ids).result.cached_tokens == 320
+        late, early = ids.clone(), ids.clone()
+        late[0, 200], early[0, 0] = 3, 3
+        assert kvc.get_cache_ids(late).result.cached_tokens == 192
+        said = kvc.get_cache_ids(early).result
+        assert (said.cached_tokens, said.not_found) == (0, "absent")
+        kvc.add_blocks_ids(ids.flip(1))
+        said = kvc.get_cache_ids(ids).result
+        assert said.cached_tokens < 320 and said.not_found == "absent"
+
+
+@pytest.mark.slow
+def test_another_constellation(model: Any, ids: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fifth: ``down`` forgets all, and another run directory is another sky."""
+    found = []
+    for directory in ("one", "two", "one"):
+        monkeypatch.setenv("SKYMEMORY_RUN_DIR", str(tmp_path / directory))
+        command = [sys.executable, "-m", "skymemory", "constellation"]
+        up = [*command, "up", "--base-port", "auto", "--hosts", "1", "--delay", "off"]
+        subprocess.run(up, check=True, capture_output=True, timeout=60)
+        try:
+            with open_store("constellation") as store, manager(model, None, store) as kvc:
+                found.append(kvc.get_cache_ids(ids).result.not_found)
+                kvc.add_blocks_ids(ids)
+                assert kvc.get_cache_ids(ids).result.cached_tokens == 320
+        finally:
+            subprocess.run([*command, "down"], check=True, capture_output=True, timeout=60)
+    assert found == ["absent"] * 3
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from tests.engine.generation import generate  # noqa: E402
 
-from skymemory import KVCManager  # noqa: E402
+from skymemory import KVCManager, NamedValues, open_store  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -71,3 +71,12 @@ def test_the_first_example_runs_as_it_is_written(page: Path, short: Any, tokeniz
         assert names["kvc"].last.cached_tokens >= found
         names["kvc"].close()
         names["kvc"].store.close()
+
+
+@pytest.mark.usefixtures("sky")
+def test_the_other_examples_of_the_readme_run_as_they_are_written() -> None:
+    examples = [one for one in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "KVCManager" not in one]
+    for example in examples:
+        exec(example, {"data": b"whatever" * 1000})
+    with open_store("constellation") as store:
+        assert examples and NamedValues(store).get("report.pdf") == b"whatever" * 1000
