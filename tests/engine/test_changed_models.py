@@ -21,6 +21,9 @@ from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
+TOLD = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+"""Whether ``generate`` tells a cache that it begins."""
+
 
 class Adapter(torch.nn.Module):
     """A low-rank adapter around a layer, with a scaling and a switch as peft's have them."""
@@ -232,8 +235,10 @@ def test_a_cache_of_the_model_as_it_was_serves_no_other(ids: Any) -> None:
         greedy(model, ids, used)
         data(model)
         kvc.get_cache_ids(ids)
-        assert greedy(model, ids, first) == greedy(model, ids, used) == greedy(model, ids)
+        assert greedy(model, ids, first) == greedy(model, ids)
         assert second.begin() == 0, "nothing of it is of use"
+        if TOLD:
+            assert greedy(model, ids, used) == greedy(model, ids)
 
 
 def test_what_two_models_have_decoded_is_stored_as_neithers(ids: Any) -> None:

@@ -48,6 +48,18 @@ def test_a_store_that_is_not_there(model: Any, tokenizer: Any, document: str) ->
 def test_a_store_that_is_too_small(model: Any, tokenizer: Any, document: str) -> None:
     told = examine(model, tokenizer, MemoryStore(2 * 12_500), document, block_tokens=BLOCK)
     assert "refused 1 of 3 blocks" in wrong(told)
+    told = examine(model, tokenizer, MemoryStore(1024), document, block_tokens=BLOCK)
+    assert "does not fit" in wrong(told) and told.context["block_tokens"] == BLOCK
+
+
+def test_a_block_that_is_longer_than_any_prompt(model: Any, tokenizer: Any, document: str) -> None:
+    told = examine(model, tokenizer, MemoryStore(), document, block_tokens=model.config.max_position_embeddings)
+    assert "smaller blocks" in wrong(told)
+
+
+def test_a_folder_that_is_not_there_is_said_before_anything_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--save", "/nosuch/here.json"]) == 2
+    assert "no folder '/nosuch'" in capsys.readouterr().err
 
 
 def test_a_model_that_is_refused(tokenizer: Any, document: str) -> None:

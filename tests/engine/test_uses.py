@@ -21,7 +21,7 @@ from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.kv_cache import SkyCache  # noqa: E402
 from skymemory.engine.models import SMALL_SHAPE, build_llama, build_small  # noqa: E402
 from skymemory.engine.prompts import flat_ids, shared_prefix  # noqa: E402
-from skymemory.errors import CacheMisuse  # noqa: E402
+from skymemory.errors import CacheMisuse, InvalidInput  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -375,6 +375,101 @@ def test_another_image_is_another_prompt() -> None:
         words = ids[:, :40]
         plain = generate(model, words)
         assert generate(model, words, kvc.get_cache_ids(words)) == plain and kvc.last.cached_tokens == 32
+
+
+def counting_positions() -> Any:
+    """A small Qwen2.5-VL: it remembers where the last image left its positions."""
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}  # fmt: skip
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+              "intermediate_size": 64, "fullatt_block_indexes": [1]}  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=99, video_token_id=98, vision_start_token_id=97,
+        vision_end_token_id=96,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.mul_(4)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.skipif(not TOLD, reason="this transformers does not tell a cache that generate begins")
+def test_positions_of_an_earlier_image_are_nobodys() -> None:
+    model = counting_positions()
+    draw = torch.Generator().manual_seed(2)
+    ids, words = (torch.randint(3, 90, (1, 100), generator=draw) for _ in range(2))
+    ids[0, 40:44] = 99
+    image = {"pixel_values": 5 * torch.randn(16, 96, generator=draw), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    with manager(model, None) as kvc, torch.inference_mode():
+        kvc.add_blocks_ids(words)
+        plain = model(words, logits_to_keep=1).logits
+        types = (ids == 99).long()
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD}
+        whole = {**options, **image, "mm_token_type_ids": types}
+        without = model.generate(ids, **whole).tolist()
+        cache = kvc.get_cache_ids(ids)
+        assert model.generate(ids, past_key_values=cache, **whole).tolist() == without
+        assert int(model.model.rope_deltas) != 0
+        got = model(words, past_key_values=kvc.get_cache_ids(words), logits_to_keep=1).logits
+        assert torch.allclose(got, plain, atol=1e-4)
+        model.model.rope_deltas = torch.tensor([[-2]])
+        begun = kvc.get_cache_ids(words)
+        got = model(words[:, begun.begin() :], past_key_values=begun, logits_to_keep=1).logits
+        assert torch.allclose(got, plain, atol=1e-4)
+        longer = torch.cat([torch.tensor(without), words[:, :9]], dim=1)
+        types = (longer == 99).long()
+        types[:, 44:] = 0
+        with pytest.raises(CacheMisuse, match="one for each call"):
+            generate(model, longer, cache, mm_token_type_ids=types, **image)
+
+
+def test_a_cache_got_in_inference_mode_serves_outside(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    with torch.inference_mode():
+        cache = kvc.get_cache_ids(ids)
+    assert generate(uneven, ids, cache) == generate(uneven, ids)
+
+
+def test_a_foreign_cache_that_holds_something_else_is_not_stored(uneven: Any, ids: Any) -> None:
+    padded = torch.nn.functional.pad(ids, (7, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (7, 0))
+    with manager(uneven, None, weights="w") as kvc:
+        for prompt, options in ((padded, {"attention_mask": mask}), (ids.flip(1), {})):
+            foreign = transformers.DynamicCache()
+            generate(uneven, prompt, foreign, **options)
+            with pytest.raises(InvalidInput, match="padded"):
+                kvc.add_blocks_ids(ids, foreign)
+        foreign = transformers.DynamicCache()
+        generate(uneven, ids, foreign)
+        assert kvc.add_blocks_ids(ids, foreign).stored_blocks == 20
+        assert generate(uneven, ids, kvc.get_cache_ids(ids)) == generate(uneven, ids)
+
+
+def test_a_token_that_is_none_is_named(ids: Any, kvc: KVCManager) -> None:
+    with pytest.raises(InvalidInput, match="token 5000 is none"):
+        kvc.add_blocks_ids(torch.full_like(ids, 5000))
+
+
+def test_a_processor_is_as_good_as_its_tokenizer(talker: Any, chatty: Any, document: str) -> None:
+    pytest.importorskip("PIL")
+    if not TOLD:
+        pytest.skip("processors of this transformers want messages in parts")
+    words = copy.deepcopy(chatty)
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    processor = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessor(), words, patch_size=8, vision_feature_select_strategy="default",
+        chat_template=TEMPLATE,
+    )  # fmt: skip
+    messages = [{"role": "user", "content": document[:600]}]
+    with manager(talker, words) as kvc, manager(talker, processor, kvc.store) as processing:
+        assert processing.context == kvc.context
+        for prompt in (document[:700], messages):
+            kvc.add_blocks(prompt)
+            assert processing.get_cache(prompt).result.cached_tokens == kvc.get_cache(prompt).result.cached_tokens > 100
 
 
 def test_a_loop_of_ones_own(uneven: Any, ids: Any, kvc: KVCManager) -> None:

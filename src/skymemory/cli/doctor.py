@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from skymemory.engine.inputs import check_engine_installed, check_model, shipped_document
 
     check_model(args.model)
+    if args.save is not None and not args.save.parent.is_dir():
+        raise InvalidInput(f"--save {args.save}: there is no folder {str(args.save.parent)!r}")
     check_engine_installed()
     other = _read(args.compare) if args.compare is not None else None
     from skymemory.engine.doctor import examine

@@ -64,7 +64,18 @@ def examine(
         )  # fmt: skip
         if tokenizer is not None:
             found.append(_tokenizer(tokenizer, text))
-        found.append(_store(kvc, _prompt(model, tokenizer, text, _BLOCKS * block + 1)))
+        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        blocks = _BLOCKS if longest is None else min(_BLOCKS, (longest - 1) // block)
+        if blocks:
+            try:
+                found.append(_store(kvc, _prompt(model, tokenizer, text, blocks * block + 1)))
+            except SkyMemoryError as error:
+                found.append(Finding("store", False, str(error)))
+        else:
+            found.append(
+                Finding("prompts", False, f"the longest of {longest} tokens is no longer than a block of {block}: none "
+                        "is cached. Choose smaller blocks (block_tokens)")
+            )  # fmt: skip
         context = kvc.context.describe()
     if other is not None:
         found.append(_compared(context, other))

@@ -43,6 +43,8 @@ class Guard:
         self._counters = counters
         self._same = same
         self._silent_types = {name for name in _TYPES if name in self._parameters and _says_nothing(model, name)}
+        self._keeps_positions = any("rope_deltas" in vars(part) for part in model.modules())
+        """Whether the model counts positions on from where its last image left them, be that another prompt's."""
         hook = model.register_forward_pre_hook(GuardHook(self), with_kwargs=True)
         weakref.finalize(self, hook.remove).atexit = False
 
@@ -64,13 +66,16 @@ class Guard:
         self.look(cache, closely=not start)
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
-        if len(cache.loaded) > start or (cache.states and not start):
+        if len(cache.loaded) > start or (not start and (cache.states or cache.used_before)):
             given = self._advance(cache, start, given)
         elif start:
             _check_goes_on(start, given)
             cache.stop(decoding=True)
-        ids = given.get("input_ids")
-        cache.note(ids, plain=self._is_plain(cache.get_seq_length(), ids, given))
+        ids, held = given.get("input_ids"), cache.get_seq_length()
+        cache.note(ids, plain=self._is_plain(held, ids, given))
+        if self._keeps_positions and cache.plain and ids is not None and given.get("position_ids") is None:
+            positions = torch.arange(held, held + ids.shape[1], device=ids.device)
+            given = {**given, "position_ids": positions.expand(ids.shape[0], -1)}
         return (), given
 
     def look(self, cache: SkyCache, closely: bool) -> None:
@@ -98,6 +103,11 @@ class Guard:
         usable, why = 0, ""
         if isinstance(call, str):
             why = call
+            if cache.used_before and not start and self._keeps_positions:
+                raise CacheMisuse(
+                    f"a cache that has served another call is used with {why}, whose positions were counted as behind "
+                    "that call: get one for each call: past_key_values=kvc.get_cache(prompt)"
+                )
         else:
             same = call.shared(loaded)
             usable = cache.usable(max(0, min(same, call.tokens - call.kept)))

@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import deque
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -44,12 +44,18 @@ from skymemory.metrics import Counters
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
 _log = logging.getLogger(__name__)
 
 GROW_TOKENS = 256
 """Room left behind a prompt for what is generated; past it the cache is moved once, to a larger room."""
 KEEP_CACHES = 2
 """Caches handed out that are kept alive until ``add_blocks`` comes for them: ``generate`` itself keeps none."""
+
+_FOREIGN_TOLERANCE = 0.1
+"""Of the mean size of keys and values: rounding in 16 bits is a tenth of it, other tokens differ by all of it."""
 
 Loading = Literal["prefix", "cake", "compute", "load"]
 _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"}
@@ -61,7 +67,7 @@ class KVCManager:
     Parameters:
         model: a decoder-only transformers model that goes on from a cache as if it had computed it, else
             UnsupportedModel.
-        tokenizer: needed for prompts as text; the token-id forms work without.
+        tokenizer: needed for prompts as text; the token-id forms work without. A processor serves as well.
         store: any tier (``skymemory.open_store``); by default 1 GiB of memory in this process. Closed with the
             manager only if the manager made it.
         codec: "raw" (lossless), "quanto8" or "hqq8" (half the bytes, small loss; needs ``skymemory[hf]``).
@@ -76,7 +82,7 @@ class KVCManager:
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         store: Store | None = None,
         *,
         codec: str = "raw",
@@ -198,7 +204,7 @@ class KVCManager:
 
         ``past_key_values``: a cache that holds the keys and values of these tokens from the first on, of a
         single sequence. One of ours is checked against what the model was seen to put in; of a foreign one only
-        shapes and length can be.
+        shapes and length can be, and its first block with what the model makes of these tokens.
         """
         return self._add(self._before_media(flat_ids(ids)), past_key_values, {})
 
@@ -386,6 +392,8 @@ class KVCManager:
         tokens = self.layout.block_tokens
         if given is not None and not isinstance(given, SkyCache):
             held = min(foreign_length(given, self.layout), len(ids))
+            if held >= tokens:
+                self._check_given(given, ids[:tokens])
             return given, held // tokens
         candidates = [given] if given is not None else list(self._handed)
         best: SkyCache | None = None
@@ -402,10 +410,30 @@ class KVCManager:
             self._kept.remove(best)
         return best, most // tokens
 
+    def _check_given(self, given: Cache, ids: Tokens) -> None:
+        """Raises InvalidInput where a cache that is not ours does not begin with what the model makes of ``ids``."""
+        ours, _ = self._prefill_into(self._empty(len(ids)), ids)
+        for mine, theirs in zip(ours.layers, given.layers, strict=True):
+            for own, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                other = other[:, :, : len(ids)].float()
+                if not float((own.float() - other).abs().mean()) <= _FOREIGN_TOLERANCE * float(
+                    own.float().abs().mean()
+                ):
+                    raise InvalidInput(
+                        "the cache does not begin with what this model makes of these tokens: is it another prompt's, "
+                        "padded on the left, or made before the model was changed?"
+                    )
+
     def _prefill(self, ids: Tokens, phase: PhaseClock) -> tuple[SkyCache, int]:
         """Run the model over the part of ``ids`` that is not stored; the cache, and how many tokens that was."""
-        with phase("prefill"), torch.inference_mode():
-            cache = self._load(ids, len(ids), {}, account=False)
+        with phase("prefill"):
+            return self._prefill_into(self._load(ids, len(ids), {}, account=False), ids)
+
+    def _prefill_into(self, cache: SkyCache, ids: Tokens) -> tuple[SkyCache, int]:
+        words = self.model.get_input_embeddings().weight.shape[0]
+        if len(ids) and ids.max() >= words:
+            raise InvalidInput(f"token {ids.max()} is none of the model's: it has {words}")
+        with torch.inference_mode():
             start = done = int(cache.get_seq_length())
             prompt = torch.from_numpy(ids).to(self.model.device)[None]
             for stop in [*cache.stops_before(len(ids)), len(ids)]:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
@@ -20,6 +20,9 @@ from skymemory.engine.substance import Substance, foreign_code, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import ITEM_BYTES, KVLayout
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 _NOT_IDENTITY = (
     "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
@@ -228,8 +231,9 @@ def model_identity(model: PreTrainedModel) -> str:
     return f"{model.config.model_type}:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> str:
     """SHA-256 of everything that decides which ids a text becomes; "token ids" where there is no tokenizer."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
     if tokenizer is None:
         return "token ids"
     backend = getattr(tokenizer, "backend_tokenizer", None)

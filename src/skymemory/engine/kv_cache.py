@@ -406,19 +406,20 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         ``stop_every``: so many tokens apart they are kept.
         """
         dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
-        if device.type == "cpu":
-            self._room = pool.take(size_bytes)[:size_bytes].view(dtype)
-        else:
-            self._room = torch.empty(size_bytes // layout.item_bytes, dtype=dtype, device=device)
-        kinds = kinds or [LayerKind()] * layout.layers
-        keys, values = _rooms(self._room, layout, room_tokens)
-        self.groups: list[GroupRoom] = []
-        """Where the blocks of each of ``groups_of(kinds)`` are put."""
-        of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for group in groups_of(kinds):  # one behind the other, so that each is one part of the room
-            rows = slice(len(of_layer), len(of_layer) + len(group.layers))
-            self.groups.append(GroupRoom(group, group.layout(layout), (keys[rows], values[rows])))
-            of_layer.update(zip(group.layers, zip(keys[rows], values[rows], strict=True), strict=True))
+        with torch.inference_mode(False):  # to be written to in any mode, whatever this one is
+            if device.type == "cpu":
+                self._room = pool.take(size_bytes)[:size_bytes].view(dtype)
+            else:
+                self._room = torch.empty(size_bytes // layout.item_bytes, dtype=dtype, device=device)
+            kinds = kinds or [LayerKind()] * layout.layers
+            keys, values = _rooms(self._room, layout, room_tokens)
+            self.groups: list[GroupRoom] = []
+            """Where the blocks of each of ``groups_of(kinds)`` are put."""
+            of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            for group in groups_of(kinds):  # one behind the other, so that each is one part of the room
+                rows = slice(len(of_layer), len(of_layer) + len(group.layers))
+                self.groups.append(GroupRoom(group, group.layout(layout), (keys[rows], values[rows])))
+                of_layer.update(zip(group.layers, zip(keys[rows], values[rows], strict=True), strict=True))
         super().__init__()
         self.layer_class_to_replicate = None
         rooms = iter([of_layer[at] for at in range(layout.layers)])
@@ -451,6 +452,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._closed = False
         """What is behind ``_seen`` is not known."""
         self._handed_to_generate = False
+        self.used_before = False
+        """Whether it had contents when ``generate`` took it, and prepared what it passes for these."""
 
     def fill(self, tokens: Tokens) -> None:
         """Declare ``tokens`` to be what the placed blocks hold, from the first on.
@@ -579,7 +582,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         self._handed_to_generate = value
+        self.used_before = self.get_seq_length() > 0
         self.rewind()
+
+    @property
+    def plain(self) -> bool:
+        """Whether all that it holds are tokens that are known, at consecutive positions."""
+        return not self._closed
 
     def note(self, input_ids: torch.Tensor | None, plain: bool) -> None:
         """The model is about to append ``input_ids`` (rows, n), all rows the same; unless ``plain`` is False."""

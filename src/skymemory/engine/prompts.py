@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skymemory.engine.kv_cache import Tokens
 from skymemory.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +31,9 @@ a mapping with ``input_ids`` (and ``attention_mask``) or ``sequences``.
 """
 
 
-def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, template: Mapping[str, Any]) -> Tokens:
+def prompt_ids(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None, template: Mapping[str, Any]
+) -> Tokens:
     """The token ids of ``prompt``; ``template``: what ``apply_chat_template`` is given beside its messages.
 
     Messages are asked to go on with an answer, unless the last of them is one. Padding on the left is left out.
@@ -39,8 +44,8 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, templa
     if template and not _is_chat(prompt):
         raise InvalidInput(f"{', '.join(sorted(template))}: these are for chats, and the prompt is no list of messages")
     if isinstance(prompt, str):
-        ids = np.asarray(_needed(tokenizer)(prompt)["input_ids"], dtype=np.int64)
-        bos = getattr(tokenizer, "bos_token_id", None)
+        ids = flat_ids(_needed(tokenizer)(text=prompt)["input_ids"])
+        bos = getattr(getattr(tokenizer, "tokenizer", tokenizer), "bos_token_id", None)
         if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             _log.warning(
                 "a prompt begins with two BOS tokens: its text came from a template, and the tokenizer adds another. "
@@ -63,7 +68,7 @@ def _is_chat(prompt: Prompt) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def _needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def _needed(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> PreTrainedTokenizerBase | ProcessorMixin:
     if tokenizer is None:
         raise InvalidInput("no tokenizer was given: pass one to KVCManager, or token ids as the prompt")
     return tokenizer
