@@ -31,9 +31,10 @@ Small random models of {served} configurations, each of its family's own class, 
 is said: every cell was generated with the cache and without it, with `sdpa` and with `eager` attention as far as the
 family has both, and the tokens were the same, and so were the logits but for rounding. The figure is the share of the
 full blocks computed before that came from the cache. A batch of different prompts is served what all of them begin
-with, of models with recurrent states only where they end alike. `torch.compile` is with `backend="eager"`, so that
-graphs are taken and no code is generated. Families of other models are served if they pass the probe at construction.
-transformers {version}; `make models-page` writes this page, and the slow tests compare it.
+with, of models with recurrent states only where they end alike. `torch.compile` is with `backend="eager"`: graphs are
+taken and no code is generated; with code, by the default backend, only Llama was tried. Families of other models are
+served if they pass the probe at construction. transformers {version}; `make models-page` writes this
+page, and the slow tests compare it.
 
 """
 _REFUSED = """

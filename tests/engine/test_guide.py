@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.generation import BLOCK, manager  # noqa: E402
-from tests.engine.test_uses import TEMPLATE, TOLD, seeing  # noqa: E402
+from tests.engine.test_uses import FIVE, TEMPLATE, TOLD, seeing  # noqa: E402
 
 from skymemory.engine.models import build_small  # noqa: E402
 from skymemory.engine.tokenizer import train_tokenizer  # noqa: E402
@@ -146,6 +146,7 @@ def test_what_it_says(model: Any, tokenizer: Any, document: str, capsys: Any) ->
     assert "to compute" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not FIVE, reason="what transformers 5 has saved is not read by this one")
 def test_the_model_at_hand() -> None:
     from skymemory import KVCManager
 

@@ -26,8 +26,10 @@ from skymemory.errors import CacheMisuse, InvalidInput  # noqa: E402
 pytestmark = pytest.mark.engine
 
 PAD = 0
-TOLD = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+_RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
+TOLD = _RELEASE >= (5, 17)
 """Whether ``generate`` tells a cache that it begins."""
+FIVE = _RELEASE >= (5, 0)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,7 @@ def test_generate_computes_only_what_is_behind_the_loaded_tokens(uneven: Any, id
     assert got == [plain] and unused(kvc) == {}
 
 
+CALLED = pytest.mark.skipif(not FIVE, reason="this transformers runs chunks past hooks: all of the prompt is computed")
 END = pytest.mark.skipif(not TOLD, reason="prompt look-up of this transformers fails without an end token")
 
 
@@ -93,8 +96,8 @@ END = pytest.mark.skipif(not TOLD, reason="prompt look-up of this transformers f
         {"do_sample": True, "num_return_sequences": 3},
         {"do_sample": True},
         pytest.param({"prompt_lookup_num_tokens": 3}, marks=END),
-        {"prefill_chunk_size": 50},
-        {"prefill_chunk_size": 16},
+        pytest.param({"prefill_chunk_size": 50}, marks=CALLED),
+        pytest.param({"prefill_chunk_size": 16}, marks=CALLED),
         {"repetition_penalty": 1.3},
     ],
     ids=str,
@@ -274,7 +277,7 @@ def test_a_chat_of_five_turns_computes_what_is_new(talker: Any, chatty: Any, doc
             assert added.prefilled_tokens == 0 and unused(kvc) == {}
             answer = chatty.decode(got[0][0, inputs["input_ids"].shape[1] :])
             messages.append({"role": "assistant", "content": answer})
-            again = chatty.apply_chat_template(messages)["input_ids"]
+            again = chatty.apply_chat_template(messages, return_dict=True)["input_ids"]
             before = shared_prefix(np.array(again), flat_ids(got[0]))  # text may become other tokens than generated
 
 
@@ -291,7 +294,8 @@ def test_all_forms_of_a_prompt_are_one(talker: Any, chatty: Any, document: str) 
         told = kvc.get_cache(messages, add_generation_prompt=False).result
         assert told.prompt_tokens < inputs["input_ids"].shape[1]
         answered = [*messages, {"role": "assistant", "content": "Yes."}]
-        assert kvc.get_cache(answered).result.prompt_tokens == len(chatty.apply_chat_template(answered)["input_ids"])
+        ids = chatty.apply_chat_template(answered, return_dict=True)["input_ids"]
+        assert kvc.get_cache(answered).result.prompt_tokens == len(ids)
 
 
 def test_the_text_of_a_template_costs_a_miss_and_says_so(
@@ -354,6 +358,7 @@ def seeing() -> Any:
     return model
 
 
+@pytest.mark.skipif(not FIVE, reason="this transformers shows the small model no image")
 def test_another_image_is_another_prompt() -> None:
     model = seeing()
     draw = torch.Generator().manual_seed(2)
