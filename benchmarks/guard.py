@@ -37,7 +37,7 @@ def main() -> None:
     with KVCManager(model) as kvc:
         kvc.add_blocks_ids(ids)
         look = median_us(lambda: kvc._identity.same(kvc.context))
-        step_look = median_us(lambda: kvc._identity.same(kvc.context, numbers=False))
+        step_look = median_us(lambda: kvc._identity.same(kvc.context, closely=False))
         prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "logits_to_keep": 1}
         prompt["position_ids"] = torch.arange(PROMPT_TOKENS)[None]
         firsts = []
@@ -53,7 +53,7 @@ def main() -> None:
         }  # fmt: skip
         steps = median_us(lambda: kvc._guard(model, (), step))
     print(f"{modules} modules, prompts of {PROMPT_TOKENS} tokens: a look at the model {look:.0f} us, "
-          f"{step_look:.0f} us without its numbers; the first call's "
+          f"{step_look:.0f} us at a step; the first call's "
           f"guard {statistics.median(firsts):.0f} us with it; a decoding step's {steps:.0f} us")  # fmt: skip
 
 

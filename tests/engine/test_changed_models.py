@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 from skymemory.engine.models import build_small  # noqa: E402
 from skymemory.engine.substance import Substance  # noqa: E402
+from skymemory.errors import UnsupportedModel  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -276,6 +277,10 @@ def test_a_model_whose_weights_are_gone_is_served_under_no_name(ids: Any) -> Non
         weight.weight = torch.nn.Parameter(weight.weight.to("meta"))
         for _ in range(2):
             assert kvc.get_cache_ids(ids).result.failed_blocks == {"unservable model": 20}
+        model.to("meta")
+        assert kvc.get_cache_ids(ids).result.failed_blocks == {"unservable model": 20}
+    with pytest.raises(UnsupportedModel, match="offloaded"):
+        manager(model, None)
 
 
 def test_autocast_makes_another_cache(ids: Any) -> None:

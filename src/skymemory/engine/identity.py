@@ -84,12 +84,13 @@ class Identity:
         self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
         return self.context != before
 
-    def same(self, context: CacheContext | None, numbers: bool = True) -> bool:
-        """Whether everything is as it was when it was last named, and that name is ``context``; ``numbers`` as in
-        ``Substance.changed``.
+    def same(self, context: CacheContext | None, closely: bool = True) -> bool:
+        """Whether everything is as it was when it was last named, and that name is ``context``; ``closely`` as in
+        ``Substance.changed``, and whether there are hooks.
         """
-        untouched = conditions() == self._conditions and not self._substance.changed(numbers)
-        return untouched and context == self.context and not foreign_hook(self._model, self._our_hooks)
+        untouched = conditions() == self._conditions and not self._substance.changed(closely)
+        hooked = closely and foreign_hook(self._model, self._our_hooks)
+        return untouched and context == self.context and not hooked
 
     def _context(self, weights: str) -> CacheContext:
         return self._context_of(self.layout, model_identity(self._model), weights + self._conditions)
@@ -160,6 +161,8 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} is spread over several devices: only one is supported")
     if any(_drops_out(part) for part in model.modules()):
         raise InvalidInput(f"{name} is in training mode and drops out at random: call model.eval() first")
+    if any(weights.is_meta for weights in model.parameters()):
+        raise UnsupportedModel(f"{name} has weights that are not in memory (offloaded): they cannot be told apart")
     if where := foreign_code(model):
         raise UnsupportedModel(
             f"{name} runs code on a {where} that was put in the place of its own, and what that does to the numbers "

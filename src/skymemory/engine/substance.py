@@ -89,15 +89,13 @@ class _Seen:
                 views.setdefault((view.dtype, view.device), []).append(view)
         self._samples = [(of_one_kind, _bytes_of(of_one_kind)) for of_one_kind in views.values()]
 
-    def same(self, numbers: bool = True) -> bool:
-        """``numbers``: look at samples of them, too."""
-        for sized, size in self._sizes:
-            if len(sized) != size:
-                return False
+    def same(self, closely: bool = True) -> bool:
+        """Not ``closely``: whether the same tensors were not written to, and settings are as they were."""
+        if closely and any(len(sized) != size for sized, size in self._sizes):
+            return False
         try:
-            for holder, name, child in self._held:
-                if holder[name] is not child:
-                    return False
+            if closely and any(holder[name] is not child for holder, name, child in self._held):
+                return False
             for holder, name, kept, look in self._tensors:
                 tensor = holder[name]
                 if tensor is not kept or _look(tensor) != look:
@@ -108,7 +106,7 @@ class _Seen:
             now = holder.get(name)
             if now is not value and now != value:
                 return False
-        return all(kind.forward is code for kind, code in self._code) and (not numbers or self.same_numbers())
+        return not closely or (all(kind.forward is code for kind, code in self._code) and self.same_numbers())
 
     def same_numbers(self) -> bool:
         return all(torch.equal(_bytes_of(views), before) for views, before in self._samples)
@@ -129,9 +127,11 @@ class Substance:
         """What ``digest`` or ``watch`` called it last."""
         self._seen: _Seen | None = None
 
-    def changed(self, numbers: bool = True) -> bool:
-        """Whether ``digest`` would have to be asked again. Without ``numbers`` it looks at none."""
-        return self._seen is None or not self._seen.same(numbers)
+    def changed(self, closely: bool = True) -> bool:
+        """Whether ``digest`` would have to be asked again; not ``closely``: a look for each step of decoding, which sees
+        what is switched in place.
+        """
+        return self._seen is None or not self._seen.same(closely)
 
     def watch(self, name: str) -> str:
         """Call it by this name as it is now; nothing is digested."""
