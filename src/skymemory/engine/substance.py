@@ -128,8 +128,8 @@ class Substance:
         self._seen: _Seen | None = None
 
     def changed(self, closely: bool = True) -> bool:
-        """Whether ``digest`` would have to be asked again; not ``closely``: a look for each step of decoding, which sees
-        what is switched in place.
+        """Whether ``digest`` would have to be asked again; not ``closely``: a look for each step of decoding, that
+        sees what is switched in place.
         """
         return self._seen is None or not self._seen.same(closely)
 
