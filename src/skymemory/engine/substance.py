@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -52,64 +53,95 @@ class _Digested:
     pieces: list[bytes]
 
 
+class _Rows:
+    """What is held in many places, compared as fast as Python can: a decoding step waits for it."""
+
+    def __init__(self, rows: Iterable[tuple[Any, Any, object]]) -> None:
+        """What holds it, its key there, and it."""
+        rows = list(rows)
+        self._places = [(holder, key) for holder, key, _ in rows]
+        self._before = [value for *_, value in rows]
+
+    def held(self) -> list[Any] | None:
+        """What is there now, if it is the very same."""
+        try:
+            now = [holder[key] for holder, key in self._places]
+        except (KeyError, IndexError):
+            return None
+        return now if all(map(is_, now, self._before)) else None
+
+    def equal(self) -> bool:
+        return [holder.get(key) for holder, key in self._places] == self._before
+
+
 class _Seen:
-    """All of a model as it was when it was digested, in rows that are compared as fast as Python can."""
+    """All of a model as it was when it was digested."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._sizes: list[tuple[Sized, int]] = []
-        """Dictionaries of children and tensors, with how many they had."""
-        self._held: list[tuple[dict[str, Any], str, object]] = []
-        """Children, by identity."""
-        self._tensors: list[tuple[Any, Any, torch.Tensor, _Look]] = []
-        """In what holds them, and their key there."""
-        self._settings: list[tuple[dict[str, Any], str, object]] = []
-        self._code: list[tuple[Any, object]] = []
-        """Classes, with what they run."""
-        for module in _modules(model):
-            attributes = module.__dict__
-            for name in ("_modules", "_parameters", "_buffers"):
-                self._sizes.append((attributes[name], len(attributes[name])))
-            for name, child in module._modules.items():
-                self._held.append((module._modules, name, child))
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        self._tensors.append((tensors, name, tensor, _look(tensor)))
-            for _, holder, key, tensor in _loose(module):
-                self._tensors.append((holder, key, tensor, _look(tensor)))
-            own = (("training", module.training), ("forward", attributes.get("forward")))
-            for name, value in (*_settings(module).items(), *own):
-                self._settings.append((attributes, name, value))
-        self._code = [(kind, kind.forward) for kind in _classes(model)]
+        modules = _modules(model)
+        parts = [part for module in modules for part in (module._modules, module._parameters, module._buffers)]
+        self._parts: list[Sized] = parts
+        """Dictionaries of children and tensors."""
+        self._sizes = list(map(len, parts))
+        self._children = _Rows(
+            (part._modules, name, child) for part in modules for name, child in part._modules.items()
+        )
+        tensors = [
+            (held, name, tensor)
+            for module in modules
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+            if tensor is not None
+        ]
+        tensors += [(holder, key, tensor) for module in modules for _, holder, key, tensor in _loose(module)]
+        self._tensors = _Rows(tensors)
+        counted = [_is_counted(tensor) for *_, tensor in tensors]
+        self._counted = counted if not all(counted) else []
+        """Of each tensor; empty: all are."""
+        self._looks = self._look(tensor for *_, tensor in tensors)
+        settings = [
+            (module.__dict__, name, value)
+            for module in modules
+            if type(module) is not torch.nn.Linear  # it reads none of them
+            for name, value in _settings(module).items()
+        ]
+        settings.append((model.__dict__, "training", model.training))
         for config in _configs(model):
-            self._settings += [(vars(config), name, value) for name, value in _plain_of(vars(config)).items()]
+            settings += [(vars(config), name, value) for name, value in _plain_of(vars(config)).items()]
+        self._settings = _Rows(settings)
+        self._modes = _Rows(
+            (module.__dict__, name, module.__dict__.get(name)) for module in modules for name in ("training", "forward")
+        )
+        self._code = [(kind, kind.forward) for kind in _classes(model)]
+        """Classes, with what they run."""
         views: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for _, _, tensor, _ in self._tensors:
+        for *_, tensor in tensors:
             for view in _sampled(tensor):
                 views.setdefault((view.dtype, view.device), []).append(view)
         self._samples = [(of_one_kind, _bytes_of(of_one_kind)) for of_one_kind in views.values()]
 
     def same(self, closely: bool = True) -> bool:
         """Not ``closely``: whether the same tensors were not written to, and settings are as they were."""
-        if closely and any(len(sized) != size for sized, size in self._sizes):
+        tensors = self._tensors.held()
+        if tensors is None or self._look(tensors) != self._looks or not self._settings.equal():
             return False
-        try:
-            if closely and any(holder[name] is not child for holder, name, child in self._held):
-                return False
-            for holder, name, kept, look in self._tensors:
-                tensor = holder[name]
-                if tensor is not kept or _look(tensor) != look:
-                    return False
-        except (KeyError, IndexError):
+        return self._children.held() is not None and (not closely or self._same_closely())
+
+    def _same_closely(self) -> bool:
+        """Whether nothing was added, modes and code are as they were, and the numbers, as far as samples go."""
+        if list(map(len, self._parts)) != self._sizes or not self._modes.equal():
             return False
-        for holder, name, value in self._settings:
-            now = holder.get(name)
-            if now is not value and now != value:
-                return False
-        return not closely or (all(kind.forward is code for kind, code in self._code) and self.same_numbers())
+        return all(kind.forward is code for kind, code in self._code) and self.same_numbers()
 
     def same_numbers(self) -> bool:
         return all(torch.equal(_bytes_of(views), before) for views, before in self._samples)
+
+    def _look(self, tensors: Iterable[torch.Tensor]) -> list[object]:
+        """Where their numbers lie, and how often they have been written."""
+        if self._counted:
+            tensors = [tensor for tensor, counted in zip(tensors, self._counted, strict=True) if counted]
+        tensors = list(tensors)
+        return [[tensor.data_ptr() for tensor in tensors], [tensor._version for tensor in tensors]]
 
 
 class Substance:
@@ -233,10 +265,17 @@ def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _look(tensor: torch.Tensor) -> _Look:
     """What changes when the tensor's numbers do: where they lie, and how often they have been written."""
+    return (tensor.data_ptr(), tensor._version) if _is_counted(tensor) else (id(tensor), tensor.dtype)
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether torch says where its numbers lie and counts what is written to it: not of a wrapper around others, nor of
+    what was made in inference mode.
+    """
     try:
-        return tensor.data_ptr(), tensor._version, tensor.dtype
-    except RuntimeError:  # a wrapper around other tensors, or made in inference mode: it has no such thing
-        return id(tensor), 0, tensor.dtype
+        return bool(tensor.data_ptr() >= 0 and tensor._version >= 0)
+    except RuntimeError:
+        return False
 
 
 def _sampled(tensor: torch.Tensor) -> list[torch.Tensor]:
