@@ -180,7 +180,14 @@ def test_contradictions_are_refused_and_change_nothing(hashes: Any, infos: Any, 
 
 def test_a_list_that_does_not_begin_at_the_first_block_has_no_prefix() -> None:
     hashes = chain(10)
-    assert filled(hashes).longest_prefix(hashes[3:]) == 0
+    index = filled(hashes)
+    assert index.longest_prefix(hashes[3:]) == 0
+    branch = chain(5, seed=1)
+    index.add(branch, [INFO] * 5, 4, hashes[3])  # a run that does not begin at the first block
+    other = hashes[:4] + branch
+    for at in range(1, 9):
+        for end in range(at + 1, 10):
+            assert index.longest_prefix(other[at:end]) == 0
 
 
 def test_a_snapshot_drops_groups_nobody_uses() -> None:
