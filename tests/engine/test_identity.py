@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -76,6 +77,16 @@ def test_the_model_identity_is_the_same_wherever_it_was_loaded_from(tmp_path: An
     else:  # before transformers 5
         again.config.rope_theta = 5e5
     assert model_identity(again) != model_identity(model)
+
+
+def test_the_tokenizer_digest_does_not_see_what_it_was_used_for_last(tokenizer: Any) -> None:
+    before = tokenizer_digest(tokenizer)
+    shorter = copy.deepcopy(tokenizer)
+    shorter("a text of several tokens", truncation=True, max_length=2)
+    assert tokenizer_digest(shorter) == before
+    padded = copy.deepcopy(tokenizer)
+    padded(["one", "and another one"], padding=True)
+    assert tokenizer_digest(padded) == before
 
 
 def test_the_tokenizer_digest_sees_its_special_tokens(tokenizer: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.engine.families import build  # noqa: E402
+from tests.engine.families import build, known  # noqa: E402
 from tests.engine.generation import BLOCK, manager  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
@@ -490,6 +490,70 @@ def test_a_loop_of_ones_own(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     assert ids[0].tolist() + said == generate(uneven, ids)[0]
     with pytest.raises(CacheMisuse, match="get_cache"):
         uneven(ids[:, :4], attention_mask=torch.ones((1, 4)), past_key_values=cache)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, layer: Any, call: int) -> None:
+    """The first matrix of ``layer`` fails at that call, and works from then on."""
+    weight = next(part.weight for part in layer.modules() if isinstance(part, torch.nn.Linear))
+    linear, calls = torch.nn.functional.linear, iter(range(1, 1000))
+
+    def failing(given: Any, by: Any, bias: Any = None) -> Any:
+        if by is weight and next(calls) == call:
+            raise Broken
+        return linear(given, by, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", failing)
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Qwen3-Next", "Llama"])
+def test_a_generate_that_failed_is_tried_again_with_its_cache(
+    ids: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known(name):
+        pytest.skip("this transformers has no such family, or its states in another form")
+    model, ids = build(name), ids[:, : 5 * BLOCK + 5]
+    longer: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
+    plain = generate(model, ids, **longer)
+    for call in (1, 2, 4):
+        with manager(model, None, weights="w") as kvc:
+            cache = kvc.get_cache(ids)
+            with monkeypatch.context() as broken, pytest.raises(Broken):
+                breaking(broken, model.model.layers[-1], call)
+                generate(model, ids, cache, **longer)
+            kvc.add_blocks(ids)
+            assert not TOLD or generate(model, ids, cache, **longer) == plain
+            assert generate(model, ids, kvc.get_cache(ids), **longer) == plain
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Qwen3-Next", "Llama"])
+def test_a_step_that_failed_is_not_tried_again_with_its_cache(
+    ids: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known(name):
+        pytest.skip("this transformers has no such family, or its states in another form")
+    model, ids = build(name), ids[:, : 5 * BLOCK]
+    longer = torch.cat([ids, ids[:, :3]], dim=1)
+    steps = [ids[:, : 3 * BLOCK], *(ids[:, at : at + 1] for at in range(3 * BLOCK, 5 * BLOCK))]
+    with manager(model, None, weights="w") as kvc, torch.inference_mode():
+        cache = kvc.get_cache(longer)
+        for number, step in enumerate(steps):  # the one that fails would end a block
+            with monkeypatch.context() as broken:
+                breaking(broken, model.model.layers[-1], 1 if number == BLOCK + 1 else 1000)
+                try:
+                    model(step, past_key_values=cache, logits_to_keep=1)
+                except Broken:
+                    with pytest.raises(CacheMisuse, match="failed"):
+                        model(step, past_key_values=cache, logits_to_keep=1)
+                    break
+        else:
+            pytest.fail("no step failed")
+        kvc.add_blocks(ids)
+        assert generate(model, longer, kvc.get_cache(longer)) == generate(model, longer)
+        assert kvc.last.cached_tokens == 5 * BLOCK
 
 
 @pytest.mark.parametrize("counted", ["", "attention_mask", "position_ids"])

@@ -45,8 +45,11 @@ class Guard:
         self._silent_types = {name for name in _TYPES if name in self._parameters and _says_nothing(model, name)}
         self._keeps_positions = any("rope_deltas" in vars(part) for part in model.modules())
         """Whether the model counts positions on from where its last image left them, be that another prompt's."""
-        hook = model.register_forward_pre_hook(GuardHook(self), with_kwargs=True)
-        weakref.finalize(self, hook.remove).atexit = False
+        for hook in (
+            model.register_forward_pre_hook(GuardHook(self), with_kwargs=True),
+            model.register_forward_hook(GuardHook(self), with_kwargs=True),
+        ):
+            weakref.finalize(self, hook.remove).atexit = False
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -58,6 +61,8 @@ class Guard:
         unused = given.get("use_cache") is False  # then each call has all tokens
         if unused and cache._is_user_defined:
             cache.rewind()  # generate passes it with each of them all the same
+        if cache.torn:
+            _check_whole(cache)
         if cache.padding:
             given = _without_padding(given, cache.padding)
         start = cache.get_seq_length()
@@ -248,9 +253,13 @@ class GuardHook:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         guard = self._guard() if self._guard is not None else None
+        if output:  # the pass has ended
+            if isinstance(cache := kwargs.get("past_key_values"), SkyCache):
+                cache.passed()
+            return None
         return None if guard is None else guard(module, args, kwargs)
 
     def __reduce__(self) -> tuple[type[GuardHook], tuple[()]]:
@@ -338,6 +347,16 @@ def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
             f"the model is given the {ids.shape[1]} tokens behind what was loaded, and the cache reports none yet: "
             "call cache.begin() and pass what is behind so many tokens, or pass the whole prompt"
         )
+
+
+def _check_whole(cache: SkyCache) -> None:
+    """After a pass that failed: begins anew where nothing was held, else raises CacheMisuse."""
+    if cache.get_seq_length():
+        raise CacheMisuse(
+            "a pass with this cache failed on its way, and has left some layers further than others: get another one "
+            "and pass it all tokens, past_key_values=kvc.get_cache(tokens)"
+        )
+    cache.rewind()
 
 
 def _check_goes_on(start: int, given: dict[str, Any]) -> None:

@@ -242,7 +242,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {
         "class": type(tokenizer).__name__,
-        "model": backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
+        "model": _backend_text(backend) if backend is not None else sorted(tokenizer.get_vocab().items()),
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "settings": {
             name: str(getattr(tokenizer, name, None))
@@ -250,3 +250,9 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None)
         },
     }
     return f"sha256:{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()}"
+
+
+def _backend_text(backend: Any) -> str:
+    """Without how the last call was to be cut and padded, which every call says anew."""
+    fields = json.loads(backend.to_str())
+    return json.dumps({name: value for name, value in fields.items() if name not in ("truncation", "padding")})

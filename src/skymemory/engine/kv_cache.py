@@ -451,6 +451,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._seen_tokens = 0
         self._closed = False
         """What is behind ``_seen`` is not known."""
+        self._in_a_pass = False
+        """A pass was seen to begin, and has not ended."""
         self._handed_to_generate = False
         self.used_before = False
         """Whether it had contents when ``generate`` took it, and prepared what it passes for these."""
@@ -469,7 +471,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         if self.states and len(tokens):
             self.states.put(self.layers, self.stops[len(tokens)], self._room.device)
         self._accounted = len(tokens)
-        self._seen, self._seen_tokens, self._closed = [tokens], len(tokens), False
+        self._seen, self._seen_tokens, self._closed, self._in_a_pass = [tokens], len(tokens), False, False
         if len(tokens) > len(self.loaded):
             self.loaded = tokens
 
@@ -496,6 +498,10 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     def rewind(self) -> None:
         """Empty again, with what it held at hand for the next forward, as far as that is known."""
         if not self.get_seq_length():
+            if self.torn:
+                loaded, stops = self.loaded, self.stops
+                self.reset()
+                self.loaded, self.stops = loaded, stops
             return
         held = self.tokens() if all(layer.in_place for layer in self._attention) else _NO_TOKENS
         stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(held)}
@@ -586,6 +592,15 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.rewind()
 
     @property
+    def torn(self) -> bool:
+        """Whether a pass that failed has left some layers further than others: states do not say how far they are."""
+        return self._in_a_pass and (bool(self.states) or len({layer.get_seq_length() for layer in self._attention}) > 1)
+
+    def passed(self) -> None:
+        """The pass whose tokens were noted has ended."""
+        self._in_a_pass = False
+
+    @property
     def plain(self) -> bool:
         """Whether all that it holds are tokens that are known, at consecutive positions."""
         return not self._closed
@@ -593,6 +608,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     def note(self, input_ids: torch.Tensor | None, plain: bool) -> None:
         """The model is about to append ``input_ids`` (rows, n), all rows the same; unless ``plain`` is False."""
         held = self.get_seq_length()
+        self._in_a_pass = True
         if self._seen_tokens > held:  # a pass that failed
             self._seen_tokens, self._seen = held, [_joined(self._seen)[:held]]
         if not plain or input_ids is None or self._seen_tokens < held:  # by a pass that nobody looked at
@@ -634,7 +650,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         super().reset()
         self._accounted = 0
         self._seen, self._seen_tokens, self._closed, self.loaded, self.padding = [], 0, False, _NO_TOKENS, 0
-        self.stops, self._latest_stop = {}, 0
+        self.stops, self._latest_stop, self._in_a_pass = {}, 0, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
