@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import logging
+import threading
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.engine.families import build, known  # noqa: E402
 from tests.engine.generation import BLOCK, manager  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.engine.kv_cache import SkyCache  # noqa: E402
+from skymemory.engine.kv_cache import CacheSource, SkyCache  # noqa: E402
 from skymemory.engine.models import SMALL_SHAPE, build_llama, build_small  # noqa: E402
 from skymemory.engine.prompts import flat_ids, shared_prefix  # noqa: E402
 from skymemory.errors import CacheMisuse, InvalidInput  # noqa: E402
@@ -490,6 +491,35 @@ def test_a_loop_of_ones_own(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     assert ids[0].tolist() + said == generate(uneven, ids)[0]
     with pytest.raises(CacheMisuse, match="get_cache"):
         uneven(ids[:, :4], attention_mask=torch.ones((1, 4)), past_key_values=cache)
+
+
+@pytest.mark.skipif(not TOLD, reason="before 5.17 a cache serves one generate")
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
+def test_what_is_being_stored_is_not_written_over_by_the_next_generate(
+    ids: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name)
+    one, other = ids[:, : 6 * BLOCK + 5], torch.cat([ids[:, : 2 * BLOCK], ids[:, 9 * BLOCK :]], dim=1)
+    plain = [generate(model, prompt) for prompt in (one, other)]
+    with manager(model, None, weights="w") as kvc:
+        cache = kvc.get_cache(one)
+        generate(model, one, cache)
+        read, said = CacheSource.read, []
+
+        def meanwhile(source: CacheSource, index: int, out: memoryview) -> None:
+            if not said:
+                thread = threading.Thread(target=lambda: said.append(generate(model, other, cache)))
+                thread.start()
+                thread.join()
+            read(source, index, out)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(CacheSource, "read", meanwhile)
+            assert kvc.add_blocks(one).stored_blocks == 6
+        assert said == [plain[1]]
+        assert generate(model, one, kvc.get_cache(one)) == plain[0]
+        assert kvc.last.cached_tokens == 6 * BLOCK
+        assert generate(model, one, cache) == plain[0]
 
 
 class Broken(RuntimeError):

@@ -7,6 +7,7 @@ kvc.add_blocks(prompt)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -327,15 +328,19 @@ class KVCManager:
             saved, prefilled = Saved(), 0
             if any(missing) or self._states is not None:
                 cache, covered = self._computed(ids, given)
-                ready = self._ready(missing, cache, covered)
-                if cache is not None:
-                    saved = self._save(hashes, ready, cache, seconds)
-                    self._save_states(ids, cache, covered)
+                with cache.read() if isinstance(cache, SkyCache) else contextlib.nullcontext():
+                    if isinstance(cache, SkyCache):  # another thread may have begun with another prompt
+                        covered = min(covered, shared_prefix(cache.tokens(), ids) // self.layout.block_tokens)
+                    ready = self._ready(missing, cache, covered)
+                    if cache is not None:
+                        stops = dict(cache.stops) if isinstance(cache, SkyCache) else {}
+                        saved = self._save(hashes, ready, cache, seconds)
+                        self._save_states(ids, stops, covered)
                 if (needed := self._to_compute(missing, covered, len(hashes[0]))) and saved.blocks == len(ready[0]):
                     cache, prefilled = self._prefill(ids[: needed * self.layout.block_tokens], phase)
                     rest = [sorted({*part} - {*done}) for part, done in zip(missing, ready, strict=True)]
                     saved += self._save(hashes, self._ready(rest, cache, needed), cache, seconds)
-                    self._save_states(ids, cache, needed)
+                    self._save_states(ids, cache.stops, needed)
             self.last_stored = StoreResult(
                 prompt_tokens=len(ids),
                 blocks=len(hashes[0]),
@@ -381,10 +386,10 @@ class KVCManager:
         sources = [CacheSource(cache, group.layout(self.layout), group.layers) for group in self._identity.groups]
         return self.parts.save(hashes, wanted, sources, seconds)
 
-    def _save_states(self, ids: Tokens, cache: Cache | None, blocks: int) -> None:
-        """Those that ``cache`` has of the first ``blocks`` blocks."""
-        if self._states is not None and isinstance(cache, SkyCache):
-            by_block = {stop // self.layout.block_tokens - 1: state for stop, state in cache.stops.items()}
+    def _save_states(self, ids: Tokens, stops: dict[int, bytes], blocks: int) -> None:
+        """Those of ``stops`` that are of the first ``blocks`` blocks."""
+        if self._states is not None:
+            by_block = {stop // self.layout.block_tokens - 1: state for stop, state in stops.items()}
             self._states.save(ids, {index: state for index, state in by_block.items() if index < blocks})
 
     def _computed(self, ids: Tokens, given: Cache | None) -> tuple[Cache | None, int]:

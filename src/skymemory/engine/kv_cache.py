@@ -8,6 +8,7 @@ falls back to what DynamicLayer does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import mmap
@@ -187,6 +188,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def in_place(self) -> bool:
         """Whether its contents are in the room still, or it has none."""
         return self._room is not None and (not self.is_initialized or self.keys is self._in_place)
+
+    def leave_room(self) -> None:
+        """What comes next goes elsewhere."""
+        self._room = self._in_place = None
 
     def reset(self) -> None:
         """Forget everything; the room is kept, with what is in it, for what comes next."""
@@ -451,6 +456,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._seen_tokens = 0
         self._closed = False
         """What is behind ``_seen`` is not known."""
+        self._readers = 0
         self._in_a_pass = False
         """A pass was seen to begin, and has not ended."""
         self._handed_to_generate = False
@@ -591,6 +597,15 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.used_before = self.get_seq_length() > 0
         self.rewind()
 
+    @contextlib.contextmanager
+    def read(self) -> Iterator[None]:
+        """Meanwhile nothing that it holds is written over, whatever another thread generates with it."""
+        self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
+
     @property
     def torn(self) -> bool:
         """Whether a pass that failed has left some layers further than others: states do not say how far they are."""
@@ -648,6 +663,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     def reset(self) -> None:
         self._account()
         super().reset()
+        if self._readers:  # asked when it is empty, as they look at what it holds when they have begun
+            for layer in self._attention:
+                layer.leave_room()
         self._accounted = 0
         self._seen, self._seen_tokens, self._closed, self.loaded, self.padding = [], 0, False, _NO_TOKENS, 0
         self.stops, self._latest_stop, self._in_a_pass = {}, 0, False
