@@ -658,6 +658,23 @@ def test_a_manager_that_is_gone_leaves_nothing_on_the_model(ids: Any) -> None:
     assert not model._forward_pre_hooks and not model._forward_hooks
 
 
+def test_a_manager_that_goes_while_its_model_is_called(ids: Any) -> None:
+    model = build_small(seed=7)
+    plain = generate(model, ids)
+    managers = [manager(model, None, weights="w")]
+
+    def goes(*_: object) -> None:
+        while managers:
+            managers.pop().close()
+            gc.collect()
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(goes)
+    try:
+        assert generate(model, ids) == plain and not managers
+    finally:
+        hook.remove()
+
+
 def test_closing_while_a_padded_prompt_is_answered(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     padded = torch.nn.functional.pad(ids, (7, 0))
     mask = torch.nn.functional.pad(torch.ones_like(ids), (7, 0))

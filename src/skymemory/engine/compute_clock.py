@@ -71,6 +71,7 @@ class ComputeClock:
         ]
 
     def remove(self) -> None:
+        self._model = None  # a pass that has begun calls them still, without what it was given
         for hook in self._hooks:
             hook.remove()
 
@@ -78,12 +79,12 @@ class ComputeClock:
         return ComputeClock.__new__, (ComputeClock,)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: object = None) -> None:
         if self._model is not None and self._model() is module:
             self._begun.at_s = time.perf_counter()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _ends(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def _ends(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: object = None) -> None:
         if self._model is None or self._model() is not module:
             return
         began_s: float | None = getattr(self._begun, "at_s", None)

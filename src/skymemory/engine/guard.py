@@ -253,9 +253,11 @@ class GuardHook:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: object
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *output: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         guard = self._guard() if self._guard is not None else None
+        if kwargs is None:  # taken away after this pass began: torch no longer knows that it wants them
+            return None
         if output:  # the pass has ended
             if isinstance(cache := kwargs.get("past_key_values"), SkyCache):
                 cache.passed()
