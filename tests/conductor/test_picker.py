@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skymemory.conductor.fleet import Fleet, LoadReport, Server
-from skymemory.conductor.picker import NoServer, Picker
+from skymemory.conductor.picker import ADAPTER_QUEUE, NoServer, Picker
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.plain import AtRandom, InTurn, LeastLoad
 from skymemory.errors import InvalidInput
@@ -111,6 +111,23 @@ def test_adapters_come_before_the_score() -> None:
     roomy = picker.pick(a_request("z"), 0.0)
     assert roomy.server == "s2" and "2 of 4 have room" in roomy.reasons[0]
     assert picker.pick(a_request(""), 0.0).server == "s3"
+
+
+def test_an_adapter_is_loaded_elsewhere_once_too_many_wait_for_it() -> None:
+    fleet = a_fleet(8)
+    picker = Picker(fleet, LeastLoad())
+    for server in fleet:
+        loaded = frozenset({"a"}) if server.name == "s0" else frozenset()
+        server.reported = LoadReport(at_s=0.0, adapters=loaded, max_adapters=2)
+    sent = Counter()
+    for _ in range(200):
+        decision = picker.pick(a_request("a"), 1.0)
+        picker.routed(decision, 1.0)
+        sent[decision.server] += 1
+        if sent.total() == ADAPTER_QUEUE + 1:
+            assert set(sent) == {"s0"}
+    assert len(sent) == 8 and max(sent.values()) < 2 * 200 / 8
+    assert "others have room for it" in decision.reasons[0]
 
 
 def test_a_subset_is_kept_to_and_no_server_says_why() -> None:

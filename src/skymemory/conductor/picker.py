@@ -14,6 +14,10 @@ from skymemory.conductor.strategies.base import Ranking, Scorer
 from skymemory.errors import SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
+ADAPTER_QUEUE = 16
+"""Requests that may wait at every server with an adapter, more than where least do, before others get it too: to load
+an adapter takes about as long as a few prefills.
+"""
 _MASK = (1 << 64) - 1
 
 
@@ -138,7 +142,8 @@ def _compute_s(ranking: Ranking, at: int) -> float | None:
 
 
 def _with_adapter(adapter: str, able: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
-    """Servers that have the adapter loaded; else those with room to load it; else all.
+    """Servers that have the adapter loaded, and with them those with room to load it once too many requests wait at
+    all of the former; where it is loaded nowhere those with room; else all.
 
     Adapters come before prefixes: they do not share caches, and loading one costs more than a prefix saves.
     """
@@ -146,16 +151,30 @@ def _with_adapter(adapter: str, able: Sequence[Server], now_s: float) -> tuple[S
         return able, ""
     reports = [(server, server.fresh_report(now_s, ADAPTER_STALE_S)) for server in able]
     having = [server for server, report in reports if report is not None and adapter in report.adapters]
-    if having:
-        return having, f"adapter {adapter!r} is loaded at {len(having)} of {len(able)}"
     roomy = [
         server
         for server, report in reports
-        if report is not None and report.max_adapters is not None and len(report.adapters) < report.max_adapters
+        if report is not None
+        and report.max_adapters is not None
+        and len(report.adapters) < report.max_adapters
+        and adapter not in report.adapters
     ]
+    if having:
+        where = f"adapter {adapter!r} is loaded at {len(having)} of {len(able)}"
+        waiting = min(_waiting(server, now_s) for server in having)
+        spared = [server for server in roomy if waiting - _waiting(server, now_s) > ADAPTER_QUEUE]
+        if not spared:
+            return having, where
+        return [*having, *spared], f"{where}, where {waiting} wait or more; {len(spared)} others have room for it"
     if roomy:
         return roomy, f"adapter {adapter!r} is loaded nowhere; {len(roomy)} of {len(able)} have room for it"
     return able, f"adapter {adapter!r} is loaded nowhere that is known"
+
+
+def _waiting(server: Server, now_s: float) -> int:
+    """Requests that wait for their prefill, or are in it; what was sent since a report may not be in it."""
+    report = server.fresh_report(now_s, ADAPTER_STALE_S)
+    return server.prefilling if report is None else max(report.waiting, server.prefilling - report.running)
 
 
 def _reasons(ranking: Ranking, at: int, adapter: str, tied: int, servers: int) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.node_memory import NodeMemory, PolicyMemory, memory_of
 from skymemory.sim.prefix_cache import PrefixCache
 from skymemory.sim.workload import CONVERSATIONS, generate
@@ -79,8 +78,8 @@ def test_lru_by_the_shelf_is_lru_by_the_fast_path() -> None:
         assert fast.leading(chain) == shelf.leading(chain)
         assert sorted(fast.use(chain)) == sorted(shelf.use(chain))
     assert isinstance(memory_of(3, "lru"), PrefixCache)
-    with pytest.raises(InvalidInput):
-        memory_of(0, "arc")
+    nothing = memory_of(0, "arc")
+    assert nothing.use([1, 2]) == [2, 1] and nothing.leading([1]) == len(nothing) == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 
 from skymemory.errors import InvalidInput
@@ -21,6 +22,11 @@ class Clock:
         """Call it then. What is asked for a moment that has passed happens now."""
         self._asked += 1
         heapq.heappush(self._due, (max(at_s, self.now_s), self._asked, happens))
+
+    @property
+    def next_s(self) -> float:
+        """When the next of it happens; infinite: nothing will."""
+        return self._due[0][0] if self._due else math.inf
 
     def run(self, most_events: int = 500_000_000) -> None:
         """Everything, to the end.

@@ -71,8 +71,25 @@ class PolicyMemory:
         return [int.from_bytes(key) for key in gone]
 
 
+class NoMemory:
+    """A node that keeps nothing in memory: all that it computes goes on to its SSD, if it has one."""
+
+    capacity = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def leading(self, chain: Sequence[int]) -> int:
+        return 0
+
+    def use(self, chain: Sequence[int]) -> list[int]:
+        return list(reversed(chain))
+
+
 def memory_of(capacity: int, policy: str) -> Memory:
     """LRU in its fastest form, or any other policy."""
+    if not capacity:
+        return NoMemory()
     return PrefixCache(capacity) if policy == "lru" else PolicyMemory(capacity, policy)
 
 
@@ -111,6 +128,8 @@ class NodeMemory:
     def use(self, chain: Sequence[int]) -> int:
         """All of ``chain`` is accessed, and in memory as far as it fits. Returns how many blocks memory evicted."""
         gone = self.memory.use(chain)
+        if not self.memory.capacity and not self._ssd_blocks:
+            return 0
         if self._ssd:
             for block in chain[: self.memory.leading(chain)]:
                 self._ssd.pop(block, None)

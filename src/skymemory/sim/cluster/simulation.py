@@ -8,6 +8,7 @@ dead when its KV comes has failed too: its prefix is cached by then.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -29,6 +30,9 @@ from skymemory.sim.cluster.requests import asked as asked_of
 from skymemory.sim.cluster.schedulers import SchedulerFactory, World
 from skymemory.sim.cluster.setup import ClusterSetup, Failure
 from skymemory.sim.trace import TraceRequest
+
+UNEVENTFUL = 64
+"""Samples without an event between them, from which on they are left out."""
 
 
 class Simulation:
@@ -223,6 +227,9 @@ class Simulation:
         self._accounts.not_served(job, "failed", now_s)
 
     def _sample(self, now_s: float) -> None:
+        """A grid of ``sample_s``, without long stretches in which nothing happens: a value holds until the next."""
         self._loads.sample(now_s)
-        if self._accounts.open or self._arrived < len(self._arrivals):
-            self._clock.at(now_s + self._setup.sample_s, self._sample)
+        next_s = self._clock.next_s
+        if next_s < math.inf and (self._accounts.open or self._arrived < len(self._arrivals)):
+            steps = math.ceil((next_s - now_s) / self._setup.sample_s)
+            self._clock.at(now_s + (steps if steps > UNEVENTFUL else 1) * self._setup.sample_s, self._sample)

@@ -21,6 +21,7 @@ from skymemory.sim.cluster.outcome import LoadSample
 
 GRID_S = 1.0
 WINDOW_S = 256.0
+MOST_S = 1e7
 LONGEST_S, SHORTEST_S = 130.0, 8.0
 """Periods that are looked at: at least two in a window, and above the 3 s in which a trace's arrivals come."""
 Series = NDArray[np.float64]
@@ -51,12 +52,14 @@ def swings(loads: Sequence[LoadSample], from_s: float = -math.inf, until_s: floa
     """The swings between two moments. ``loads`` in the order of time.
 
     Raises:
-        InvalidInput: fewer than two samples between them.
+        InvalidInput: fewer than two samples between them, or more than ``MOST_S`` from the first to the last.
     """
     inside = [one for one in loads if from_s <= one.t_s <= until_s]
     if len(inside) < 2:
         raise InvalidInput(f"{len(inside)} samples of the loads: swings need at least two")
     times = np.array([one.t_s for one in inside])
+    if times[-1] - times[0] > MOST_S:
+        raise InvalidInput(f"{times[-1] - times[0]:.3g} s are too long to be looked at second by second: name a part")
     prefill = _on_grid(times, np.array([one.prefill for one in inside]))
     decode = _on_grid(times, np.array([one.decode for one in inside]))
     moves = prefill.std() > 0 and decode.std() > 0
