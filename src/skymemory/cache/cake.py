@@ -178,8 +178,8 @@ class Cake:
             return []
 
         def ask() -> list[bool]:
-            told = [self.blocks.store.lookup(chain) for chain in hashes]
-            return [all(one is Presence.HIT for one in block) for block in zip(*told, strict=True)]
+            presence = [self.blocks.store.lookup(chain) for chain in hashes]
+            return [all(one is Presence.HIT for one in block) for block in zip(*presence, strict=True)]
 
         call: Call[object] = Call(ask)
         asked = not self._lookups.held_up and self._lookups.submit(call)
@@ -197,8 +197,8 @@ class Cake:
             if not isinstance(call.error, TIER_FAILURES):
                 raise call.error
             self.blocks.tier_failed()
-        told = call.result
-        return told if isinstance(told, list) and len(told) == len(hashes[0]) else []
+        there = call.result
+        return there if isinstance(there, list) and len(there) == len(hashes[0]) else []
 
     def _computing_s(self, tokens: int) -> float | None:
         """What computing all of a prompt would take, as far as is known now."""

@@ -162,11 +162,11 @@ def check_supported(model: PreTrainedModel) -> None:
     if any(_drops_out(part) for part in model.modules()):
         raise InvalidInput(f"{name} is in training mode and drops out at random: call model.eval() first")
     if any(weights.is_meta for weights in model.parameters()):
-        raise UnsupportedModel(f"{name} has weights that are not in memory (offloaded): they cannot be told apart")
+        raise UnsupportedModel(f"{name} has weights that are not in memory (offloaded): they cannot be hashed")
     if where := foreign_code(model):
         raise UnsupportedModel(
             f"{name} runs code on a {where} that was put in the place of its own, and what that does to the numbers "
-            "cannot be known: a class with a name of its own can be told apart"
+            "cannot be known: give the class a name of its own"
         )
 
 

@@ -626,7 +626,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._in_a_pass = True
         if self._seen_tokens > held:  # a pass that failed
             self._seen_tokens, self._seen = held, [_joined(self._seen)[:held]]
-        if not plain or input_ids is None or self._seen_tokens < held:  # by a pass that nobody looked at
+        if not plain or input_ids is None or self._seen_tokens < held:  # by a pass that the guard did not see
             self._closed = True
         elif not self._closed:
             self._seen.append(input_ids[0].detach().clone())

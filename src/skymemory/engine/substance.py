@@ -381,7 +381,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, _SETTING):
         yield name, torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
     else:
-        raise UnsupportedModel(f"the model's state has {name}, a {type(value).__name__}: it cannot be told apart")
+        raise UnsupportedModel(f"the model's state has {name}, a {type(value).__name__}: it cannot be hashed")
 
 
 def _split(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -396,7 +396,7 @@ def _split(tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [tensor.int_repr(), torch.as_tensor(scales), torch.as_tensor(zeros)]
         return [piece for part in parts for piece in _split(part)]
     if tensor.is_meta:
-        raise UnsupportedModel("some of the model's weights are elsewhere (offloaded): they cannot be told apart")
+        raise UnsupportedModel("some of the model's weights are elsewhere (offloaded): they cannot be hashed")
     flat = tensor.contiguous().reshape(-1)
     return list(flat.view(torch.uint8).split(_PIECE_BYTES)) if flat.numel() else []
 
