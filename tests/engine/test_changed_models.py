@@ -259,6 +259,21 @@ def test_what_two_models_have_decoded_is_stored_as_neithers(ids: Any) -> None:
         assert greedy(model, both, kvc.get_cache_ids(both)) == greedy(model, both)
 
 
+def test_a_turn_with_other_weights_that_were_put_back_is_stored_as_neithers(ids: Any) -> None:
+    """As averaged or merged weights are put in for one turn: the same tensors are there before and after it."""
+    model = build_small()
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    own, other = weight.data, -weight.data
+    with manager(model, None) as kvc, torch.inference_mode():
+        cache = kvc.get_cache_ids(ids[:, :160])
+        model(ids[:, :160], past_key_values=cache)
+        weight.data = other
+        model(ids[:, 160:], past_key_values=cache)
+        weight.data = own
+        assert kvc.add_blocks_ids(ids).prefilled_tokens >= 160, "what the other weights made is not taken"
+        assert greedy(model, ids, kvc.get_cache_ids(ids)) == greedy(model, ids)
+
+
 def test_a_model_made_in_inference_mode_is_watched_too(ids: Any) -> None:
     with torch.inference_mode():
         model = build_small()

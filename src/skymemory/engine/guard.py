@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from skymemory.engine.kv_cache import SkyCache, Tokens
+from skymemory.engine.substance import Care
 from skymemory.errors import CacheMisuse
 from skymemory.kv.context import CacheContext
 from skymemory.metrics import Counters
@@ -34,9 +35,9 @@ class Guard:
     """
 
     def __init__(
-        self, model: torch.nn.Module, counters: Counters, same: Callable[[CacheContext | None, bool], bool]
+        self, model: torch.nn.Module, counters: Counters, same: Callable[[CacheContext | None, Care], bool]
     ) -> None:
-        """``same``: whether the model is the one of this context still; to be looked at closely, or at each step."""
+        """``same``: whether the model is the one of this context still, looked at with such care."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
@@ -68,7 +69,9 @@ class Guard:
         start = cache.get_seq_length()
         if unused and not start and not cache._is_user_defined:
             return (), {**given, "past_key_values": None}
-        self.look(cache, closely=not start)
+        ids = given.get("input_ids")
+        step = start and isinstance(ids, torch.Tensor) and ids.shape[-1] == 1
+        self.look(cache, Care.STEP if step else Care.CALL if start else Care.USE)
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
         if len(cache.loaded) > start or (not start and (cache.states or cache.used_before)):
@@ -83,9 +86,9 @@ class Guard:
             given = {**given, "position_ids": positions.expand(ids.shape[0], -1)}
         return (), given
 
-    def look(self, cache: SkyCache, closely: bool) -> None:
+    def look(self, cache: SkyCache, care: Care = Care.USE) -> None:
         """Take back what is loaded, and store nothing, where the model is no longer the one that the cache is of."""
-        if cache.context is not None and self._same(cache.context, closely):
+        if cache.context is not None and self._same(cache.context, care):
             return
         if (more := len(cache.loaded) - cache.get_seq_length()) > 0:
             self._refuse(cache, "a model that has changed since", more, 0)
@@ -220,23 +223,21 @@ class Guard:
         """
         if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
             return False
-        end = start + ids.shape[1]
-        if ids.shape[1] == 1 and ids.device.type != "cpu":  # a decoding step: to look would stall the device, and what
-            return bool(ids.shape[0] == 1)  # could be wrong was seen at the prefill
-        if any(self._says_more(name, value) for name, value in options.items()) or not bool((ids == ids[:1]).all()):
+        rows, width = ids.shape
+        if width == 1 and ids.device.type != "cpu":  # a decoding step: to look would stall the device, and what could
+            return bool(rows == 1)  # be wrong was seen at the prefill
+        if any(self._says_more(name, value) for name, value in options.items()):
             return False
+        if rows > 1 and not bool((ids == ids[:1]).all()):
+            return False
+        end = start + width
         mask, positions = options.get("attention_mask"), options.get("position_ids")
         if mask is not None and (
             not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] != end or not bool(mask.all())
         ):
             return False
         places = options.get("cache_position")
-        if places is not None and not bool((places == torch.arange(start, end, device=places.device)).all()):
-            return False
-        return positions is None or (
-            positions.shape[-1] == ids.shape[1]
-            and bool((positions.reshape(-1, ids.shape[1])[-1] == torch.arange(start, end, device=ids.device)).all())
-        )
+        return (places is None or _counts(places, start, end)) and (positions is None or _counts(positions, start, end))
 
     def _says_more(self, name: str, value: object) -> bool:
         """Whether this argument is an input beside tokens, their mask and their positions."""
@@ -306,6 +307,15 @@ def _says_nothing(model: torch.nn.Module, name: str) -> bool:
     with torch.inference_mode():
         without, given = (model(input_ids=ids, **more).logits for more in ({}, {name: torch.zeros_like(ids)}))
     return bool(torch.equal(without, given))
+
+
+def _counts(positions: torch.Tensor, start: int, end: int) -> bool:
+    """Whether each row of them is ``start`` .. ``end - 1``."""
+    if positions.shape[-1] != end - start:
+        return False
+    if positions.numel() == 1:  # a decoding step waits for this
+        return bool(positions.item() == start)
+    return bool((positions == torch.arange(start, end, device=positions.device)).all())
 
 
 def _has_tensors(value: object) -> bool:

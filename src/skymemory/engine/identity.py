@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from skymemory.engine.kv_cache import LAYERS, LayerGroup, LayerKind, groups_of
 from skymemory.engine.probe import check_goes_on
 from skymemory.engine.states import States
-from skymemory.engine.substance import Substance, foreign_code, foreign_hook
+from skymemory.engine.substance import Care, Substance, foreign_code, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import ITEM_BYTES, KVLayout
@@ -84,12 +84,12 @@ class Identity:
         self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
         return self.context != before
 
-    def same(self, context: CacheContext | None, closely: bool = True) -> bool:
-        """Whether everything is as it was when it was last named, and that name is ``context``; ``closely`` as in
-        ``Substance.changed``, and whether there are hooks.
+    def same(self, context: CacheContext | None, care: Care = Care.USE) -> bool:
+        """Whether everything is as it was when it was last named, and that name is ``context``; at a use, whether there
+        are hooks too.
         """
-        untouched = conditions() == self._conditions and not self._substance.changed(closely)
-        hooked = closely and foreign_hook(self._model, self._our_hooks)
+        untouched = conditions() == self._conditions and not self._substance.changed(care)
+        hooked = care >= Care.USE and foreign_hook(self._model, self._our_hooks)
         return untouched and context == self.context and not hooked
 
     def _context(self, weights: str) -> CacheContext:

@@ -376,7 +376,7 @@ class GroupRoom:
 class Guarding(Protocol):
     """What a cache needs of the hook that looks at its model (``guard``)."""
 
-    def look(self, cache: SkyCache, closely: bool) -> None: ...
+    def look(self, cache: SkyCache) -> None: ...
 
 
 class Bringing(Protocol):
@@ -530,7 +530,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """
         if not self.get_seq_length():
             if self.guard is not None:
-                self.guard.look(self, closely=True)
+                self.guard.look(self)
             self._handed_to_generate = False
             self.advance(self.usable(len(self.loaded)))
         return int(self.get_seq_length())

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from operator import is_
 from typing import Any
@@ -42,6 +43,17 @@ count, changes all of it.
 """
 
 _Look = tuple[object, ...]
+
+
+class Care(IntEnum):
+    """How closely a model is looked at: the more, the more can have happened since the last time."""
+
+    STEP = 0
+    """Of decoding: whether settings, such as which adapters are on, are as they were."""
+    CALL = 1
+    """And whether it has the same parts and tensors, not written to."""
+    USE = 2
+    """And whether nothing was added, modes and code are as they were, and the numbers, as far as samples go."""
 
 
 @dataclass(slots=True)
@@ -120,15 +132,18 @@ class _Seen:
                 views.setdefault((view.dtype, view.device), []).append(view)
         self._samples = [(of_one_kind, _bytes_of(of_one_kind)) for of_one_kind in views.values()]
 
-    def same(self, closely: bool = True) -> bool:
-        """Not ``closely``: whether the same tensors were not written to, and settings are as they were."""
-        tensors = self._tensors.held()
-        if tensors is None or self._look(tensors) != self._looks or not self._settings.equal():
+    def same(self, care: Care = Care.USE) -> bool:
+        if not self._settings.equal():
             return False
-        return self._children.held() is not None and (not closely or self._same_closely())
+        if care >= Care.CALL and not self._same_tensors():
+            return False
+        return care < Care.USE or self._same_numbers_and_code()
 
-    def _same_closely(self) -> bool:
-        """Whether nothing was added, modes and code are as they were, and the numbers, as far as samples go."""
+    def _same_tensors(self) -> bool:
+        tensors = self._tensors.held()
+        return tensors is not None and self._look(tensors) == self._looks and self._children.held() is not None
+
+    def _same_numbers_and_code(self) -> bool:
         if list(map(len, self._parts)) != self._sizes or not self._modes.equal():
             return False
         return all(kind.forward is code for kind, code in self._code) and self.same_numbers()
@@ -159,11 +174,9 @@ class Substance:
         """What ``digest`` or ``watch`` called it last."""
         self._seen: _Seen | None = None
 
-    def changed(self, closely: bool = True) -> bool:
-        """Whether ``digest`` would have to be asked again; not ``closely``: a look for each step of decoding, that
-        sees what is switched in place.
-        """
-        return self._seen is None or not self._seen.same(closely)
+    def changed(self, care: Care = Care.USE) -> bool:
+        """Whether ``digest`` would have to be asked again."""
+        return self._seen is None or not self._seen.same(care)
 
     def watch(self, name: str) -> str:
         """Call it by this name as it is now; nothing is digested."""
@@ -213,8 +226,8 @@ def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
     numbers cannot be known.
     """
     for module in _modules(model):
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for hook in hooks.values():
+        if module._forward_hooks or module._forward_pre_hooks:  # few have any
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 if not isinstance(getattr(hook, "__self__", hook), ours) and hook.__module__ != _HARMLESS:
                     return type(module).__name__
     return ""
