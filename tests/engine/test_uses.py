@@ -440,6 +440,55 @@ def test_a_cache_got_in_inference_mode_serves_outside(uneven: Any, ids: Any, kvc
     assert generate(uneven, ids, cache) == generate(uneven, ids)
 
 
+@pytest.mark.parametrize("family", ["Qwen3-Next", "LFM2", "Falcon-H1"])
+def test_states_got_in_inference_mode_serve_outside(ids: Any, family: str) -> None:
+    if not known(family):
+        pytest.skip("not in this release of transformers")
+    model = build(family)
+    plain = generate(model, ids)
+    with manager(model, None, weights="w") as kvc:
+        with torch.inference_mode():
+            used = kvc.get_cache_ids(ids)
+            assert generate(model, ids, used) == plain
+            kvc.add_blocks_ids(ids)
+            loaded = kvc.get_cache_ids(ids)
+        assert generate(model, ids, used) == plain
+        assert loaded.result.cached_tokens == 320 and generate(model, ids, loaded) == plain
+        assert generate(model, ids, used, num_beams=3) == generate(model, ids, num_beams=3)
+        assert generate(model, ids, used) == plain, "one row again"
+
+
+def test_rows_at_other_positions_are_not_stored(uneven: Any, ids: Any) -> None:
+    """Keys are stored from the first row; the last one is at the usual positions."""
+    usual = torch.arange(ids.shape[1])
+    with manager(uneven, None, weights="w") as kvc, torch.inference_mode():
+        cache = kvc.get_cache_ids(ids)
+        uneven(ids.repeat(2, 1), position_ids=torch.stack([2 * usual + 7, usual]), past_key_values=cache)
+        assert kvc.add_blocks_ids(ids).prefilled_tokens == 320, "not from that cache"
+        logits = uneven(ids, past_key_values=kvc.get_cache_ids(ids), logits_to_keep=1).logits
+        assert torch.allclose(logits, uneven(ids, logits_to_keep=1).logits, atol=1e-4)
+
+
+def test_what_another_model_put_in_is_not_gone_on_from_as_our_own(ids: Any) -> None:
+    ours, other = build_small(seed=7), build_small(seed=8)
+    with manager(ours, None, weights="w") as kvc, torch.inference_mode():
+        kvc.add_blocks_ids(ids)
+        cache, plain = kvc.get_cache_ids(ids), transformers.DynamicCache()
+        for held in (cache, plain):
+            other(ids[:, :10], past_key_values=held)
+        got, wanted = (ours(ids[:, 10:], past_key_values=held, logits_to_keep=1).logits for held in (cache, plain))
+        assert torch.allclose(got, wanted, atol=1e-4) and not len(cache.tokens())
+
+
+def test_a_cache_from_elsewhere_is_for_no_model_here(uneven: Any, ids: Any, kvc: KVCManager) -> None:
+    """Whose it was is not known any more, in another process least of all."""
+    saved = io.BytesIO()
+    torch.save(kvc.get_cache_ids(ids), saved)
+    saved.seek(0)
+    back = torch.load(saved, weights_only=False)
+    assert back.begin() == 0 and generate(uneven, ids, back) == generate(uneven, ids)
+
+
 def test_a_foreign_cache_that_holds_something_else_is_not_stored(uneven: Any, ids: Any) -> None:
     padded = torch.nn.functional.pad(ids, (7, 0))
     mask = torch.nn.functional.pad(torch.ones_like(ids), (7, 0))
@@ -453,6 +502,38 @@ def test_a_foreign_cache_that_holds_something_else_is_not_stored(uneven: Any, id
         generate(uneven, ids, foreign)
         assert kvc.add_blocks_ids(ids, foreign).stored_blocks == 20
         assert generate(uneven, ids, kvc.get_cache_ids(ids)) == generate(uneven, ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ({"text": "a prompt"}, "input_ids"),
+        ([[1, 2], [3]], "one prompt at a time"),
+        ([{"role": "user", "content": "a"}, "b"], "each message"),
+        ([1, None], "whole numbers"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(kvc: KVCManager, prompt: Any, said: str) -> None:
+    for call in (kvc.get_cache, kvc.add_blocks):
+        with pytest.raises(InvalidInput, match=said):
+            call(prompt)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_a_mask_of_any_kind_leaves_the_padding_out(ids: Any, kvc: KVCManager, kind: Any) -> None:
+    padded = {name: torch.nn.functional.pad(value, (7, 0)) for name, value in
+              {"input_ids": ids, "attention_mask": torch.ones_like(ids).to(kind)}.items()}  # fmt: skip
+    assert kvc.get_cache(padded).result.cached_tokens == 320
+
+
+def test_hidden_states_that_the_configuration_asks_for_are_of_all_tokens(ids: Any) -> None:
+    model = build_small(seed=7)
+    with manager(model, None, weights="w") as kvc, torch.inference_mode():
+        model.config.output_hidden_states = True
+        kvc.add_blocks_ids(ids)
+        assert kvc.get_cache_ids(ids).result.cached_tokens == 320
+        got = model(ids, past_key_values=kvc.get_cache_ids(ids), logits_to_keep=1).hidden_states
+        assert [one.shape[1] for one in got] == [ids.shape[1]] * len(got)
 
 
 def test_a_token_that_is_none_is_named(ids: Any, kvc: KVCManager) -> None:

@@ -21,6 +21,8 @@ from skymemory.metrics import Counters
 _log = logging.getLogger(__name__)
 
 _ALONG_THE_PROMPT = ("input_ids", "position_ids", "cache_position")
+_ALL_ALONG = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")
+"""Arguments that ask for something of each token."""
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments with a number for each token; in most models they say nothing where all are 0."""
 
@@ -74,6 +76,8 @@ class Guard:
         self.look(cache, Care.STEP if step else Care.CALL if start else Care.USE)
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
+        if not cache.saw(start):  # what is loaded is not what comes behind such contents
+            cache.loaded = cache.loaded[:start]
         if len(cache.loaded) > start or (not start and (cache.states or cache.used_before)):
             given = self._advance(cache, start, given)
         elif start:
@@ -192,8 +196,7 @@ class Guard:
             return "embeddings instead of tokens"
         # who does not ask for the last logits only wants all of them, where that can be asked for
         kept = given.get("logits_to_keep", 0 if "logits_to_keep" in self._parameters else 1)
-        asked = ("labels", "output_hidden_states", "output_attentions")
-        if not isinstance(kept, int) or kept < 1 or any(given.get(name) not in (None, False) for name in asked):
+        if not isinstance(kept, int) or kept < 1 or any(self._asked(name, given) for name in _ALL_ALONG):
             return "more asked for than its last logits"
         if other := next((name for name, value in given.items() if self._says_more(name, value)), ""):
             return f"other inputs ({other})"
@@ -216,6 +219,11 @@ class Guard:
         if places is not None and not bool((places == torch.arange(start, start + width, device=places.device)).all()):
             return "positions of its own"
         return _Call(ids[:, padding:], padding, kept)
+
+    def _asked(self, name: str, given: dict[str, Any]) -> bool:
+        """Whether a result that has something of each token is wanted, by this call or by the configuration."""
+        value = given.get(name)
+        return (getattr(self._model.config, name, None) if value is None else value) not in (None, False)
 
     def _is_plain(self, start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
         """Whether the model is given one sequence, in every row, at consecutive positions from ``start`` on, with

@@ -27,7 +27,7 @@ import transformers
 from skymemory.cache.blocks import BlockSink
 from skymemory.cache.results import LoadResult
 from skymemory.engine.staging import Gathered, Staging
-from skymemory.engine.states import States, repeat
+from skymemory.engine.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, InvalidInput, MissingExtra
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
@@ -268,6 +268,13 @@ class SlidingLayer(GrowingLayer):
         return self.sliding_window
 
 
+class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """One layer with recurrent states and nothing of tokens."""
+
+    def reset(self) -> None:
+        forget(self)
+
+
 class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type: ignore[misc]
     """One layer with ``states`` recurrent states beside its keys and values."""
 
@@ -282,7 +289,7 @@ class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def reset(self) -> None:
-        LinearAttentionLayer.reset(self)
+        forget(self)
         GrowingLayer.reset(self)
 
 
@@ -300,7 +307,7 @@ class LayerKind:
     def layer(self, rooms: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """A layer of this kind, with the next of ``rooms`` if it needs one."""
         if not self.attention:
-            return LinearAttentionLayer(number_of_states=self.states) if self.states else DummyLayer()
+            return RecurrentLayer(number_of_states=self.states) if self.states else DummyLayer()
         if self.states:
             return StatefulLayer(next(rooms), self.states)
         return GrowingLayer(next(rooms)) if self.window is None else SlidingLayer(next(rooms), self.window)
@@ -526,11 +533,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def begin(self) -> int:
         """Make what is loaded the contents now, and say how many tokens that is: the first ones of the prompt that this
-        cache was made for. The model is then to be given what is behind them.
+        cache was made for. The model is then to be given what is behind them. None of a cache that was saved and read
+        again: whose it was is not known any more.
         """
         if not self.get_seq_length():
-            if self.guard is not None:
-                self.guard.look(self)
+            if self.guard is None:
+                return 0
+            self.guard.look(self)
             self._handed_to_generate = False
             self.advance(self.usable(len(self.loaded)))
         return int(self.get_seq_length())
@@ -631,6 +640,10 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         elif not self._closed:
             self._seen.append(input_ids[0].detach().clone())
             self._seen_tokens += input_ids.shape[1]
+
+    def saw(self, held: int) -> bool:
+        """Whether each pass that has put in some of its ``held`` tokens was noted."""
+        return self._seen_tokens >= held
 
     def tokens(self) -> Tokens:
         """The token ids whose keys and values come first in all sequences held here, as far as they are known."""

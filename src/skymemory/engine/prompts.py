@@ -54,13 +54,21 @@ def prompt_ids(
         return ids
     if _is_chat(prompt):
         chat: Any = prompt
+        if odd := next((one for one in chat if not isinstance(one, Mapping)), None):
+            raise InvalidInput(f"each message of a chat must be a mapping with its role and content, got {type(odd)}")
         options = {"add_generation_prompt": chat[-1].get("role") != "assistant", **template}
         encoded = _needed(tokenizer).apply_chat_template(chat, **{**options, "tokenize": True, "return_dict": True})
         return flat_ids(encoded["input_ids"])
     if isinstance(prompt, Mapping):
-        ids = flat_ids(prompt["input_ids"] if "input_ids" in prompt else prompt["sequences"])
+        named = next((name for name in ("input_ids", "sequences") if name in prompt), None)
+        if named is None:
+            raise InvalidInput(
+                f"a mapping with {', '.join(map(str, prompt)) or 'nothing'}: pass one with input_ids, as a tokenizer "
+                "gives it, or with sequences, as generate does; the messages of a chat are a list"
+            )
+        ids = flat_ids(prompt[named])
         mask = prompt.get("attention_mask")
-        return ids if mask is None else ids[flat_ids(mask).argmax() :]
+        return ids if mask is None else ids[(_flat(mask) != 0).argmax() :]
     return flat_ids(prompt)
 
 
@@ -76,15 +84,22 @@ def _needed(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> PreTr
 
 def flat_ids(ids: TokenIds) -> Tokens:
     """Token ids as a flat int64 array; InvalidInput for anything but one sequence of whole numbers."""
-    array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
-    if array.ndim == 2 and array.shape[0] == 1:
-        array = array[0]
+    array = _flat(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidInput(
             f"one prompt at a time: token ids must be one sequence of whole numbers, got {array.dtype} of shape "
             f"{array.shape}"
         )
     return array.astype(np.int64)
+
+
+def _flat(values: Any) -> npt.NDArray[Any]:
+    """As an array, without a first dimension of 1."""
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except ValueError as error:
+        raise InvalidInput(f"one prompt at a time: rows of different lengths are none ({error})") from error
+    return array[0] if array.ndim == 2 and array.shape[0] == 1 else array
 
 
 def shared_prefix(held: Tokens, ids: Tokens) -> int:

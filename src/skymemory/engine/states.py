@@ -76,10 +76,11 @@ class States:
         at = 0
         for one in self._states:
             size = one.dtype.itemsize * int(np.prod(one.shape))
-            part = torch.frombuffer(bytearray(held[at : at + size]), dtype=one.dtype).view(one.shape)
+            with torch.inference_mode(False):  # to be written to in any mode, whatever this one is
+                part = torch.frombuffer(bytearray(held[at : at + size]), dtype=one.dtype).view(one.shape).to(device)
             at += size
             layer = layers[one.layer]
-            getattr(layer, f"{one.kind}_states")[one.number] = part.to(device)
+            getattr(layer, f"{one.kind}_states")[one.number] = part
             getattr(layer, f"is_{one.kind}_states_initialized")[one.number] = True
             layer.has_previous_state[one.number] = True
             layer.dtype, layer.device = one.dtype, device
@@ -94,6 +95,17 @@ def repeat(layer: Any, repeats: int) -> None:
         for number, state in held.items():
             if state is not None:
                 held[number] = state.repeat_interleave(repeats, dim=0)
+
+
+def forget(layer: Any) -> None:
+    """As if nothing had been put in. transformers' ``reset`` writes zeros instead, into tensors that keep their rows,
+    and that only inference mode may write to if they were made there.
+    """
+    for kind in ("conv", "recurrent"):
+        for number in range(layer.number_of_states):
+            getattr(layer, f"{kind}_states")[number] = None
+            getattr(layer, f"is_{kind}_states_initialized")[number] = False
+            layer.has_previous_state[number] = False
 
 
 class StoredStates:
