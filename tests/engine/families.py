@@ -150,6 +150,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         **_MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1,
         "shared_intermediate_size": 32,
     }),
+    "Bamba": ("BambaForCausalLM", "BambaConfig", {**_MAMBA, **_FOUR, "attn_layer_indices": [1, 3]}),
     "Nemotron": ("NemotronForCausalLM", "NemotronConfig", {}),
     "Nemotron-H": ("NemotronHForCausalLM", "NemotronHConfig", {
         **_FOUR, "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, **_HEAD,
@@ -189,7 +190,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Name, class, configuration class and what is not as in all."""
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "Bamba": ("BambaForCausalLM", "BambaConfig", {**_MAMBA, **_FOUR, "attn_layer_indices": [1, 3]}),
     "Jamba": ("JambaForCausalLM", "JambaConfig", {
         **_FOUR, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
         "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
@@ -209,6 +209,11 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MiMo V2 Flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", {
         **_HEAD, "v_head_dim": 8, "sliding_window": WINDOW, "n_routed_experts": 4, **_EXPERTS,
     }),
+    "Zamba": ("ZambaForCausalLM", "ZambaConfig", {
+        **_FOUR, "num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 2,
+        "mamba_d_state": 8, "mamba_dt_rank": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
+    }),
+    "RoBERTa": ("RobertaForCausalLM", "RobertaConfig", {"is_decoder": True}),
     "Phi-3, LongRoPE": ("Phi3ForCausalLM", "Phi3Config", _rope(
         "longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=64
     )),
@@ -234,8 +239,8 @@ def build(name: str) -> Any:
 
 
 WITH_STATES = {
-    "Qwen3-Next", "Qwen3.5", "Qwen3.5 MoE", "Falcon-H1", "Granite 4", "Nemotron-H", "LFM2", "LFM2 MoE", "OLMo hybrid",
-    "Zamba2",
+    "Qwen3-Next", "Qwen3.5", "Qwen3.5 MoE", "Falcon-H1", "Bamba", "Granite 4", "Nemotron-H", "LFM2", "LFM2 MoE",
+    "OLMo hybrid", "Zamba2",
 }  # fmt: skip
 """What is found of them ends where a state was kept."""
 

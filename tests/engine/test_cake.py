@@ -217,11 +217,15 @@ def test_codecs_come_to_their_place_too(model: Any, ids: Any) -> None:
 def test_an_engine_that_fails_leaves_no_writer_behind(model: Any, ids: Any, store: MemoryStore) -> None:
     with cake(model, RateLimited(store, SLOW)) as kvc:
 
-        def broken(*args: Any, **options: Any) -> Any:
-            raise RuntimeError("out of memory")
+        class Broken:
+            device = torch.device("cpu")
 
-        kvc.cake._model = broken  # type: ignore[assignment]
-        kvc.cake._model.device = torch.device("cpu")  # type: ignore[attr-defined]
+            def forward(self, **options: Any) -> Any:
+                raise RuntimeError("out of memory")
+
+            __call__ = forward
+
+        kvc.cake._model = Broken()  # type: ignore[assignment]
         with pytest.raises(RuntimeError, match="out of memory"):
             kvc.get_cache_ids(ids)
         kvc.cake._model = model

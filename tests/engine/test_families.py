@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from tests.engine.families import REFUSED, build, known  # noqa: E402
 from tests.engine.test_uses import TOLD  # noqa: E402
@@ -42,7 +42,7 @@ EACH_KIND = {
 """One of every kind that differs for a cache."""
 LIKE_THEM = {
     "Falcon, ALiBi", "GPT-BigCode", "OPT", "Mistral 0.1", "Mistral 0.1, a window shorter than a block", "Phi-3",
-    "Gemma 2", "Gemma 3n", "Qwen2 with a window", "Cohere 2", "DeepSeek V2", "Granite 4", "Nemotron-H",
+    "Gemma 2", "Gemma 3n", "Bamba", "Qwen2 with a window", "Cohere 2", "DeepSeek V2", "Granite 4", "Nemotron-H",
     "OLMo hybrid", "Zamba2",
 }  # fmt: skip
 """These run with the slow tests; the others are in the matrix alone."""
@@ -102,8 +102,9 @@ def test_every_length_and_a_chat_that_goes_on(family: Any, prompt: Any) -> None:
 
 
 WHY = {
-    "Bamba": "other results than it has" if KNOWS_STATES else "cache|attention",
     "Jamba": "other results than it has" if KNOWS_STATES else "cache|attention",
+    "Zamba": "other results than it has|states" if KNOWS_STATES else "cache|attention",
+    "RoBERTa": "counts positions otherwise",
     "RecurrentGemma": "other results than it has|cache|attention",
     "Phi-3, LongRoPE": "length of the text",
     "Llama, dynamic RoPE": "length of the text",
@@ -117,3 +118,21 @@ def test_what_cannot_be_right_is_refused_and_says_why(name: str) -> None:
         pytest.skip("this transformers has no such family")
     with pytest.raises(UnsupportedModel, match=WHY.get(name, "something else than tokens' keys|there must be one")):
         KVCManager(build(name))
+
+
+@pytest.mark.skipif(not KNOWS_STATES, reason="this transformers has states in another form")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["Jamba", "Zamba"])
+def test_what_passes_over_its_states_is_refused_where_rounding_hides_it(name: str, dtype: str) -> None:
+    with pytest.raises(UnsupportedModel, match="does not look at its"):
+        KVCManager(build(name).to(getattr(torch, dtype)))
+
+
+def test_what_the_model_itself_raises_of_a_cache_is_a_refusal() -> None:
+    config = transformers.ProphetNetConfig(
+        vocab_size=128, hidden_size=32, num_encoder_layers=2, num_decoder_layers=2, num_decoder_attention_heads=4,
+        decoder_ffn_dim=64,
+    )  # fmt: skip
+    config.is_decoder, config.is_encoder_decoder = True, False
+    with pytest.raises(UnsupportedModel, match="decoder_input_ids"):
+        KVCManager(transformers.ProphetNetForCausalLM(config).eval())

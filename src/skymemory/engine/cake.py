@@ -17,6 +17,7 @@ from skymemory.cache.loader_actions import ComputeStep
 from skymemory.cache.loading_session import LoadingSession
 from skymemory.cache.results import LoadResult
 from skymemory.engine.kv_cache import SkyCache, Tokens
+from skymemory.engine.passes import at_positions
 
 _NOTHING_TO_DO_S = 0.005
 
@@ -105,6 +106,7 @@ class CakePrefill:
                 past_key_values=cache,
                 use_cache=True,
                 **self._options,
+                **at_positions(self._model, step.first_token, step.tokens),
             )
         if prompt.is_cuda:
             torch.cuda.current_stream().synchronize()  # the step is timed, and its end is told

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from skymemory.engine.kv_cache import SkyCache, Tokens
+from skymemory.engine.passes import at_positions, forward_options
 from skymemory.engine.substance import Care
 from skymemory.errors import CacheMisuse
 from skymemory.kv.context import CacheContext
@@ -37,12 +39,12 @@ class Guard:
     """
 
     def __init__(
-        self, model: torch.nn.Module, counters: Counters, same: Callable[[CacheContext | None, Care], bool]
+        self, model: PreTrainedModel, counters: Counters, same: Callable[[CacheContext | None, Care], bool]
     ) -> None:
         """``same``: whether the model is the one of this context still, looked at with such care."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
-        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
+        self._last_logits = forward_options(model)
         self._counters = counters
         self._same = same
         self._silent_types = {name for name in _TYPES if name in self._parameters and _says_nothing(model, name)}
@@ -85,9 +87,8 @@ class Guard:
             cache.stop(decoding=True)
         ids, held = given.get("input_ids"), cache.get_seq_length()
         cache.note(ids, plain=self._is_plain(held, ids, given))
-        if self._keeps_positions and cache.plain and ids is not None and given.get("position_ids") is None:
-            positions = torch.arange(held, held + ids.shape[1], device=ids.device)
-            given = {**given, "position_ids": positions.expand(ids.shape[0], -1)}
+        if cache.plain and ids is not None and given.get("position_ids") is None:
+            given = {**given, **at_positions(self._model, held, ids.shape[1], ids.shape[0])}
         return (), given
 
     def look(self, cache: SkyCache, care: Care = Care.USE) -> None:
@@ -154,7 +155,8 @@ class Guard:
             for stop in cache.stops_before(start + end):
                 piece = ids[:, cache.get_seq_length() - start : stop - start]
                 cache.note(piece, plain=True)
-                self._model(input_ids=piece, past_key_values=cache, use_cache=True, **self._last_logits)
+                options = {**self._last_logits, **at_positions(self._model, cache.held, piece.shape[1])}
+                self._model(input_ids=piece, past_key_values=cache, use_cache=True, **options)
                 cache.stop()
         finally:
             cache.guard = self
@@ -176,7 +178,8 @@ class Guard:
         try:
             cache.note(ids, plain=True)
             with torch.no_grad():
-                self._model(input_ids=ids, past_key_values=cache, use_cache=True, **self._last_logits)
+                options = {**self._last_logits, **at_positions(self._model, 0, start)}
+                self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
         finally:
             cache.guard = self
         if rows > 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import logging
 import weakref
 from collections import deque
@@ -32,6 +31,7 @@ from skymemory.engine.compute_clock import ComputeClock
 from skymemory.engine.guard import Guard, GuardHook
 from skymemory.engine.identity import Identity, tokenizer_digest
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
+from skymemory.engine.passes import at_positions, forward_options
 from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, media_tokens, prompt_ids, shared_prefix
 from skymemory.engine.quantizers import codec_of, of_layers, readable_codecs
 from skymemory.engine.states import StoredStates
@@ -443,8 +443,8 @@ class KVCManager:
             prompt = torch.from_numpy(ids).to(self.model.device)[None]
             for stop in [*cache.stops_before(len(ids)), len(ids)]:
                 if stop > done:
-                    piece = prompt[:, done:stop]
-                    self.model(input_ids=piece, past_key_values=cache, use_cache=True, **self._forward_options)
+                    options = {**self._forward_options, **at_positions(self.model, done, stop - done)}
+                    self.model(input_ids=prompt[:, done:stop], past_key_values=cache, use_cache=True, **options)
                     cache.stop()
                     done = stop
         return cache, len(ids) - start
@@ -509,8 +509,3 @@ def within(model: Any) -> Any:
     if config is not None and not config.is_prompt_learning and hasattr(inner, "get_base_model"):
         return inner.get_base_model()
     return inner
-
-
-def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """Ask for the logits of the last token only, where the model can be asked."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from skymemory.engine.kv_cache import LAYERS, LayerGroup, LayerKind, groups_of
-from skymemory.engine.probe import check_goes_on
+from skymemory.engine.probe import FAILURES, check_goes_on
 from skymemory.engine.states import States
 from skymemory.engine.substance import Care, Substance, foreign_code, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
@@ -186,8 +186,11 @@ def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, S
     """The layout that the model really writes, and its recurrent states, seen by running it over two tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-    with torch.inference_mode():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except FAILURES as error:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be run over two tokens and a cache: {error}") from error
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     shapes = {
         (tuple(layer.keys.shape), tuple(layer.values.shape), str(layer.keys.dtype).removeprefix("torch."))

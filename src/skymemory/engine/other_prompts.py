@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from skymemory.engine.huggingface import forward_options
+from skymemory.engine.passes import at_positions, forward_options
 from skymemory.engine.prompts import TokenIds, flat_ids
 from skymemory.errors import InvalidInput
 
@@ -56,8 +56,9 @@ class OtherPrompts:
             start = self._cache.get_seq_length()
             piece = ids[:, start : start + min(tokens - ran, self._piece_tokens)]
             with torch.inference_mode():
+                options = {**self._options, **at_positions(self._model, start, piece.shape[1])}
                 self._model(
-                    input_ids=piece.to(self._model.device), past_key_values=self._cache, use_cache=True, **self._options
+                    input_ids=piece.to(self._model.device), past_key_values=self._cache, use_cache=True, **options
                 )
             ran += piece.shape[1]
             if start + piece.shape[1] == ids.shape[1]:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skymemory.engine.kv_cache import CacheSource, LayerKind, RoomPool, SkyCache, groups_of
+from skymemory.engine.passes import at_positions
 from skymemory.engine.prompts import media_tokens
 from skymemory.engine.states import States
 from skymemory.errors import UnsupportedModel
@@ -19,49 +20,96 @@ _FRONT_BLOCKS, _TOKENS = 4, 24
 _TOLERANCE = {"float32": 0.02}
 """Of the spread of the logits; in 16 bits rounding is of that order, and a wrong position far beyond it."""
 _TOLERANCE_16_BIT = 0.5
+_OTHER = 100.0
+"""Added to a state: seen in what comes behind, however little of it is, where the state is looked at at all."""
+
+
+FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+"""What models raise of inputs that they are not made for."""
 
 
 def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
     """Run over a few tokens at once, and over the same in two parts with our cache between them.
 
-    Raises UnsupportedModel where the next word differs by more than rounding, or the second part cannot be run.
+    Raises UnsupportedModel where the words behind differ by more than rounding, the second part cannot be run, or does
+    not depend on the states before it: their part is often smaller than rounding in 16 bits, and grows in decoding.
     """
     name = type(model).__name__
+    probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
+    tolerance = _TOLERANCE.get(layout.dtype, _TOLERANCE_16_BIT)
     try:
-        whole, parts = _both_ways(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+        whole, unplaced, (parts, *others) = probe.whole(), probe.without_positions(), probe.in_two_parts()
+    except FAILURES as error:
         raise UnsupportedModel(f"{name} cannot go on from a cache of ours: {error}") from error
     spread, differs = float(whole.std()), float((whole - parts).abs().max())
-    if not differs <= _TOLERANCE.get(layout.dtype, _TOLERANCE_16_BIT) * spread:
+    if not differs <= tolerance * spread:
         raise UnsupportedModel(
-            f"{name} goes on from a cache with other results than it has at once (its next word's logits differ by "
+            f"{name} goes on from a cache with other results than it has at once (its next words' logits differ by "
             f"{differs:.2g}, their spread is {spread:.2g}): it cannot be served from one"
         )
-
-
-def _both_ways(
-    model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next word's logits after a few tokens, computed at once and in two parts."""
-    front = _FRONT_BLOCKS * _BLOCK_TOKENS
-    media = set(media_tokens(model))
-    words = [one for one in range(min(512, model.config.get_text_config(decoder=True).vocab_size)) if one not in media]
-    drawn = torch.randint(0, len(words), (1, _TOKENS), generator=torch.Generator().manual_seed(1))
-    ids = torch.tensor(words)[drawn].to(model.device)
-    with torch.inference_mode():
-        whole = model(input_ids=ids, use_cache=True).logits[0, -1].float()
-        first, second = (
-            SkyCache(layout, _TOKENS, model.device, RoomPool(keep=2), kinds, states, front) for _ in range(2)
+    if not float((whole - unplaced).abs().max()) <= tolerance * spread:
+        raise UnsupportedModel(
+            f"{name} counts positions otherwise where they are not given than generate gives them: its keys and values "
+            "depend on who asks"
         )
-        model(input_ids=ids[:, :front], past_key_values=first, use_cache=True)
-        for group, room in zip(groups_of(kinds), second.groups, strict=True):
-            block = bytearray(group.layout(layout).block_bytes)
-            source = CacheSource(first, group.layout(layout), group.layers)
+    for kind, other in zip(probe.kinds_of_states, others, strict=True):
+        if torch.equal(parts, other):
+            raise UnsupportedModel(
+                f"{name} does not look at its {kind} states where it goes on with several tokens: it cannot be served "
+                "from a cache"
+            )
+
+
+class _Probe:
+    """The ways over a few tokens; each gives the logits of those behind the front, (tokens, words)."""
+
+    def __init__(self, model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
+        self._model, self._layout, self._kinds, self._states = model, layout, kinds, states
+        media = set(media_tokens(model))
+        vocabulary = min(512, model.config.get_text_config(decoder=True).vocab_size)
+        words = [one for one in range(vocabulary) if one not in media]
+        drawn = torch.randint(0, len(words), (1, _TOKENS), generator=torch.Generator().manual_seed(1))
+        self._ids = torch.tensor(words)[drawn].to(model.device)
+        self._front = _FRONT_BLOCKS * _BLOCK_TOKENS
+        self.kinds_of_states = states.kinds
+
+    def whole(self) -> torch.Tensor:
+        """As ``generate`` asks for it."""
+        return self._at_once(at_positions(self._model, 0, _TOKENS))
+
+    def without_positions(self) -> torch.Tensor:
+        """As a loop of one's own may ask for it."""
+        return self._at_once({})
+
+    def _at_once(self, options: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._model(input_ids=self._ids, use_cache=True, **options).logits[0, self._front :].float()
+
+    def in_two_parts(self) -> list[torch.Tensor]:
+        """As it is, and with other states of each kind before the second part."""
+        with torch.inference_mode():
+            first = self._cache()
+            positions = at_positions(self._model, 0, self._front)
+            self._model(input_ids=self._ids[:, : self._front], past_key_values=first, use_cache=True, **positions)
+            first.stop()
+            return [self._second_part(first, kind) for kind in ("", *self.kinds_of_states)]
+
+    def _second_part(self, first: SkyCache, changed: str) -> torch.Tensor:
+        second = self._cache()
+        for group, room in zip(groups_of(self._kinds), second.groups, strict=True):
+            block = bytearray(group.layout(self._layout).block_bytes)
+            source = CacheSource(first, group.layout(self._layout), group.layers)
             for index in range(_FRONT_BLOCKS):
                 source.read(index, memoryview(block))
                 room.place(index, memoryview(block))
-        first.stop()
         second.stops = first.stops
-        second.fill(ids[0, :front].cpu().numpy())
-        parts = model(input_ids=ids[:, front:], past_key_values=second, use_cache=True).logits[0, -1].float()
-    return whole, parts
+        second.fill(self._ids[0, : self._front].cpu().numpy())
+        for state in self._states.of(second.layers, changed):
+            state.add_(_OTHER)
+        rest = self._ids[:, self._front :]
+        positions = at_positions(self._model, self._front, rest.shape[1])
+        return self._model(input_ids=rest, past_key_values=second, use_cache=True, **positions).logits[0].float()
+
+    def _cache(self) -> SkyCache:
+        pool = RoomPool(keep=1)
+        return SkyCache(self._layout, _TOKENS, self._model.device, pool, self._kinds, self._states, self._front)

@@ -52,6 +52,15 @@ class States:
     def __bool__(self) -> bool:
         return bool(self._states)
 
+    @property
+    def kinds(self) -> list[str]:
+        """Of ``conv`` and ``recurrent`` those that there are."""
+        return sorted({one.kind for one in self._states})
+
+    def of(self, layers: Sequence[Any], kind: str) -> list[torch.Tensor]:
+        """Those of one kind, where they lie."""
+        return [one.of(layers) for one in self._states if one.kind == kind]
+
     def layout(self, block_tokens: int) -> KVLayout:
         """Room for them in the form of a block; what is too much is zero."""
         width = -(-self.size_bytes // (2 * block_tokens * _ITEM_BYTES))

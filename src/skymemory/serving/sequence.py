@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.engine.huggingface import forward_options
+from skymemory.engine.passes import forward_options
 from skymemory.serving.choosing import Chooser
 from skymemory.serving.generation import Generation, Step
 from skymemory.serving.prefix_caches import OpenPrompt
