@@ -115,6 +115,22 @@ def test_blocks_go_in_and_come_out() -> None:
         assert out == block
 
 
+def test_its_length_can_be_asked_while_another_thread_empties_it() -> None:
+    cache = fresh()
+    step(cache, 4, 0)
+    layer = cache.layers[0]
+
+    class Emptied(type(layer)):  # type: ignore[misc]
+        @property
+        def is_initialized(self) -> bool:
+            self.keys = self.values = None
+            return True
+
+    del layer.is_initialized
+    layer.__class__ = Emptied
+    assert layer.get_seq_length() == 0
+
+
 def test_gradients_leave_the_room_alone() -> None:
     cache = fresh()
     keys = torch.ones(1, 3, 2, 4, requires_grad=True)

@@ -603,6 +603,37 @@ def test_what_is_being_stored_is_not_written_over_by_the_next_generate(
         assert generate(model, one, cache) == plain[0]
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "LFM2"])
+def test_what_another_thread_begins_while_storing_is_told_apart(
+    ids: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other prompt comes when it has been seen what the cache holds, and none of that has been read."""
+    model = build(name)
+    one, other = ids[:, : 6 * BLOCK + 5], torch.cat([ids[:, : 2 * BLOCK], ids[:, 9 * BLOCK :]], dim=1)
+    plain = [generate(model, prompt) for prompt in (one, other)]
+    with manager(model, None, weights="w") as kvc:
+        cache = kvc.get_cache(one)
+        generate(model, one, cache)
+        ready, said = KVCManager._ready, []
+
+        def meanwhile(kvc: KVCManager, *args: Any) -> Any:
+            if not said:
+                thread = threading.Thread(target=lambda: said.append(generate(model, other, cache)))
+                thread.start()
+                thread.join()
+            return ready(kvc, *args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(KVCManager, "_ready", meanwhile)
+            kvc.add_blocks(one)
+        assert said == [plain[1]]
+        kvc.add_blocks(one)
+        with torch.inference_mode():
+            logits = model(one, past_key_values=kvc.get_cache(one), logits_to_keep=1).logits
+            assert kvc.last.cached_tokens == 6 * BLOCK
+            assert torch.allclose(logits, model(one, logits_to_keep=1).logits, atol=1e-4)
+
+
 class Broken(RuntimeError):
     pass
 

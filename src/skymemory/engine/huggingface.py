@@ -37,7 +37,6 @@ from skymemory.engine.quantizers import codec_of, of_layers, readable_codecs
 from skymemory.engine.states import StoredStates
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.forks import OwnLock
-from skymemory.kv.block import BlockHash
 from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
 from skymemory.kv.layout import KVLayout
@@ -60,6 +59,19 @@ _FOREIGN_TOLERANCE = 0.1
 
 Loading = Literal["prefix", "cake", "compute", "load"]
 _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Taken:
+    """What a cache has to be stored."""
+
+    sources: list[CacheSource]
+    """Of each part; none where nothing is covered."""
+    ready: list[list[int]]
+    """Of each part the blocks that are to be stored from it."""
+    stops: dict[int, bytes]
+    covered: int
+    """So many of the prompt's first blocks are its contents."""
 
 
 class KVCManager:
@@ -329,17 +341,14 @@ class KVCManager:
             if any(missing) or self._states is not None:
                 cache, covered = self._computed(ids, given)
                 with cache.read() if isinstance(cache, SkyCache) else contextlib.nullcontext():
-                    if isinstance(cache, SkyCache):  # another thread may have begun with another prompt
-                        covered = min(covered, shared_prefix(cache.tokens(), ids) // self.layout.block_tokens)
-                    ready = self._ready(missing, cache, covered)
-                    if cache is not None:
-                        stops = dict(cache.stops) if isinstance(cache, SkyCache) else {}
-                        saved = self._save(hashes, ready, cache, seconds)
-                        self._save_states(ids, stops, covered)
+                    taken = self._take(cache, ids, missing, covered)
+                    ready, covered = taken.ready, taken.covered
+                    saved = self.parts.save(hashes, ready, taken.sources, seconds) if taken.sources else saved
+                    self._save_states(ids, taken.stops, covered)
                 if (needed := self._to_compute(missing, covered, len(hashes[0]))) and saved.blocks == len(ready[0]):
                     cache, prefilled = self._prefill(ids[: needed * self.layout.block_tokens], phase)
                     rest = [sorted({*part} - {*done}) for part, done in zip(missing, ready, strict=True)]
-                    saved += self._save(hashes, self._ready(rest, cache, needed), cache, seconds)
+                    saved += self.parts.save(hashes, self._ready(rest, cache, needed), self._sources(cache), seconds)
                     self._save_states(ids, cache.stops, needed)
             self.last_stored = StoreResult(
                 prompt_tokens=len(ids),
@@ -380,11 +389,25 @@ class KVCManager:
             wanted += [index for index in lacking if index >= covered and index in seen]
         return 1 + max(wanted, default=-1)
 
-    def _save(
-        self, hashes: list[list[BlockHash]], wanted: list[list[int]], cache: Cache, seconds: dict[str, float]
-    ) -> Saved:
-        sources = [CacheSource(cache, group.layout(self.layout), group.layers) for group in self._identity.groups]
-        return self.parts.save(hashes, wanted, sources, seconds)
+    def _take(self, cache: Cache | None, ids: Tokens, missing: list[list[int]], covered: int) -> _Taken:
+        """What ``cache`` has of the first ``covered`` blocks. Of one that another thread begins anew meanwhile nothing:
+        what it holds, and what is said of that, may be of different prompts.
+        """
+        nothing = _Taken([], [[] for _ in missing], {}, 0)
+        if not isinstance(cache, SkyCache):
+            ready = self._ready(missing, cache, covered)
+            return nothing if cache is None else _Taken(self._sources(cache), ready, {}, covered)
+        begun = cache.begun
+        covered = min(covered, shared_prefix(cache.tokens(), ids) // self.layout.block_tokens)
+        ready, stops = self._ready(missing, cache, covered), dict(cache.stops)
+        try:
+            taken = _Taken(self._sources(cache) if covered else [], ready, stops, covered)
+        except IndexError:  # it was just emptied
+            return nothing
+        return taken if cache.begun == begun and not begun % 2 else nothing
+
+    def _sources(self, cache: Cache) -> list[CacheSource]:
+        return [CacheSource(cache, group.layout(self.layout), group.layers) for group in self._identity.groups]
 
     def _save_states(self, ids: Tokens, stops: dict[int, bytes], blocks: int) -> None:
         """Those of ``stops`` that are of the first ``blocks`` blocks."""

@@ -189,6 +189,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Whether its contents are in the room still, or it has none."""
         return self._room is not None and (not self.is_initialized or self.keys is self._in_place)
 
+    def get_seq_length(self, *args: Any) -> int:
+        keys = self.keys if self.is_initialized else None  # looked up once: another thread may be emptying it
+        return 0 if keys is None or not keys.numel() else int(keys.shape[-2])
+
     def leave_room(self) -> None:
         """What comes next goes elsewhere."""
         self._room = self._in_place = None
@@ -464,6 +468,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._closed = False
         """What is behind ``_seen`` is not known."""
         self._readers = 0
+        self.begun = 0
+        """Grows by 2 each time that it is emptied, and is odd meanwhile: another thread may be reading."""
         self._in_a_pass = False
         """A pass was seen to begin, and has not ended."""
         self._handed_to_generate = False
@@ -674,6 +680,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._seen_tokens = len(self._seen[0])
 
     def reset(self) -> None:
+        self.begun += 1
         self._account()
         super().reset()
         if self._readers:  # asked when it is empty, as they look at what it holds when they have begun
@@ -682,6 +689,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._accounted = 0
         self._seen, self._seen_tokens, self._closed, self.loaded, self.padding = [], 0, False, _NO_TOKENS, 0
         self.stops, self._latest_stop, self._in_a_pass = {}, 0, False
+        self.begun += 1
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -706,7 +714,7 @@ class CacheSource:
         """``layers``: those that a block of ``layout`` has, counted among the ones with attention; empty: all."""
         there = _of_tokens(cache)
         self._layers = [
-            (layer.keys[0].detach(), layer.values[0].detach()) for layer in ([there[at] for at in layers] or there)
+            (keys[0].detach(), values[0].detach()) for keys, values in ([there[at] for at in layers] or there)
         ]
         self._layout = layout
         on_device = bool(self._layers) and self._layers[0][0].device.type != "cpu"
@@ -724,9 +732,10 @@ class CacheSource:
                 np.copyto(target[layer], part.view(torch.uint8).numpy())
 
 
-def _of_tokens(cache: Cache) -> list[Any]:
-    """The layers that keep keys and values."""
-    return [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+def _of_tokens(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of the layers that have some."""
+    pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    return [(keys, values) for keys, values in pairs if keys is not None and values is not None]
 
 
 def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
