@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 from skymemory.engine.models import build_small  # noqa: E402
 from skymemory.engine.substance import Substance  # noqa: E402
-from skymemory.errors import UnsupportedModel  # noqa: E402
+from skymemory.errors import CacheMisuse, UnsupportedModel  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -341,3 +341,17 @@ def test_the_digest_is_the_same_in_every_process_and_wherever_it_was_loaded_from
     model = build_small()
     greedy(model, torch.arange(3, 30)[None])
     assert told == [Substance(model).digest()] * 2
+
+
+def test_a_loop_goes_on_with_a_model_converted_under_its_cache() -> None:
+    model = build_small()
+    ids = torch.randint(3, 1000, (1, 300), generator=torch.Generator().manual_seed(1))
+    with manager(model, None) as kvc:
+        kvc.add_blocks(ids)
+        cache = kvc.get_cache(ids)
+        held = cache.begin()
+        model.half()
+        with pytest.raises(CacheMisuse, match="float16 goes on from a cache in torch.float32.*get_cache"):
+            model(input_ids=ids[:, held:], past_key_values=cache)
+        cache = kvc.get_cache(ids)
+        assert model(input_ids=ids[:, cache.begin() :], past_key_values=cache).logits.isfinite().all()

@@ -167,6 +167,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
                 f"a model that writes {key_states.shape[1]} heads of width {key_states.shape[3]} is given the cache of "
                 f"one with {room[0].shape[0]} of {room[0].shape[2]}: get one from a KVCManager of that model"
             )
+        kind = key_states.dtype
+        if start and kind != self.keys.dtype and not torch.is_autocast_enabled(key_states.device.type):
+            raise CacheMisuse(
+                f"a model in {kind} goes on from a cache in {self.keys.dtype}: it was converted since. Get another cache "
+                "and pass it all tokens, past_key_values=kvc.get_cache(tokens)"
+            )
         if (
             room is None
             or self.keys is not self._in_place
