@@ -351,7 +351,20 @@ def test_a_loop_goes_on_with_a_model_converted_under_its_cache() -> None:
         cache = kvc.get_cache(ids)
         held = cache.begin()
         model.half()
-        with pytest.raises(CacheMisuse, match="float16 goes on from a cache in torch.float32.*get_cache"):
+        with pytest.raises(CacheMisuse, match=r"float16 goes on from a cache in torch\.float32.*get_cache"):
             model(input_ids=ids[:, held:], past_key_values=cache)
         cache = kvc.get_cache(ids)
         assert model(input_ids=ids[:, cache.begin() :], past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_is_tried_again_once_it_has_changed() -> None:
+    """Dynamic quantization rounds by the range of all tokens of a pass: what is before depends on what is behind."""
+    model = build_small()
+    ids = torch.randint(3, 1000, (1, 20 * BLOCK), generator=torch.Generator().manual_seed(1))
+    with manager(model, None) as kvc:
+        kvc.add_blocks(ids)
+        torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+        assert kvc.get_cache(ids).result.failed_blocks == {"unservable model": 20}
+        kvc.add_blocks(ids)
+        assert greedy(model, ids, kvc.get_cache(ids)) == greedy(model, ids)

@@ -78,9 +78,11 @@ class Identity:
             return False
         check_supported(self._model)
         before = self.context
-        self.layout, self.states = probe_layout(self._model, self._block_tokens)
-        self.kinds, self._conditions = kinds_of(self._model), now
-        self.groups = groups_of(self.kinds)
+        layout, states = probe_layout(self._model, self._block_tokens)
+        kinds = kinds_of(self._model)
+        check_goes_on(self._model, layout, kinds, states)
+        self.layout, self.states, self.kinds, self.groups = layout, states, kinds, groups_of(kinds)
+        self._conditions = now
         self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
         return self.context != before
 
