@@ -209,6 +209,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MiMo V2 Flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", {
         **_HEAD, "v_head_dim": 8, "sliding_window": WINDOW, "n_routed_experts": 4, **_EXPERTS,
     }),
+    "Moshi": ("MoshiForCausalLM", "MoshiConfig", {**_FOUR, "sliding_window": 64}),
     "Zamba": ("ZambaForCausalLM", "ZambaConfig", {
         **_FOUR, "num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 2,
         "mamba_d_state": 8, "mamba_dt_rank": 4, "layers_block_type": ["mamba", "hybrid"] * 2,

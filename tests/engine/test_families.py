@@ -105,6 +105,7 @@ WHY = {
     "Jamba": "other results than it has" if KNOWS_STATES else "cache|attention",
     "Zamba": "other results than it has|states" if KNOWS_STATES else "cache|attention",
     "RoBERTa": "counts positions otherwise",
+    "Moshi": "looks beyond them" if KNOWS_STATES else "looks beyond them|cache|attention",
     "RecurrentGemma": "other results than it has|cache|attention",
     "Phi-3, LongRoPE": "length of the text",
     "Llama, dynamic RoPE": "length of the text",

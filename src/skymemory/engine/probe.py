@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from skymemory.engine.kv_cache import CacheSource, LayerKind, RoomPool, SkyCache, groups_of
 from skymemory.engine.passes import at_positions
@@ -33,12 +34,14 @@ def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[Laye
 
     Raises UnsupportedModel where the words behind differ by more than rounding, the second part cannot be run, or does
     not depend on the states before it: their part is often smaller than rounding in 16 bits, and grows in decoding.
+    And where what a window hides makes a difference all the same.
     """
     name = type(model).__name__
     probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
     tolerance = _TOLERANCE.get(layout.dtype, _TOLERANCE_16_BIT)
     try:
         whole, unplaced, (parts, *others) = probe.whole(), probe.without_positions(), probe.in_two_parts()
+        hidden = probe.behind_windows()
     except FAILURES as error:
         raise UnsupportedModel(f"{name} cannot go on from a cache of ours: {error}") from error
     spread, differs = float(whole.std()), float((whole - parts).abs().max())
@@ -51,6 +54,11 @@ def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[Laye
         raise UnsupportedModel(
             f"{name} counts positions otherwise where they are not given than generate gives them: its keys and values "
             "depend on who asks"
+        )
+    if hidden and float((hidden[0] - hidden[2]).abs().max()) > 2 * float((hidden[0] - hidden[1]).abs().max()):
+        raise UnsupportedModel(
+            f"{name} has windows by its configuration, and looks beyond them: what it computes at once is not what it "
+            "computes behind a cache"
         )
     for kind, other in zip(probe.kinds_of_states, others, strict=True):
         if torch.equal(parts, other):
@@ -110,6 +118,48 @@ class _Probe:
         positions = at_positions(self._model, self._front, rest.shape[1])
         return self._model(input_ids=rest, past_key_values=second, use_cache=True, **positions).logits[0].float()
 
+    def behind_windows(self) -> list[torch.Tensor]:
+        """Of two tokens behind as many pretended ones as the widest window has: twice, for what devices err by, and
+        with another token first, which layers with a window may not look at. Nothing where no prompt is longer.
+        """
+        config = self._model.config.get_text_config(decoder=True)
+        width = max((kind.window or 0 for kind in self._kinds), default=0)
+        if not width or width + 2 > (getattr(config, "max_position_embeddings", None) or width + 2):
+            return []
+        return [self._behind_pretended(width, first) for first in (0.0, 0.0, 10.0)]
+
+    def _behind_pretended(self, width: int, first: float) -> torch.Tensor:
+        layout, cache = self._layout, DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        for index, kind in enumerate(self._kinds):
+            if kind.attention and not kind.states:
+                cache.layers[index] = _PretendedLayer(layout, width, first if kind.window else 0.0, self._model.device)
+        with torch.inference_mode():
+            options = at_positions(self._model, width, 2)
+            ids = self._ids[:, :2]
+            return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits[0].float()
+
     def _cache(self) -> SkyCache:
         pool = RoomPool(keep=1)
         return SkyCache(self._layout, _TOKENS, self._model.device, pool, self._kinds, self._states, self._front)
+
+
+class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
+    """Holds ``width`` tokens that nobody computed, all alike but the first, and keeps none that come."""
+
+    def __init__(self, layout: KVLayout, width: int, first: float, device: torch.device) -> None:
+        super().__init__()
+        shape, dtype = (1, layout.kv_heads, 1, max(layout.widths)), getattr(torch, layout.dtype)
+        usual = torch.full(shape, 0.1, dtype=dtype, device=device)
+        keys, values = layout.widths
+        self._first = (usual + first)[..., :keys], (usual + first)[..., :values]
+        held = usual.expand(-1, -1, width, -1)
+        self.keys, self.values = held[..., :keys], held[..., :values]
+        self.dtype, self.device, self.is_initialized = dtype, device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What it holds and what comes, which it does not keep."""
+        pairs = zip(self._first, (self.keys, self.values), (key_states, value_states), strict=True)
+        keys, values = (torch.cat([first, held[:, :, 1:], new], dim=2) for first, held, new in pairs)
+        return keys, values
