@@ -120,6 +120,18 @@ def test_models_we_cannot_serve_are_refused_loudly() -> None:
             KVCManager(model.eval())
 
 
+@pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="this transformers has one RoPE for all layers")
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_a_rope_of_some_layers_alone_is_seen(kind: str) -> None:
+    of_kinds = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")}
+    of_kinds[kind] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**TINY, head_dim=8, layer_types=list(of_kinds), rope_parameters=of_kinds)
+    )
+    with pytest.raises(UnsupportedModel, match="length of the text"):
+        check_supported(model)
+
+
 @pytest.mark.parametrize("implementation", ["quantized", "static", "offloaded"])
 def test_other_caches_are_refused(implementation: str) -> None:
     model = build_small()

@@ -603,6 +603,7 @@ def test_what_is_being_stored_is_not_written_over_by_the_next_generate(
         assert generate(model, one, cache) == plain[0]
 
 
+@pytest.mark.skipif(not TOLD, reason="before 5.17 a cache serves one generate")
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "LFM2"])
 def test_what_another_thread_begins_while_storing_is_told_apart(
     ids: Any, name: str, monkeypatch: pytest.MonkeyPatch

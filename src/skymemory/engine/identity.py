@@ -150,9 +150,8 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} generates with cache_implementation={implementation!r}: set it to None, since a cache is passed in"
         )
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}  # before 5
-    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)  # before 5
+    if rope_type := next((kind for kind in _rope_types(rope) if kind in _LENGTH_DEPENDENT_ROPE), ""):
         raise UnsupportedModel(
             f"{name} scales its positions with the length of the text (rope type {rope_type!r}): a block then has no "
             "single value that could be cached"
@@ -170,6 +169,14 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} runs code on a {where} that was put in the place of its own, and what that does to the numbers "
             "cannot be known: give the class a name of its own"
         )
+
+
+def _rope_types(parameters: object) -> list[str]:
+    """Of all layers, or of each kind of layer that has parameters of its own."""
+    if not isinstance(parameters, dict):
+        return []
+    own = str(parameters.get("rope_type", parameters.get("type", "default")))
+    return [own, *(kind for part in parameters.values() for kind in _rope_types(part))]
 
 
 def _drops_out(module: torch.nn.Module) -> bool:
