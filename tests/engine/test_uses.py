@@ -434,6 +434,24 @@ def test_positions_of_an_earlier_image_are_nobodys() -> None:
             generate(model, longer, cache, mm_token_type_ids=types, **image)
 
 
+def test_a_token_for_images_that_a_part_of_the_configuration_names() -> None:
+    """Phi-4 multimodal: what is behind an image is of it, and the ids alone do not say which."""
+    text = {**SMALL_SHAPE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    part = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision = {**part, "num_hidden_layers": 1, "image_size": 28, "crop_size": 28, "patch_size": 14, "image_token_id": 99}
+    audio = {
+        **part, "num_blocks": 1, "input_size": 8, "ext_pw_out_channel": 32, "nemo_conv_channels": 32,
+        "depthwise_separable_out_channel": 32, "audio_token_id": 98,
+    }  # fmt: skip
+    config = transformers.Phi4MultimodalConfig(**text, vision_config=vision, audio_config=audio)
+    torch.manual_seed(0)
+    with manager(transformers.Phi4MultimodalForCausalLM(config).eval(), None, weights="w") as kvc:
+        for media in (98, 99):
+            ids = [*range(100, 103 + 2 * BLOCK), media, *range(200, 200 + 3 * BLOCK)]
+            assert kvc.add_blocks(ids).blocks == 2
+            assert kvc.get_cache(ids).result.prompt_tokens == 2 * BLOCK + 3
+
+
 def test_a_cache_got_in_inference_mode_serves_outside(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     with torch.inference_mode():
         cache = kvc.get_cache_ids(ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MEDIA_TOKEN = re.compile("(image|video|audio|vision|speech|media).*token_(id|index)$")
+_MEDIA_TOKEN = re.compile("(image|video|audio|vision|visual|speech|media).*(token|patch)_(ids?|index)$")
 
 TokenIds: TypeAlias = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 """One sequence of token ids: flat, or a tensor of shape (n,) or (1, n)."""
@@ -110,10 +110,14 @@ def shared_prefix(held: Tokens, ids: Tokens) -> int:
 
 
 def media_tokens(model: PreTrainedModel) -> list[int]:
-    """The ids that stand for what is no text, as the model's configuration names them."""
-    named = {**vars(model.config), **model.config.to_dict()}
-    return [
-        value
-        for name, value in named.items()
-        if isinstance(value, int) and not isinstance(value, bool) and _MEDIA_TOKEN.search(name)
-    ]
+    """The ids that stand for what is no text, as the model's configuration, or a part of it, names them."""
+    return sorted({*_media_tokens(vars(model.config)), *_media_tokens(model.config.to_dict())})
+
+
+def _media_tokens(fields: Mapping[Any, Any]) -> Iterator[int]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _media_tokens(value)
+        elif _MEDIA_TOKEN.search(str(name)):
+            several = value if isinstance(value, list | tuple) else [value]
+            yield from (one for one in several if isinstance(one, int) and not isinstance(one, bool))
