@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -368,3 +369,24 @@ def test_a_model_is_tried_again_once_it_has_changed() -> None:
         assert kvc.get_cache(ids).result.failed_blocks == {"unservable model": 20}
         kvc.add_blocks(ids)
         assert greedy(model, ids, kvc.get_cache(ids)) == greedy(model, ids)
+
+
+def test_an_answer_for_which_experts_were_computed_in_another_way_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``generate`` does it on a GPU, and in 5.0 everywhere."""
+    model = build("Qwen3 MoE")
+    if getattr(model.config, "_experts_implementation", None) != "grouped_mm":
+        pytest.skip("this transformers has one way to compute experts")
+
+    @contextlib.contextmanager
+    def decoding() -> Iterator[None]:
+        model.set_experts_implementation("batched_mm")
+        yield
+        model.set_experts_implementation("grouped_mm")
+
+    monkeypatch.setattr(model, "_optimize_model_for_decode", decoding)
+    ids = torch.randint(3, 1000, (1, 2 * BLOCK + 3), generator=torch.Generator().manual_seed(1))
+    with manager(model, None) as kvc:
+        out = model.generate(ids, past_key_values=kvc.get_cache(ids), max_new_tokens=2 * BLOCK, do_sample=False)
+        stored = kvc.add_blocks(out)
+        assert (stored.stored_blocks, stored.prefilled_tokens) == (4, 0)
+        assert model.config._experts_implementation == "grouped_mm"

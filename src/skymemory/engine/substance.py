@@ -65,6 +65,19 @@ class _Digested:
     pieces: list[bytes]
 
 
+class _OneOf(frozenset[str]):
+    """Equal to each that is in it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and other in self
+
+    __hash__ = frozenset.__hash__
+
+
+_SAME_EXPERTS = _OneOf(("grouped_mm", "batched_mm"))
+"""Ways to compute the same experts: on a GPU ``generate`` changes from one to the other for decoding."""
+
+
 class _Rows:
     """What is held in many places, compared as fast as Python can: a decoding step waits for it."""
 
@@ -119,7 +132,10 @@ class _Seen:
         ]
         settings.append((model.__dict__, "training", model.training))
         for config in _configs(model):
-            settings += [(vars(config), name, value) for name, value in _plain_of(vars(config)).items()]
+            settings += [
+                (vars(config), name, _SAME_EXPERTS if _computes_experts(name, value) else value)
+                for name, value in _plain_of(vars(config)).items()
+            ]
         self._settings = _Rows(settings)
         self._modes = _Rows(
             (module.__dict__, name, module.__dict__.get(name)) for module in modules for name in ("training", "forward")
@@ -335,6 +351,11 @@ def _configs(model: torch.nn.Module) -> list[PretrainedConfig]:
             found[id(config)] = config
             waiting += vars(config).values()
     return list(found.values())
+
+
+def _computes_experts(name: str, value: object) -> bool:
+    """Whether this setting of a configuration is one of the ways that are all the same."""
+    return name.startswith("_experts_implementation") and isinstance(value, str) and value in _SAME_EXPERTS
 
 
 def _settings(module: torch.nn.Module) -> dict[str, object]:
