@@ -22,6 +22,7 @@ from skymemory.engine.identity import (  # noqa: E402
 from skymemory.engine.models import build_small  # noqa: E402
 from skymemory.engine.substance import weights_digest  # noqa: E402
 from skymemory.errors import InvalidInput, UnsupportedModel  # noqa: E402
+from tests.engine.families import build  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -77,6 +78,19 @@ def test_the_model_identity_is_the_same_wherever_it_was_loaded_from(tmp_path: An
     else:  # before transformers 5
         again.config.rope_theta = 5e5
     assert model_identity(again) != model_identity(model)
+
+
+def test_experts_that_somebody_registered_are_in_the_identity() -> None:
+    moe = pytest.importorskip("transformers.integrations.moe", reason="before transformers 5")
+    if not hasattr(moe, "ExpertsInterface"):
+        pytest.skip("this transformers has one way to compute experts")
+    model = build("Qwen3 MoE")
+    names = set()
+    moe.ExpertsInterface.register("otherwise", moe.batched_mm_experts_forward)
+    for implementation in ("eager", "grouped_mm", "batched_mm", "otherwise"):
+        model.set_experts_implementation(implementation)
+        names.add(model_identity(model))
+    assert len(names) == 2, "what transformers brings computes the same"
 
 
 def test_the_tokenizer_digest_does_not_see_what_it_was_used_for_last(tokenizer: Any) -> None:

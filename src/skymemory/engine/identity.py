@@ -34,6 +34,8 @@ _ATTENTIONS = {
     None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
 }  # fmt: skip
 """Implementations that compute the same attention; any other may compute whatever its author likes."""
+_EXPERTS = {None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"}
+"""Those that compute the same experts."""
 
 
 class Identity:
@@ -239,9 +241,10 @@ def model_identity(model: PreTrainedModel) -> str:
         for key, value in model.config.to_dict().items()
         if key not in _NOT_IDENTITY and not key.startswith("_attn")
     }
-    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
-    if attention not in _ATTENTIONS:
-        fields["_attn_implementation"] = attention
+    config = model.config.get_text_config(decoder=True)
+    for name, usual in (("_attn_implementation", _ATTENTIONS), ("_experts_implementation", _EXPERTS)):
+        if (implementation := getattr(config, name, None)) not in usual:
+            fields[name] = implementation
     text = json.dumps(fields, sort_keys=True, default=str)
     return f"{model.config.model_type}:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
