@@ -12,6 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.engine.families import build  # noqa: E402
+
 from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.identity import (  # noqa: E402
     check_supported,
@@ -22,7 +24,6 @@ from skymemory.engine.identity import (  # noqa: E402
 from skymemory.engine.models import build_small  # noqa: E402
 from skymemory.engine.substance import weights_digest  # noqa: E402
 from skymemory.errors import InvalidInput, UnsupportedModel  # noqa: E402
-from tests.engine.families import build  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
