@@ -144,7 +144,7 @@ class _Probe:
 
 
 class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
-    """Holds ``width`` tokens that nobody computed, all alike but the first, and keeps none that come."""
+    """A layer of ``width`` made-up tokens, equal but for the first; what is appended is not kept."""
 
     def __init__(self, layout: KVLayout, width: int, first: float, device: torch.device) -> None:
         super().__init__()
