@@ -10,7 +10,7 @@ import pytest
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.errors import InvalidInput
 from skymemory.sim.mooncake import blocks, coupled, overload, scheduling
-from skymemory.sim.mooncake.base import Experiment, Setting, Told, plain
+from skymemory.sim.mooncake.base import DECODINGS, Experiment, Setting, Told, plain
 from skymemory.sim.mooncake.blocks import hits, popularity
 from skymemory.sim.mooncake.coupled import unloaded
 from skymemory.sim.mooncake.experiments import EXPERIMENTS, PUBLISHED, chosen
@@ -80,15 +80,21 @@ def test_bandwidth_and_ratio_run(setting: Setting) -> None:
     wide = scheduling.bandwidth(setting)
     assert [row[0] for row in wide.rows] == list(scheduling.NETWORK_GBIT)
     shares = scheduling.ratio(setting)
-    assert [row[:2] for row in shares.rows] == [(6, 10), (8, 8), (10, 6)]
+    splits = [(6, 10), (8, 8), (10, 6)]
+    assert [row[:4] for row in shares.rows] == [(name, 1.5, *split) for name in DECODINGS for split in splits]
+    met = {row[:3]: row[shares.header.index("met")] for row in shares.rows}
+    best = of(shares, "best number of machines that prefill, vllm, 1.5 times the trace's rate")
+    assert met["vllm", 1.5, best.ours] == max(met["vllm", 1.5, count] for count, _ in splits)
+    assert best.published == 8
 
 
 @pytest.mark.slow
 def test_rejections_come_with_goodput_and_waste(setting: Setting) -> None:
     told = overload.rejections(setting)
     assert {"rejected", "goodput_per_s", "wasted_prefill_s"} < set(told.header)
-    assert len(told.rows) == 2 * len(overload.RULES)
+    assert len(told.rows) == 3 * len(overload.RULES)
     assert of(told, "as stated: rejected, baseline").published == 4_183
+    assert of(told, "as stated: the same, of all, baseline").published == pytest.approx(17.72, abs=0.005)
     loads = overload.load_swings(setting)
     assert len(loads.series) == len(loads.rows) == len(told.rows)
 

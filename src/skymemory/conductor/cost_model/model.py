@@ -108,6 +108,17 @@ class CostModel:
         """The same model and machine at another part of its speed."""
         return replace(self, mfu=mfu, fixed_s=fixed_s)
 
+    def decoding_as(self, other: CostModel) -> CostModel:
+        """These prefills, with the memory and the decoding constants of ``other``, a model of the same shape."""
+        machine = replace(self.machine, memory_bytes_per_s=other.machine.memory_bytes_per_s)
+        return replace(
+            self,
+            machine=machine,
+            memory_share=other.memory_share,
+            decode_fixed_s=other.decode_fixed_s,
+            decode_request_s=other.decode_request_s,
+        )
+
 
 def _sum(start: float, slope: float, begin: int, end: int) -> float:
     """Of ``start + slope·i`` for i from ``begin`` to ``end - 1``."""
@@ -116,4 +127,5 @@ def _sum(start: float, slope: float, begin: int, end: int) -> float:
 
 
 LLAMA_70B_8xA800 = CostModel(LLAMA_70B, EIGHT_A800, mfu=0.5)
-"""Mooncake's model and machine. Half of the machine's speed is our choice; the paper does not say its own."""
+"""Mooncake's model and machine. Half of the machine's speed is our choice; the paper does not say its own. Its decoding
+is the least that the memory allows; ``presets`` has machines whose decoding was measured."""

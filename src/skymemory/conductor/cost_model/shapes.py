@@ -82,4 +82,16 @@ def shape_of(name: str, config: Mapping[str, Any], value_bytes: int | None = Non
 
 
 LLAMA_70B = ModelShape("LLaMA-70B", layers=80, width=8192, kv_heads=8, head_dim=128, parameters=70e9)
+QWEN_7B = ModelShape(
+    "Qwen2.5-7B", layers=28, width=3584, kv_heads=4, head_dim=128, attention_flops=2.0, weight_flops=254 / 7,
+    parameters=7.615e9,
+)  # fmt: skip
+"""As its ``config.json`` says (``shape_of``)."""
+
 EIGHT_A800 = Machine("8×A800", flops_per_s=8 * 312e12, memory_bytes_per_s=16e12, network_bytes_per_s=4 * 200e9 / 8)
+EIGHT_A100 = Machine("8×A100", flops_per_s=8 * 312e12, memory_bytes_per_s=8 * 2.039e12, network_bytes_per_s=100e9)
+FOUR_A100 = Machine("4×A100", flops_per_s=4 * 312e12, memory_bytes_per_s=4 * 2.039e12, network_bytes_per_s=100e9)
+"""A100-SXM4-80GB. An A800 is one whose NVLink does 400 GB/s instead of 600."""
+EIGHT_H800 = Machine("8×H800", flops_per_s=8 * 989e12, memory_bytes_per_s=8 * 3.35e12, network_bytes_per_s=400e9)
+"""An H100-SXM5-80GB whose NVLink does 400 GB/s instead of 900."""
+ONE_L4 = Machine("L4", flops_per_s=121e12, memory_bytes_per_s=300e9, network_bytes_per_s=2e9)

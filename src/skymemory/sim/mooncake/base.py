@@ -6,8 +6,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from skymemory.conductor.cost_model import CostModel, LLAMA_70B_4xA100, LLAMA_70B_8xA100, LLAMA_70B_8xA800
 from skymemory.sim.sources import Source
 from skymemory.sim.sweeps import Way
+
+COST = LLAMA_70B_8xA800.decoding_as(LLAMA_70B_8xA100)
+"""Prefills at half of the machine's speed, which the paper leaves open; decoding steps as were published of vLLM with
+that model on eight A100, which differ from the paper's A800 by their NVLink."""
+DECODINGS: Mapping[str, CostModel] = {"vllm": COST, "turbomind": LLAMA_70B_8xA800.decoding_as(LLAMA_70B_4xA100)}
+"""Where it matters which engine decodes: steps of 45 ms and more, and of 29 ms and more (on half of the machine)."""
+DECODING_WORDS = (
+    "decoding vllm: steps published of vLLM with this model on 8×A100 (45 ms one request); turbomind: of TurboMind on"
+    " 4×A100 (29 ms), half of the machine"
+)
 
 
 @dataclass(frozen=True, slots=True)
