@@ -40,6 +40,9 @@ _BATCHES = [
         [_stored(3, 6, mapped), ["BlockRemoved", [_NAMES[4]], "GPU", 0]],
         [_stored(0, 2, mapped, lora_name="a", extra_keys=[["a", "salt"], ["a"]]), ["AllBlocksCleared"]],
         [_stored(2, 3, mapped, medium="CPU", extra_keys=[[["image", 7], "salt"]]), _stored(2, 3, mapped)],
+        [_stored(0, 6, mapped, token_ids=[], block_size=0, medium="CPU"), ["BlockRemoved", [_NAMES[1]], "cpu", 0]],
+        [_stored(0, 1, mapped, token_ids=[*range(12)], block_size=12, medium="disk", extra_keys=None)],
+        [_stored(3, 4, mapped, token_ids=[*range(6, 11)], block_size=5, medium="tape", extra_keys=None)],
     )
 ]
 _TEXTS = [engine_texts.VLLM, engine_texts.SGLANG, engine_texts.VLLM_TWO_ENGINES]

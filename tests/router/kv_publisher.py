@@ -51,13 +51,16 @@ class Engine:
     Of those that nothing follows, the one used least lately goes first.
     """
 
-    def __init__(self, seed: int, capacity: int, block_tokens: int) -> None:
+    def __init__(self, seed: int, capacity: int, block_tokens: int, host: int = 0) -> None:
         self.dice = random.Random(seed)
         self.life = os.urandom(8)
         """Block hashes of one life mean nothing in another."""
         self.capacity = capacity
         self.block_tokens = block_tokens
         self.held: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
+        self.host_blocks = host
+        self.host: OrderedDict[bytes, None] = OrderedDict()
+        """Names of copies in the host's memory, told as vLLM's offloading connector tells them: without tokens."""
 
     def serve(self) -> list[Any]:
         """One prompt: what the cache has of it is used, the rest computed and stored."""
@@ -82,17 +85,30 @@ class Engine:
             hashes: list[int | bytes] = [self.held[chain] for chain in new]
             parent = self.held[known[-1]] if known else None
             events.append(BlockStored(hashes, parent, tokens, self.block_tokens, None, "GPU"))
+            events += self.offload(hashes)
+        return events
+
+    def offload(self, hashes: list[int | bytes]) -> list[Any]:
+        """Every block is copied as it is stored; the oldest copies go, and what is told to go was told to come."""
+        events: list[Any] = []
+        for name in hashes:
+            if self.host_blocks and isinstance(name, bytes) and name not in self.host:
+                self.host[name] = None
+                events.append(BlockStored([name], None, [], 0, None, "CPU"))
+        while len(self.host) > self.host_blocks:
+            events.append(BlockRemoved([self.host.popitem(last=False)[0]], self.dice.choice(("CPU", "cpu"))))
         return events
 
     def clear(self) -> list[Any]:
         self.held.clear()
+        self.host.clear()
         return [AllBlocksCleared()]
 
 
 class Publisher:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.engine = Engine(options.seed, options.capacity, options.block_tokens)
+        self.engine = Engine(options.seed, options.capacity, options.block_tokens, options.host)
         self.dice = random.Random(options.seed + 1)
         context = zmq.Context()
         self.pub = context.socket(zmq.PUB)
@@ -137,7 +153,8 @@ class Publisher:
             self.publish(self.engine.clear())
         if "drop" in order:
             self.dropping = order["drop"]
-        return {"number": self.number, "held": [name.hex() for name in self.engine.held.values()]}
+        held = {*self.engine.held.values(), *self.engine.host}
+        return {"number": self.number, "held": [name.hex() for name in held]}
 
     def publish(self, events: list[Any]) -> None:
         payload = msgspec.msgpack.encode(Batch(time.time(), events, 0))
@@ -167,7 +184,14 @@ class Publisher:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for name, default in (("seed", 0), ("capacity", 60), ("hwm", 100_000), ("buffer", 10_000), ("block-tokens", 4)):
+    for name, default in (
+        ("seed", 0),
+        ("capacity", 60),
+        ("hwm", 100_000),
+        ("buffer", 10_000),
+        ("block-tokens", 4),
+        ("host", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("lose", "double", "swap"):
         parser.add_argument(f"--{name}", type=float, default=0.0)

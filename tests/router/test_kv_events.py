@@ -217,18 +217,21 @@ def test_swapped_messages_are_put_in_order_without_a_loss() -> None:
     run(scene, patience_s=2.0)
 
 
-def test_the_precise_index_matches_what_the_engine_holds() -> None:
+@pytest.mark.parametrize(("host", "blocks"), [(0, 60), (150, 163)])
+def test_the_precise_index_matches_what_the_engine_holds(host: int, blocks: int) -> None:
+    """With ``host`` copies in the host's memory it holds there what its GPU evicted."""
+
     async def play() -> None:
         index = PreciseIndex(BLOCK_TOKENS)
         events = KvEvents(index, Pace(probe_s=0.1, patience_s=0.01))
         try:
-            with a_publisher(seed=9, lose=0.1, double=0.1, swap=0.1) as publisher:
+            with a_publisher(seed=9, lose=0.1, double=0.1, swap=0.1, host=host) as publisher:
                 feed = await heard(events, publisher, replay=True)
                 publisher.order(publish=199)
                 truth = publisher.order(publish=1)
                 await until(lambda: feed.counts.batches == 200)
                 held = {name[8:] for name in truth}
-                assert index.blocks_of(SLOT) == len(held) == 60
+                assert index.blocks_of(SLOT) == len(held) == blocks
                 dice = random.Random(9)
                 for _ in range(300):
                     prompt = bytes(dice.randrange(3) for _ in range(6))
@@ -425,6 +428,19 @@ def test_blocks_of_another_size_are_said_once(caplog: pytest.LogCaptureFixture) 
 
     run(scene)
     assert sum("blocks of 8 tokens" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_medium_of_unknown_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    index = PreciseIndex(1)
+    feed = Feed("a", SLOT, "small", index)
+    media = ["GPU", "tape", "tape", "cpu", "Punched cards", "tape"] + [f"other {number}" for number in range(100)]
+    for number, medium in enumerate(media):
+        feed.offer(number, msgspec.msgpack.encode([1.0, [["BlockStored", [1], None, [7], 1, None, medium]]]))
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:2] == [
+        f"events of a: medium {name!r} is not known, and is taken for the slowest" for name in ("tape", "Punched cards")
+    ]
+    assert len(said) == 8 and index.counters.get("events_of_unknown_media") == 104
 
 
 def test_it_goes_as_well_in_the_loop_that_the_router_runs_in() -> None:

@@ -9,16 +9,46 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skymemory import native
 from skymemory.conductor.prefix_index.events import AllCleared, BlocksRemoved, BlocksStored
+from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.seeds import seed
 from skymemory.router.kv_messages import MAX_MESSAGE_BYTES, MalformedEvents, decode, sequence_of
 
 pack = msgspec.msgpack.encode
 NAME, PARENT = b"n" * 32, b"p" * 32
 TOKENS = [5, 6, 7, 70_000]
+VLLM = bytes.fromhex(
+    "93cb3ff8000000000000968ba474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573920b0cb170617265"
+    "6e745f626c6f636b5f68617368c0a9746f6b656e5f6964739401020304aa626c6f636b5f73697a6502a76c6f72615f6964c0"
+    "a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797392c0c0a967726f75705f69647800b26b76"
+    "5f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e8aa474797065ab426c6f636b53746f726564ac"
+    "626c6f636b5f686173686573910cb1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f69647390aa626c6f636b"
+    "5f73697a6500a76c6f72615f6964c0a66d656469756da3435055a96c6f72615f6e616d65c0a967726f75705f69647800a86c"
+    "6f63616c697479a54c4f43414c8ba474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573910bb1706172"
+    "656e745f626c6f636b5f68617368c0a9746f6b656e5f69647390aa626c6f636b5f73697a6500a76c6f72615f6964c0a66d65"
+    "6469756da753544f52414745a96c6f72615f6e616d65c0a967726f75705f69647800a86c6f63616c697479a652454d4f5445"
+    "a96f776e657273686970a2667384a474797065ac426c6f636b52656d6f766564ac626c6f636b5f686173686573910ca66d65"
+    "6469756da3475055a967726f75705f6964780086a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865"
+    "73910ba66d656469756da753544f52414745a967726f75705f69647800a86c6f63616c697479a652454d4f5445a96f776e65"
+    "7273686970a2667381a474797065b0416c6c426c6f636b73436c656172656400"
+)
+"""Encoded by the structs of vLLM 0.32 (``vllm/distributed/kv_events.py``), filled as its offloading connector does
+(``kv_connector/v1/offloading/events.py``): a name in the host's memory, and in a remote store of which it says so."""
+LMCACHE = bytes.fromhex(
+    "93cb3ff80000000000009288a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cd0385b1706172"
+    "656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739401020304aa626c6f636b5f73697a6504a76c6f72615f6964"
+    "c0a66d656469756da3637075a96c6f72615f6e616d65c088a474797065ab426c6f636b53746f726564ac626c6f636b5f6861"
+    "7368657391cd0386b1706172656e745f626c6f636b5f68617368cd0385a9746f6b656e5f6964739405060708aa626c6f636b"
+    "5f73697a6504a76c6f72615f6964c0a66d656469756da3637075a96c6f72615f6e616d65c000"
+)
+"""By the same structs, filled as its LMCache connector does (``kv_connector/v1/lmcache_connector.py``) from LMCache's
+``CacheStoreEvent`` (``lmcache/v1/cache_engine.py``): a chunk and the next, of twice the engine's block size."""
 
 
 @pytest.mark.parametrize(
@@ -64,6 +94,40 @@ def test_structs_written_as_maps_are_read() -> None:
         BlocksRemoved([NAME], "CPU"),
         AllCleared(),
     ]
+
+
+def test_media_behind_the_gpus_memory_are_told_by_name_or_in_chunks() -> None:
+    decoded = decode(7, VLLM)
+    assert decoded.unusable == decoded.unknown == 0
+    assert decoded.batch.events == [
+        BlocksStored([11, 12], None, [1, 2, 3, 4], 2, "GPU", extra_keys=[None, None]),
+        BlocksStored([12], None, (), 0, "CPU"),
+        BlocksStored([11], None, (), 0, "REMOTE"),
+        BlocksRemoved([12]),
+        BlocksRemoved([11], "REMOTE"),
+        AllCleared(),
+    ]
+    assert decode(8, LMCACHE).batch.events == [
+        BlocksStored([901], None, [1, 2, 3, 4], 4, "cpu"),
+        BlocksStored([902], 901, [5, 6, 7, 8], 4, "cpu"),
+    ]
+    rows = [["BlockStored", [12], None, [], 0, None, "CPU", None, None, 0, None, None, "REMOTE"]]
+    rows.append(["BlockRemoved", [12], "CPU", 0, "REMOTE"])
+    assert decode(9, pack([1.0, rows])).batch.events == [
+        BlocksStored([12], None, (), 0, "REMOTE"),
+        BlocksRemoved([12], "REMOTE"),
+    ]
+
+
+def test_what_two_connectors_publish_is_found_where_it_is() -> None:
+    index = PreciseIndex(2)
+    prompt = native.chain_hashes(np.arange(1, 9, dtype="<u4").tobytes(), 8, seed("m", "", ""))
+    for slot, payload in enumerate((VLLM, LMCACHE)):
+        index.follow(slot, "m")
+        for event in decode(0, payload).batch.events[:5]:
+            index.take(slot, event)
+    assert index.match(prompt, [0, 1]) == [2, 4]
+    assert index.weighted(prompt, [0, 1]) == pytest.approx([1 + 0.8, 4 * 0.8])
 
 
 def test_engines_that_only_number_their_adapters() -> None:

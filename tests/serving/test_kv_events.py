@@ -55,6 +55,7 @@ class Listener:
             for block in event["block_hashes"]:
                 del self.held[block]
         else:
+            assert event["medium"] == "GPU", "as vLLM says on processors, too: what lies there costs no loading"
             size, parent = event["block_size"], event["parent_block_hash"]
             assert parent is None or parent in self.held
             assert len(event["token_ids"]) == size * len(event["block_hashes"])

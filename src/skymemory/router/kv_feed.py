@@ -11,13 +11,16 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from skymemory.conductor.prefix_index.events import Batch, BlocksStored
+from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksStored
+from skymemory.conductor.prefix_index.media import OTHER, medium_of
 from skymemory.errors import InvalidInput
 from skymemory.router.kv_messages import MalformedEvents, decode
 from skymemory.router.kv_order import Offer, Order
 
 WARN_EVERY_S = 10.0
 """An engine whose every message is lost or broken does not fill the log; losses are counted all the same."""
+UNKNOWN_MEDIA = 8
+"""Names of media that are not known, of one engine, that are told in the log."""
 _log = logging.getLogger("skymemory.router")
 
 
@@ -90,6 +93,7 @@ class Feed:
         self._state = FeedState.WAITING
         self._index = index
         self._told: set[str] = set()
+        self._unknown_media: set[str] = set()
         self._warned_s = -WARN_EVERY_S
         self._ready = False
         """The index awaits the number that is next here."""
@@ -188,6 +192,7 @@ class Feed:
         counts.unusable_events += decoded.unusable
         batch = decoded.batch
         counts.stored_blocks += sum(len(event.hashes) for event in batch.events if isinstance(event, BlocksStored))
+        self._name_media(batch)
         if not self._ready:
             self._index.begin_anew(self.slot, number)
             self._ready = True
@@ -201,6 +206,15 @@ class Feed:
                 self.wiped = True
             self._index.follow(self.slot, self.model)
             self._ready = False
+
+    def _name_media(self, batch: Batch) -> None:
+        for event in batch.events:
+            if isinstance(event, AllCleared) or medium_of(event.medium) != OTHER:
+                continue
+            name = event.medium[:40]
+            if name not in self._unknown_media and len(self._unknown_media) < UNKNOWN_MEDIA:
+                self._unknown_media.add(name)
+                _log.warning("events of %s: medium %r is not known, and is taken for the slowest", self.server, name)
 
     def complain(self, kind: str, why: str) -> None:
         self.errors[kind] = why

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from skymemory.conductor.prefix_index.events import GPU, AllCleared, Batch, BlocksRemoved, BlocksStored, Event
+from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored, Event
+from skymemory.conductor.prefix_index.media import GPU, REMOTE, medium_of
 from skymemory.errors import SkyMemoryError
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
@@ -36,7 +37,7 @@ class Decoded:
     unknown: int
     """Events of a kind that is not known here."""
     unusable: int
-    """Stored blocks that cannot be hashed: their tokens are not told, or not all of them."""
+    """Events of stored blocks that cannot be hashed: their tokens are not told, or not all of them."""
 
 
 class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
@@ -49,12 +50,16 @@ class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: Any = None
+    kv_cache_spec_sliding_window: Any = None
+    locality: Any = None
 
 
 class _RemovedRow(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
     block_hashes: list[_Hash]
     medium: str | None = None
     group_idx: int | None = None
+    locality: Any = None
 
 
 class _ClearedRow(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
@@ -71,12 +76,16 @@ class _StoredMap(msgspec.Struct, tag="BlockStored", gc=False):
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: Any = None
+    kv_cache_spec_sliding_window: Any = None
+    locality: Any = None
 
 
 class _RemovedMap(msgspec.Struct, tag="BlockRemoved", gc=False):
     block_hashes: list[_Hash]
     medium: str | None = None
     group_idx: int | None = None
+    locality: Any = None
 
 
 class _ClearedMap(msgspec.Struct, tag="AllBlocksCleared", gc=False):
@@ -148,7 +157,7 @@ def decode(sequence: int, payload: bytes) -> Decoded:
                 else:
                     events.append(stored)
             elif isinstance(wire, (_RemovedRow, _RemovedMap)):
-                events.append(BlocksRemoved(wire.block_hashes, wire.medium or GPU, wire.group_idx or 0))
+                events.append(BlocksRemoved(wire.block_hashes, _medium(wire), wire.group_idx or 0))
             else:
                 events.append(AllCleared())
     except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError) as error:
@@ -174,8 +183,15 @@ def _event(raw: bytes) -> _Wire | None:
         return None
 
 
+def _medium(wire: _StoredRow | _StoredMap | _RemovedRow | _RemovedMap) -> str:
+    """A store that vLLM calls remote is no disk of the server's, whatever its medium."""
+    return REMOTE if wire.locality == REMOTE else wire.medium or GPU
+
+
 def _stored(wire: _StoredRow | _StoredMap) -> BlocksStored | None:
-    tokens = wire.token_ids
+    tokens, medium = wire.token_ids, _medium(wire)
+    if not tokens and medium_of(medium) != GPU:
+        return BlocksStored(wire.block_hashes, None, (), 0, medium, group=wire.group_idx or 0)
     if wire.block_size < 1 or len(tokens) != len(wire.block_hashes) * wire.block_size:
         return None
     if tokens and not 0 <= min(tokens) <= max(tokens) < _TOKENS:
@@ -188,7 +204,7 @@ def _stored(wire: _StoredRow | _StoredMap) -> BlocksStored | None:
         parent=wire.parent_block_hash,
         tokens=tokens,
         block_tokens=wire.block_size,
-        medium=wire.medium or GPU,
+        medium=medium,
         adapter=adapter,
         extra_keys=wire.extra_keys,
         group=wire.group_idx or 0,

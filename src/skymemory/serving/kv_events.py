@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-MEDIUM = "CPU"
+MEDIUM = "GPU"
+"""The memory that the model computes from: vLLM calls it so on processors too, and what lies there costs no loading."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):

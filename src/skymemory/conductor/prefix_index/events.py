@@ -9,21 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skymemory.conductor.prefix_index.media import GPU
+
 EngineHash = int | bytes
 """The engine's own name of a block: of this engine only, unless several were given one hash seed."""
-GPU = "GPU"
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """A chain of blocks is now in ``medium``, behind ``parent`` (None: it is the beginning of a prompt)."""
+    """A chain of blocks is now in ``medium``, behind ``parent`` (None: it is the beginning of a prompt).
+
+    Without tokens it says only that blocks which the engine has told before, with their tokens, are there as well: so
+    vLLM's offloading connector tells of the host's memory and of disks. ``parent`` means nothing then.
+    """
 
     hashes: Sequence[EngineHash]
     parent: EngineHash | None
     tokens: Sequence[int]
-    """Of all blocks, one after the other: ``len(hashes) * block_tokens``."""
+    """Of all blocks, one after the other: ``len(hashes) * block_tokens``; or none."""
     block_tokens: int
+    """Media other than the GPU's memory may have larger blocks than the engine (LMCache: 256 tokens)."""
     medium: str = GPU
+    """By the engine's name of it: ``media.medium_of`` says which that is."""
     adapter: str = ""
     """``lora_name``; engines that tell only ``lora_id`` are told apart by ``"#" + str(lora_id)``."""
     extra_keys: Sequence[Sequence[object] | None] | None = None

@@ -5,10 +5,14 @@ Every engine numbers its batches of events. A number left out means events were 
 or until whoever listens begins anew with an empty slot (``begin_anew``): blocks that were stored before then are not
 found, which costs hits, and never are ones believed that are gone. Engines do not evict the ends of prefixes first: a
 block may be held whose prefix is not, and counts for nothing.
+
+A block may be in several media, and is found as long as it is in one. Some media never tell what they evict (LMCache's
+none): of those, the blocks told last are believed, and what an engine lacked of a prompt is no longer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,14 +22,16 @@ import numpy as np
 from skymemory import native
 from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.conductor.prefix_index.engine_blocks import Change, EngineBlocks
-from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored, Event
+from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksStored, Event
+from skymemory.conductor.prefix_index.media import CPU, DISK, GPU, MEDIA, OTHER, REMOTE, medium_of
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
-from skymemory.native.twin_holders import MAX_MEDIA
 
-WEIGHTS: Mapping[str, float] = MappingProxyType({"GPU": 1.0, "CPU": 0.8})
-FARTHER = 0.5
-"""What a block counts that is neither in the GPU's memory nor in the host's: a disk, another machine."""
+WEIGHTS: Mapping[str, float] = MappingProxyType({GPU: 1.0, CPU: 0.8, DISK: 0.5, REMOTE: 0.5})
+"""What a block counts by its medium. The first two are llm-d's (``pkg/kvcache/backend.go``), in which a medium without
+a weight counts 1, as if nothing had to be loaded: not followed."""
+_NUMBERS: Mapping[str, int] = MappingProxyType({medium: number for number, medium in enumerate(MEDIA)})
+"""What the table calls each medium."""
 MAX_WAITING = 1024
 """Batches kept behind a gap; more are lost, and replayed with the rest."""
 Table = type[native.HolderTable]
@@ -46,7 +52,8 @@ class _Engine:
 class PreciseIndex:
     """``block_tokens``: tokens of a block, the same for all engines and for the prompts that are matched.
 
-    ``weights``: what a block counts by its medium, in ``weighted``; names of media are compared in capitals.
+    ``weights``: what a block counts by its medium, in ``weighted``, where that is not as in ``WEIGHTS``. A medium of
+    unknown name counts as the one of least weight.
     ``secret``, ``table``: as of ``ApproximatePrefixIndex``.
     """
 
@@ -62,11 +69,15 @@ class PreciseIndex:
         self.block_tokens = block_tokens
         self.secret = secret
         self.counters = Counters()
-        self._weights = {name.upper(): weight for name, weight in weights.items()}
+        self._weights = {**WEIGHTS, **{medium_of(name): float(weight) for name, weight in weights.items()}}
+        if not all(0 <= weight < math.inf for weight in self._weights.values()):
+            raise InvalidInput(f"weights of media {dict(weights)}; expected 0 or more each, such as 0.8")
+        self._weights[OTHER] = min(self._weights.values())
         self._engines: dict[int, _Engine] = {}
-        self._numbers: dict[str, int] = {}
+        self._media: list[str] = []
+        """Those that blocks were told of, the nearest first."""
         self._order: list[tuple[int, float]] = []
-        """The table's number of each medium and what a block counts there, the best first."""
+        """The table's number of each and what a block counts there, the best first."""
         try:
             self._table = table() if secret is None else table(secret)
         except (ValueError, OverflowError) as error:
@@ -75,7 +86,7 @@ class PreciseIndex:
     def follow(self, slot: int, model: str) -> None:
         """Events of ``slot`` will come, of an engine that serves ``model``; nothing is known of it yet."""
         self.forget(slot)
-        self._engines[slot] = _Engine(EngineBlocks(model, self.block_tokens))
+        self._engines[slot] = _Engine(EngineBlocks(model, self.block_tokens, counters=self.counters))
 
     def apply(self, slot: int, batch: Batch, replayed: bool = False) -> bool:
         """Take a batch, live or ``replayed`` on request; False: some are missing from ``missing(slot)`` on.
@@ -134,9 +145,12 @@ class PreciseIndex:
         if event.group != 0:
             self.counters.add("events_of_other_groups")
             return
+        if medium_of(event.medium) == OTHER:
+            self.counters.add("events_of_unknown_media")
         if isinstance(event, BlocksStored):
             self._add(slot, blocks.stored(event))
-        elif isinstance(event, BlocksRemoved):
+            self._take_away(slot, blocks.surplus())
+        else:
             self._take_away(slot, blocks.removed(event))
 
     def begin_anew(self, slot: int, sequence: int) -> None:
@@ -176,9 +190,24 @@ class PreciseIndex:
 
     def match_weighted(self, blocks: Blocks, slots: Sequence[int]) -> tuple[list[int], list[float]]:
         """What ``match`` and ``weighted`` say, for one walk along the chain."""
+        return self._walk(blocks, slots, self._order)
+
+    @property
+    def farther(self) -> bool:
+        """Whether any block was told to be elsewhere than in the GPU's memory."""
+        return any(medium != GPU for medium in self._media)
+
+    def costs(self, blocks: Blocks, slots: Sequence[int], costs: Mapping[str, float]) -> list[float]:
+        """Of the blocks that ``match`` counts, the sum of ``costs``: each by the nearest medium that holds it."""
+        order = [(_NUMBERS[medium], costs.get(medium, 0.0)) for medium in self._media]
+        return self._walk(blocks, slots, order)[1]
+
+    def _walk(
+        self, blocks: Blocks, slots: Sequence[int], order: Sequence[tuple[int, float]]
+    ) -> tuple[list[int], list[float]]:
         chain = np.ascontiguousarray(blocks, dtype=np.uint64).data
         believed = [slot for slot in slots if (engine := self._engines.get(slot)) is not None and not engine.stale]
-        found = self._table.match(chain, believed, self._order)
+        found = self._table.match(chain, believed, order)
         if len(believed) == len(slots):
             return found
         depths, sums = (dict(zip(believed, figures, strict=True)) for figures in found)
@@ -188,15 +217,22 @@ class PreciseIndex:
         """Nothing: the engine will tell."""
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """No block is dropped: an engine that holds one tells so once, and would not tell again.
+        """How many blocks are no longer believed: what a medium held that never tells what it evicts.
 
-        But a block that it lacked has no second copy: an engine that tells only when the last copy goes (which vLLM is
-        about to do) would else be believed to hold for ever what it had twice.
+        Of others no block is dropped: an engine that holds one tells so once, and would not tell again. But a block
+        that it lacked has no second copy: an engine that tells only when the last copy goes (which vLLM is about to
+        do) would else be believed to hold for ever what it had twice.
         """
         engine = self._engines.get(slot)
-        if engine is not None and 0 <= cached_blocks < len(blocks):
-            engine.blocks.single(set(blocks[cached_blocks:].tolist()))
-        return 0
+        if engine is None or not 0 <= cached_blocks < len(blocks):
+            return 0
+        lacked = blocks[cached_blocks:].tolist()
+        engine.blocks.single(set(lacked))
+        if not (silent := engine.blocks.silent):
+            return 0
+        believed = self.match(blocks, (slot,))[0]
+        self._take_away(slot, ((medium, block) for medium in silent for block in lacked))
+        return believed - self.match(blocks, (slot,))[0]
 
     def forget(self, slot: int) -> None:
         if slot in self._engines:
@@ -218,30 +254,20 @@ class PreciseIndex:
             raise InvalidInput(f"events of slot {slot}, which nobody follows: follow() it first")
         return engine
 
-    def _weight(self, medium: str) -> float:
-        return self._weights.get(medium.upper(), FARTHER)
-
     def _add(self, slot: int, changes: Iterable[Change]) -> None:
         for medium, block in changes:
-            self._table.add(self._number(medium), slot, block)
+            if medium not in self._media:
+                self._media = [each for each in MEDIA if each == medium or each in self._media]
+                weights = [(_NUMBERS[each], self._weights[each]) for each in self._media]
+                self._order = sorted(weights, key=lambda one: one[1], reverse=True)
+            self._table.add(_NUMBERS[medium], slot, block)
 
     def _take_away(self, slot: int, changes: Iterable[Change]) -> None:
         for medium, block in changes:
-            self._table.take(self._number(medium), slot, block)
-
-    def _number(self, medium: str) -> int:
-        """What the table calls a medium. Those that come when it has no number left are one, the last."""
-        number = self._numbers.get(medium)
-        if number is None:
-            if len(self._numbers) >= MAX_MEDIA - 1:
-                return MAX_MEDIA - 1
-            number = self._numbers[medium] = len(self._numbers)
-            weights = {number: self._weight(name) for name, number in self._numbers.items()} | {MAX_MEDIA - 1: FARTHER}
-            self._order = sorted(weights.items(), key=lambda one: one[1], reverse=True)
-        return number
+            self._table.take(_NUMBERS[medium], slot, block)
 
     def _clear(self, slot: int) -> None:
         engine = self._engines[slot]
         for medium, held in engine.blocks.media.items():
             self._take_away(slot, ((medium, block) for block in held.values()))
-        engine.blocks = EngineBlocks(engine.blocks.model, self.block_tokens)
+        engine.blocks = EngineBlocks(engine.blocks.model, self.block_tokens, counters=self.counters)
