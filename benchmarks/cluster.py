@@ -20,7 +20,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,13 @@ def schedulers(source: Source, time: str, jobs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def admission(source: Source, time: str, jobs: int, rates: Sequence[float]) -> list[dict[str, Any]]:
-    labels, cells = zip(*admission_cells(source, time, rates), strict=True)
-    rows = []
+def admission(source: Source, time: str, jobs: int, rates: Sequence[float], draws: int) -> list[dict[str, Any]]:
+    drawn = [replace(source, seed=source.seed + draw) for draw in range(draws)]
+    labels, cells = zip(*(one for each in drawn for one in admission_cells(each, time, rates)), strict=True)
+    by_cell: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for label, answer in zip(labels, sweep(run_cell, cells, jobs=jobs, told=told("admission")), strict=True):
-        rows.append({**label, **row_of(answer)})
+        by_cell.setdefault(tuple(label.items()), []).append(row_of(answer))
+    rows = [{**dict(label), **_of_draws(mine)} for label, mine in by_cell.items()]  # type: ignore[arg-type]
     groups: dict[tuple[object, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["size"], row["rate"], row["slo"]), {})[row["rule"]] = row
@@ -121,6 +123,17 @@ def admission(source: Source, time: str, jobs: int, rates: Sequence[float]) -> l
             f" ({ours['met'] / theirs['met'] - 1:+.2%}); ours {_ends(ours)}; {best} {_ends(theirs)}"
         )
     return rows
+
+
+def _of_draws(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts in sum, all else as the mean."""
+    if len(rows) == 1:
+        return rows[0]
+    found: dict[str, Any] = {"draws": len(rows)}
+    for name, value in rows[0].items():
+        total = sum(row[name] for row in rows)
+        found[name] = total if isinstance(value, int) else round(total / len(rows), 6)
+    return found
 
 
 def _ends(one: dict[str, Any]) -> str:
@@ -172,6 +185,7 @@ def main() -> None:
     parser.add_argument("--time", choices=("report", "tune"), default="report")
     parser.add_argument("--rates", metavar="X,Y", help="of the admission grid (default: 1.5,2,3)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--draws", type=int, default=1, metavar="N", help="of the admission grid: counts in sum")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -187,7 +201,9 @@ def main() -> None:
         found["schedulers"] = schedulers(source, options.time, options.jobs)
     if "admission" in parts:
         rates = [float(rate) for rate in options.rates.split(",")] if options.rates else GRID_RATES
-        found["admission"] = admission(source, options.time, options.jobs, QUICK_GRID_RATES if options.quick else rates)
+        found["admission"] = admission(
+            source, options.time, options.jobs, QUICK_GRID_RATES if options.quick else rates, options.draws
+        )
     if "coupled" in parts:
         found["coupled"] = coupled(source, options.jobs)
     if "speed" in parts:

@@ -19,6 +19,8 @@ def request(tokens: int = 1000, tenant: str = "", priority: int = 0) -> Request:
 class Believed:
     """An outlook that is given as a function of the instant."""
 
+    decode_s = 5.0
+
     def __init__(self, tbt_s: Callable[[float], float]) -> None:
         self._tbt_s = tbt_s
         self.asked: list[tuple[float, float]] = []

@@ -49,6 +49,11 @@ class Refusal:
 class Outlook(Protocol):
     """What the decoding servers are believed to do later."""
 
+    @property
+    def decode_s(self) -> float:
+        """How long a request usually decodes; infinite while nothing is known."""
+        ...
+
     def expected(self, request: Request, at_s: float) -> None:
         """A request that a decoding server was promised is believed to join its batch at ``at_s``."""
         ...
