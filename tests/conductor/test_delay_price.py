@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from skymemory.conductor.strategies.delay_price import DelayPrice
+from skymemory.conductor.strategies.delay_price import CROWDED, DelayPrice
 from skymemory.errors import InvalidInput
 
 
@@ -42,6 +42,23 @@ def test_without_traffic_there_is_no_one_to_delay() -> None:
     assert price.rate(1, now_s) == at_once, "asking changes nothing"
     price.sent(0.0, now_s - 500.0)
     assert price.rate(1, now_s) == pytest.approx(at_once + 1 / 50, rel=0.05), "a clock that stepped back adds no more"
+
+
+def test_where_a_server_is_free_its_own_queue_counts() -> None:
+    price = DelayPrice(weight=1.0, window_s=50.0)
+    now_s = steady(price, every_s=0.25, work_s=0.8, until_s=1000.0)
+    rate = price.rate(2, now_s)
+    assert price.delays_s([0.0, 6.0], [2.0, 0.5], 0.8, now_s) == pytest.approx([2 * rate, 0.5 * 6.25 * rate])
+
+
+def test_where_all_wait_long_the_shortest_queue_counts_for_all() -> None:
+    price = DelayPrice(weight=1.0, window_s=50.0)
+    now_s = steady(price, every_s=0.25, work_s=0.8, until_s=1000.0)
+    rate = price.rate(2, now_s)
+    halfway = price.delays_s([0.8, 1.2], [2.0, 2.0], 0.8, now_s)
+    assert halfway == pytest.approx([(1 + CROWDED / 2) * rate * 2 * at for at in (0.8 + 1, 1.0 + 1)])
+    long = price.delays_s([1e9, 3e9], [2.0, 2.0], 0.8, now_s)
+    assert long == pytest.approx([(1 + CROWDED) * rate * 2 * 1e9] * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("wrong", [{"weight": -0.1}, {"window_s": 0.0}, {"most_busy": 1.0}])

@@ -41,6 +41,19 @@ vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="small"
 vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="small"} 12.0
 vllm:time_to_first_token_seconds_count{engine="0",model_name="small"} 12.0
 vllm:time_to_first_token_seconds_sum{engine="0",model_name="small"} 0.7
+# HELP vllm:request_prompt_tokens Number of prefill tokens processed.
+# TYPE vllm:request_prompt_tokens histogram
+vllm:request_prompt_tokens_bucket{engine="0",le="+Inf",model_name="small"} 12.0
+vllm:request_prompt_tokens_count{engine="0",model_name="small"} 12.0
+vllm:request_prompt_tokens_sum{engine="0",model_name="small"} 12035.0
+# HELP vllm:request_prefill_time_seconds Histogram of time spent in PREFILL phase for request.
+# TYPE vllm:request_prefill_time_seconds histogram
+vllm:request_prefill_time_seconds_count{engine="0",model_name="small"} 12.0
+vllm:request_prefill_time_seconds_sum{engine="0",model_name="small"} 0.6
+# HELP vllm:request_prefill_kv_computed_tokens Histogram of new KV tokens computed during prefill
+# TYPE vllm:request_prefill_kv_computed_tokens histogram
+vllm:request_prefill_kv_computed_tokens_count{engine="0",model_name="small"} 12.0
+vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="small"} 9035.0
 """
 
 VLLM_TWO_ENGINES = b"""\

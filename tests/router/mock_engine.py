@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
 import ssl
 import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from skymemory.conductor.fleet import PrefillTotals
 
 METRICS = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{model_name="small"}} {running}
@@ -40,6 +43,9 @@ class MockEngine:
     metrics_delay_s: float = 0.0
     waiting: int = 0
     cached_tokens: int | None = 8
+    prompt_tokens: int = 32
+    prefills: PrefillTotals | None = None
+    """What its metrics tell."""
     mock: dict[str, Any] = field(default_factory=dict)
     seen: list[dict[str, Any]] = field(default_factory=list)
     """Requests with a body: path, headers by lower-case names, body."""
@@ -106,9 +112,8 @@ class MockEngine:
     async def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/metrics":
             await asyncio.sleep(self.metrics_delay_s)
-            self._reply(
-                writer, 200, METRICS.format(running=0, waiting=self.waiting).encode(), "text/plain; version=0.0.4"
-            )
+            text = METRICS.format(running=0, waiting=self.waiting) + self._prefills()
+            self._reply(writer, 200, text.encode(), "text/plain; version=0.0.4")
         elif path == "/v1/models":
             self._reply(writer, 200, json.dumps({"object": "list", "data": self.models}).encode())
         elif path == "/kv_event_sources" and self.event_sources is not None:
@@ -172,8 +177,18 @@ class MockEngine:
             writer.write(b"0\r\n\r\n")
         return not open_end
 
+    def _prefills(self) -> str:
+        if self.prefills is None:
+            return ""
+        count, *sums = dataclasses.astuple(self.prefills)
+        names = ("request_prompt_tokens", "request_prefill_kv_computed_tokens", "request_prefill_time_seconds")
+        return "".join(
+            f"vllm:{name}_count {count}\nvllm:{name}_sum {total}\n" for name, total in zip(names, sums, strict=True)
+        )
+
     def _usage(self) -> dict[str, Any]:
-        usage: dict[str, Any] = {"prompt_tokens": 32, "completion_tokens": 3, "total_tokens": 35}
+        usage: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "completion_tokens": 3}
+        usage["total_tokens"] = self.prompt_tokens + 3
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         return usage

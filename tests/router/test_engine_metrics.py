@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.router.engine_texts import SGLANG, SGLANG_0_5_11, VLLM, VLLM_TWO_ENGINES
 
+from skymemory.conductor.fleet import PrefillTotals
 from skymemory.router.engine_metrics import UnreadableMetrics, read_metrics, samples
 
 
@@ -22,6 +23,15 @@ def test_vllm() -> None:
     assert (report.cache_blocks, report.block_tokens) == (11560, 16)
     # Three states were left behind; the newest is the one with the largest value.
     assert (report.adapters, report.max_adapters) == (frozenset({"sql", "chat", "de"}), 4)
+
+
+def test_what_prefills_took_is_read_where_all_of_it_is_told() -> None:
+    assert read_metrics(VLLM, 0.0).report.prefills == PrefillTotals(12, 12_035, 9_035, 0.6)
+    older = VLLM.replace(b"vllm:request_prefill_kv_computed", b"vllm:request_other")
+    assert read_metrics(older, 0.0).report.prefills is None
+    uneven = VLLM.replace(b'vllm:request_prefill_time_seconds_count{engine="0",model_name="small"} 12', b"x 12")
+    assert read_metrics(uneven, 0.0).report.prefills is None
+    assert read_metrics(SGLANG, 0.0).report.prefills is None
 
 
 def test_sglang_before_and_since_its_gauges_of_pages() -> None:

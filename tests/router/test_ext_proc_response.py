@@ -53,7 +53,7 @@ def sent(desk: Desk, now_s: float = 0.0) -> tuple[Exchange, str]:
     """An exchange whose request is on its way, and to whom."""
     exchange = Exchange(desk)
     exchange.receive(request_headers({**POST, "x-skymemory-decision": "1"}), now_s)
-    first, *_ = exchange.receive(request_body(a_completion()), now_s)
+    first, *_ = exchange.receive(request_body(a_completion("x" * 800)), now_s)
     return exchange, str(header_destination(first)).partition(",")[0]
 
 
@@ -90,7 +90,7 @@ def test_a_streamed_answer_succeeds_with_its_first_byte_and_ends_with_its_last()
     exchange.receive(response_body(b"data: {}\n\n", end=False), 2.0)
     assert scorer.told == [("succeeded", server, 2.0, None)] and in_flight(desk) == {server: 1}
     exchange.receive(response_body(f"data: {json.dumps({'usage': USAGE})}\n\ndata: [DONE]\n\n".encode()), 3.0)
-    assert in_flight(desk) == {} and scorer.told[1:] == [("corrected", server, 3.0, 64)]
+    assert in_flight(desk) == {} and scorer.told[1:] == [("corrected", server, 3.0, 128)]
     exchange.closed(4.0)
     assert in_flight(desk) == {} and len(scorer.told) == 2
     assert desk.counters.get("cached_tokens_total") == 64 and desk.counters.get("told_prompt_tokens_total") == 100
@@ -104,7 +104,8 @@ def test_an_answer_in_one_piece_tells_what_was_cached_when_it_succeeds() -> None
     text = json.dumps({"choices": [], "usage": USAGE}).encode()
     exchange.receive(response_body(text[:20], end=False), 2.0)
     exchange.receive(response_body(text[20:]), 3.0)
-    assert scorer.told == [("succeeded", server, 3.0, 64)] and in_flight(desk) == {}
+    assert scorer.told == [("succeeded", server, 3.0, 128)] and in_flight(desk) == {}
+    assert desk.picker.fleet.servers[server].read_per_token == 2.0, "it counts 100 tokens where we do 200"
 
 
 def test_an_error_teaches_nothing() -> None:

@@ -13,6 +13,9 @@ import pytest
 from tests.router.mock_engine import MockEngine, stream_events
 from tests.router.running import PATIENCE_S, Running, until
 
+from skymemory.conductor.fleet import PrefillTotals, Server
+from skymemory.conductor.request import Request
+
 Run = Callable[..., Running]
 
 
@@ -270,3 +273,62 @@ def test_backends_come_and_go_without_a_request_dropped(run: Run) -> None:
     until(lambda: served_by not in server.backends.known)
     assert list(server.picker.fleet.servers) == [kept.name]
     assert f'server="{served_by}"' not in running.ask("GET", "/metrics").body.decode()
+
+
+def test_an_answer_that_comes_whole_is_no_evidence_of_a_prefill(run: Run) -> None:
+    """Its first byte is its last. Streams say when a prefill has ended, and they alone are believed."""
+    running = run(engines=1, strategy="least-ttft")
+
+    def estimated_s(number: int, **fields: object) -> float:
+        asked = {"prompt": f"{number:05} " * 700, **fields}
+        answer = running.ask("POST", "/v1/completions", {"model": "small", **asked}, {"x-skymemory-decision": "1"})
+        assert answer.status == 200
+        return float(json.loads(answer.headers["x-skymemory-decision"])["estimated_ttft_s"])
+
+    before_s = estimated_s(0, mock={"first_byte_s": 0.4})
+    for number in range(1, 10):
+        after_s = estimated_s(number, mock={"first_byte_s": 0.4})
+    assert after_s == pytest.approx(before_s, rel=0.05), "nothing was learnt"
+    for number in range(10, 20):
+        streamed_s = estimated_s(number, stream=True, mock={"first_byte_s": 0.03, "events": 1})
+    assert 0.02 < streamed_s < 0.1
+
+
+def test_an_engine_that_counts_other_tokens_than_we_do_is_understood(run: Run) -> None:
+    """Without its tokenizer four bytes count as a token. Here it has three where we see one, and says what they took:
+    what is learnt is for tokens as prompts are read, not for as many of its own.
+    """
+    running = run(engines=1, strategy="least-ttft")
+    assert running.server is not None
+    (engine,), (server,) = running.engines, running.server.picker.fleet
+    engine.prompt_tokens, engine.cached_tokens = 3000, 0
+    for number in range(8):
+        prompt = f"{number:05} " + "abcd" * 998 + "ab"  # a thousand of our tokens
+        answer = running.ask(
+            "POST", "/v1/completions", {"model": "small", "prompt": prompt}, {"x-skymemory-decision": "1"}
+        )
+        told = json.loads(answer.headers["x-skymemory-decision"])
+        assert (told["prompt_tokens"], told["matched_tokens"]) == (1000, 0)
+        totals = PrefillTotals(number + 1, 3000 * (number + 1), 3000 * (number + 1), 0.6 * (number + 1))
+        engine.prefills = totals
+        until(lambda told=totals: server.reported is not None and server.reported.prefills == told)
+    assert told["estimated_compute_s"] == pytest.approx(0.6, rel=0.02)
+
+
+@pytest.mark.parametrize("body_bytes", [5, 300_000])
+def test_what_was_cached_of_a_whole_answer_is_known_when_it_is_learnt_from(
+    run: Run, monkeypatch: pytest.MonkeyPatch, body_bytes: int
+) -> None:
+    running = run(engines=1, strategy="least-ttft")
+    assert running.server is not None
+    scorer, told = running.server.picker.scorer, list[object]()
+    succeeded = scorer.succeeded
+
+    def listening(request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        told.append(cached_tokens)
+        succeeded(request, server, now_s, cached_tokens)
+
+    monkeypatch.setattr(scorer, "succeeded", listening)
+    running.complete(mock={"body_bytes": body_bytes})
+    until(lambda: bool(told))
+    assert told == [10], "8 of the engine's 32 tokens, of the 40 that we count"

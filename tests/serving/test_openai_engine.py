@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from tests.serving.door import Door
+
+from skymemory.conductor.fleet import PrefillTotals
+from skymemory.router.engine_metrics import read_metrics
 
 pytestmark = pytest.mark.engine
 BLOCK = 16
@@ -147,3 +152,22 @@ def test_metrics_are_vllms_and_move(door: Door) -> None:
     assert door.metric("vllm:num_requests_waiting", model_name="small") == 0
     blocks = str(door.engine.caches.capacity_blocks)
     assert door.metric("vllm:cache_config_info", block_size="16", num_gpu_blocks=blocks) == 1
+
+
+def test_metrics_tell_what_prefills_take_as_routers_learn_it(door: Door) -> None:
+    ids = some_ids(100, seed=10)
+    before = _prefills(door)
+    began_s = time.perf_counter()
+    door.complete(ids, 3)
+    door.complete(ids, 3)
+    took_s = time.perf_counter() - began_s
+    after = _prefills(door)
+    assert (after.requests - before.requests, after.tokens - before.tokens) == (2, 200)
+    assert after.computed - before.computed == 104, "of the second prompt six blocks of 16 came from the cache"
+    assert 0.0 < after.seconds - before.seconds < took_s
+
+
+def _prefills(door: Door) -> PrefillTotals:
+    """As a router reads them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{door.port}/metrics") as page:
+        return read_metrics(page.read(), 0.0).report.prefills or PrefillTotals(0, 0, 0, 0.0)

@@ -17,7 +17,7 @@ from skymemory.sim.routing import RoutingSetup, as_routed, simulate
 from skymemory.sim.routing_metrics import WINDOW_REQUESTS, measured, worst_share
 from skymemory.sim.routing_strategies import EngineEvents, strategy_for
 from skymemory.sim.trace import TraceRequest
-from skymemory.sim.workload import CONVERSATIONS, TENANTS, generate
+from skymemory.sim.workload import AGENTS, CONVERSATIONS, TENANTS, generate
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,10 +53,10 @@ def test_the_default_keeps_its_bound_where_following_prefixes_breaks_it() -> Non
     for options in ({}, {"guard_limit": 100.0}):
         outcomes = simulate(requests, named(DEFAULT, cost=setup.cost, **options), setup)
         shares.append(worst_share([(one.at_s, one.server) for one in outcomes], setup.servers))
-    assert 1.0 < shares[0] <= 2.2 < 4.0 < shares[1]
+    assert 1.0 < shares[0] <= 4.0 < shares[1]
 
 
-@pytest.mark.parametrize("workload", [CONVERSATIONS, TENANTS])
+@pytest.mark.parametrize("workload", [CONVERSATIONS, TENANTS, AGENTS])
 def test_the_default_is_quickest_on_workloads_it_was_not_tuned_on(workload) -> None:  # type: ignore[no-untyped-def]
     requests = generate(workload, 300.0, seed=77)
     prompts = [as_routed(request) for request in requests]
@@ -67,16 +67,58 @@ def test_the_default_is_quickest_on_workloads_it_was_not_tuned_on(workload) -> N
         found = measured(simulate(requests, scorer, setup, events, prompts), setup.servers, 100.0)
         means[name] = found.mean_s
         if name == DEFAULT:
-            assert found.requests > WINDOW_REQUESTS and found.worst_share <= 2.2
+            assert found.requests > WINDOW_REQUESTS and found.worst_share <= 4.0
     assert min(means, key=means.__getitem__) == DEFAULT, means
+
+
+@pytest.mark.parametrize("tells_prefills", [True, False])
+def test_answers_that_come_whole_teach_the_default_nothing_wrong(tells_prefills: bool) -> None:
+    """Clients that do not stream see the first byte with the last; it is no prefill's end."""
+    requests = generate(CONVERSATIONS, 240.0, seed=5)
+    prompts = [as_routed(request) for request in requests]
+    means = []
+    for whole in (0.0, 1.0):
+        setup = RoutingSetup(cache_blocks=2_000, seed=5, whole=whole, tells_prefills=tells_prefills)
+        means.append(measured(simulate(requests, named(DEFAULT), setup, None, prompts), setup.servers, 100.0).mean_s)
+    assert max(means) < 1.3 * means[0], means
+
+
+@pytest.mark.parametrize("whole", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("tells_prefills", [True, False])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_wrong_speeds_leave_the_default_ahead(factor: float, tells_prefills: bool, whole: float) -> None:
+    requests = generate(CONVERSATIONS, 240.0, seed=5)
+    prompts = [as_routed(request) for request in requests]
+    setup = RoutingSetup(cache_blocks=2_000, seed=5, whole=whole, tells_prefills=tells_prefills)
+    wrong = replace(setup.cost, mfu=setup.cost.mfu * factor)
+    means = [
+        measured(simulate(requests, scorer, setup, None, prompts), setup.servers, 100.0).mean_s
+        for scorer in (named(DEFAULT, cost=wrong), named("approximate"), named("lmetric"))
+    ]
+    assert means[0] < min(means[1:]), means
+
+
+def test_where_all_servers_have_long_queues_the_default_leads() -> None:
+    """Past saturation caches are worth the same everywhere: the shortest queue's length times the work saved."""
+    requests = [replace(one, at_s=one.at_s / 2.5) for one in generate(CONVERSATIONS, 300.0, seed=6)]
+    prompts = [as_routed(request) for request in requests]
+    setup = RoutingSetup(cache_blocks=2_000, seed=5)
+    means = {}
+    for name in (DEFAULT, "lmetric", "least-load"):
+        scorer, events = strategy_for(name, setup, 0.1)
+        means[name] = measured(simulate(requests, scorer, setup, events, prompts), setup.servers, 40.0).mean_s
+    assert means[DEFAULT] < 0.88 * min(means["lmetric"], means["least-load"]), means
 
 
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/routing.py"), "--quick", "--jobs", "1"]
-    command += ["--strategies", f"{DEFAULT},random", "--json", str(tmp_path / "out")]
+    command = [sys.executable, str(ROOT / "benchmarks/arena.py"), "--quick", "--jobs", "1", "--seeds", "5,6"]
+    command += ["--families", "agents", "--strategies", "radix,hash-trie", "--json", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    rows = {row["strategy"]: row for row in json.loads((tmp_path / "out").read_text("utf-8"))["rows"]}
-    assert rows[DEFAULT]["mean_s"] < rows["random"]["mean_s"] and rows[DEFAULT]["worst_share"] <= 2.2
-    assert f"{DEFAULT} *" in done.stdout
+    made = json.loads((tmp_path / "out").read_text("utf-8"))
+    rows = {row["player"]: row for row in made["rows"]}
+    assert set(rows) == {DEFAULT, f"{DEFAULT}, given speeds", "radix", "hash-trie", "hash-trie, load_factor 4"}
+    (verdict,) = made["verdicts"]
+    assert verdict["ratio"] < 1 and verdict["ours_s"] == rows[DEFAULT]["mean_s"] and made["seeds"] == [5, 6]
+    assert rows[DEFAULT]["worst_share"] <= 4.0 and f"**{DEFAULT}**" in done.stdout

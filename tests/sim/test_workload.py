@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from skymemory.errors import InvalidInput
 from skymemory.sim.prompt_text import render_text
 from skymemory.sim.trace import TraceRequest, ideal_hits, read_trace
-from skymemory.sim.workload import CONVERSATIONS, TENANTS, WORKLOADS, Popularity, generate
+from skymemory.sim.workload import AGENTS, CONVERSATIONS, TENANTS, WORKLOADS, Popularity, generate
 
 TRACE = Path(__file__).parents[3] / "shared/data/traces/conversation_trace.jsonl"
 HOUR_S = 3_537.0
@@ -91,6 +92,20 @@ def test_tenants_are_something_else() -> None:
     assert got["ideal hits"] > 0.6 and got["begin anew"] < 0.2
     assert len({request.ids[0] for request in requests}) > 300
     assert len({request.at_s for request in requests}) == len(requests)
+
+
+def test_agents_call_in_loops() -> None:
+    """Long prompts that grow by little, a dozen times within minutes."""
+    requests = generate(AGENTS, 600.0, seed=1)
+    got = statistics(requests)
+    assert got["mean output"] < 250 and got["median input"] > 20_000 and got["ideal hits"] > 0.85
+    turns = Counter(request.session for request in requests)
+    assert 5 < sum(turns.values()) / len(turns) < 20
+    by_session: dict[int, list[float]] = {}
+    for request in requests:
+        by_session.setdefault(request.session, []).append(request.at_s)
+    pauses = sorted(b - a for times in by_session.values() for a, b in pairwise(times))
+    assert pauses[len(pauses) // 2] < 12.0
 
 
 def test_what_is_popular_moves_on() -> None:

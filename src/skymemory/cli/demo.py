@@ -142,7 +142,10 @@ def _add_conductor(others: Subparsers) -> None:
     add("--admission", default="early", metavar="RULE", help="who is let in (default: early)")
     add("--trace", type=Path, metavar="FILE", help="the released conversation trace (default: a seeded generator)")
     add(
-        "--cost", type=Path, metavar="FILE", help="machines as `skymemory fit` found one (default: LLaMA-70B on 8×A800)"
+        "--cost",
+        type=Path,
+        metavar="FILE|NAME",
+        help="machines as `skymemory fit` found one, or a preset, as qwen-7b-l4 (default: LLaMA-70B on 8×A800)",
     )
     add("--no-play", action="store_true", help="only the table")
     add(

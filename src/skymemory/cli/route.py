@@ -33,7 +33,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the strategy; once for each"
     )
-    parser.add_argument("--cost", metavar="FILE", help="what prefills take, as `skymemory fit` found (default: learnt)")
+    parser.add_argument(
+        "--cost",
+        metavar="FILE|NAME",
+        help="what prefills take, as `skymemory fit` found, or a preset (default: learnt)",
+    )
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="a tokenizer.json or a folder with one: blocks of tokens, not characters"
     )

@@ -11,6 +11,22 @@ from dataclasses import dataclass, field
 
 from skymemory.errors import InvalidInput
 
+_TOLD_KEPT = 0.95
+"""What earlier prompts weigh when another comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTotals:
+    """Of all requests that an engine has ended since it began. Tokens are its own, which may not be ours."""
+
+    requests: float
+    tokens: float
+    """Of their prompts."""
+    computed: float
+    """Of those, tokens that were not cached."""
+    seconds: float
+    """From the beginning of each one's prefill to its first token."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -28,6 +44,8 @@ class LoadReport:
     adapters: frozenset[str] = frozenset()
     """LoRA adapters that are loaded or are being loaded."""
     max_adapters: int | None = None
+    prefills: PrefillTotals | None = None
+    """Where it tells what its prefills take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +64,23 @@ class Server:
     """Of those, the ones whose first byte has not come."""
     prefill_tokens: float = 0.0
     """Tokens those are believed to compute: prompts less what was matched."""
+    _read_tokens: float = 0.0
+    _told_tokens: float = 0.0
 
     @property
     def takes_requests(self) -> bool:
         return self.healthy and not self.draining
+
+    def told_tokens(self, read: int, told: int) -> None:
+        """Of a prompt that was read as ``read`` tokens it says that it has ``told``."""
+        if read and told:
+            self._read_tokens = self._read_tokens * _TOLD_KEPT + read
+            self._told_tokens = self._told_tokens * _TOLD_KEPT + told
+
+    @property
+    def read_per_token(self) -> float:
+        """Tokens that prompts are read as, for each that it counts itself; 1 until it has said."""
+        return self._read_tokens / self._told_tokens if self._told_tokens else 1.0
 
     def fresh_report(self, now_s: float, stale_s: float) -> LoadReport | None:
         """The report, unless it is older than ``stale_s``: then nothing is known."""

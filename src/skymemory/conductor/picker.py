@@ -90,15 +90,22 @@ class Picker:
             server.in_flight = max(0, server.in_flight - 1)
             self.scorer.failed(decision.request, server, now_s)
 
-    def ended(self, decision: Decision, now_s: float, cached_tokens: int | None = None) -> None:
+    def ended(
+        self,
+        decision: Decision,
+        now_s: float,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
         """Its last byte came, or its client went away after the first.
 
-        ``cached_tokens``: as for ``succeeded``, where the end of the answer says so.
+        ``cached_tokens``: as for ``succeeded``, where the end of the answer says so. ``output_tokens``: of the answer,
+        likewise.
         """
         server = self.fleet.servers.get(decision.server)
         if server is not None:
             server.in_flight = max(0, server.in_flight - 1)
-            self.scorer.ended(decision.request, server, now_s)
+            self.scorer.ended(decision.request, server, now_s, output_tokens)
             if cached_tokens is not None:
                 self.scorer.corrected(decision.request, server, now_s, cached_tokens)
 

@@ -47,6 +47,8 @@ class Request:
     """Who pays, where that is known: fairness under overload is among tenants."""
     priority: int = 0
     """Higher is served first and refused last."""
+    streams: bool = True
+    """Whether the answer comes token by token. Else its first byte is its last, and does not show the prefill's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,11 @@ class Decision:
             "score": round(self.score, 6),
             "prompt_tokens": self.request.prompt.tokens,
             "matched_tokens": self.matched_tokens,
-            "estimated_ttft_s": None if self.estimated_ttft_s is None else round(self.estimated_ttft_s, 6),
+            "estimated_ttft_s": _rounded(self.estimated_ttft_s),
+            "estimated_compute_s": _rounded(self.estimated_compute_s),
             "reasons": list(self.reasons),
         }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

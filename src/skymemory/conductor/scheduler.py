@@ -106,15 +106,22 @@ class Scheduler:
         if self.decode is not None and placement.decode is not None:
             self.decode.succeeded(placement.decode, now_s)
 
-    def ended(self, placement: Placement, now_s: float, met: bool | None, cached_tokens: int | None = None) -> None:
+    def ended(
+        self,
+        placement: Placement,
+        now_s: float,
+        met: bool | None,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
         """Its last token came; ``met``: as early as was promised, None where that cannot be told.
 
-        ``cached_tokens``: as for ``prefilled``, where the end of the answer says so.
+        ``cached_tokens``: as for ``prefilled``, where the end of the answer says so; ``output_tokens`` likewise.
         """
         if self.decode is not None and placement.decode is not None:
-            self.decode.ended(placement.decode, now_s)
+            self.decode.ended(placement.decode, now_s, output_tokens=output_tokens)
         else:
-            self.prefill.ended(placement.prefill, now_s, cached_tokens)
+            self.prefill.ended(placement.prefill, now_s, cached_tokens, output_tokens)
         self.admission.ended(placement.case, now_s, met)
 
     def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:

@@ -47,6 +47,7 @@ class Body(msgspec.Struct):
     max_tokens: int | float | None = None
     max_completion_tokens: int | float | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
 
 
 class _Part(msgspec.Struct):

@@ -56,14 +56,14 @@ class Booking:
             self._answered = True
             self._after.do(partial(self._picker.succeeded, self.decision, now_s, cached_tokens))
 
-    def ended(self, now_s: float, cached_tokens: int | None) -> None:
-        """Its last byte has come, and with it perhaps what the server had cached of the prompt."""
+    def ended(self, now_s: float, cached_tokens: int | None, output_tokens: int | None = None) -> None:
+        """Its last byte has come, and with it perhaps what the server had cached of the prompt, and how long it is."""
         if self.waits:
             self.first_byte(now_s, cached_tokens)
             cached_tokens = None
         if self._open:
             self._open = False
-            self._after.do(partial(self._picker.ended, self.decision, now_s, cached_tokens))
+            self._after.do(partial(self._picker.ended, self.decision, now_s, cached_tokens, output_tokens))
 
     def failed(self, now_s: float) -> None:
         """No answer, or one that says nothing of the prompt: an error."""

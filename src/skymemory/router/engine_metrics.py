@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skymemory.conductor.fleet import LoadReport
+from skymemory.conductor.fleet import LoadReport, PrefillTotals
 from skymemory.errors import SkyMemoryError
 
 MAX_SERIES = 4096
@@ -66,6 +66,8 @@ class Dialect:
     blocks_gauge: str = ""
     adapters: str = ""
     adapter_slots: str = ""
+    prefills: tuple[str, str, str] | None = None
+    """Histograms of requests that have ended: tokens of the prompt, those computed, and seconds of the prefill."""
 
 
 VLLM = Dialect(
@@ -77,6 +79,11 @@ VLLM = Dialect(
     block_label="block_size",
     blocks_label="num_gpu_blocks",
     adapters="vllm:lora_requests_info",
+    prefills=(
+        "vllm:request_prompt_tokens",
+        "vllm:request_prefill_kv_computed_tokens",
+        "vllm:request_prefill_time_seconds",
+    ),
 )
 SGLANG = Dialect(
     "sglang",
@@ -124,6 +131,7 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
         block_tokens=block_tokens,
         adapters=adapters,
         max_adapters=max_adapters,
+        prefills=_prefills(text, dialect),
     )
     return EngineMetrics(report, dialect.name, tuple(missing))
 
@@ -203,6 +211,18 @@ def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
         if len(sizes) == 1 and pages:
             return pages, sizes.pop()
     return None, None
+
+
+def _prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
+    """Sums over all series; None unless all three histograms have seen the same requests."""
+    if dialect.prefills is None:
+        return None
+    sums = [sum(sample.value for sample in _first(text, (f"{name}_sum",))) for name in dialect.prefills]
+    counts = {sum(sample.value for sample in _first(text, (f"{name}_count",))) for name in dialect.prefills}
+    if len(counts) != 1 or not any(sums):
+        return None
+    tokens, computed, seconds = sums
+    return PrefillTotals(counts.pop(), tokens, computed, seconds)
 
 
 def _count(word: str) -> int | None:

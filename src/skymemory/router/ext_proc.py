@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HeaderMutation,
@@ -138,6 +139,8 @@ class Exchange:
             if isinstance(self._read, Refusal):
                 raise self._read
             request = NO_PROMPT if blind else self._read or self._desk.read(self._headers, body)
+            if self._response_mode == say.NONE:
+                request = replace(request, streams=False)  # its headers, which are all we see, come before its prefill
             decision = self._desk.choose(request, self._subset, now_s)
         except Refusal as refusal:
             return self._refuse(refusal)
@@ -217,10 +220,17 @@ class Exchange:
         if self._usage is None or self._booking is None:
             return
         usage = self._usage.usage()
-        if usage is not None:
+        if usage is None:
+            self._booking.ended(now_s, None)
+        else:
+            decision = self._booking.decision
+            self._booking.ended(now_s, usage.cached_of(decision.request.prompt.tokens), usage.output_tokens)
+            server = self._desk.picker.fleet.servers.get(decision.server)
+            if server is not None:
+                server.told_tokens(decision.request.prompt.tokens, usage.prompt_tokens)
+        if usage is not None and usage.cached_tokens is not None:
             self._desk.counters.add("cached_tokens_total", usage.cached_tokens)
             self._desk.counters.add("told_prompt_tokens_total", usage.prompt_tokens)
-        self._booking.ended(now_s, None if usage is None else usage.cached_tokens)
         self._usage = None
 
     def _refused_by(self, server: str, now_s: float) -> None:

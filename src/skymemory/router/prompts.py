@@ -111,6 +111,7 @@ class PromptReader:
             session=self._session(headers, read, client)[:MAX_NAME_LETTERS],
             output_tokens=None if limit is None or not math.isfinite(limit) else int(limit),
             tenant="" if clients is None else clients.tenant(headers, user),
+            streams=bytes(read.stream).strip() == b"true",
             priority=0 if clients is None else clients.priority(headers, bytes(read.priority)),
         )
 

@@ -178,7 +178,7 @@ class Proxy:
         counted.ended(told.outcome)
         if told.ttft_s is not None:
             counted.ttft.observe(told.ttft_s)
-        if told.usage is not None:
+        if told.usage is not None and told.usage.cached_tokens is not None:
             counted.reported_tokens.inc(told.usage.prompt_tokens)
             counted.cached_tokens.inc(told.usage.cached_tokens)
         if self.settings.log_requests:

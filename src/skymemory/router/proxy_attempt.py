@@ -23,16 +23,18 @@ class Unanswered(Exception):
 class Attempt:
     """One request at one server, in the scheduler's account: whatever happens, it is closed once."""
 
-    __slots__ = ("_open", "_placement", "_scheduler", "cached_tokens", "first_byte", "met")
+    __slots__ = ("_corrects", "_open", "_placement", "_scheduler", "first_byte", "met", "usage")
 
     def __init__(self, scheduler: Scheduler, placement: Placement) -> None:
         self.first_byte = False
-        self.cached_tokens: int | None = None
+        self.usage: Usage | None = None
         self.met: bool | None = None
         """Whether it came as was promised, where that is known."""
         self._placement = placement
         self._scheduler = scheduler
         self._open = True
+        self._corrects = False
+        """Whether the end may say what was cached."""
         scheduler.begin(placement, time.monotonic())
 
     @property
@@ -40,15 +42,23 @@ class Attempt:
         return self._placement.prefill
 
     def succeeded(self) -> None:
+        """With ``usage``, where that is known already: of an answer that came whole."""
         self.first_byte = True
-        self._scheduler.prefilled(self._placement, time.monotonic())
+        self._scheduler.prefilled(self._placement, time.monotonic(), self._cached_tokens)
+        self._corrects = self._cached_tokens is None
+
+    @property
+    def _cached_tokens(self) -> int | None:
+        return None if self.usage is None else self.usage.cached_of(self.decision.request.prompt.tokens)
 
     def close(self) -> None:
         if not self._open:
             return
         self._open = False
         if self.first_byte:
-            self._scheduler.ended(self._placement, time.monotonic(), self.met, self.cached_tokens)
+            cached = self._cached_tokens if self._corrects else None
+            output = None if self.usage is None else self.usage.output_tokens
+            self._scheduler.ended(self._placement, time.monotonic(), self.met, cached, output)
         else:
             self._scheduler.failed(self._placement, time.monotonic(), prefilled=False)
 

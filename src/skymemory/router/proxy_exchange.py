@@ -111,7 +111,7 @@ class Exchanges:
         """Whether it came as promised; None: nothing was promised, or it did not end as it should."""
         if self._promises is None or not attempt.first_byte or told.outcome != "answered" or told.ttft_s is None:
             return None
-        tokens = None if told.usage is None else told.usage.completion_tokens
+        tokens = None if told.usage is None else told.usage.output_tokens
         return self._promises.kept(told.ttft_s, time.monotonic() - told.began_s, tokens)
 
     async def _first_byte(
@@ -165,14 +165,19 @@ class Exchanges:
         told.outcome = "client-gone"  # unless something else comes
         try:
             if not await self._pass_at_once(incoming, relayed, answer.content, piece, reader, told):
-                if computed:
+                if computed and (attempt.decision.request.streams or reader.streams):
                     attempt.succeeded()
                 await self._pass_pieces(incoming, relayed, answer.content, piece, reader, told)
         finally:
-            if computed and not attempt.first_byte:
-                attempt.succeeded()  # learnt after the client has its answer: it waits for nothing of ours
-            if attempt.first_byte and (usage := reader.usage()) is not None:
-                told.usage, attempt.cached_tokens = usage, usage.cached_tokens
+            if computed:
+                told.usage = attempt.usage = reader.usage()
+                if not attempt.first_byte:
+                    # Learnt after the client has its answer: it waits for nothing of ours. One that does not stream
+                    # says at its end what was cached.
+                    attempt.succeeded()
+                if told.usage is not None:
+                    server = self._backends.known[attempt.decision.server].server
+                    server.told_tokens(attempt.decision.request.prompt.tokens, told.usage.prompt_tokens)
         if told.outcome == "broken":
             self._backends.failed(attempt.decision.server, told.why)
         return relayed

@@ -12,7 +12,7 @@ def request_line(method: str, path: str, told: Told, took_s: float) -> str:
     if decision is not None:
         parts.append(f"server={decision.server}")
         parts.append(f"matched={decision.matched_tokens}/{decision.request.prompt.tokens}")
-    if told.usage is not None:
+    if told.usage is not None and told.usage.cached_tokens is not None:
         parts.append(f"cached={told.usage.cached_tokens}/{told.usage.prompt_tokens}")
     if told.ttft_s is not None:
         parts.append(f"ttft_ms={told.ttft_s * 1e3:.1f}")

@@ -1,4 +1,4 @@
-"""What an answer says of cached tokens (OpenAI's ``usage``), read beside its way to the client.
+"""What an answer says of its tokens (OpenAI's ``usage``), read beside its way to the client.
 
 Bytes are looked at after they were passed on: nothing waits for this and nothing is changed by it.
 """
@@ -17,8 +17,17 @@ TAIL_BYTES = 8192
 
 class Usage(NamedTuple):
     prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int | None = None
+    cached_tokens: int | None
+    """Of the prompt; None: it does not say."""
+    output_tokens: int | None = None
+
+    def cached_of(self, tokens: int) -> int | None:
+        """Of a prompt that we take to have ``tokens``, those that were cached: the engine counts by its own tokenizer,
+        and without one we count four bytes as a token.
+        """
+        if self.cached_tokens is None or not self.prompt_tokens:
+            return self.cached_tokens
+        return round(self.cached_tokens * tokens / self.prompt_tokens)
 
 
 class _Details(msgspec.Struct):
@@ -84,9 +93,10 @@ def _usage_in(json: bytes) -> Usage | None:
         said = _decode(json).usage
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if said is None or said.prompt_tokens is None or said.prompt_tokens_details is None:
+    if said is None or said.prompt_tokens is None or said.prompt_tokens < 0:
         return None
-    cached = said.prompt_tokens_details.cached_tokens
-    if cached is None or not 0 <= cached <= said.prompt_tokens:
-        return None
-    return Usage(said.prompt_tokens, cached, said.completion_tokens)
+    cached = None if said.prompt_tokens_details is None else said.prompt_tokens_details.cached_tokens
+    if cached is not None and not 0 <= cached <= said.prompt_tokens:
+        cached = None
+    output = said.completion_tokens
+    return Usage(said.prompt_tokens, cached, None if output is not None and output < 0 else output)

@@ -183,7 +183,10 @@ class Settings:
     log_requests: bool = _setting("log_requests", yes_or_no, False, "one line per request")
     state: Path | None = _setting("state", path, None, "where what was learnt is kept over a restart")  # noqa: RUF009
     cost: Path | None = _setting(  # noqa: RUF009
-        "cost", path, None, "a file of `skymemory fit`: what prefills take, in place of learning it (least-ttft)"
+        "cost",
+        path,
+        None,
+        "a file of `skymemory fit`, or a preset's name: what prefills take, in place of learning it (least-ttft)",
     )
 
     def __post_init__(self) -> None:

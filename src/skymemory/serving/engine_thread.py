@@ -35,6 +35,10 @@ class Job:
 class _Running:
     job: Job
     sequence: Sequence
+    began_s: float
+    """When its prefill did."""
+    prefill_s: float | None = None
+    """What that took, once it is over."""
 
 
 class Full(Exception):
@@ -166,7 +170,7 @@ class EngineThread:
             self._guarded(self._prefilling, self._prefill_more)
 
     def _begin(self, job: Job) -> None:
-        began_s = time.thread_time()
+        began_s, since_s = time.thread_time(), time.perf_counter()
         try:
             prompt = self._caches.open(job.generation.salt, job.generation.ids)
             sequence = Sequence(job.generation, prompt, self._model, self._tokenizer, self._eos)
@@ -175,7 +179,7 @@ class EngineThread:
             self._end(job, Step("", 0, 0, error=f"{type(error).__name__}: {error}"), "error")
             return
         self._tally.looked_up(len(job.generation.ids), prompt.cached_tokens)
-        self._prefilling = _Running(job, sequence)
+        self._prefilling = _Running(job, sequence, since_s)
 
     def _prefill_more(self, one: _Running) -> None:
         began_s = time.thread_time()
@@ -186,7 +190,9 @@ class EngineThread:
         self._prefilling = None
         self._running.append(one)
         # The answer's first token goes out before its prompt is put away.
-        self._tally.first_token(time.perf_counter() - one.job.came_s)
+        now_s = time.perf_counter()
+        one.prefill_s = now_s - one.began_s
+        self._tally.first_token(now_s - one.job.came_s)
         self._say(one, step)
         if not step.last:
             self._caches.keep(one.sequence.prompt)
@@ -204,11 +210,17 @@ class EngineThread:
             return
         self._running.remove(one)
         self._caches.keep(one.sequence.prompt)  # with the answer: the next turn of a chat begins with it
+        self._tell_prefill(one)
         self._end(one.job, step, step.finish or "error")
+
+    def _tell_prefill(self, one: _Running) -> None:
+        if one.prefill_s is not None:
+            self._tally.prefilled(len(one.job.generation.ids), one.sequence.prompt.cached_tokens, one.prefill_s)
 
     def _abandon(self, one: _Running) -> None:
         self._forget(one)
         self._tally.ended("abort")
+        self._tell_prefill(one)
         self._caches.keep(one.sequence.prompt)  # it is computed: whoever asks again need not wait for it
 
     def _guarded(self, one: _Running, act: Callable[[_Running], None]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
 class Tally:
@@ -35,10 +36,20 @@ class Tally:
             )
         }
         self._ended = counter("request_success", "Requests ended, by how.", "finished_reason")
-        self._ttft = Histogram(
-            "vllm:time_to_first_token_seconds", "From the request to its first token.", names, buckets=_TTFT_S,
-            registry=self._registry,
-        ).labels(**self._labels)  # fmt: skip
+
+        def histogram(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"vllm:{name}", words, names, buckets=buckets, registry=self._registry)
+            return made.labels(**self._labels)
+
+        self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", _TTFT_S)
+        # Of requests that have ended, as in vLLM; routers learn the engine's speed from them.
+        self._prompts = histogram("request_prompt_tokens", "Tokens of the prompt.", _TOKENS)
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens", "Of those, the ones that the cache did not supply.", _TOKENS
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From when its prefill began to its first token.", _TTFT_S
+        )
 
     def watch(
         self, *, waiting: Callable[[], int], running: Callable[[], int], usage: Callable[[], float],
@@ -68,6 +79,12 @@ class Tally:
     def spent(self, prefill_s: float = 0.0, decode_s: float = 0.0) -> None:
         self._spent["prefill"].inc(prefill_s)
         self._spent["decode"].inc(decode_s)
+
+    def prefilled(self, tokens: int, cached: int, seconds: float) -> None:
+        """Of a request that has ended: the prompt, what the cache supplied of it, and what its prefill took."""
+        self._prompts.observe(tokens)
+        self._computed.observe(tokens - cached)
+        self._prefill.observe(seconds)
 
     def generated(self) -> None:
         self._generation.inc()

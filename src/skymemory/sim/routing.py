@@ -16,7 +16,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from skymemory import native
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
-from skymemory.conductor.fleet import Fleet, LoadReport, Server
+from skymemory.conductor.fleet import Fleet, LoadReport, PrefillTotals, Server
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import HEAD_BYTES, Decision, Prompt, Request
 from skymemory.conductor.seeds import seed
@@ -47,12 +48,18 @@ class RoutingSetup:
     decode_token_s: float = 0.04
     scrape_s: float = 0.2
     event_delay_s: float = 0.05
+    tells_prefills: bool = True
+    """Whether engines' reports say what prefills took in all, as vLLM's do."""
+    whole: float = 0.0
+    """Part of the answers that come whole, with their last token: their first byte is not seen before."""
     seed: int = 0
-    """Of ties only: jitter of arrivals and errors of estimates have their own."""
+    """Of ties, and of who does not stream: jitter of arrivals and errors of estimates have their own."""
 
     def __post_init__(self) -> None:
         if self.servers < 1 or self.scrape_s <= 0 or self.event_delay_s < 0 or self.decode_token_s < 0:
             raise InvalidInput("a fleet has servers, reads their reports every so often, and time does not run back")
+        if not 0 <= self.whole <= 1:
+            raise InvalidInput(f"whole is {self.whole}; expected a part of the answers, 0 to 1")
 
 
 class CacheEvents(Protocol):
@@ -95,6 +102,7 @@ class _Engine:
     decoding: int = 0
     tokens: int = 0
     """Prompts being prefilled or decoded."""
+    prefills: PrefillTotals = field(default_factory=lambda: PrefillTotals(0, 0, 0, 0.0))
 
 
 def simulate(
@@ -125,6 +133,7 @@ class _Simulation:
         self._due: list[tuple[float, int, Callable[[float], None]]] = []
         self._counted = 0
         self._scrapes = -1
+        self._dice = Random(setup.seed)
         self._outcomes: dict[int, Outcome] = {}
 
     def run(self, requests: Sequence[TraceRequest], prompts: Sequence[Request]) -> list[Outcome]:
@@ -167,9 +176,12 @@ class _Simulation:
                 kv_usage=min(1.0, engine.tokens / (engine.cache.capacity * BLOCK_TOKENS)),
                 cache_blocks=engine.cache.capacity,
                 block_tokens=BLOCK_TOKENS,
+                prefills=engine.prefills if self._setup.tells_prefills else None,
             )
 
     def _arrive(self, at: int, request: TraceRequest, prompt: Request) -> None:
+        if self._setup.whole and self._dice.random() < self._setup.whole:
+            prompt = replace(prompt, streams=False)
         decision = self._picker.pick(prompt, request.at_s)
         self._picker.routed(decision, request.at_s)
         engine = self._engines[decision.server]
@@ -197,7 +209,8 @@ class _Simulation:
         self._later(done_s, lambda at_s: self._first_token(engine, job, hit, gone, at_s))
 
     def _first_token(self, engine: _Engine, job: _Job, hit: int, gone: list[int], now_s: float) -> None:
-        self._picker.succeeded(job.decision, now_s)
+        if job.decision.request.streams:
+            self._picker.succeeded(job.decision, now_s)
         engine.serving = None
         engine.decoding += 1
         self._later(
@@ -209,9 +222,18 @@ class _Simulation:
             self._serve(engine, now_s)
 
     def _end(self, engine: _Engine, job: _Job, now_s: float) -> None:
-        self._picker.ended(job.decision, now_s)
+        if not job.decision.request.streams:
+            self._picker.succeeded(job.decision, now_s)
+        self._picker.ended(job.decision, now_s, output_tokens=job.request.output_tokens)
         engine.decoding -= 1
         engine.tokens -= job.request.input_tokens
+        before, outcome = engine.prefills, self._outcomes[job.at]
+        engine.prefills = PrefillTotals(
+            before.requests + 1,
+            before.tokens + outcome.tokens,
+            before.computed + outcome.tokens - outcome.hit_tokens,
+            before.seconds + self._setup.cost.prefill_s(outcome.tokens, outcome.hit_tokens),
+        )
 
     def _tell(self, server: Server, chain: tuple[int, ...], hit: int, gone: list[int]) -> None:
         assert self._events is not None

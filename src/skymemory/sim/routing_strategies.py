@@ -8,7 +8,7 @@ sent and what was answered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
@@ -43,19 +43,23 @@ class EngineEvents:
         self.index.apply(server.slot, Batch(number, events))
 
 
-def strategy_for(name: str, setup: RoutingSetup, error: float, **options: float) -> tuple[Scorer, CacheEvents | None]:
-    """The strategy of that name, and what must hear events for it.
+def strategy_for(
+    name: str, setup: RoutingSetup, error: float, *, given: bool = False, **options: Any
+) -> tuple[Scorer, CacheEvents | None]:
+    """The strategy of that name with such options, and what must hear events for it.
 
-    ``error``: standard deviation of what estimates are off by, as a part of them. ``options``: of the default.
+    ``error``: standard deviation of what estimates are off by, as a part of them. ``given``: who estimates is told the
+    servers' speeds, and learns them otherwise.
 
     Raises:
         InvalidInput: no strategy of that name.
     """
-    if name == "precise":
+    if name in ("precise", "block-cost"):
         index = PreciseIndex(BLOCK_TOKENS)
-        return named(name, index=index), EngineEvents(index)
+        return named(name, index=index, **options), EngineEvents(index)
     if name == "least-ttft":
-        settings = LeastTtftSettings(**options)  # type: ignore[arg-type]
+        settings = LeastTtftSettings(**options)
         table = ApproximatePrefixIndex(settings.blocks_per_server)
-        return ErringLeastTtft(table, settings, setup.cost, error=error, seed=setup.seed), None
-    return named(name), None
+        cost = setup.cost if given else None
+        return ErringLeastTtft(table, settings, cost, error=error, seed=setup.seed), None
+    return named(name, **options), None

@@ -5,7 +5,9 @@ that others ask about too, then with words of its own; its next turn repeats all
 message. What comes out is what a trace holds (``trace.TraceRequest``), block ids that form a tree of prefixes among it.
 
 ``CONVERSATIONS`` has the statistics of Mooncake's conversation trace (its tests compare them); ``TENANTS`` has others:
-many system prompts, of which now these and now those are wanted, short questions, long answers, no batches.
+many system prompts, of which now these and now those are wanted, short questions, long answers, no batches; ``AGENTS``
+are agents with tools: long instructions, often the files of one repository, then a loop of some fourteen short calls
+and results, seconds apart, that makes the prompt grow.
 """
 
 from __future__ import annotations
@@ -185,4 +187,24 @@ TENANTS = Workload(
     answer=Spread(900, 0.5, 50, 4_000),
     curt_share=0.02,
 )
-WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS)}
+AGENTS = Workload(
+    name="agents",
+    conversations_per_s=0.4,
+    tenants=Popularity(24, 0.8),
+    system=Spread(9_000, 0.5, 3_000, 30_000),
+    documents=Popularity(60, 0.7),
+    document=Spread(8_000, 0.8, 1_024, 40_000),
+    document_share=0.5,
+    question=Spread(900, 1.0, 50, 20_000),
+    job_share=0.0,
+    job=Spread(1, 0.0, 1, 1),
+    goes_on=0.93,
+    goes_on_growth=0.0,
+    message=Spread(350, 1.0, 20, 4_000),
+    long_message_share=0.2,
+    long_message=Spread(4_000, 0.8, 500, 30_000),
+    pause=Spread(7, 0.7, 1, 120),
+    answer=Spread(130, 0.7, 15, 2_000),
+    curt_share=0.0,
+)
+WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS, AGENTS)}

@@ -115,17 +115,19 @@ def _bandwidth(told: Experiment) -> Figure:
 
 
 def _ratio(told: Experiment) -> Figure:
-    figure = new_figure(8.0, 3.8)
-    left, right = figure.subplots(1, 2)
     records = _records(told)
-    names = [f"{r['prefill']}P+{r['decode']}D" for r in records]
-    left.plot(names, [r["mean_ttft_s"] for r in records], "o-", color=RED)
-    left.set_yscale("log")
-    left.set_ylabel("mean TTFT, s")
-    right.plot(names, [r["met"] for r in records], "o-", color=GREEN)
-    right.set_ylabel("requests with both promises kept")
-    for axes in (left, right):
+    kinds = list(dict.fromkeys(r["decoding"] for r in records))
+    figure = new_figure(4.0 * len(kinds), 3.8)
+    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        rates = list(dict.fromkeys(r["rate"] for r in records))
+        for rate, colour in zip(rates, (GREEN, BLUE, RED), strict=False):
+            mine = [r for r in records if r["decoding"] == kind and r["rate"] == rate]
+            names = [f"{r['prefill']}P+{r['decode']}D" for r in mine]
+            axes.plot(names, [r["met"] for r in mine], "o-", color=colour, label=f"rate × {rate:g}", markersize=4)
+        axes.set_title(f"decoding {kind}", fontsize=9)
+        axes.set_ylabel("requests with both promises kept")
         axes.tick_params(axis="x", labelrotation=30, labelsize=8)
+        axes.legend(fontsize=8)
     return figure
 
 
@@ -195,7 +197,7 @@ def _rejections(told: Experiment) -> Figure:
 
 
 def _swings(told: Experiment) -> Figure:
-    shown = [name for name in told.series if name.startswith("decode short") and not name.endswith(" all")]
+    shown = [name for name in told.series if name.startswith("decode short, vllm") and not name.endswith(" all")]
     figure = new_figure(9.0, 1.9 * len(shown))
     for axes, name in zip(figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0], shown, strict=True):
         times_s, prefill, decode = told.series[name]

@@ -10,9 +10,9 @@ from skymemory.conductor.fleet import LoadReport
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.base import Scorer
-from skymemory.conductor.strategies.named import NAMES, named
+from skymemory.conductor.strategies.named import NAMES, named, options_of
 
-LEARNING = ("least-ttft", "approximate", "radix", "hash-trie", "simhash")
+LEARNING = ("least-ttft", "approximate", "radix", "hash-trie", "simhash", "lmetric", "block-cost")
 """Those that believe a server to hold what it was sent."""
 PREFIX = (*LEARNING, "precise", "chwbl")
 
@@ -170,7 +170,9 @@ def test_load_weighs_more_than_a_small_match_in_the_end(name: str) -> None:
     assert max(server.in_flight for server in fleet) < 160
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("random", "round-robin", "session")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("random", "round-robin", "session", "block-cost")]
+)
 def test_a_stale_report_says_nothing(name: str) -> None:
     fleet = a_fleet(2)
     scorer = named(name)
@@ -183,7 +185,9 @@ def test_a_stale_report_says_nothing(name: str) -> None:
         assert stale["s0"] == stale["s1"]
 
 
-@pytest.mark.parametrize("name", [name for name in PREFIX if name != "precise"])
+@pytest.mark.parametrize(
+    "name", [name for name in PREFIX if "min_match_tokens" in options_of(name) and name != "precise"]
+)
 def test_a_gain_under_the_threshold_leaves_it_to_load_and_says_so(name: str) -> None:
     for option, value in (("min_match_tokens", 400), ("min_match_ratio", 0.97)):
         fleet = a_fleet(3)

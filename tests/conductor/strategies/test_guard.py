@@ -40,7 +40,7 @@ def worst(times_s: list[float], placed: list[int], servers: int, settings: Guard
 @pytest.mark.parametrize("servers", [3, 4, 8, 16, 64])
 @pytest.mark.parametrize("traffic", ["all want one", "a few", "one burst, then another server"])
 def test_in_no_window_is_the_share_larger(servers: int, traffic: str) -> None:
-    settings = GuardSettings()
+    settings = GuardSettings(limit=2.2)
     dice = np.random.default_rng((servers, len(traffic)))
     times_s: list[float] = []
     now_s = 0.0
@@ -61,26 +61,28 @@ def test_in_no_window_is_the_share_larger(servers: int, traffic: str) -> None:
 
 
 def test_it_does_not_bind_while_traffic_is_light() -> None:
-    guard = ShareGuard()
+    guard = ShareGuard(GuardSettings(limit=2.2))
     times_s = [number * 3.0 for number in range(300)]  # 20 in 60 s: less than the 22 that 80 requests would allow.
     assert run(guard, times_s, 8, [5] * 300) == [5] * 300
 
 
 def test_it_is_exact_at_its_edge() -> None:
-    guard = ShareGuard()
+    guard = ShareGuard(GuardSettings(limit=2.2))
     placed = run(guard, [number * 0.001 for number in range(80)], 8, [0] * 80)
     assert placed[:22] == [0] * 22 and placed[22] == 1
     assert placed.count(0) == 22
 
 
 def test_two_servers_and_no_limit_need_no_guard() -> None:
-    assert run(ShareGuard(), [0.001 * number for number in range(500)], 2, [0] * 500) == [0] * 500
+    assert (
+        run(ShareGuard(GuardSettings(limit=2.2)), [0.001 * number for number in range(500)], 2, [0] * 500) == [0] * 500
+    )
     free = ShareGuard(GuardSettings(limit=float("inf")))
     assert run(free, [0.001 * number for number in range(500)], 8, [0] * 500) == [0] * 500
 
 
 def test_asking_about_other_numbers_of_servers_changes_nothing() -> None:
-    one, other = ShareGuard(), ShareGuard()
+    one, other = ShareGuard(GuardSettings(limit=2.2)), ShareGuard(GuardSettings(limit=2.2))
     dice = np.random.default_rng(5)
     for number in range(2000):
         now_s = number * 0.05
@@ -94,7 +96,7 @@ def test_asking_about_other_numbers_of_servers_changes_nothing() -> None:
 
 
 def test_a_forgotten_server_begins_with_a_clean_slate() -> None:
-    guard = ShareGuard()
+    guard = ShareGuard(GuardSettings(limit=2.2))
     run(guard, [0.0] * 40, 8, [0] * 40)
     assert guard.over(0, 8, 0.0)
     guard.forget(0)

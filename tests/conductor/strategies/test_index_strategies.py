@@ -153,6 +153,10 @@ def test_the_endpoint_pickers_faults() -> None:
     fleet.servers["s0"].reported = LoadReport(at_s=0.0, cache_blocks=5, block_tokens=32)
     serve(picker, a_request((3, 30)), among={"s0"})
     assert index.blocks_of(0) == 10
+    # In tokens as prompts are read, where it counts two of its own for each of those.
+    fleet.servers["s0"].told_tokens(100, 200)
+    serve(picker, a_request((3, 30)), among={"s0"})
+    assert index.blocks_of(0) == 5
     # No more than 256 blocks of a prompt count.
     roomy = Picker(
         a_fleet(1), Approximate(ApproximatePrefixIndex(1000, ApproximateSettings().max_match_blocks)), seed=1

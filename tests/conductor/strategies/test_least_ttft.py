@@ -60,12 +60,10 @@ def test_a_hot_prefix_is_copied_by_itself_as_soon_as_waiting_costs_more() -> Non
 
 
 def test_a_prompt_under_way_counts_for_who_queues_behind_it() -> None:
-    for under_way_blocks, expected in ((4096, "s0"), (0, "s1")):
-        picker = a_picker(2, under_way_blocks=under_way_blocks)
-        send(picker, picker.pick(a_request((1, 50)), 0.0, {"s0"}), 0.0)
-        behind = picker.pick(a_request((1, 50), (2, 2)), 0.6)
-        assert behind.server == expected
-    assert behind.matched_tokens == 0
+    picker = a_picker(2)
+    send(picker, picker.pick(a_request((1, 50)), 0.0, {"s0"}), 0.0)
+    assert picker.pick(a_request((1, 50), (2, 2)), 0.6).server == "s0"
+    assert picker.pick(a_request((3, 50), (2, 2)), 0.6).server == "s1"
 
 
 def test_a_prompt_that_failed_under_way_is_taken_back() -> None:
@@ -146,10 +144,10 @@ def hostile(picker: Picker, gaps_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 @pytest.mark.parametrize("servers", [4, 8, 16])
-def test_no_server_gets_more_than_2_2_times_the_mean_when_all_share_one_prefix(servers: int) -> None:
+def test_no_server_gets_more_than_its_share_when_all_share_one_prefix(servers: int) -> None:
     gaps_s = np.random.default_rng(servers).exponential(0.35, 420)
     gaps_s[210:] *= 0.5
-    times_s, slots = hostile(a_picker(servers), gaps_s)
+    times_s, slots = hostile(a_picker(servers, guard_limit=2.2), gaps_s)
     judged = 0
     for start in range(len(slots)):
         window = slots[start : int(np.searchsorted(times_s, times_s[start] + 60.0, side="left"))]
@@ -162,7 +160,7 @@ def test_no_server_gets_more_than_2_2_times_the_mean_when_all_share_one_prefix(s
 
 
 def test_who_was_passed_by_is_told() -> None:
-    picker = a_picker(8)
+    picker = a_picker(8, guard_limit=2.2)
     reasons: list[str] = []
     for number in range(40):
         reasons += serve(picker, a_request((1, 40)), number * 0.1).reasons

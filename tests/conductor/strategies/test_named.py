@@ -19,7 +19,7 @@ def test_every_name_gives_the_strategy_of_that_name() -> None:
     assert {named(name).name for name in NAMES} == set(NAMES)
     assert set(NAMES) == {
         "random", "round-robin", "least-load", "session", "chwbl", "simhash",
-        "hash-trie", "radix", "approximate", "precise", "least-ttft",
+        "hash-trie", "radix", "approximate", "precise", "least-ttft", "lmetric", "block-cost",
     }  # fmt: skip
     assert named().name == DEFAULT == "least-ttft"
     for entry in STRATEGIES.values():

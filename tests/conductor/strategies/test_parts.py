@@ -7,7 +7,7 @@ import pytest
 from tests.conductor.strategies.fleets import a_fleet, a_prompt, a_request
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.fleet import LoadReport
+from skymemory.conductor.fleet import LoadReport, PrefillTotals
 from skymemory.conductor.strategies.chains import depths
 from skymemory.conductor.strategies.gain import GainThreshold
 from skymemory.conductor.strategies.loads import loads_of, most_allowed
@@ -90,11 +90,11 @@ def test_a_queue_shrinks_with_time_and_with_answers() -> None:
     assert queues.waits_s(servers, 15.0)[0] == pytest.approx(2.0)
     assert queues.remove(0, second, 16.0) == pytest.approx(2.0), "since the one before it ended"
     assert queues.waits_s(servers, 16.0) == [0.0, 0.0]
-    assert queues.remove(0, second, 17.0) == 0.0
+    assert queues.remove(0, second, 17.0) is None
     third = queues.add(0, 1.0, 100.0)
     assert queues.waits_s(servers, 100.5)[0] == pytest.approx(0.5)
     queues.forget(0)
-    assert queues.waits_s(servers, 100.5)[0] == 0.0 and queues.remove(0, third, 101.0) == 0.0
+    assert queues.waits_s(servers, 100.5)[0] == 0.0 and queues.remove(0, third, 101.0) is None
 
 
 def test_answers_out_of_turn_leave_the_first_where_it_is() -> None:
@@ -121,6 +121,74 @@ def test_requests_that_others_sent_wait_too_and_ours_are_not_counted_twice() -> 
     servers[0].reported = LoadReport(at_s=12.0, waiting=4)
     assert queues.waits_s(servers, 12.0) == [2.0 + 3 * 2.0, 6.0]
     assert queues.waits_s(servers, 50.0)[1] == 0.0, "a report that old says nothing"
+
+
+def test_a_prefill_whose_end_does_not_show_ends_when_its_time_is_over() -> None:
+    """Its answer comes whole, a minute later: nobody waits for that behind it."""
+    servers = list(a_fleet(1))
+    queues = PrefillQueues(overdue=0.1)
+    first = queues.add(0, 2.0, 10.0, unseen=True)
+    second = queues.add(0, 3.0, 10.5, unseen=True)
+    assert queues.waits_s(servers, 11.0) == [4.0]
+    assert queues.waits_s(servers, 13.0) == [2.0], "the first is done, and the second began behind it"
+    third = queues.add(0, 1.0, 14.0)
+    assert queues.waits_s(servers, 14.0) == [2.0] and queues.waits_s(servers, 15.5) == [0.5]
+    assert queues.remove(0, third, 16.5) is None, "when it could begin is not known"
+    assert queues.waits_s(servers, 16.5) == [0.0]
+    assert queues.remove(0, first, 70.0) is None and queues.remove(0, second, 70.0) is None
+    shown = queues.add(0, 1.0, 80.0)
+    assert queues.remove(0, shown, 81.25) == 1.25
+
+
+def test_a_report_and_an_answer_say_that_those_before_it_are_done() -> None:
+    servers = list(a_fleet(1))
+    queues = PrefillQueues(overdue=0.1)
+    sent = [queues.add(0, 10.0, 0.0, unseen=True) for _ in range(4)]
+    assert queues.waits_s(servers, 1.0) == [39.0]
+    servers[0].reported = LoadReport(at_s=2.0, waiting=1, running=3)
+    assert queues.waits_s(servers, 2.0) == [20.0], "one is computed and one waits"
+    assert queues.waits_s(servers, 4.0) == [18.0], "the same report says nothing new"
+    queues.remove(0, sent[3], 5.0)
+    assert queues.waits_s(servers, 5.0) == [0.0]
+
+
+def test_speeds_are_learnt_from_what_engines_tell_and_from_whole_answers() -> None:
+    dice = np.random.default_rng(6)
+    told, whole = LearnedSpeeds(), LearnedSpeeds()
+    server = next(iter(a_fleet(1)))
+    count = tokens = computed = seconds = 0.0
+    for number, n in enumerate(np.exp(dice.normal(8.0, 1.0, 200)).clip(100, 60_000).astype(int).tolist()):
+        held, output = n // 2 * (number % 2), int(dice.integers(20, 800))
+        work_s = 2e-4 * (n - held)
+        count, tokens, computed, seconds = count + 1, tokens + n, computed + n - held, seconds + work_s
+        server.reported = LoadReport(at_s=float(number), prefills=PrefillTotals(count, tokens, computed, seconds))
+        told.hear([server])
+        whole.observe_whole(0, n, held, output, work_s + 0.04 * output + dice.exponential(0.3))
+    for speeds in (told, whole):
+        assert speeds.prefills_s([0], 10_000, [4_000])[0] == pytest.approx(1.2, rel=0.2)
+    server.reported = LoadReport(at_s=999.0, prefills=PrefillTotals(1, 100, 100, 50.0))
+    told.hear([server])  # it was started anew
+    assert told.prefills_s([0], 10_000, [4_000])[0] == pytest.approx(1.2, rel=0.2)
+
+
+def test_whole_answers_that_do_not_show_what_a_prefill_takes_teach_nothing() -> None:
+    """Long answers to short prompts, as two engines on a busy machine gave them: the likeliest speed of a prefill may
+    then be a hundred times too quick, with which no cache would be worth a detour and no queue too long.
+    """
+    true_s, shown = 2.5e-4, 0
+    for seed in range(40):
+        dice = np.random.default_rng(seed)
+        speeds = LearnedSpeeds()
+        for _ in range(32):
+            tokens, output = int(dice.uniform(250, 600)), int(dice.integers(40, 120))
+            answer_s = 0.012 * output * dice.lognormal(0.0, 0.25)
+            speeds.observe_whole(0, tokens, 0, output, true_s * tokens + answer_s)
+        per_token_s = speeds.prefills_s([0], 1400, [400])[0] - speeds.prefills_s([0], 400, [400])[0]
+        per_token_s /= 1000
+        if per_token_s != pytest.approx(UNKNOWN[1]):
+            shown += 1
+            assert true_s / 3 < per_token_s < true_s * 3, seed
+    assert shown < 20, "here it hardly shows"
 
 
 def test_a_line_is_fitted_past_what_lies_far_off_it() -> None:
@@ -179,6 +247,20 @@ def test_a_given_cost_is_asked_once_per_match() -> None:
     seconds = speeds.prefills_s([4, 5, 6], 10_000, [0, 9_000, 0])
     assert seconds == [LLAMA_70B_8xA800.prefill_s(10_000, held) for held in (0, 9_000, 0)]
     assert speeds.prefills_s([4, 5], 0, [0, 0]) == [0.0, 0.0]
+
+
+def test_a_given_cost_that_is_off_is_set_right_server_by_server() -> None:
+    speeds = GivenSpeeds(LLAMA_70B_8xA800)
+    dice = np.random.default_rng(7)
+    for _ in range(20):
+        for slot, factor in ((0, 2.0), (1, 0.5)):
+            tokens = int(dice.integers(200, 20_000))
+            speeds.observe(slot, tokens, 0, factor * LLAMA_70B_8xA800.prefill_s(tokens) * dice.normal(1.0, 0.1))
+    expected = LLAMA_70B_8xA800.prefill_s(10_000, 4_000)
+    seconds = speeds.prefills_s([0, 1, 2], 10_000, [4_000] * 3)
+    assert seconds == [pytest.approx(2 * expected, rel=0.1), pytest.approx(expected / 2, rel=0.1), expected]
+    speeds.forget(0)
+    assert speeds.prefills_s([0], 10_000, [4_000]) == [expected]
 
 
 def test_notes_are_taken_once_in_order_and_forgotten_by_server() -> None:

@@ -82,7 +82,7 @@ class Ledger:
         self._moves(request, server, self.sent)
         self._scorer.failed(request, server, now_s)
 
-    def ended(self, request: Request, server: Server, now_s: float) -> None:
+    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         self._moves(request, server, self.answering)
         self._scorer.ended(request, server, now_s)
 

@@ -100,7 +100,7 @@ class LeastTbt(Forgetful):
 
     @property
     def decode_s(self) -> float:
-        """How long a request usually decodes; infinite while nothing is known."""
+        """As ``admission.Outlook``."""
         if self._given_s is not None:
             return self._given_s
         return self._learnt_s if self._ended else float("inf")
@@ -178,7 +178,7 @@ class LeastTbt(Forgetful):
             batch.add(one, 1)
             self._no_longer_expected(one)
 
-    def ended(self, request: Request, server: Server, now_s: float) -> None:
+    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         one = self._take(request, server, True)
         if one is not None:
             self._ended += 1

@@ -152,7 +152,7 @@ class KvCacheCentric(PrefillScheduler):
             if self._fleet is not None and len(self._fleet) > len(servers):
                 others = [server for server in self._fleet if server.healthy and server.slot not in outlay.slots]
                 servers = [*servers, *others]
-                depths = depths + self.index.match(blocks, [server.slot for server in others])
+                depths = [*depths, *self.index.match(blocks, [server.slot for server in others])]
             token_s = self._kv_token_bytes / network.bytes_per_s
             waits_s = self._ways.waits_out_s([server.slot for server in servers], now_s)
             for server, count, wait_s in deepest(servers, depths, waits_s, least):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, overload, runtime_checkable
 
 from skymemory.conductor.fleet import Server
-from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
+from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Plan, Prompt, Request
 from skymemory.conductor.scheduling.sources import Source
 from skymemory.conductor.strategies.base import Ranking
@@ -20,7 +20,6 @@ from skymemory.conductor.strategies.indexed import Indexed
 from skymemory.conductor.strategies.queues import Prefill, PrefillQueues
 from skymemory.conductor.strategies.speeds import GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
 from skymemory.conductor.strategies.tickets import Tickets
-from skymemory.conductor.strategies.under_way import UnderWay
 
 OVERDUE = 0.1
 """Part of a prefill's time so far that it is believed to need still, once it takes longer than estimated."""
@@ -50,9 +49,9 @@ class Outlay:
     request: Request
     servers: Sequence[Server]
     slots: list[int]
-    known: list[int]
+    known: Sequence[int]
     """Blocks that each holds."""
-    blocks: list[int]
+    blocks: Sequence[int]
     """Blocks that each holds or will hold when it comes to this request."""
     held: list[int]
     """The same in tokens."""
@@ -113,7 +112,6 @@ class _Sent:
     """What was believed when a request was sent."""
 
     prefill: Prefill
-    chain: Blocks | None
     plan: Plan
 
 
@@ -129,11 +127,10 @@ class PrefillScheduler(Indexed, ABC):
         overdue: float = OVERDUE,
         under_way_blocks: int = UNDER_WAY_BLOCKS,
     ) -> None:
-        super().__init__(index)
+        super().__init__(index, under_way_blocks)
         self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
         self._pipeline = cost if isinstance(cost, PipelineCost) else None
         self._queues = PrefillQueues(overdue)
-        self._under_way = UnderWay(under_way_blocks)
         self._sent: Tickets[_Sent] = Tickets()
         self._last: Outlay | None = None
         """Of the last request that was asked about: what is decided by it is what is booked."""
@@ -165,15 +162,14 @@ class PrefillScheduler(Indexed, ABC):
         if last is None or last.request is not request or slot not in last.slots:
             last = self._outlay(request, (server,), now_s)
         at = last.slots.index(slot)
-        plan, blocks = last.plan(at), request.prompt.blocks
-        self._believed.note(request, server, last.known[at])
+        plan = last.plan(at)
+        super().routed(request, server, now_s)
         work_s = last.ttfts_s[at] - last.waits_s[at]
         drain_s = 0.0
         if self._pipeline is not None:
             drain_s = min(work_s, self._pipeline.drain_s(request.prompt.tokens, plan.cached_tokens))
         prefill = self._queues.add(slot, work_s - drain_s, now_s, drain_s)
-        chain = self._under_way.add(slot, blocks) if len(blocks) else None
-        self._sent.note(request, server, _Sent(prefill, chain, plan))
+        self._sent.note(request, server, _Sent(prefill, plan))
         self.booked(last, at, now_s)
 
     def booked(self, outlay: Outlay, at: int, now_s: float) -> None:
@@ -182,8 +178,8 @@ class PrefillScheduler(Indexed, ABC):
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         sent = self._sent.take(request, server)
         if sent is not None:
-            seconds, plan = self._done(server.slot, sent, now_s), sent.plan
-            if plan.load_s <= plan.queue_s:  # Otherwise it may have waited for what it loaded.
+            seconds, plan = self._queues.remove(server.slot, sent.prefill, now_s), sent.plan
+            if seconds is not None and plan.load_s <= plan.queue_s:  # Otherwise it may have waited for what it loaded.
                 cached = plan.cached_tokens if cached_tokens is None else cached_tokens
                 self.speeds.observe(server.slot, request.prompt.tokens, cached, seconds)
         super().succeeded(request, server, now_s, cached_tokens)
@@ -191,12 +187,12 @@ class PrefillScheduler(Indexed, ABC):
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         sent = self._sent.take(request, server)
         if sent is not None:
-            self._done(server.slot, sent, now_s)
+            self._queues.remove(server.slot, sent.prefill, now_s)
         super().failed(request, server, now_s)
 
     def forget(self, server: Server) -> None:
         super().forget(server)
-        for part in (self._queues, self._under_way, self.speeds):
+        for part in (self._queues, self.speeds):
             part.forget(server.slot)
         self._sent.forget(server)
         self._last = None
@@ -204,9 +200,8 @@ class PrefillScheduler(Indexed, ABC):
     def _outlay(self, request: Request, servers: Sequence[Server], now_s: float) -> Outlay:
         prompt = request.prompt
         slots = [server.slot for server in servers]
-        known = self.matched_blocks(prompt, servers)
-        under_way = self._under_way.depths(prompt.blocks, slots) if len(prompt.blocks) else []
-        blocks = list(map(max, known, under_way)) if under_way else known
+        known = self.held_blocks(prompt, servers)
+        blocks = self.matched_blocks(prompt, servers, known)
         held = self.matched_tokens(prompt, blocks)
         waits_s = self._queues.waits_s(servers, now_s)
         alone_s = self.speeds.prefills_s(slots, prompt.tokens, held)
@@ -214,11 +209,6 @@ class PrefillScheduler(Indexed, ABC):
         outlay = Outlay(request, servers, slots, known, blocks, held, waits_s, alone_s, ttfts_s, now_s)
         self.fetch(outlay)
         return outlay
-
-    def _done(self, slot: int, sent: _Sent, now_s: float) -> float:
-        if sent.chain is not None:
-            self._under_way.drop(slot, sent.chain)
-        return self._queues.remove(slot, sent.prefill, now_s)
 
 
 def tokens_of(prompt: Prompt, blocks: int) -> int:

@@ -2,10 +2,10 @@
 
 Source: the Gateway API inference extension's endpoint picker: prefix matched / total with weight 3, queue and KV use
 with weight 2 each; its queue scorer puts the shortest queue at 1 and the longest at 0, its KV scorer is 1 − use. Done
-otherwise: the table counts contiguous matches, evicts a prefix's head last, learns on success, and takes the capacity
-that servers report; between two reports of a server what we sent it since counts; a server that reports nothing is
-taken for an average one, not for an empty one. The prefix is never normalised by the best server: one matched block
-would then weigh as much as a whole prompt.
+otherwise: the table counts contiguous matches, evicts a prefix's head last, takes back what failed, and takes the
+capacity that servers report; between two reports of a server what we sent it since counts; a server that reports
+nothing is taken for an average one, not for an empty one. The prefix is never normalised by the best server: one
+matched block would then weigh as much as a whole prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.base import Ranking
 from skymemory.conductor.strategies.gain import GainThreshold
-from skymemory.conductor.strategies.indexed import Indexed
+from skymemory.conductor.strategies.indexed import MOST_UNDER_WAY, Indexed
 from skymemory.conductor.strategies.loads import STALE_S
 from skymemory.errors import InvalidInput
 
@@ -49,9 +49,13 @@ class Approximate(Indexed):
 
     name = "approximate"
 
-    def __init__(self, index: PrefixIndex, settings: WeightedSettings | None = None) -> None:
-        super().__init__(index)
+    def __init__(
+        self, index: PrefixIndex, settings: WeightedSettings | None = None, under_way_blocks: int = MOST_UNDER_WAY
+    ) -> None:
+        super().__init__(index, under_way_blocks)
         self.settings = settings or ApproximateSettings()
+        self._since: dict[int, tuple[float, int]] = {}
+        """By slot: of when its latest report is, and how many requests it was sent since."""
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
@@ -78,8 +82,17 @@ class Approximate(Indexed):
         matched = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
         return matched, [tokens / prompt.tokens if tokens else 0.0 for tokens in matched]
 
-    @staticmethod
-    def _loads(servers: Sequence[Server], now_s: float) -> tuple[list[float], list[float]]:
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        super().routed(request, server, now_s)
+        if (report := server.reported) is not None:
+            at_s, sent = self._since.get(server.slot, (report.at_s, 0))
+            self._since[server.slot] = report.at_s, sent + 1 if at_s == report.at_s else 1
+
+    def forget(self, server: Server) -> None:
+        super().forget(server)
+        self._since.pop(server.slot, None)
+
+    def _loads(self, servers: Sequence[Server], now_s: float) -> tuple[list[float], list[float]]:
         """Requests that wait for their prefill, and the free part of the KV cache."""
         queues: list[float] = []
         free: list[float | None] = []
@@ -89,7 +102,8 @@ class Approximate(Indexed):
                 queues.append(float(server.prefilling))
                 free.append(None)
             else:
-                queues.append(float(max(report.waiting, server.prefilling)))
+                at_s, sent = self._since.get(server.slot, (report.at_s, 0))
+                queues.append(float(report.waiting + (min(sent, server.prefilling) if at_s == report.at_s else 0)))
                 free.append(1.0 - report.kv_usage)
         known = [share for share in free if share is not None]
         usual = sum(known) / len(known) if known else 1.0

@@ -63,8 +63,11 @@ class Scorer(Protocol):
         """
         ...
 
-    def ended(self, request: Request, server: Server, now_s: float) -> None:
-        """Its last byte came, or it was given up after ``succeeded``. Comes once, before ``corrected``."""
+    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+        """Its last byte came, or it was given up after ``succeeded``. Comes once, before ``corrected``.
+
+        ``output_tokens``: of its answer, where that came to its end and says so.
+        """
         ...
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
@@ -88,7 +91,7 @@ class Forgetful:
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
         pass
 
-    def ended(self, request: Request, server: Server, now_s: float) -> None:
+    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         pass
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:

@@ -7,6 +7,11 @@ job sizes", 2012). So ``e`` seconds more cost them ``r / (1 − b) · e · (w + 
 to come whatever the queue is; ours look at it and go elsewhere, which makes it less, and estimates of waiting err,
 which makes caches worth more: so ``weight`` times it counts, as tuned.
 
+That they can go elsewhere, and that the queue ends, holds as long as some server is free. Where even the shortest queue
+is long, all of them last, and a second of work delays those who come later by about as much wherever it is done: by
+``q / (q + 1)``, for a shortest queue of ``q`` usual prefills, its length counts in place of the server's own, and the
+price rises (``CROWDED``).
+
 Rate and business are those of the requests sent lately: nothing is configured, and with little traffic the price is
 nothing.
 """
@@ -14,8 +19,12 @@ nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from skymemory.errors import InvalidInput
+
+CROWDED = 2.0
+"""By how much of itself the price rises where all servers have endless queues."""
 
 
 class DelayPrice:
@@ -36,6 +45,19 @@ class DelayPrice:
         kept = self._kept(now_s)
         self._requests, self._work_s = self._requests * kept + 1.0, self._work_s * kept + work_s
         self._at_s = max(self._at_s, now_s)
+
+    def delays_s(self, waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, now_s: float) -> list[float]:
+        """Seconds that later requests wait longer in all, where this work is put behind the queue of each server.
+
+        ``usual_s``: what a prefill takes, lately.
+        """
+        shortest_s = min(waits_s)
+        crowded = shortest_s / (shortest_s + usual_s) if usual_s else 0.0
+        rate = self.rate(len(waits_s), now_s) * (1.0 + CROWDED * crowded)
+        return [
+            rate * work_s * (wait_s - crowded * (wait_s - shortest_s) + work_s / 2.0)
+            for wait_s, work_s in zip(waits_s, works_s, strict=True)
+        ]
 
     def rate(self, servers: int, now_s: float) -> float:
         """Seconds of later requests' delay per second of work and second of queue, at one of so many servers (1/s)."""

@@ -11,7 +11,7 @@ from skymemory.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    limit: float = 2.2
+    limit: float = 4.0
     """Times the mean of requests per server that one server may get; infinite: no guard."""
     window_s: float = 60.0
     requests: int = 80

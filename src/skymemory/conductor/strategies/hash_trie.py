@@ -3,8 +3,8 @@
 Source: vLLM production-stack's prefix router, second of its two ways (chunks of 128 characters, a random one of the
 servers at the deepest node). When all prompts share their first chunk it sends everything to the server that was
 first, however much waits there. Done otherwise: a server over the bound of its load is passed by, then shorter matches
-count, then load alone; a match must be worth it; the tree is bounded, and evicts leaves before what they hang on; it
-learns when a request succeeded.
+count, then load alone; a match must be worth it; the tree is bounded, and evicts leaves before what they hang on; what
+was learnt of a request that failed is taken back.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skymemory.conductor.fleet import Server
+from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import Forgetful, Ranking
 from skymemory.conductor.strategies.chains import depths
 from skymemory.conductor.strategies.gain import GainThreshold
 from skymemory.conductor.strategies.loads import check_factor, loads_of, most_allowed
+from skymemory.conductor.strategies.tickets import Tickets
 from skymemory.errors import InvalidInput
 
 
@@ -46,6 +48,8 @@ class HashTrie(Forgetful):
 
         Chained hashes make the tree flat: a node's key says the whole way to it.
         """
+        self._held: Tickets[int] = Tickets()
+        """Blocks that were known when a request was sent."""
 
     def __len__(self) -> int:
         return len(self._sets)
@@ -73,15 +77,36 @@ class HashTrie(Forgetful):
             reason += f", all over the bound of {most} requests"
         return Ranking(scores, tokens, reasons=(reason,), weights=weights)
 
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        blocks = request.prompt.blocks
+        self._held.note(request, server, depths(self._sets, blocks).get(server.slot, 0))
+        self._learn(blocks, server)
+
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        if self._held.take(request, server) is not None:
+            self._learn(request.prompt.blocks, server)
+
+    def failed(self, request: Request, server: Server, now_s: float) -> None:
+        held = self._held.take(request, server)
+        if held is None:
+            return
+        for block in request.prompt.blocks[held:].tolist():
+            left = self._sets.get(block, 0) & ~(1 << server.slot)
+            if left:
+                self._sets[block] = left
+            else:
+                self._sets.pop(block, None)
+
+    def _learn(self, blocks: Blocks, server: Server) -> None:
         sets, bit = self._sets, 1 << server.slot
         # From the end to the front: the head of a chain is used after its tail, so it is evicted after it.
-        for block in reversed(request.prompt.blocks[: self.settings.max_blocks].tolist()):
+        for block in reversed(blocks[: self.settings.max_blocks].tolist()):
             sets[block] = sets.get(block, 0) | bit
             sets.move_to_end(block)
         for _ in range(len(sets) - self.settings.max_blocks):
             sets.popitem(last=False)
 
     def forget(self, server: Server) -> None:
+        self._held.forget(server)
         others = ~(1 << server.slot)
         self._sets = OrderedDict((block, left) for block, at in self._sets.items() if (left := at & others))

@@ -12,9 +12,11 @@ from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.approximate import Approximate, ApproximateSettings
 from skymemory.conductor.strategies.base import Scorer
+from skymemory.conductor.strategies.block_cost import BlockCost, BlockCostSettings
 from skymemory.conductor.strategies.chwbl import BoundedRing, ChwblSettings
 from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
+from skymemory.conductor.strategies.lmetric import LMetric, LMetricSettings
 from skymemory.conductor.strategies.plain import AtRandom, InTurn, LeastLoad
 from skymemory.conductor.strategies.precise import Precise, PreciseSettings
 from skymemory.conductor.strategies.radix import Radix, RadixSettings
@@ -53,7 +55,7 @@ def _radix(settings: RadixSettings, index: PrefixIndex | None, cost: PrefillCost
 def _precise(settings: PreciseSettings, index: PrefixIndex | None, cost: PrefillCost | None) -> Scorer:
     if index is not None and not isinstance(index, PreciseIndex):
         raise InvalidInput("strategy 'precise' takes an index that events feed (PreciseIndex)")
-    return Precise(index or PreciseIndex(settings.block_tokens), settings)
+    return Precise(index or PreciseIndex(settings.block_tokens, settings.weights()), settings)
 
 
 def _least_ttft(settings: LeastTtftSettings, index: PrefixIndex | None, cost: PrefillCost | None) -> Scorer:
@@ -83,6 +85,16 @@ STRATEGIES: Mapping[str, Named] = {
         "load first when it differs much, else the longest match over 0.3, else least load (SGLang's)",
         RadixSettings,
         _radix,
+    ),
+    "lmetric": Named(
+        "the least product of tokens to compute and requests there (SGLang's LMetric)",
+        LMetricSettings,
+        lambda settings, index, cost: LMetric(index or ApproximatePrefixIndex(settings.blocks_per_server)),
+    ),
+    "block-cost": Named(
+        "the fewest blocks to prefill, less those held, and kept by its requests (Dynamo's)",
+        BlockCostSettings,
+        lambda settings, index, cost: BlockCost(index or ApproximatePrefixIndex(settings.blocks_per_server), settings),
     ),
     "hash-trie": Named(
         "one of the servers that served the longest match, in a tree of blocks (production-stack's)",

@@ -3,7 +3,7 @@
 Source: SGLang's router, policy ``cache_aware``: a tree of request history with one bounded, least-recently-used share
 per server. Load decides when max − min > 64 requests and max > 1.5 × min; otherwise the longest match when it is more
 than 0.3 of the prompt, else least load. The tree is on blocks, not on characters. Done otherwise: of servers that match
-equally the least loaded is taken; a miss goes to least load, not to the smallest tree; it learns on success.
+equally the least loaded is taken; what failed is taken back.
 """
 
 from __future__ import annotations

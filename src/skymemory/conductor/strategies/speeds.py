@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from skymemory.conductor.fleet import PrefillTotals, Server
 
 
 class PrefillCost(Protocol):
@@ -27,14 +30,54 @@ class Speeds(Protocol):
         """A server took so long for a prompt of ``tokens`` of which it had the first ``cached``."""
         ...
 
+    def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
+        """A server took about so long for such a prompt and its answer together."""
+        ...
+
+    def hear(self, servers: Sequence[Server]) -> None:
+        """What their latest reports say of prefills."""
+        ...
+
     def forget(self, slot: int) -> None: ...
 
 
-class GivenSpeeds:
-    """All servers take what one cost model says."""
+class _Hearing:
+    """Takes what engines tell of their prefills for observations: means of those that ended since the last report."""
+
+    def __init__(self) -> None:
+        self._totals: dict[int, PrefillTotals] = {}
+
+    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+        raise NotImplementedError
+
+    def hear(self, servers: Sequence[Server]) -> None:
+        for server in servers:
+            report = server.reported
+            now = None if report is None else report.prefills
+            before = self._totals.get(server.slot)
+            if now is before or now is None:
+                continue
+            self._totals[server.slot] = now
+            if before is None or (ended := now.requests - before.requests) <= 0:
+                continue  # the first that it says, or it was started anew
+            ratio = server.read_per_token / ended
+            tokens, computed = (now.tokens - before.tokens) * ratio, (now.computed - before.computed) * ratio
+            self.observe(server.slot, round(tokens), round(tokens - computed), (now.seconds - before.seconds) / ended)
+
+    def forget(self, slot: int) -> None:
+        self._totals.pop(slot, None)
+
+
+class GivenSpeeds(_Hearing):
+    """What one cost model says, times the part of it that each server is seen to need: a model may be off."""
+
+    KEPT, ENOUGH, MOST = 32, 8, 16.0
 
     def __init__(self, cost: PrefillCost) -> None:
+        super().__init__()
         self.cost = cost
+        self._ratios: dict[int, deque[float]] = {}
+        self._factors: dict[int, float] = {}
 
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         if not tokens:
@@ -43,13 +86,26 @@ class GivenSpeeds:
         for held in cached:
             if held not in seconds:
                 seconds[held] = self.cost.prefill_s(tokens, held)
-        return [seconds[held] for held in cached]
+        if not self._factors:
+            return [seconds[held] for held in cached]
+        return [seconds[held] * self._factors.get(slot, 1.0) for slot, held in zip(slots, cached, strict=True)]
 
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+        expected_s = self.cost.prefill_s(max(1, tokens), max(0, min(cached, tokens - 1)))
+        if seconds <= 0 or expected_s <= 0:
+            return
+        ratios = self._ratios.setdefault(slot, deque(maxlen=self.KEPT))
+        ratios.append(seconds / expected_s)
+        if len(ratios) >= self.ENOUGH:
+            self._factors[slot] = min(self.MOST, max(1.0 / self.MOST, median(ratios)))
+
+    def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
         pass
 
     def forget(self, slot: int) -> None:
-        pass
+        super().forget(slot)
+        self._ratios.pop(slot, None)
+        self._factors.pop(slot, None)
 
 
 Line = tuple[float, float, float]
@@ -62,7 +118,7 @@ Point = tuple[float, float, float]
 """Tokens of a prompt, how many were cached, and the seconds it took."""
 
 
-class LearnedSpeeds:
+class LearnedSpeeds(_Hearing):
     """A curve through the latest observations of each server, without those that lie far off it.
 
     It has the shape of ``cost_model``: n tokens of which p are cached take ``fixed + s·(n − p)·(1 + bend·(n + p))``. A
@@ -74,10 +130,13 @@ class LearnedSpeeds:
     ENOUGH = 4
 
     def __init__(self) -> None:
+        super().__init__()
         self._seen: dict[int, deque[Point]] = {}
         self._lines: dict[int, Line] = {}
         self._together: deque[Point] = deque(maxlen=2 * self.KEPT)
         self._common: Line = UNKNOWN
+        self._whole: deque[tuple[float, float, float, float]] = deque(maxlen=4 * self.KEPT)
+        self._of_whole: Line | None = None
         self._count = 0
 
     def line(self, slot: int) -> Line:
@@ -85,6 +144,8 @@ class LearnedSpeeds:
 
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         lines, common = self._lines, self._common
+        if not lines and self._of_whole is not None:
+            common = self._of_whole
         seconds = []
         for slot, held in zip(slots, cached, strict=True):
             fixed_s, per_token_s, bend = lines.get(slot, common)
@@ -103,7 +164,18 @@ class LearnedSpeeds:
         if len(self._together) >= self.ENOUGH and (self._count < self.KEPT or self._count % 32 == 0):
             self._common = fit(self._together, self._common[2])
 
+    def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
+        if self._lines:
+            return
+        self._whole.append(
+            (float(max(1, tokens)), float(max(0, min(cached, tokens - 1))), float(output_tokens), seconds)
+        )
+        self._count += 1
+        if len(self._whole) >= 4 * self.ENOUGH and self._count % 8 == 0:
+            self._of_whole = fit_whole(self._whole)
+
     def forget(self, slot: int) -> None:
+        super().forget(slot)
         self._seen.pop(slot, None)
         self._lines.pop(slot, None)
 
@@ -126,6 +198,36 @@ def fit(points: Sequence[Point], bend: float = 0.0) -> Line:
             best = other
     fixed_s, per_token_s = lines[best].tolist()
     return fixed_s, per_token_s, tried[best]
+
+
+_SURE = 4.0
+"""Standard errors that what a prompt's token takes must be above nothing: it is known within a half then."""
+
+
+def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Line | None:
+    """The same where what is known is the time of prefill and answer together: tokens, cached, tokens of the answer,
+    and seconds. Each token of an answer is taken to need the same time.
+
+    None where that does not show what a prompt's token takes: beside long answers, whose times differ by more than a
+    prefill takes, the likeliest figure may be next to nothing, and with it no cache would be worth a detour.
+    """
+    tokens, cached, output, seconds = np.array(points, dtype=np.float64).T
+    best: tuple[float, Line] | None = None
+    for bend in BENDS:
+        work = (tokens - cached) * (1.0 + bend * (tokens + cached))
+        terms = np.stack([work, output], axis=1)
+        near = np.ones(len(points), bool)
+        for _ in range(4):
+            found, *_ = np.linalg.lstsq(terms[near], seconds[near], rcond=None)
+            errors = np.abs(seconds - terms @ found)
+            near = errors <= 3.0 * np.median(errors) + 1e-9
+        error = float(np.sort(errors)[: len(points) * 3 // 4].mean())
+        spread = terms.T @ terms
+        off = float(np.square(errors).sum()) / (len(points) - 2)  # with those far off: they are part of the doubt
+        shows = found[0] > 0 and off * spread[1, 1] <= (found[0] / _SURE) ** 2 * np.linalg.det(spread)
+        if shows and found[1] >= 0 and (best is None or error < 0.95 * best[0]):
+            best = error, (0.0, float(found[0]), bend)
+    return None if best is None else best[1]
 
 
 Columns = NDArray[np.float64]

@@ -71,7 +71,7 @@ class UnderWay:
     """Chains by slot. ``most_blocks``: of one chain, no more are kept. ``secret``: see ``native.PrefixTable``."""
 
     def __init__(self, most_blocks: int, secret: int | None = None) -> None:
-        self._most_blocks = most_blocks
+        self.most_blocks = most_blocks
         self._table = native.HolderTable() if secret is None else native.HolderTable(secret)
         """Slots in whose chains a block is."""
         self._lines: dict[int, _Line] = {}
@@ -85,7 +85,7 @@ class UnderWay:
 
     def add(self, slot: int, blocks: Blocks) -> Blocks:
         """The chain is computed at ``slot`` from now on. What is returned is what ``drop`` takes."""
-        chain = blocks[: self._most_blocks]
+        chain = blocks[: self.most_blocks]
         known = self._lines.setdefault(slot, _Line()).add(chain)
         self._table.add_all(0, slot, chain[known:].data)
         return chain

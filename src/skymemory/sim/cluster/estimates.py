@@ -48,7 +48,7 @@ class ErringSpeeds(GivenSpeeds):
     def __init__(self, cost: PrefillCost, error: float, seed: int) -> None:
         super().__init__(cost)
         dice = random.Random(seed)
-        self._factors = [max(LEAST_FACTOR, 1.0 + error * dice.gauss(0.0, 1.0)) for _ in range(_DRAWS)]
+        self._errors = [max(LEAST_FACTOR, 1.0 + error * dice.gauss(0.0, 1.0)) for _ in range(_DRAWS)]
 
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         seconds = super().prefills_s(slots, tokens, cached)
@@ -56,4 +56,4 @@ class ErringSpeeds(GivenSpeeds):
 
     def factor(self, slot: int, tokens: int) -> float:
         mixed = (tokens * 0x9E3779B97F4A7C15 + (slot + 1) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
-        return self._factors[(mixed ^ mixed >> 31) * 0x94D049BB133111EB >> 40 & _DRAWS - 1]
+        return self._errors[(mixed ^ mixed >> 31) * 0x94D049BB133111EB >> 40 & _DRAWS - 1]

@@ -1,0 +1,102 @@
+"""Block cost: what a server has to prefill, less what it holds, plus what its requests keep in its cache; in blocks.
+
+Source: Dynamo's KV router (``lib/kv-router/src/scheduling/selector/default.rs``): the least
+``prefill_scale · max(0, (tokens being prefilled + prompt) / block − held) + blocks of all its requests and this one``,
+a block that several share counting once. Dynamo hears its engines' events; where there are none it believes what it
+sent. Done otherwise: no queue in the router (Dynamo holds requests back where all servers have far too much), and no
+credit for tiers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
+from skymemory.conductor.request import Request
+from skymemory.conductor.strategies.base import Ranking
+from skymemory.conductor.strategies.indexed import Indexed
+from skymemory.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCostSettings:
+    prefill_scale: float = 1.0
+    overlap_credit: float = 1.0
+    """What a block that is held counts, 0 to 1."""
+    blocks_per_server: int = 31_250
+    """What is believed of a server that does not report the size of its cache."""
+
+    def __post_init__(self) -> None:
+        if self.prefill_scale < 0 or not 0 <= self.overlap_credit <= 1:
+            raise InvalidInput("prefill_scale is 0 or more, and overlap_credit 0 to 1")
+
+
+class BlockCost(Indexed):
+    name = "block-cost"
+
+    def __init__(self, index: PrefixIndex, settings: BlockCostSettings | None = None) -> None:
+        super().__init__(index)
+        self.settings = settings or BlockCostSettings()
+        self._kept: dict[int, Counter[int]] = {}
+        """Blocks of all requests at a slot, and how many of them have each."""
+        self._open: dict[tuple[int, int], Request] = {}
+        """Requests at a slot, which are kept alive so that no other gets their number."""
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        settings, prompt = self.settings, request.prompt
+        held = self.matched_blocks(prompt, servers)
+        per_block = prompt.block_tokens
+        chain = prompt.blocks
+        prefills = [
+            settings.prefill_scale
+            * max(0.0, (server.prefill_tokens + prompt.tokens) / per_block - settings.overlap_credit * blocks)
+            for server, blocks in zip(servers, held, strict=True)
+        ]
+        decodes = [self._blocks_with(server.slot, chain) for server in servers]
+        scores = [-prefill - decode for prefill, decode in zip(prefills, decodes, strict=True)]
+        matched = self.matched_tokens(prompt, held)
+        weights = (("tokens held", matched), ("blocks to prefill", prefills), ("blocks of its requests", decodes))
+        return Ranking(scores, matched, weights=weights)
+
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        super().routed(request, server, now_s)
+        self._open[id(request), server.slot] = request
+        self._kept.setdefault(server.slot, Counter()).update(request.prompt.blocks.tolist())
+
+    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+        super().ended(request, server, now_s, output_tokens)
+        self._release(request, server)
+
+    def failed(self, request: Request, server: Server, now_s: float) -> None:
+        super().failed(request, server, now_s)
+        self._release(request, server)
+
+    def forget(self, server: Server) -> None:
+        super().forget(server)
+        self._kept.pop(server.slot, None)
+        for key in [key for key in self._open if key[1] == server.slot]:
+            del self._open[key]
+
+    def _release(self, request: Request, server: Server) -> None:
+        if self._open.pop((id(request), server.slot), None) is None:
+            return
+        kept = self._kept[server.slot]
+        for block in request.prompt.blocks.tolist():
+            if kept[block] > 1:
+                kept[block] -= 1
+            else:
+                del kept[block]
+
+    def _blocks_with(self, slot: int, chain: Blocks) -> float:
+        """Blocks that the slot's requests would keep with this one: its chain is there up to some block."""
+        kept = self._kept.get(slot)
+        if not kept:
+            return float(len(chain))
+        low, high = 0, len(chain)
+        while low < high:
+            middle = (low + high) >> 1
+            low, high = (middle + 1, high) if chain.item(middle) in kept else (low, middle)
+        return float(len(kept) + len(chain) - low)

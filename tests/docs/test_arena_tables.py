@@ -1,0 +1,53 @@
+"""The page on the arena says what its JSON says, and the JSON keeps what is promised of the default."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tools.arena_tables import PAGE, RESULTS, page
+
+from skymemory.conductor.strategies.named import DEFAULT, NAMES
+
+MADE = json.loads(RESULTS.read_text("utf-8"))
+CELLS: list[dict[str, Any]] = MADE["verdicts"]
+BELOW = [cell for cell in CELLS if not cell["saturated"]]
+
+
+def test_the_page_is_the_run_s() -> None:
+    assert PAGE.read_text("utf-8") == page(), "run: python -m tools.arena_tables"
+
+
+def test_every_strategy_plays_in_every_cell() -> None:
+    """But `random`, and `simhash`, which finds nothing in traces without words."""
+    cells: dict[tuple[Any, ...], set[str]] = {}
+    for row in MADE["rows"]:
+        cells.setdefault((row["family"], row["rate"], row["blocks"], row["whole"]), set()).add(row["player"])
+    assert len(cells) == len(CELLS) >= 4 * 16
+    assert all(players >= set(NAMES) - {"random", "simhash"} for players in cells.values())
+    assert len({frozenset(players) for players in cells.values()}) == 1
+    assert all(
+        row["seeds"] >= 10 for row in MADE["rows"] if "trace" not in row["family"] and "predicted" not in row["player"]
+    )
+
+
+@pytest.mark.parametrize(
+    "cell", CELLS, ids=lambda one: f"{one['family']}, {one['blocks']}, {one['rate']}x, {one['whole']:.0%}"
+)
+def test_the_default_is_never_far_behind(cell: dict[str, Any]) -> None:
+    assert cell["ratio"] <= 1.05 and cell["p99_ratio"] <= 1.25
+
+
+def test_the_default_leads() -> None:
+    assert sum(cell["ratio"] <= 1 for cell in BELOW) >= 0.9 * len(BELOW)
+
+
+def test_whole_answers_cost_little() -> None:
+    assert all(cell["over_given"] <= 1.1 for cell in CELLS if cell["whole"] == 1.0)
+
+
+def test_the_readme_says_no_more() -> None:
+    readme = (PAGE.parents[2] / "README.md").read_text("utf-8")
+    least, most = min(cell["ratio"] for cell in BELOW), max(cell["ratio"] for cell in BELOW)
+    assert f"{least:.2f} to {most:.2f} of its best rival's" in readme and DEFAULT == "least-ttft"
