@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from skymemory.errors import InvalidInput
 
-_TOLD_KEPT = 0.95
+_KEPT = 0.95
 """What earlier prompts weigh when another comes."""
 
 
@@ -65,22 +65,22 @@ class Server:
     prefill_tokens: float = 0.0
     """Tokens those are believed to compute: prompts less what was matched."""
     _read_tokens: float = 0.0
-    _told_tokens: float = 0.0
+    _engine_tokens: float = 0.0
 
     @property
     def takes_requests(self) -> bool:
         return self.healthy and not self.draining
 
-    def told_tokens(self, read: int, told: int) -> None:
-        """Of a prompt that was read as ``read`` tokens it says that it has ``told``."""
-        if read and told:
-            self._read_tokens = self._read_tokens * _TOLD_KEPT + read
-            self._told_tokens = self._told_tokens * _TOLD_KEPT + told
+    def reported_tokens(self, read: int, reported: int) -> None:
+        """A prompt that we count as ``read`` tokens has ``reported`` by its usage."""
+        if read and reported:
+            self._read_tokens = self._read_tokens * _KEPT + read
+            self._engine_tokens = self._engine_tokens * _KEPT + reported
 
     @property
     def read_per_token(self) -> float:
         """Tokens that prompts are read as, for each that it counts itself; 1 until it has said."""
-        return self._read_tokens / self._told_tokens if self._told_tokens else 1.0
+        return self._read_tokens / self._engine_tokens if self._engine_tokens else 1.0
 
     def fresh_report(self, now_s: float, stale_s: float) -> LoadReport | None:
         """The report, unless it is older than ``stale_s``: then nothing is known."""

@@ -227,7 +227,7 @@ class Exchange:
             self._booking.ended(now_s, usage.cached_of(decision.request.prompt.tokens), usage.output_tokens)
             server = self._desk.picker.fleet.servers.get(decision.server)
             if server is not None:
-                server.told_tokens(decision.request.prompt.tokens, usage.prompt_tokens)
+                server.reported_tokens(decision.request.prompt.tokens, usage.prompt_tokens)
         if usage is not None and usage.cached_tokens is not None:
             self._desk.counters.add("cached_tokens_total", usage.cached_tokens)
             self._desk.counters.add("told_prompt_tokens_total", usage.prompt_tokens)

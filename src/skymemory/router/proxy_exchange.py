@@ -177,7 +177,7 @@ class Exchanges:
                     attempt.succeeded()
                 if told.usage is not None:
                     server = self._backends.known[attempt.decision.server].server
-                    server.told_tokens(attempt.decision.request.prompt.tokens, told.usage.prompt_tokens)
+                    server.reported_tokens(attempt.decision.request.prompt.tokens, told.usage.prompt_tokens)
         if told.outcome == "broken":
             self._backends.failed(attempt.decision.server, told.why)
         return relayed

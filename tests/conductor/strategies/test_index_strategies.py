@@ -154,7 +154,7 @@ def test_the_endpoint_pickers_faults() -> None:
     serve(picker, a_request((3, 30)), among={"s0"})
     assert index.blocks_of(0) == 10
     # In tokens as prompts are read, where it counts two of its own for each of those.
-    fleet.servers["s0"].told_tokens(100, 200)
+    fleet.servers["s0"].reported_tokens(100, 200)
     serve(picker, a_request((3, 30)), among={"s0"})
     assert index.blocks_of(0) == 5
     # No more than 256 blocks of a prompt count.

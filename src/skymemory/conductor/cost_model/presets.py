@@ -1,4 +1,4 @@
-"""Cost models by name: of machines whose prefills and decoding steps somebody measured and published.
+"""Cost models by name: of machines whose prefills and decoding steps have been published.
 
 Decoding constants are ``fit.fit_decode``'s of the published steps, prefills ``fit.fit_prefill``'s where three lengths
 or more were published. The published points, how far each preset is from them, and what held-out points say are in

@@ -28,8 +28,8 @@ MAX_ASIDE = 4096
 """Blocks of an engine that may wait for their parents; beyond, the one that waited longest is given up."""
 MAX_FARTHER = 1 << 19
 """Blocks of an engine that are believed to be in one medium behind the GPU's memory, which may never tell what it
-evicts; beyond, the sixteenth that was told longest ago is given up. Of 16 tokens they are 8 million; they need 70 to
-110 MB of memory."""
+evicts; beyond, the sixteenth that was announced longest ago is dropped. Of 16 tokens they are 8 million; they need 70
+to 110 MB of memory."""
 MAX_RECENT = 1 << 16
 """Blocks that an engine stored last in the GPU's memory, by their tokens, where another medium tells of chunks."""
 TOKEN_BYTES = 4
@@ -75,7 +75,7 @@ class EngineBlocks:
     _recent: dict[int, int] | None = None
     """Our hash of a block that was last stored in the GPU's memory, by that of its tokens; None before any chunk."""
     _told_removed: set[str] = field(default_factory=set)
-    """Media of which the engine has told that a block left them."""
+    """Media for which the engine publishes evictions."""
     _aside: dict[tuple[str, int], _Orphan] = field(default_factory=dict)
     _children: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
@@ -192,7 +192,7 @@ class EngineBlocks:
         return before
 
     def _found(self, tokens: bytes, blocks: int) -> list[int]:
-        """Our blocks of a chunk, where the GPU's memory was last told to hold blocks of these tokens; none if nowhere.
+        """Our blocks of a chunk, where events last placed blocks of these tokens in the GPU's memory; none if nowhere.
 
         LMCache's chunks have to be found so. Of a prompt that it stores on from its middle it tells parent 0, one that
         it has already it leaves out of the chain (``lmcache/v1/cache_engine.py``, ``store`` and ``store_layer``), and

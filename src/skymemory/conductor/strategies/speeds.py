@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -41,14 +42,14 @@ class Speeds(Protocol):
     def forget(self, slot: int) -> None: ...
 
 
-class _Hearing:
+class _Hearing(ABC):
     """Takes what engines tell of their prefills for observations: means of those that ended since the last report."""
 
     def __init__(self) -> None:
         self._totals: dict[int, PrefillTotals] = {}
 
-    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None: ...
 
     def hear(self, servers: Sequence[Server]) -> None:
         for server in servers:
