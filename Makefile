@@ -5,12 +5,14 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm fuzz soak mutants small-model models-page check bench docs clean
+.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm test-clients test-bounds fuzz soak mutants small-model models-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
+ENDS := .venv-lowest .venv-newest
 ARGS ?=
 # Where Python may write no bytecode beside what it imports (in many containers), each of the hundreds of processes of the
 # tests would compile all of it anew, torch in 14 s instead of 6: then it goes into the virtual environment.
@@ -60,11 +62,14 @@ demo-route: $(VENV)/.installed ## four engines behind the router, strategy by st
 demo-conductor: $(VENV)/.installed ## a cluster of 16 machines in virtual time, four schedulers side by side (50 s; ARGS=--quick: 25 s)
 	@$(BIN)/skymemory demo conductor $(ARGS)
 
-test: $(VENV)/.installed-dev ## the tests, in at most 10 minutes
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+# As many processes as there are cores and memory for (tests/conftest.py); one that has nothing to do takes over from another.
+PARALLEL := -n auto --dist worksteal
 
-test-slow: $(VENV)/.installed-dev ## the tests marked slow, ten minutes more
-	@$(BIN)/python -m pytest -m "slow and not vllm" $(ARGS)
+test: $(VENV)/.installed-dev ## the tests, in a process for each core
+	@$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=brief -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-dev ## the tests marked slow, likewise
+	@$(BIN)/python -m pytest $(PARALLEL) -m "slow and not vllm and not clients" $(ARGS)
 
 # vLLM has an environment of its own, since it wants other versions than we do. It comes for Linux on x86-64 only; where it
 # cannot be had, that is said and the tests are skipped. The three it brings along do not go with torch's CPU build.
@@ -80,6 +85,34 @@ $(VLLM)/.installed: constraints-vllm.txt $(VENV)/.made
 
 test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## metrics, events and routing against a real vLLM on the CPU, four minutes
 	@$(BIN)/python -m pytest -m vllm -rs tests/vllm $(ARGS)
+
+# Clients bring requirements of their own, too. What cannot be had here is said, and its tests are skipped.
+$(CLIENTS)/.installed: constraints-clients.txt tests/end_to_end/clients/package.json $(VENV)/.made
+	@echo "set-up: clients of OpenAI's API in $(CLIENTS) (half a minute, 400 MB)"
+	@rm -rf $(CLIENTS)
+	@$(BIN)/python -m venv $(CLIENTS)
+	@if ! $(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints-clients.txt openai litellm langchain-openai; \
+	then echo "the clients in Python cannot be installed here: tests with them are skipped" >&2; rm -rf $(CLIENTS)/bin; fi
+	@cp tests/end_to_end/clients/package.json $(CLIENTS)/
+	@if ! npm install --prefix $(CLIENTS) --no-audit --no-fund --loglevel=error >/dev/null; \
+	then echo "the client in JavaScript cannot be installed here (npm): tests with it are skipped" >&2; rm -rf $(CLIENTS)/node_modules; fi
+	@touch $@
+
+test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed ## openai, litellm, langchain, JavaScript and a browser through the router, two minutes
+	@$(BIN)/python -m pytest -m clients -rs tests/end_to_end/test_openai_clients.py $(ARGS)
+
+# What the router's dependencies may be at the least and at the most. The package itself is the one in src.
+$(ENDS:%=%/.installed): .venv-%/.installed: pyproject.toml tools/bounds.py $(VENV)/.installed-dev
+	@echo "set-up: the router's dependencies at their $* in .venv-$* (a minute)"
+	@rm -rf .venv-$*
+	@$(BIN)/python -m venv .venv-$*
+	@$(BIN)/python -m tools.bounds $* router envoy fast redis > .venv-$*/requirements.txt
+	@.venv-$*/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -r .venv-$*/requirements.txt pytest pytest-timeout hypothesis psutil cryptography h2
+	@touch $@
+
+test-bounds: $(ENDS:%=%/.installed) ## the router's tests with the lowest and the newest of what it depends on, five minutes
+	@for end in $(ENDS); do echo "== $$end"; \
+	  PYTHONPATH=src $$end/bin/python -m pytest -m "not slow" -p no:cacheprovider tests/router $(ARGS); done
 
 fuzz: $(VENV)/.installed-dev ## a million hostile inputs and every property, drawn anew, about six minutes (ARGS="--inputs 200000 --seed 1")
 	@$(BIN)/python -m tests.fuzz $(ARGS)
@@ -102,12 +135,12 @@ check: $(VENV)/.installed-dev ## style, types, and who may import whom
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-dev ## every table of docs/benchmarks.md
+bench: $(VENV)/.installed-dev ## every table of docs/benchmarks
 	@for benchmark in benchmarks/[a-z]*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark"; done
 
 docs: $(VENV)/.installed-dev ## links and commands in README and docs are real
 	@$(BIN)/python -m pytest tests/docs
 
 clean: ## remove the virtual environment and everything built
-	@rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(CLIENTS) $(ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find src tests benchmarks \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +

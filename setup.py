@@ -3,8 +3,9 @@
 from setuptools import Extension, setup
 
 SOURCES = "_fast crc crc_calls acks answers hashes headers segments runs landing packets serve sha macs slices take udp"
-SOURCES += " prefix_rows prefix_shelf prefix_table prefix_calls holders holders_walk"
-HEADERS = "fast packet answers udp serve sha prefix holders"
+SOURCES += " prefix_rows prefix_shelf prefix_table prefix_calls holders holders_walk under_way queues guard delay_price"
+SOURCES += " ttft fit http_headers"
+HEADERS = "fast packet answers udp serve sha prefix holders ttft"
 
 setup(
     ext_modules=[
@@ -12,8 +13,16 @@ setup(
             "skymemory.native._fast",
             sources=[f"src/skymemory/native/{name}.c" for name in SOURCES.split()],
             depends=[f"src/skymemory/native/{name}.h" for name in HEADERS.split()],
-            extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],
-            libraries=["dl"],
+            extra_compile_args=[
+                "-O3",
+                "-fvisibility=hidden",
+                "-std=c11",
+                "-Wall",
+                "-Wextra",
+                "-Wno-unused-parameter",
+                "-ffp-contract=off",
+            ],
+            libraries=["dl", "m"],
             optional=True,
         )
     ]

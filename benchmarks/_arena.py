@@ -11,14 +11,13 @@ from _predicted_latency import PredictedLatency
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import Scorer
-from skymemory.sim.routing import CacheEvents, RoutingSetup, as_routed
-from skymemory.sim.routing_strategies import strategy_for
+from skymemory.sim.routing import CacheEvents, RoutingSetup, as_routed, strategy_for
 from skymemory.sim.trace import TraceRequest, jittered, read_trace
 from skymemory.sim.workload import WORKLOADS, generate
 
 OURS, GIVEN, PREDICTED = "least-ttft", "least-ttft, given speeds", "predicted-latency"
 ERROR = 0.1
-"""Standard deviation of our estimates' own error, beside what learning errs by: see ``sim.routing_errors``."""
+"""Standard deviation of our estimates' own error, beside what learning errs by: see ``sim.routing``."""
 DURATIONS_S = {"conversations": 1_200.0, "tenants": 300.0, "agents": 900.0}
 """Of the generator's families; the second half is measured."""
 TRACE_TUNED = 0.7

@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from skymemory.conductor.admission.base import Slo
+from skymemory.reproduce.mooncake.overload import overload_cell
 from skymemory.sim.cluster.cells import ClusterCell
 from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.mooncake.overload import overload_cell
-from skymemory.sim.sources import Source
+from skymemory.sim.workload import Source
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric", "least-ttft")
 RATES, QUICK_RATES = (0.5, 0.75, 1.0, 1.25), (1.0,)
 GRID_RULES = ("baseline", "early", "predicted", "predicted, long", "goodput")
-"""``predicted, long``: nobody is taken to end decoding while another prefills (``sim.mooncake.overload``)."""
+"""``predicted, long``: nobody is taken to end decoding while another prefills (``reproduce.mooncake.overload``)."""
 OURS = "goodput"
 GRID_RATES, QUICK_GRID_RATES = (1.5, 2.0, 3.0), (2.0,)
 GRID_SIZES = ((8, 8), (12, 4), (6, 2))
@@ -65,9 +65,9 @@ _ALONE = """
 import sys, time
 from pathlib import Path
 from skymemory.sim.cluster.metrics import measured
-from skymemory.sim.cluster.run import run_cluster
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.sources import Source
+from skymemory.sim.workload import Source
 trace, seed, quick, name = sys.argv[1:]
 source = Source(Path(trace) if trace else None, int(seed), quick == "1")
 requests, setup = source.requests(), ClusterSetup(seed=int(seed))

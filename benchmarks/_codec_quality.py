@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.named import ReadyModel
+from skymemory.engine.models import ReadyModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tools stand beside the benchmarks, not in the package
 from tools.small_model.corpus import held_out_documents

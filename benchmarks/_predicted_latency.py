@@ -22,9 +22,8 @@ import numpy as np
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Ranking
+from skymemory.conductor.strategies.base import Ranking, Tickets
 from skymemory.conductor.strategies.indexed import Indexed
-from skymemory.conductor.strategies.tickets import Tickets
 
 TRAINED_EVERY_S = 10.0
 LEAST_SAMPLES = 100

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from _bench import print_table, write_json
-from skymemory.store.shared_index import SharedIndex
-from skymemory.testbed.ground import Ground
-from skymemory.testbed.plan import make_plan
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.testbed.plan import Ground, make_plan
 from skymemory.testbed.virtual import VirtualConstellation
 
 MODES = [

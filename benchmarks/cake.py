@@ -21,13 +21,13 @@ import torch
 from transformers.utils import logging
 
 from _bench import print_table, write_json
-from skymemory.cache.cake import CakeSettings
+from skymemory.cache.cake.cake import CakeSettings
 from skymemory.cache.pace import Pace
+from skymemory.engine.background import OtherPrompts
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import TINYLLAMA_SHAPE, TWO_SECOND_SHAPE, build_llama
-from skymemory.engine.other_prompts import OtherPrompts
 from skymemory.store.memory import MemoryStore
-from skymemory.store.rate_limited import RateLimited
+from skymemory.store.wrappers import RateLimited
 
 RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Rates of the link, in units of the one at which loading the longest prompt takes as long as computing it alone."""

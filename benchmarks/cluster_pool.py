@@ -20,7 +20,7 @@ from _bench import print_table, write_json
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Plan
 from skymemory.sim.cluster.pool import ClusterPool
-from skymemory.sim.cluster.pool_settings import PoolSettings, SkySetup
+from skymemory.sim.cluster.setup import PoolSettings, SkySetup
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from skymemory.sim.workload import CONVERSATIONS, generate
 

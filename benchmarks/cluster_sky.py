@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 from _bench import print_table, write_json
 from skymemory.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
-from skymemory.sim.cluster.pool_settings import PoolSettings, SkySetup
-from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.sources import Source
+from skymemory.sim.cluster.setup import ClusterSetup, PoolSettings, SkySetup
 from skymemory.sim.sweeps import sweep
+from skymemory.sim.workload import Source
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 DRAM_TB = (0.1, 0.25, 1.0)
@@ -105,7 +104,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--markdown", action="store_true", help="the table of docs/benchmarks.md too")
+    parser.add_argument("--markdown", action="store_true", help="the table too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture (needs matplotlib)")
     options = parser.parse_args()
     trace = options.trace if options.trace.is_file() else None
@@ -151,7 +150,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def markdown(rows: list[dict[str, Any]]) -> list[str]:
-    """The table of docs/benchmarks.md."""
+    """The table of docs/benchmarks/cluster.md."""
     lines = [
         "| behind 8 × DRAM | " + " | ".join(f"{size:g} TB: mean, p90, hits" for size in DRAM_TB) + " |",
         "| --- |" + " ---: |" * len(DRAM_TB),

@@ -25,10 +25,8 @@ from _codec_quality import Quality, contexts, losses, quality, windows
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.inputs import shipped_document
 from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama
-from skymemory.engine.named import ready_model
+from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, ready_model, train_tokenizer
 from skymemory.engine.quantizers import codec_of
-from skymemory.engine.tokenizer import train_tokenizer
 from skymemory.kv.codec.base import measure
 from skymemory.kv.layout import KVLayout, to_float32
 

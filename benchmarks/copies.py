@@ -11,8 +11,9 @@ import random
 import statistics
 
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.motion import STRATEGY_CODES, SkyMap
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
+from skymemory.stats import percentile
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation
 
@@ -55,7 +56,7 @@ def measure(case: str, replicas: int) -> tuple[float, float, int, float]:
         seconds.append(finished.report.seconds)
         sim.settle(sim.now_s + 0.2)
     per_read = (sim.bytes_sent - before) / _READS / len(value)
-    return 1e3 * statistics.median(seconds), 1e3 * statistics.quantiles(seconds, n=100)[98], hits, per_read
+    return 1e3 * statistics.median(seconds), 1e3 * percentile(seconds, 99), hits, per_read
 
 
 def main() -> None:

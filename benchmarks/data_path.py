@@ -28,10 +28,9 @@ from _bench import (
     redis_server,
     write_json,
 )
-from skymemory.protocol.motion import STRATEGY_CODES
-from skymemory.testbed.connect import open_constellation
+from skymemory.protocol.clock import STRATEGY_CODES
+from skymemory.testbed.connect import open_constellation, shell_of, sky_of
 from skymemory.testbed.plan import ConstellationPlan, make_plan
-from skymemory.testbed.wiring import shell_of, sky_of
 
 DELAYED_ONE_WAY_S = 0.004
 

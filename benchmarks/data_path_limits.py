@@ -22,7 +22,7 @@ import numpy as np
 
 from _bench import print_table, redis_server, write_json
 from skymemory import native
-from skymemory.native import twin
+from skymemory.native.twin import backend
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, pack_refs
 from skymemory.protocol.wire import Address, Op, SkyHeader
 from skymemory.transport.udp_socket import BatchSocket
@@ -155,8 +155,8 @@ def data_paths(value: bytes, runs: int) -> list[dict[str, Any]]:
 
 def loops(value: bytes, runs: int) -> list[dict[str, Any]]:
     """GB/s of payload through each loop, by the implementation in use and by the twin."""
-    crcs = twin.crc32_chunks(value, CHUNK_BYTES)
-    value_crc = twin.crc32_join(crcs, CHUNK_BYTES, VALUE_BYTES)
+    crcs = backend.crc32_chunks(value, CHUNK_BYTES)
+    value_crc = backend.crc32_join(crcs, CHUNK_BYTES, VALUE_BYTES)
     batches = [batch_of(Op.DATA, memoryview(value), crcs, value_crc, server) for server in range(SERVERS)]
     run = b"".join(b"".join(batch.datagrams()) for batch in batches)
     headers = bytearray(b"".join(bytes(batch.headers) for batch in batches))
@@ -177,7 +177,7 @@ def loops(value: bytes, runs: int) -> list[dict[str, Any]]:
     }
     rows = []
     for name, call in calls.items():
-        paths = {"used": lambda call=call: call(native), "twin": lambda call=call: call(twin)}
+        paths = {"used": lambda call=call: call(native), "twin": lambda call=call: call(backend)}
         seconds = {kind: statistics.median(times) for kind, times in alternate(paths, runs).items()}
         rows.append({"loop": name} | {f"{kind}_us": taken * 1e6 for kind, taken in seconds.items()})
     return rows

@@ -23,16 +23,16 @@ from typing import Any
 
 from _bench import print_table, write_json
 from skymemory.constellation.presets import preset_named
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.eviction import EvictionConfig, parse_policies
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.replacement import REPLACEMENTS
+from skymemory.eviction.policies import REPLACEMENTS
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, Op
-from skymemory.store.admission import AdmittingStore, Sketch
 from skymemory.store.base import Presence, Store
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.shared_index import SharedIndex
-from skymemory.store.sky_settings import SkySettings
+from skymemory.store.sky.driver import SkySettings
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.wrappers import AdmittingStore, Sketch
 from skymemory.transport.simulated import SimulatedConstellation
 
 CHUNK_BYTES, BLOCK_CHUNKS = 256, 23

@@ -24,15 +24,15 @@ from pathlib import Path
 import numpy as np
 
 from _bench import constellation, print_table, redis_server, write_json
-from skymemory.cache.tier import TierSettings
-from skymemory.cache.tiers import TieredStore
+from skymemory.cache.patience import worth
+from skymemory.cache.tiers.store import TieredStore
+from skymemory.cache.tiers.tier import TierSettings
 from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.named import ready_model
+from skymemory.engine.models import ready_model
 from skymemory.store.base import LoadTicket, StoreTicket
-from skymemory.store.disk.store import DiskStore
+from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
-from skymemory.store.patience import worth
-from skymemory.store.redis.store import RedisStore
+from skymemory.store.redis import RedisStore
 from skymemory.testbed.connect import open_constellation
 
 KNOWN_PROMPTS = 8

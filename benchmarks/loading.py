@@ -18,10 +18,20 @@ from statistics import mean, median
 from _bench import print_table, write_json
 from skymemory.cache.pace import Pace
 from skymemory.constellation.presets import DEFAULT_HOST, preset_named
-from skymemory.sim.cake_runs import MBIT_BYTES, load_with_cake, prompt_chunks
-from skymemory.sim.link_traces import LinkBudget, leo_trace, random_trace
-from skymemory.sim.loading import LinkTrace, SimulatedLoad, best_split_s
-from skymemory.sim.prefill import A100, H100, PrefillModel, share_tokens, with_share
+from skymemory.reproduce.cake import MBIT_BYTES, load_with_cake, prompt_chunks
+from skymemory.sim.loading import (
+    A100,
+    H100,
+    LinkBudget,
+    LinkTrace,
+    PrefillModel,
+    SimulatedLoad,
+    best_split_s,
+    leo_trace,
+    random_trace,
+    share_tokens,
+    with_share,
+)
 
 GOAL = 1.03
 MBIT = (1_000, 2_000, 5_000, 10_000, 20_000, 40_000)

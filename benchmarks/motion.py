@@ -18,24 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from _bench import constellation, print_table, write_json
-from skymemory.placement import migration
+from skymemory.placement import locate
 from skymemory.placement.locate import Moves
-from skymemory.protocol import ledger
-from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.protocol.clock import STRATEGY_CODES
+from skymemory.protocol.satellite import memory
 from skymemory.protocol.wire import CHUNK_REF_BYTES
-from skymemory.store.constellation import ConstellationStore
-from skymemory.testbed.connect import open_constellation
+from skymemory.stats import percentile
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.testbed.connect import clock_of, open_constellation, sky_of
 from skymemory.testbed.control import ping_all
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.wiring import clock_of, sky_of
 
 CHUNKS = 480
 BUDGET = 0.20
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def processor_s(folder: Path) -> float:
@@ -72,7 +68,7 @@ def least_bytes(plan: ConstellationPlan, turns: list[tuple[Moves, Moves]], set_a
     placement = sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
     each = CHUNKS // plan.servers * (plan.chunk_bytes + CHUNK_REF_BYTES)
     return sum(
-        len(migration.server_moves(placement, moves, *turn)) * each for turn in turns for moves in set_at
+        len(locate.server_moves(placement, moves, *turn)) * each for turn in turns for moves in set_at
     )  # fmt: skip
 
 
@@ -115,7 +111,7 @@ def turn(scale: float, blocks: int, seconds: float, every_s: float, delay: float
         used_s = processor_s(folder) - used_s
         ended_s, after = between_moves(plan), ping_all(plan)
         store.close()
-        if ledger.open_books({here: figures for here, figures in after.items() if figures is not None}):
+        if memory.open_books({here: figures for here, figures in after.items() if figures is not None}):
             raise SystemExit("a satellite's books do not close")
         moved = [after[here]["bytes_migrated_in"] - before[here]["bytes_migrated_in"] for here in after]  # type: ignore[index]
         turns = steps(plan, began_s, ended_s)
@@ -197,7 +193,7 @@ def report(rows: list[dict[str, Any]], chosen: float, options: argparse.Namespac
             same = [row for row in rows if row["kind"] == "reads" and (row["scale"], row["delay"]) == (scale, delay)]
             reads = [seconds for row in same for seconds in row["read_seconds"]]
             moved, least = (sum(row[name] for row in same) for name in ("moved_bytes", "least_bytes"))
-            p50, p99 = percentile(reads, 0.5), percentile(reads, 0.99)
+            p50, p99 = percentile(reads, 50), percentile(reads, 99)
             still_p99 = still_p99 or p99
             merged.append({
                 "kind": "merged", "scale": scale, "delay": delay, "reads": len(reads), "p50_ms": p50 * 1e3,

@@ -3,8 +3,12 @@
 Each row is a process of its own, so that memory is what the index took. A prompt is 512 blocks of 16 tokens; of the
 prompts asked about, a quarter is held whole by one server, half begins with a part that one or all servers hold, and a
 quarter is new. Every server has reported its load; requests are in flight. Times are of ``Picker.pick`` (the strategy,
-its reasons and the order of the fallbacks included), of the index's ``match`` alone, and of ``learn`` with a full
-table, where every new block evicts one.
+what it would tell of its reasons left out, as long as nobody asks), of the index's ``match`` alone, and of ``learn``
+with a full table, where every new block evicts one.
+
+A second table is the whole account of a request with the default strategy: ``pick``, ``routed``, ``succeeded`` and
+``ended``, in processor time, with few servers and prompts of several lengths. A quarter of each prompt is shared by
+all, a third of the prompts come again, 16 are under way at a time, and every server is scraped once a second.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,15 +31,17 @@ from skymemory import native
 from skymemory.conductor.fleet import Fleet, LoadReport
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.prefix_index.approximate import MAX_MATCH, ApproximatePrefixIndex
-from skymemory.conductor.request import Prompt, Request
+from skymemory.conductor.request import Decision, Prompt, Request
 from skymemory.conductor.strategies.named import named
-from skymemory.native import twin
+from skymemory.native.twin import backend
 
 BLOCKS, BLOCK_TOKENS = 512, 16
 SHARED_BLOCKS = 64
-TABLES: dict[str, Any] = {"native": native.PrefixTable, "python": twin.PrefixTable}
+TABLES: dict[str, Any] = {"native": native.PrefixTable, "python": backend.PrefixTable}
 ROWS = [("approximate", "native", MAX_MATCH), ("approximate", "native", 0), ("least-ttft", "native", 0)]
 ROWS += [("approximate", "python", MAX_MATCH), ("approximate", "python", 0)]
+
+ACCOUNTS = [(servers, blocks) for servers in (4, 8) for blocks in (8, 64, 512)]
 
 
 def rss_bytes() -> int:
@@ -111,9 +118,41 @@ def measure(
     fresh = [chain(dice, head) for _ in range(min(picks, 500))]
     row["learn"] = percentiles_us(lambda at: index.learn(at % servers, fresh[at]), len(fresh))
     text = dice.bytes(BLOCKS * 64)
-    hashes: Any = native if table == "native" else twin
+    hashes: Any = native if table == "native" else backend
     row["hash"] = percentiles_us(lambda _: hashes.chain_hashes(text, 64, seed), 200)
     return row
+
+
+def account(servers: int, blocks: int, requests: int, seed: int) -> dict[str, Any]:
+    """Microseconds of processor per request: medians over batches of 200."""
+    dice = np.random.default_rng(seed)
+    fleet = Fleet()
+    for number in range(servers):
+        fleet.add(f"http://10.0.0.{number}:8000")
+    picker = Picker(fleet, named("least-ttft"), seed=seed)
+    head = dice.integers(1, 2**64, blocks // 4, dtype=np.uint64)
+    prompts = []
+    for _ in range(requests * 2 // 3):
+        own = np.concatenate([head, dice.integers(1, 2**64, blocks - len(head), dtype=np.uint64)])
+        prompts.append(Prompt(own, own, BLOCK_TOKENS, blocks * BLOCK_TOKENS))
+    asked = [Request(prompts[int(at)], model="m") for at in dice.integers(len(prompts), size=requests)]
+    under_way: deque[Decision] = deque()
+    now_s, batches = 0.0, []
+    for begin in range(0, requests, 200):
+        for server in fleet:
+            server.reported = LoadReport(now_s, int(dice.integers(3)), int(dice.integers(30)), float(dice.random()))
+        started = time.process_time()
+        for request in asked[begin : begin + 200]:
+            now_s += 0.005
+            decision = picker.pick(request, now_s)
+            picker.routed(decision, now_s)
+            under_way.append(decision)
+            if len(under_way) > 16:
+                first = under_way.popleft()
+                picker.succeeded(first, now_s)
+                picker.ended(first, now_s, None, 100)
+        batches.append((time.process_time() - started) / 200)
+    return {"servers": servers, "blocks": blocks, "account_us": round(float(np.median(batches[1:])) * 1e6, 1)}
 
 
 def main() -> None:
@@ -124,7 +163,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--account", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.account:
+        print(json.dumps(account(*json.loads(options.account), options.seed)))
+        return
     if options.row:
         strategy, table, max_match = json.loads(options.row)
         row = measure(strategy, table, max_match, options.servers, options.blocks, options.picks, options.seed)
@@ -149,6 +192,16 @@ def main() -> None:
             for row in rows
         ],
     )  # fmt: skip
+    accounts = []
+    for servers, blocks in ACCOUNTS:
+        command = [sys.executable, __file__, *shared, "--account", json.dumps([servers, blocks, options.picks])]
+        accounts.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    print_table(
+        "the whole account of a request, least-ttft; microseconds of processor",
+        ["servers", "prompt's blocks", "account"],
+        [[str(row["servers"]), str(row["blocks"]), str(row["account_us"])] for row in accounts],
+    )
+    rows += accounts
     write_json(options.json, "picking", options.seed, rows)
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from _bench import print_table, write_json
 from replacement import TRACE, Prompts, belady, read_trace
+from skymemory.eviction.policies import DEFAULT_POLICY, POLICIES
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
-from skymemory.store.policies import DEFAULT_POLICY, POLICIES
 
 CAPACITIES = (300, 1_000, 3_000, 6_000, 10_000, 20_000, 30_000, 60_000, 100_000)
 QUICK_CAPACITIES, QUICK_REQUESTS = (1_000, 3_000, 10_000), 3_000

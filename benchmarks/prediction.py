@@ -30,12 +30,13 @@ from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.constellation.presets import Preset, preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.shared_index import SharedIndex
-from skymemory.store.sky_settings import SkySettings
+from skymemory.stats import percentile
+from skymemory.store.sky.driver import SkySettings
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.transport.simulated import Node, SimulatedConstellation
 
 PRESET = "paper-15x15"
@@ -109,10 +110,6 @@ def blocks_of(prompt: str, seed: int) -> list[tuple[bytes, bytes]]:
     return [(key, dice.randbytes(BLOCK_BYTES)) for key in keys]
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def run(scheme: str, days: int, seed: int) -> dict[str, Any]:
     preset = preset_named(PRESET)
     sky = Sky(preset)
@@ -144,8 +141,8 @@ def run(scheme: str, days: int, seed: int) -> dict[str, Any]:
     beam = {name: (sky.beam_bytes[name] - started[1][name]) / counted_days for name in ("prefetch", "read")}
     return {
         "scheme": scheme, "days": counted_days, "reads": tally["reads"], "right": tally["right"],
-        "near": tally["near"], "mean_s": statistics.mean(seconds), "p50_s": percentile(seconds, 0.5),
-        "p99_s": percentile(seconds, 0.99), "prefetched_values": tally["prefetched"],
+        "near": tally["near"], "mean_s": statistics.mean(seconds), "p50_s": percentile(seconds, 50),
+        "p99_s": percentile(seconds, 99), "prefetched_values": tally["prefetched"],
         "isl_bytes_a_day": isl, "beam_bytes_a_day": beam,
     }  # fmt: skip
 

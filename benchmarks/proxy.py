@@ -1,11 +1,13 @@
-"""What a router adds to a request: `python benchmarks/proxy.py [--json FILE] [--quick] [--peer DIR]`.
+"""What a router adds to a request, beside others: `python benchmarks/proxy.py [--json FILE] [--quick] [--peers DIR]`.
 
-Four engines that answer at once (one process each), bodies of 8 KB, and one load generator (a process) that asks
-directly, through `skymemory route`, and through sglang-router (policy cache_aware), in turns. Times at one connection,
-requests per second at eight. *Added* is the difference of the percentiles to asking directly in the same run.
+Four engines that answer at once and one load generator share a core; the router that is asked has the other (`taskset`,
+where there is one). Bodies of 8 KB at 1, 8 and 64 connections, and of 64 KB at 8, in turns: directly, through
+`skymemory route`, and through its peers. *Added* is the difference of the percentiles to asking directly in the same
+run; *processor* is what the router's process used, user and system, for a request.
 
-sglang-router is installed from its wheel into a virtual environment of its own (`--peer DIR`, made if it is not there);
-where that does not work it is left out, and the table says so.
+Peers: sglang-router and vllm-router (their wheels in an environment of their own, `--peers DIR`, made if it is not
+there), policy cache_aware; Envoy and nginx, which know no prompts, round robin. What cannot be had is left out, and the
+table says so.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -31,22 +34,30 @@ from _bench import print_table, write_json
 
 HERE = Path(__file__).parent
 ENGINES = 4
-BODY_BYTES = 8192
+SIZES = (8192, 65_536)
 SEED = 7
 TOKENIZER = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
-PEER = "sglang-router"
+PEERS = {"sglang-router": "sglang_router.launch_router", "vllm-router": "vllm_router"}
+PINNED = shutil.which("taskset") is not None and (os.cpu_count() or 1) > 1
+ROUTER_CORE, REST_CORE = "0", "1"
+_TYPES = "type.googleapis.com/envoy.extensions.filters"
 
 
 @contextmanager
-def process(*command: str, says: str | None = "") -> Iterator[str]:
-    """One process; yields its first line if it says one (None: nobody listens)."""
+def process(*command: str, core: str, says: bool = True) -> Iterator[tuple[int, str]]:
+    """One process on one core; yields its number, and its first line if it says one."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RUST_LOG": "error"}
-    out = subprocess.PIPE if says is not None else subprocess.DEVNULL
+    pinned = ("taskset", "-c", core, *command) if PINNED else command
     running = subprocess.Popen(
-        command, stdout=out, stderr=subprocess.DEVNULL, text=True, env=environment, process_group=0
+        pinned,
+        stdout=subprocess.PIPE if says else subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        process_group=0,
     )
     try:
-        yield running.stdout.readline().strip() if running.stdout is not None else ""
+        yield running.pid, running.stdout.readline().strip() if running.stdout is not None else ""
     finally:
         os.killpg(running.pid, signal.SIGTERM)
         try:
@@ -58,9 +69,17 @@ def process(*command: str, says: str | None = "") -> Iterator[str]:
             running.stdout.close()
 
 
-def load(port: int, connections: int, requests: int) -> dict[str, float]:
-    command = [sys.executable, str(HERE / "_proxy_load.py"), *map(str, (port, connections, requests, BODY_BYTES, SEED))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+def processor_s(pid: int) -> float:
+    """Used by a process and its threads so far. (nginx' worker is a child: it runs without a master here.)"""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def load(port: int, connections: int, requests: int, body_bytes: int) -> dict[str, float]:
+    asked = map(str, (port, connections, requests, body_bytes, SEED))
+    command = [sys.executable, str(HERE / "_proxy_load.py"), *asked]
+    pinned = ["taskset", "-c", REST_CORE, *command] if PINNED else command
+    done = subprocess.run(pinned, capture_output=True, text=True, timeout=180, check=False)
     if done.returncode:
         raise SystemExit(f"the load generator failed at port {port}: {done.stderr[-2000:]}")
     took: dict[str, float] = json.loads(done.stdout)
@@ -68,10 +87,11 @@ def load(port: int, connections: int, requests: int) -> dict[str, float]:
 
 
 @contextmanager
-def our_router(engines: list[int], *more: str) -> Iterator[int]:
+def our_router(engines: list[int], *more: str) -> Iterator[tuple[int, int]]:
     backends = [word for port in engines for word in ("--backend", f"http://127.0.0.1:{port}")]
-    with process(sys.executable, "-m", "skymemory", "route", "--listen", "127.0.0.1:0", *backends, *more) as line:
-        yield int(line.split("127.0.0.1:")[1].split(":")[0])
+    command = (sys.executable, "-m", "skymemory", "route", "--listen", "127.0.0.1:0", *backends, *more)
+    with process(*command, core=ROUTER_CORE) as (pid, line):
+        yield pid, int(line.split("127.0.0.1:")[1].split(":")[0])
 
 
 def free_ports(number: int) -> list[int]:
@@ -84,36 +104,102 @@ def free_ports(number: int) -> list[int]:
 
 
 @contextmanager
-def peer_router(python: Path, engines: list[int]) -> Iterator[int]:
-    port, metrics_port = free_ports(2)
-    urls = [f"http://127.0.0.1:{each}" for each in engines]
-    command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--policy", "cache_aware", "--prometheus-port", str(metrics_port), "--worker-urls", *urls]
-    with process(*command, says=None):
+def silent_router(port: int, path: str, *command: str) -> Iterator[tuple[int, int]]:
+    """One that does not say when it listens."""
+    with process(*command, core=ROUTER_CORE, says=False) as (pid, _):
         for _ in range(300):
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=1):
                     break
             except OSError:
                 time.sleep(0.1)
-        yield port
+        yield pid, port
 
 
-def peer_python(folder: Path) -> Path | None:
-    """A Python with sglang-router, installed if need be; None, with the reason said, where that fails."""
+def peer_commands(python: Path | None, engines: list[int], folder: Path) -> dict[str, tuple[int, str, list[str]]]:
+    """Port, a page that it has, and command of each peer that is there."""
+    urls = [f"http://127.0.0.1:{port}" for port in engines]
+    found: dict[str, tuple[int, str, list[str]]] = {}
+    for name, module in PEERS.items() if python is not None else ():
+        if subprocess.run([str(python), "-c", f"import {module.split('.')[0]}"], check=False).returncode:
+            continue
+        port, metrics_port = free_ports(2)
+        launch = ["-m", module] if "." in module else [str(Path(str(python)).parent / name)]
+        first = [str(python), *launch] if launch[0] == "-m" else launch
+        more = ["--policy", "cache_aware", "--prometheus-port", str(metrics_port), "--worker-urls", *urls]
+        found[f"{name}, cache_aware"] = port, "/health", [*first, "--host", "127.0.0.1", "--port", str(port), *more]
+    if nginx := shutil.which("nginx"):
+        (port,) = free_ports(1)
+        servers = "".join(f"server 127.0.0.1:{each};" for each in engines)
+        (folder / "nginx.conf").write_text(
+            f"daemon off; master_process off; pid {folder}/nginx.pid; error_log /dev/null;"
+            "events { worker_connections 4096; }"
+            "http { access_log off; client_max_body_size 64m; client_body_buffer_size 256k;"
+            f"upstream engines {{ {servers} keepalive 64; }}"
+            f"server {{ listen 127.0.0.1:{port}; keepalive_requests 1000000; location / {{"
+            'proxy_pass http://engines; proxy_http_version 1.1; proxy_set_header Connection ""; } } }'
+        )
+        found["nginx, round robin"] = port, "/health", [nginx, "-c", str(folder / "nginx.conf")]
+    envoy = Path(sys.executable).parent / "envoy"
+    if envoy.exists():
+        (port,) = free_ports(1)
+        (folder / "envoy.json").write_text(json.dumps(envoy_settings(port, engines)))
+        command = [str(envoy), "-c", str(folder / "envoy.json"), "--concurrency", "1", "--log-level", "off"]
+        found["Envoy, round robin"] = port, "/health", [*command, "--use-dynamic-base-id"]
+    return found
+
+
+def envoy_settings(port: int, engines: list[int]) -> dict[str, Any]:
+    def address(of: int) -> dict[str, Any]:
+        return {"socket_address": {"address": "127.0.0.1", "port_value": of}}
+
+    manager = {
+        "@type": f"{_TYPES}.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "all",
+        "route_config": {
+            "virtual_hosts": [
+                {
+                    "name": "all",
+                    "domains": ["*"],
+                    "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "engines"}}],
+                }
+            ]
+        },
+        "http_filters": [
+            {
+                "name": "router",
+                "typed_config": {"@type": f"{_TYPES}.http.router.v3.Router"},
+            }
+        ],
+    }
+    filters = [{"name": "http", "typed_config": manager}]
+    endpoints = [{"endpoint": {"address": address(each)}} for each in engines]
+    cluster = {
+        "name": "engines",
+        "type": "STATIC",
+        "load_assignment": {"cluster_name": "engines", "endpoints": [{"lb_endpoints": endpoints}]},
+    }
+    listener = {"address": address(port), "filter_chains": [{"filters": filters}]}
+    return {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
+
+
+def peers_python(folder: Path) -> Path | None:
+    """A Python with the peers, installed if need be; None, with the reason said, where that fails."""
     python = folder / "bin" / "python"
     check = [str(python), "-c", "import sglang_router.launch_router"]
     if python.exists() and subprocess.run(check, capture_output=True, check=False).returncode == 0:
         return python
-    print(f"installing {PEER} into {folder}", file=sys.stderr)
-    for command in (
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(python), "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check", PEER],
-        check,
+    print(f"installing {', '.join(PEERS)} into {folder}", file=sys.stderr)
+    install = [str(python), "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check"]
+    for command, needed in (
+        ([sys.executable, "-m", "venv", str(folder)], True),
+        ([*install, "sglang-router"], True),
+        ([*install, "vllm-router"], False),
+        (check, True),
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        if done.returncode:
-            print(f"{PEER} is LEFT OUT: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        if done.returncode and needed:
+            print(f"LEFT OUT: {' '.join(command[1:])}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
             return None
     return python
 
@@ -122,69 +208,100 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="fewer requests; the figures are rough")
-    parser.add_argument("--peer", type=Path, metavar="DIR", help="where sglang-router is, or shall be")
-    parser.add_argument("--no-peer", action="store_true", help="leave sglang-router out")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="where peers' wheels are, or shall be")
+    parser.add_argument("--no-peers", action="store_true", help="leave sglang-router and vllm-router out")
     args = parser.parse_args()
-    rounds, requests = (2, 500) if args.quick else (5, 2000)
+    rounds, requests = (2, 1000) if args.quick else (5, 4000)
+    cases = [
+        (1, SIZES[0], requests),
+        (8, SIZES[0], 2 * requests),
+        (64, SIZES[0], 2 * requests),
+        (8, SIZES[1], requests),
+    ]
     with ExitStack() as stack:
-        folder = args.peer or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-router-")))
-        python = None if args.no_peer else peer_python(folder)
-        engines = [
-            int(stack.enter_context(process(sys.executable, str(HERE / "_proxy_engine.py")))) for _ in range(ENGINES)
-        ]
-        ways = {
-            "an engine, directly": engines[0],
-            "skymemory route (least-ttft, the default)": stack.enter_context(our_router(engines)),
-            "skymemory route --strategy approximate": stack.enter_context(
-                our_router(engines, "--strategy", "approximate")
-            ),
-            "skymemory route --strategy round-robin": stack.enter_context(
-                our_router(engines, "--strategy", "round-robin")
-            ),
-            "skymemory route --tokenizer": stack.enter_context(our_router(engines, "--tokenizer", str(TOKENIZER))),
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="proxy-peers-")))
+        python = None if args.no_peers else peers_python(args.peers or folder / "python")
+        command = (sys.executable, str(HERE / "_proxy_engine.py"))
+        engines = [int(stack.enter_context(process(*command, core=REST_CORE))[1]) for _ in range(ENGINES)]
+        ways: dict[str, tuple[int | None, int]] = {"an engine, directly": (None, engines[0])}
+        for name, more in (
+            ("skymemory route (least-ttft, the default)", ()),
+            ("skymemory route --strategy approximate", ("--strategy", "approximate")),
+            ("skymemory route --strategy round-robin", ("--strategy", "round-robin")),
+            ("skymemory route --tokenizer", ("--tokenizer", str(TOKENIZER))),
+        ):
+            ways[name] = stack.enter_context(our_router(engines, *more))
+        for name, (port, page, command_) in peer_commands(python, engines, folder).items():
+            ways[name] = stack.enter_context(silent_router(port, page, *command_))
+        for _, port in ways.values():
+            load(port, 8, 1000, SIZES[0])
+        measured: dict[str, dict[tuple[int, int], list[dict[str, float]]]] = {
+            name: {case[:2]: [] for case in cases} for name in ways
         }
-        if python is not None:
-            ways[f"{PEER}, cache_aware"] = stack.enter_context(peer_router(python, engines))
-        for port in ways.values():
-            load(port, 1, 300)
-        measured: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-        busy: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds):
-            for name, port in ways.items():
-                measured[name].append(load(port, 1, requests))
-                busy[name].append(load(port, 8, 2 * requests)["per_s"])
-    report(measured, busy, args.json)
+        for number in range(rounds):
+            for connections, size, count in cases:
+                for name, (pid, port) in ways.items():
+                    before_s = 0.0 if pid is None else processor_s(pid)
+                    took = load(port, connections, count, size)
+                    used_s = 0.0 if pid is None else processor_s(pid) - before_s
+                    measured[name][connections, size].append({**took, "processor": used_s / took["requests"]})
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    report(measured, args.json)
 
 
-def report(measured: dict[str, list[dict[str, float]]], busy: dict[str, list[float]], file: Path | None) -> None:
-    """Medians over the rounds. What is added is told beside the peer's, where the peer ran."""
+def report(measured: dict[str, dict[tuple[int, int], list[dict[str, float]]]], file: Path | None) -> None:
+    """Medians over the rounds, and each beside sglang-router, where that ran."""
     rows: list[dict[str, Any]] = []
-    first = next(iter(measured))
-    for name in measured:
-        figures = {key: statistics.median(each[key] for each in measured[name]) for key in ("p50", "p90", "p99")}
-        row: dict[str, Any] = {"way": name, **{f"{key}_ms": 1e3 * value for key, value in figures.items()}}
-        row["per_s_at_8"] = statistics.median(busy[name])
-        if name != first:
-            row |= {f"added_{key}_ms": row[f"{key}_ms"] - rows[0][f"{key}_ms"] for key in ("p50", "p90", "p99")}
-        rows.append(row)
-    peer = next((row for row in rows if row["way"].startswith(PEER)), None)
-    for row in rows[1:]:
-        if peer is not None and row is not peer:
-            row["added_p50_over_peer"] = row["added_p50_ms"] / peer["added_p50_ms"]
-            row["per_s_over_peer"] = row["per_s_at_8"] / peer["per_s_at_8"]
-
-    def cell(row: dict[str, Any], key: str, pattern: str) -> str:
-        return pattern.format(row[key]) if key in row else "-"
-
-    columns = [("p50_ms", "{:.3f}"), ("p99_ms", "{:.3f}"), ("added_p50_ms", "{:.3f}"), ("added_p99_ms", "{:.3f}"),
-               ("added_p50_over_peer", "{:.1f}"), ("per_s_at_8", "{:,.0f}"), ("per_s_over_peer", "{:.2f}")]  # fmt: skip
-    print_table(
-        "Requests of 8 KB, four engines that answer at once",
-        ["way", "p50 ms", "p99 ms", "added p50", "added p99", "of the peer's", "per s at 8", "of the peer's"],
-        [[row["way"], *(cell(row, *column) for column in columns)] for row in rows],
-    )
+    direct = next(iter(measured))
+    for name, cases in measured.items():
+        for (connections, size), runs in cases.items():
+            keys = ("p50", "p99", "per_s", "processor")
+            row: dict[str, Any] = {"way": name, "connections": connections, "body_bytes": size}
+            row |= {key: statistics.median(run[key] for run in runs) for key in keys}
+            rows.append(row)
+    of = {(row["way"], row["connections"], row["body_bytes"]): row for row in rows}
+    peer = next((name for name in measured if name.startswith("sglang-router")), None)
+    for row in rows:
+        row["added_p50"] = row["p50"] - of[direct, row["connections"], row["body_bytes"]]["p50"]
+    for row in rows:
+        case = row["connections"], row["body_bytes"]
+        if peer is not None and row["way"] not in (direct, peer):
+            row["per_s_over_peer"] = row["per_s"] / of[peer, *case]["per_s"]
+            row["p99_over_peer"] = row["p99"] / of[peer, *case]["p99"]
+            row["added_p50_over_peer"] = row["added_p50"] / of[peer, *case]["added_p50"]
+    for connections, size in next(iter(measured.values())):
+        print_table(
+            f"Bodies of {size >> 10} KB, {connections} connections, four engines that answer at once",
+            [
+                "way",
+                "per s",
+                "p50 ms",
+                "p99 ms",
+                "added p50",
+                "processor us",
+                "per s / peer",
+                "p99 / peer",
+                "added / peer",
+            ],
+            [
+                [
+                    row["way"],
+                    f"{row['per_s']:,.0f}",
+                    f"{1e3 * row['p50']:.3f}",
+                    f"{1e3 * row['p99']:.3f}",
+                    f"{1e3 * row['added_p50']:.3f}" if row["way"] != direct else "-",
+                    f"{1e6 * row['processor']:.0f}" if row["way"] != direct else "-",
+                    *(
+                        f"{row[key]:.2f}" if key in row else "-"
+                        for key in ("per_s_over_peer", "p99_over_peer", "added_p50_over_peer")
+                    ),
+                ]
+                for row in rows
+                if (row["connections"], row["body_bytes"]) == (connections, size)
+            ],
+        )
     if peer is None:
-        print(f"{PEER} did not run: LEFT OUT")
+        print("sglang-router did not run: LEFT OUT")
     write_json(file, "proxy", SEED, rows)
 
 

@@ -43,10 +43,10 @@ from tests.end_to_end.envoy import envoy_binary, running_envoy, running_picker
 from tests.vllm.server import PYTHON as VLLM_PYTHON
 from tests.vllm.server import Vllm
 
-from skymemory.cli._demo_route_processes import service
+from skymemory.demo.processes import service
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
-from skymemory.router.engine_metrics import samples
-from skymemory.router.envoy_config import Entrance, bootstrap
+from skymemory.router.engines.metrics import samples
+from skymemory.router.envoy.config import Entrance, bootstrap
 
 ENGINES = 2
 SYSTEM_WORDS, TURN_WORDS = 400, (100, 400)

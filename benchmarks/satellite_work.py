@@ -20,14 +20,13 @@ from _bench import print_table, write_json
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol import messages
-from skymemory.protocol.link_state import Declaration, LinksBody, LinkState
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.routing import Declaration, LinksBody, LinkState
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch, bulk_batch
 from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.host_spec import HostSpec
-from skymemory.transport.udp_host import UdpHost
+from skymemory.transport.udp_host import HostSpec, UdpHost
 from skymemory.transport.udp_socket import BatchSocket
 
 PRESET = preset_named("testbed-19x5")

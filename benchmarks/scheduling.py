@@ -18,15 +18,14 @@ import numpy as np
 
 from _bench import print_table, write_json
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.cost_model.model import Medium
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduling.named import prefill_scorer
-from skymemory.sim.cluster.pool_settings import PoolSettings
-from skymemory.sim.cluster.run import run_cluster
-from skymemory.sim.cluster.setup import ClusterSetup
+from skymemory.sim.cluster.setup import ClusterSetup, PoolSettings
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest, read_trace
 from skymemory.sim.workload import CONVERSATIONS, generate
 

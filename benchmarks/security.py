@@ -23,9 +23,9 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.keys import first_ring
 from skymemory.native import crc32
 from skymemory.protocol import messages
-from skymemory.protocol.authentication import Authority
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.auth import Authority
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import bulk_batch, single
 from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
 from skymemory.store.base import Store

@@ -25,10 +25,9 @@ from skymemory import native
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.prefix_index.events import BlocksStored
-from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.request import Prompt, Request, seed
 from skymemory.conductor.strategies.named import NAMES, named
-from skymemory.conductor.strategies.precise import Precise
+from skymemory.conductor.strategies.weighted import Precise
 
 BLOCK_TOKENS = 16
 MODEL = "m"

@@ -30,11 +30,10 @@ from typing import Any
 import numpy as np
 
 from _bench import WARM_MALLOC, constellation, print_table, redis_server, write_json
-from skymemory.cache.hierarchy_settings import HierarchySettings
-from skymemory.cache.tier import TierSettings
-from skymemory.cache.tiers import TieredStore
+from skymemory.cache.tiers.store import HierarchySettings, TieredStore
+from skymemory.cache.tiers.tier import TierSettings
 from skymemory.store.base import Store
-from skymemory.store.disk.store import DiskStore
+from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
 from skymemory.testbed.connect import open_constellation
 
@@ -144,7 +143,7 @@ def disk_pairs(folder: Path, values: list[bytes]) -> Iterator[Pair]:
 def redis_pairs(port: int, socket_path: Path, values: list[bytes]) -> Iterator[Pair]:
     import redis
 
-    from skymemory.store.redis.store import RedisStore
+    from skymemory.store.redis import RedisStore
 
     addresses = {"TCP": f"redis://127.0.0.1:{port}/0", "Unix socket": f"unix://{socket_path}"}
     for over, address in addresses.items():

@@ -20,9 +20,8 @@ from _bench import constellation, median_s, print_table, redis_server, write_jso
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.inputs import shipped_document
 from skymemory.engine.kv_cache import SkyCache
-from skymemory.engine.models import build_tinyllama
-from skymemory.engine.tokenizer import train_tokenizer
-from skymemory.store.shared_index import SharedIndex
+from skymemory.engine.models import build_tinyllama, train_tokenizer
+from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.connect import expected_round_trip_s, store_of
 
 TAIL_TOKENS = 16

@@ -3,7 +3,7 @@
 The default run draws the same examples on every machine and in every clone: from the code of the test itself, not from
 a seed, and not from a database in which one clone keeps what failed there. ``make fuzz`` draws anew (profile ``anew``)
 and prints its seed; what it finds becomes an ``@example``. No example is bounded in time, which says more of the
-machine than of us.
+machine than of us. ``make test`` draws the first of the same examples (profile ``brief``), as it always draws them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-for _name, _derandomize in (("same", True), ("anew", False)):
+for _name, _derandomize in (("same", True), ("brief", True), ("anew", False)):
     settings.register_profile(
         _name,
         derandomize=_derandomize,
@@ -26,6 +26,24 @@ for _name, _derandomize in (("same", True), ("anew", False)):
     )
 settings.load_profile("same")
 
+_BRIEF_SHARE, _BRIEF_LEAST = 0.25, 10
+"""Of the examples of a property, and never less than so many."""
+_MOST_WORKERS = 8
+"""More than that gain nothing: each imports all that is tested before its first test."""
+_WORKER_BYTES = 3 << 29
+"""Of memory: torch and transformers, a small model, and what a test starts beside."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For ``-n auto``: as many as there are cores and memory for. Two on a single core: many tests wait for a while."""
+    import psutil
+
+    from skymemory.testbed.carrying import processors
+
+    room = psutil.virtual_memory().available // _WORKER_BYTES
+    return max(1, min(max(2, round(processors())), int(room), _MOST_WORKERS))
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
@@ -35,9 +53,28 @@ def pytest_configure() -> None:
     the whole run, and others again whenever a number changes anywhere in src. tests/tools/test_same_draws.py fails
     should this stop working.
     """
-    if settings.get_current_profile_name() == "same":
+    if settings.get_current_profile_name() != "anew":
         providers._get_local_constants = Constants
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # a shell starts its background jobs so, and children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if settings.get_current_profile_name() == "brief":
+        for holder, name in dict.fromkeys(filter(None, map(_settings_of, items))):
+            drawn = getattr(holder, name)
+            count = min(drawn.max_examples, max(_BRIEF_LEAST, round(_BRIEF_SHARE * drawn.max_examples)))
+            setattr(holder, name, settings(drawn, max_examples=count))
+
+
+def _settings_of(item: pytest.Item) -> tuple[object, str] | None:
+    """The object and its attribute that say how many examples this test draws: a function's, or a state machine's."""
+    if not isinstance(item, pytest.Function):
+        return None
+    name = "_hypothesis_internal_use_settings"
+    function = getattr(item.obj, "__func__", item.obj)
+    if hasattr(function, name):
+        return function, name
+    return (item.cls, "settings") if isinstance(getattr(item.cls, "settings", None), settings) else None

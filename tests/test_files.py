@@ -13,20 +13,19 @@ from typing import Any
 
 import pytest
 
-from skymemory.cache.habits_file import read_habits
+from skymemory.cache.prefetching import read_habits
 from skymemory.cli.main import main
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.errors import InvalidInput
 from skymemory.files import MAX_SETTINGS_BYTES, open_file, read_bounded, write_private
-from skymemory.router.certificates import from_files
-from skymemory.router.cost_file import read_cost
-from skymemory.router.endpoints import FileSource
-from skymemory.router.index_file import load_index
-from skymemory.router.settings_file import read_settings
+from skymemory.router.envoy.endpoints import FileSource
+from skymemory.router.envoy.ext_proc_server import from_files
+from skymemory.router.prefix_state import load_index
+from skymemory.router.settings import read_cost, read_settings
 from skymemory.sim.trace import read_trace
-from skymemory.testbed.addresses import open_store
+from skymemory.testbed.control import read_outages
 from skymemory.testbed.key_file import read_keys
-from skymemory.testbed.outages import read_outages
+from skymemory.testbed.open_store import open_store
 from skymemory.testbed.plan_file import load_plan
 from skymemory.testbed.run_directory import RunDirectory
 
@@ -78,7 +77,7 @@ def test_what_is_no_regular_file_is_refused_at_once(name: str, make: Callable[[P
         READERS[name](path)
 
 
-@pytest.mark.parametrize("name", READERS.keys() - {"trace", "index", "endpoints"})
+@pytest.mark.parametrize("name", sorted(READERS.keys() - {"trace", "index", "endpoints"}))
 def test_a_file_beyond_its_bound_is_not_read(name: str, tmp_path: Path) -> None:
     path = tmp_path / "named.toml"
     with path.open("wb") as file:

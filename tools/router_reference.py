@@ -9,15 +9,15 @@ from typing import Any
 
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
-from skymemory.conductor.strategies.plain import AtRandom
-from skymemory.router.desk import Desk
-from skymemory.router.picker_metrics import COUNTERS, PREFIX, DeskCollector
-from skymemory.router.prompts import PromptReader
-from skymemory.router.proxy_backends import Backends
-from skymemory.router.proxy_events import EventsWatch
-from skymemory.router.proxy_metrics import OUTCOMES, ProxyMetrics
-from skymemory.router.settings import Backend, Health, Settings
-from skymemory.router.settings_file import SECTIONS, known_keys
+from skymemory.conductor.scheduler import Scheduler
+from skymemory.conductor.strategies.simple import AtRandom
+from skymemory.router.backends import Backends
+from skymemory.router.engines.events import EventsWatch
+from skymemory.router.envoy.metrics import COUNTERS, PREFIX, DeskCollector
+from skymemory.router.envoy.picker_service import Desk
+from skymemory.router.http.metrics import OUTCOMES, ProxyMetrics
+from skymemory.router.prompts.reader import PromptReader
+from skymemory.router.settings import SECTIONS, Backend, Settings, known_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "router.md"
 NOTES = {
@@ -76,11 +76,11 @@ def _metrics() -> str:
     fleet.add("s")
     metrics = ProxyMetrics(fleet)
     picker = Picker(fleet, AtRandom())
-    metrics.registry.register(EventsWatch(picker.scorer, Backends(picker, metrics, Health())))
+    metrics.registry.register(EventsWatch(picker.scorer, Backends(picker)))
     for family in metrics.registry.collect():
-        labels = getattr(metrics.registry._names_to_collectors.get(family.name), "_labelnames", None)
-        if labels is None:
-            labels = ("server",) if family.name.startswith("skymemory_router_server_") else ()
+        # A family made at each collection knows its labels; of those that stand all the time the metric does.
+        own = getattr(metrics.registry._names_to_collectors.get(family.name), "_labelnames", ())
+        labels = getattr(family, "_labelnames", None) or own
         name = family.name + ("_total" if family.type == "counter" else "")
         rows.append(f"| `{name}` | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |")
     return "\n".join(rows)
@@ -90,7 +90,9 @@ def _picker_metrics() -> str:
     fleet = Fleet()
     fleet.add("s")
     rows = ["| name | labels | what |", "| --- | --- | --- |"]
-    for family in DeskCollector(Desk(Picker(fleet, AtRandom()), PromptReader())).collect():
+    for family in DeskCollector(
+        Desk(Scheduler(picker := Picker(fleet, AtRandom())), PromptReader(), Backends(picker))
+    ).collect():
         counter = family.type == "counter"
         name = family.name.removeprefix(PREFIX) + "_total" * counter
         label = COUNTERS[name][0] if counter else "server" if name.startswith("server_") else ""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from skymemory.kv.context import CacheContext
     from skymemory.store.memory import MemoryStore
     from skymemory.store.named import NamedValues
-    from skymemory.testbed.addresses import open_store
+    from skymemory.testbed.open_store import open_store
 
 __version__ = "0.1.0"
 __all__ = ["CacheContext", "KVCManager", "MemoryStore", "NamedValues", "errors", "open_store"]
@@ -25,7 +25,7 @@ _HOME = {
     "KVCManager": "skymemory.engine.huggingface",
     "MemoryStore": "skymemory.store.memory",
     "NamedValues": "skymemory.store.named",
-    "open_store": "skymemory.testbed.addresses",
+    "open_store": "skymemory.testbed.open_store",
 }
 _EXTRA = {"KVCManager": "hf"}
 

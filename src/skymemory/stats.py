@@ -1,10 +1,17 @@
-"""Means and percentiles of what was measured."""
+"""Means and percentiles of what was measured: one definition for every figure that is reported."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
+
+import numpy as np
+
+
+def percentile(values: Collection[float], percent: float) -> float:
+    """Interpolated between the two nearest values (numpy's default, R's type 7); nan of none."""
+    return float(np.percentile(list(values), percent)) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +30,9 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Of the values that are numbers. A percentile is the smallest value that so many per cent do not exceed."""
-    ordered = sorted(value for value in values if not math.isnan(value))
-    if not ordered:
+    """Of the values that are numbers."""
+    found = [value for value in values if not math.isnan(value)]
+    if not found:
         return Spread(0, *[math.nan] * 5)
-
-    def at(share: float) -> float:
-        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-    return Spread(len(ordered), math.fsum(ordered) / len(ordered), at(0.5), at(0.9), at(0.99), ordered[-1])
+    p50, p90, p99 = (float(each) for each in np.percentile(found, [50, 90, 99]))
+    return Spread(len(found), math.fsum(found) / len(found), p50, p90, p99, max(found))

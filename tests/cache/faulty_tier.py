@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 
@@ -24,12 +25,13 @@ def whole(key: bytes, value: memoryview) -> bool:
 
 
 class FaultyTier(MemoryStore):
-    """``trouble`` (one of ``TROUBLES`` or empty) befalls each call with probability ``rate``."""
+    """``trouble`` (one of ``TROUBLES`` or empty) befalls calls with probability ``rate``; all wait for ``hangs``."""
 
     def __init__(self, name: str, budget_bytes: int = 1 << 20, seed: int = 0, slow_s: float = 0.03) -> None:
         super().__init__(budget_bytes, name=name)
         self.trouble, self.rate, self.slow_s = "", 1.0, slow_s
         self.calls = 0
+        self.hangs: threading.Event | threading.Barrier | None = None
         self._dice = random.Random(seed)
 
     def _befallen(self, trouble: str) -> bool:
@@ -37,6 +39,8 @@ class FaultyTier(MemoryStore):
 
     def _enter(self) -> None:
         self.calls += 1
+        if self.hangs is not None:
+            self.hangs.wait(20.0)
         if self._befallen("raise"):
             raise self._dice.choice([ConstellationError("dark"), ConnectionError("gone"), RuntimeError("broken")])
         if self._befallen("slow"):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from skymemory.cache.prompt_chunks import PromptChunk
+from skymemory.cache.cake.scheduler import PromptChunk
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Source:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         time.sleep(self.fetch_s())
-        self.gate.wait(10)
+        self.gate.wait(30)
         self.at_once -= 1
         self.fetched.append(index)
         return None if index in self.failing else Chunk(self, index)

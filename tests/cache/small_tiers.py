@@ -8,10 +8,9 @@ from collections.abc import Callable
 from tests.cache.faulty_tier import FaultyTier, sealed, whole
 from tests.contract.store_contract import key, value
 
-from skymemory.cache.hierarchy_settings import HierarchySettings
-from skymemory.cache.tier import TierSettings
-from skymemory.cache.tier_breaker import BreakerConfig
-from skymemory.cache.tiers import TieredStore
+from skymemory.cache.tiers.breaker import BreakerConfig
+from skymemory.cache.tiers.store import HierarchySettings, TieredStore
+from skymemory.cache.tiers.tier import TierSettings
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 
@@ -35,7 +34,7 @@ def items(*numbers: int, size_bytes: int = 1000) -> list[tuple[bytes, bytes]]:
     return [(key(number), sealed(key(number), value(number, size_bytes - 4))) for number in numbers]
 
 
-def soon(true: Callable[[], bool], within_s: float = 5.0) -> bool:
+def soon(true: Callable[[], bool], within_s: float = 30.0) -> bool:
     until_s = time.monotonic() + within_s
     while not true():
         if time.monotonic() > until_s:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.cache.test_manager import BLOCK, LAYOUT, TOKENS, Engine, context, save
 
-from skymemory.cache.chunk_blocks import BlockChunks
-from skymemory.cache.manager import BlockCache
-from skymemory.cache.prompt_chunks import PromptChunk
-from skymemory.cache.usual import Usual
+from skymemory.cache.blocks import BlockCache
+from skymemory.cache.cake.chunks import BlockChunks
+from skymemory.cache.cake.scheduler import PromptChunk
+from skymemory.cache.patience import Usual
 from skymemory.store.memory import MemoryStore
 
 

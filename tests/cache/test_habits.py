@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from tests.cache.test_predictor import chain
 from tests.cache.test_prefetching import NINE_S, Tier, learned
 
-from skymemory.cache.habits_file import load_habits, read_habits, save_habits
-from skymemory.cache.local_time import LocalTime
-from skymemory.cache.predictor import DAY_S, Predictor
-from skymemory.cache.prefetching import PrefetchScheduler
+from skymemory.cache.predictor import DAY_S, LocalTime, Predictor
+from skymemory.cache.prefetching import PrefetchScheduler, load_habits, read_habits, save_habits
 from skymemory.errors import InvalidInput
 
 BERLIN = "Europe/Berlin"

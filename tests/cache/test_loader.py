@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.cache.loader import BidirectionalLoader
-from skymemory.cache.loader_actions import ComputeStep
+from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk, cut_prompt
 from skymemory.cache.pace import Pace
-from skymemory.cache.prompt_chunks import PromptChunk, cut_prompt
+from skymemory.cache.results import ComputeStep
 from skymemory.errors import InvalidInput
 from skymemory.sim.loading import LinkTrace, best_split_s, simulate_load
 

@@ -14,10 +14,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from skymemory.cache.loader import BidirectionalLoader
-from skymemory.cache.loader_actions import ComputeStep
+from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk
 from skymemory.cache.pace import Pace
-from skymemory.cache.prompt_chunks import PromptChunk
+from skymemory.cache.results import ComputeStep
 
 KINDS = st.lists(st.tuples(st.sampled_from((7, 20, 20, 33)), st.sampled_from("sssssh")), min_size=1, max_size=8)
 MOSTLY = st.sampled_from((True, True, True, False))

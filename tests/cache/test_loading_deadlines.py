@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from tests.cache.loading_room import Room, Source, chunks
 
-from skymemory.cache.cake import Cake, CakeLoad, CakeSettings
-from skymemory.cache.loader import BidirectionalLoader
-from skymemory.cache.loading_session import LoadingSession
-from skymemory.cache.manager import BlockCache
+from skymemory.cache.blocks import BlockCache
+from skymemory.cache.cake.cake import Cake, CakeLoad, CakeSettings
+from skymemory.cache.cake.scheduler import BidirectionalLoader
+from skymemory.cache.cake.session import LoadingSession
 from skymemory.cache.parts import Part, Parts
-from skymemory.cache.tier_workers import TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
@@ -57,14 +57,14 @@ def test_every_thread_waits_once_and_then_all_is_computed(threads: int) -> None:
     began_s = time.monotonic()
     session = only_loading(source, workers, 0.3)
     assert sorted(drive(session, room)) == list(range(8))
-    assert 0.3 * threads <= time.monotonic() - began_s < 0.3 * threads + 1.5
+    assert 0.3 * threads <= time.monotonic() - began_s < 0.3 * threads + 10
     assert source.given_up == [7, 6, 5][:threads] and session.result().failed_loads == 8
     # Nobody is left to ask, so the next prompt does not wait at all.
     again = only_loading(source, workers, 100.0)
     assert sorted(drive(again, Room())) == list(range(8)) and source.fetched == []
     # What comes at last is given back and put nowhere; and then there is loading again.
     source.gate.set()
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 30
     while (source.released < threads or workers.held_up) and time.monotonic() < until_s:
         time.sleep(0.005)
     assert source.released == threads and room.late == 0 and room.clashes == 0
@@ -83,7 +83,7 @@ def test_two_fetches_that_are_late_at_the_same_look_are_both_given_up() -> None:
         loader, chunks(8), source, workers, clock=lambda: now_s[0], patience_s=lambda size_bytes: 1.0
     )
     assert session.next_step(0.0) is None
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 30
     while not workers._running and time.monotonic() < until_s:
         time.sleep(0.001)
     now_s[0] = 100.0
@@ -157,9 +157,11 @@ class Hanging(MemoryStore):
         super().__init__(1 << 20, name=name)
         self.method = ""
         self.gate = threading.Event()
+        self.hung = 0
 
     def _hang(self, method: str) -> None:
         if self.method == method:
+            self.hung += 1
             self.gate.wait(20)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
@@ -226,7 +228,7 @@ def test_a_tier_that_hangs_is_a_deadline_missed_and_its_lease_is_given_back(meth
     began_s = time.monotonic()
     load, steps = loaded(cake, sink)
     result = load.finish()
-    assert time.monotonic() - began_s < 2.0 and sorted(steps) == list(range(8)) and sink.placed == []
+    assert time.monotonic() - began_s < 15 and sorted(steps) == list(range(8)) and sink.placed == []
     assert result.failed_blocks == {"deadline": 2} and result.hit_tokens == {} and result.loaded_blocks == 0
     assert cake.blocks.counters.get("tier_failures_total", "memory") == 2
     # A thread that hangs keeps no memory of the engine's.
@@ -235,7 +237,7 @@ def test_a_tier_that_hangs_is_a_deadline_missed_and_its_lease_is_given_back(meth
     gc.collect()
     assert watched() is None
     store.gate.set()
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 30
     while (store.stats()["open_leases"] or cake._workers.held_up) and time.monotonic() < until_s:
         time.sleep(0.005)
     assert store.stats()["open_leases"] == 0 and not cake._workers.held_up
@@ -252,9 +254,9 @@ def test_a_look_up_that_hangs_is_nothing_found_and_is_not_waited_for_twice() -> 
     began_s = time.monotonic()
     for _ in range(5):
         assert loaded(cake, Sink())[0].finish().found_blocks == 0
-    assert 0.1 <= time.monotonic() - began_s < 1.0
+    assert store.hung == 1 and 0.1 <= time.monotonic() - began_s < 15
     store.gate.set()
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 30
     while cake._lookups.held_up and time.monotonic() < until_s:
         time.sleep(0.005)
     store.method = ""
@@ -274,7 +276,7 @@ def test_giving_back_and_removing_hold_nobody_up(method: str) -> None:
     began_s = time.monotonic()
     load, _ = loaded(cake, Sink())
     result = load.finish()
-    assert time.monotonic() - began_s < 2.0 and result.found_blocks == 8
+    assert time.monotonic() - began_s < 15 and result.found_blocks == 8
     store.gate.set()
     cake.close()
 
@@ -299,10 +301,10 @@ def test_a_tier_that_hangs_is_left_alone_by_the_prompts_that_follow_though_threa
     first = loaded(cake, Sink())[0].finish()
     assert first.found_blocks == 8 and first.loaded_blocks == 0
     assert [loaded(cake, Sink())[0].finish().found_blocks for _ in range(3)] == [0, 0, 0]
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 15
     store.method = ""
     store.gate.set()
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 30
     while cake._workers.awaited and time.monotonic() < until_s:
         time.sleep(0.005)
     assert loaded(cake, Sink())[0].finish().found_blocks == 8

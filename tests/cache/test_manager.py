@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
 
-from skymemory.cache.manager import BlockCache
+from skymemory.cache.blocks import PAYLOAD_AT, BlockCache, block_header
 from skymemory.cache.results import LoadResult, StoreResult
-from skymemory.cache.value import PAYLOAD_AT, block_header
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, ValueTooLarge
 from skymemory.keys import KeyRing, SecretKey, first_ring
-from skymemory.kv.codec.raw import RAW
+from skymemory.kv.codec.base import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
 from skymemory.store.memory import MemoryStore
@@ -121,8 +120,8 @@ def test_another_context_is_a_miss(other: CacheContext) -> None:
 
 
 def test_large_prompts_go_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.cache.manager.LOAD_BATCH_BYTES", 3 * 1152)
-    monkeypatch.setattr("skymemory.cache.manager.STORE_BATCH_BYTES", 2 * 1152)
+    monkeypatch.setattr("skymemory.cache.blocks.LOAD_BATCH_BYTES", 3 * 1152)
+    monkeypatch.setattr("skymemory.cache.blocks.STORE_BATCH_BYTES", 2 * 1152)
     store = MemoryStore()
     cache = BlockCache(context(), LAYOUT, store)
     tokens = np.arange(100)
@@ -134,7 +133,7 @@ def test_large_prompts_go_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_several_batches_none_behind_a_failed_block_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.cache.manager.LOAD_BATCH_BYTES", 2 * (PAYLOAD_AT + LAYOUT.block_bytes))
+    monkeypatch.setattr("skymemory.cache.blocks.LOAD_BATCH_BYTES", 2 * (PAYLOAD_AT + LAYOUT.block_bytes))
     store = MemoryStore()
     cache = BlockCache(context(), LAYOUT, store)
     save(cache, TOKENS)
@@ -197,7 +196,7 @@ def test_never_wrong_and_always_accounted(fault: str, rate: float, seed: int, le
 
 
 def test_a_sink_that_fails_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.cache.manager.LOAD_BATCH_BYTES", 2 * (PAYLOAD_AT + LAYOUT.block_bytes))
+    monkeypatch.setattr("skymemory.cache.blocks.LOAD_BATCH_BYTES", 2 * (PAYLOAD_AT + LAYOUT.block_bytes))
     store = MemoryStore()
     cache = BlockCache(context(), LAYOUT, store)
     save(cache, TOKENS)
@@ -289,7 +288,7 @@ def test_a_block_that_the_codec_refuses_ends_the_storing() -> None:
 
 
 def test_no_batch_behind_a_block_that_the_codec_refuses_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.cache.manager.STORE_BATCH_BYTES", 2 * (PAYLOAD_AT + LAYOUT.block_bytes))
+    monkeypatch.setattr("skymemory.cache.blocks.STORE_BATCH_BYTES", 2 * (PAYLOAD_AT + LAYOUT.block_bytes))
     codec, store = HalfCodec(), MemoryStore()
     cache = BlockCache(context(lossless=False), LAYOUT, store, codec)
     encode, encoded = codec.encode, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.cache.loader_link import FetchQueue
+from skymemory.cache.cake.scheduler import FetchQueue
 from skymemory.cache.pace import Pace
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cache.test_manager import BLOCK, context
 
-from skymemory.cache.manager import BlockCache
+from skymemory.cache.blocks import BlockCache
 from skymemory.cache.parts import Part, Parts
 from skymemory.cache.results import LoadResult
 from skymemory.kv.layout import KVLayout

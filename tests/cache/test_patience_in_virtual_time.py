@@ -11,16 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.store_contract import key, value
 
-from skymemory.cache import tier as tier_module
-from skymemory.cache.in_flight_budget import InFlightBudget
-from skymemory.cache.key_guard import KeyGuard
-from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, Tier, TierSettings
-from skymemory.cache.tier_loads import TierLoad
-from skymemory.cache.tier_workers import Call
+from skymemory.cache.patience import worth
+from skymemory.cache.tiers import tier as tier_module
+from skymemory.cache.tiers.load import InFlightBudget, TierLoad
+from skymemory.cache.tiers.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, Tier, TierSettings
+from skymemory.cache.tiers.workers import Call, KeyGuard
 from skymemory.metrics import SharedCounters
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket
 from skymemory.store.memory import MemoryStore
-from skymemory.store.patience import worth
 
 NEVER_S = 1e9
 SIZE_BYTES = 1000

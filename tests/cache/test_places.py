@@ -11,22 +11,19 @@ from tests.cache.test_manager import LAYOUT, context, load, save
 from tests.contract.store_contract import chain, key, value
 from tests.store.conftest import simulated, store_over
 
-from skymemory.cache.hierarchy_settings import HierarchySettings
-from skymemory.cache.manager import BlockCache
-from skymemory.cache.tier import TierSettings
-from skymemory.cache.tiers import TieredStore
+from skymemory.cache.blocks import BlockCache
+from skymemory.cache.tiers.store import HierarchySettings, TieredStore
+from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import InvalidInput
 from skymemory.keys import first_ring
 from skymemory.kv.block import Place
-from skymemory.store.admission import AdmittingStore
+from skymemory.store.accounting import Shelf
 from skymemory.store.base import Store
-from skymemory.store.constellation import ConstellationStore
 from skymemory.store.memory import MemoryStore
-from skymemory.store.quota import TenantStore
-from skymemory.store.rate_limited import RateLimited
 from skymemory.store.sealed import SealedStore
-from skymemory.store.shared_index import SharedIndex
-from skymemory.store.shelf import Shelf
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.wrappers import AdmittingStore, RateLimited, TenantStore
 
 LOCAL, REMOTE = TierSettings(local=True), TierSettings()
 RING = first_ring(bytes(range(32)))

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 import pytest
 from tests.contract.store_contract import key
 
-from skymemory.cache.doubts import Doubts
-from skymemory.cache.in_flight_budget import InFlightBudget
-from skymemory.cache.key_guard import KeyGuard
-from skymemory.cache.outbound import Moving, Outbound
-from skymemory.cache.owed import Owed
-from skymemory.cache.tier import Tier, TierSettings
-from skymemory.cache.tier_breaker import BreakerConfig, TierBreaker
-from skymemory.cache.tier_workers import Call, TierWorkers
+from skymemory.cache.tiers.breaker import BreakerConfig, TierBreaker
+from skymemory.cache.tiers.dirty_keys import Doubts, Owed
+from skymemory.cache.tiers.load import InFlightBudget
+from skymemory.cache.tiers.outbound import Moving, Outbound
+from skymemory.cache.tiers.tier import Tier, TierSettings
+from skymemory.cache.tiers.workers import Call, KeyGuard, TierWorkers
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters

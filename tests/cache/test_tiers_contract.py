@@ -9,13 +9,12 @@ import pytest
 from tests.contract.store_contract import BUDGETED, Clock, StoreContract, Tier
 from tests.store.conftest import simulated, store_over
 
-from skymemory.cache.hierarchy_settings import HierarchySettings
-from skymemory.cache.tier import TierSettings
-from skymemory.cache.tiered_load import OUTBOUND
-from skymemory.cache.tiers import TieredStore
+from skymemory.cache.tiers.load import OUTBOUND
+from skymemory.cache.tiers.store import HierarchySettings, TieredStore
+from skymemory.cache.tiers.tier import TierSettings
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
 
 LOCAL, REMOTE = TierSettings(local=True), TierSettings()
 

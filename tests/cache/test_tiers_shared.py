@@ -16,15 +16,14 @@ from tests.store.conftest import cut_off, simulated, store_over
 from tests.store.redis_server import RedisServer
 from tests.store.test_sealed import sealed as wrapped
 
-from skymemory.cache.hierarchy_settings import HierarchySettings
-from skymemory.cache.tier import Again, TierSettings
-from skymemory.cache.tiers import TieredStore
+from skymemory.cache.tiers.store import HierarchySettings, TieredStore
+from skymemory.cache.tiers.tier import Again, TierSettings
 from skymemory.errors import ConstellationError
 from skymemory.kv.block import Place
 from skymemory.store.base import Buffer, Places, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
-from skymemory.store.redis.store import NAMESPACE, RedisStore
-from skymemory.store.wrapped import Selecting
+from skymemory.store.redis import NAMESPACE, RedisStore
+from skymemory.store.wrappers import Selecting
 
 EIGHT = tuple(range(1, 9))
 

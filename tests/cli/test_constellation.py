@@ -11,19 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.cli._status import StatusReport, print_status
+from skymemory.cli._runs.status import StatusReport, print_status
 from skymemory.cli.main import main
+from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.torus import SatelliteId
-from skymemory.constellation.trajectory import Waypoint
 from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS
+from skymemory.testbed.connect import tolerated_skew_s
 from skymemory.testbed.control import Rotation
-from skymemory.testbed.ground import Ground
-from skymemory.testbed.plan import ConstellationPlan, Faults, make_plan
+from skymemory.testbed.plan import ConstellationPlan, Faults, Ground, make_plan
 from skymemory.testbed.plan_file import load_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import HostState
-from skymemory.testbed.wiring import tolerated_skew_s
 
 
 @pytest.fixture(autouse=True)

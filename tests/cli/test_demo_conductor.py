@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.cli._demo_conductor import SCHEDULERS, _play
-from skymemory.cli._demo_conductor_table import WIDTH, final, frame
 from skymemory.cli.main import main
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.cost_model.written import dump
+from skymemory.conductor.cost_model.fit import dump
+from skymemory.demo.conductor import SCHEDULERS, WIDTH, Playback, _play, final, frame
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.metrics import measured
-from skymemory.sim.cluster.moments import Playback
 from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.sources import OpenSource
+from skymemory.sim.workload import OpenSource
 
 
 def test_plays_all_four_and_tells_what_came_of_them() -> None:

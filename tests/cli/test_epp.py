@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skymemory.cli.main import main
-from skymemory.router.envoy_config import Entrance, bootstrap
+from skymemory.router.envoy.config import Entrance, bootstrap
 
 ONE = ["--endpoint", "127.0.0.1:8001"]
 TOKENIZER = Path(__file__).parents[2] / "src" / "skymemory" / "engine" / "trained" / "small" / "tokenizer.json"
@@ -34,7 +34,8 @@ BY_EVENTS = ["--strategy", "precise", "--tokenizer", str(TOKENIZER)]
         ([*ONE, *BY_EVENTS, "--kv-events", "5557"], "--model"),
         ([*ONE, "--option", "cost=1"], "no strategy has an option 'cost'"),
         ([*ONE, "--replicas", "memcached://x"], "expected redis://"),
-        ([*ONE, "--replicas", "gossip://127.0.0.1:0", "--strategy", "random"], "nothing to share"),
+        ([*ONE, "--replicas", "gossip://127.0.0.1:0"], "pickers share through Redis now: redis://"),
+        ([*ONE, "--replicas", "redis://127.0.0.1:1", "--strategy", "random"], "nothing to share"),
         ([*ONE, "--state", "x", "--strategy", "random"], "nothing that could be kept"),
         ([*ONE, "--strategy", "precise", "--option", "block_tokens=4"], "engines' block size"),
         ([*ONE, "--strategy", "random", "--kv-events", "5557"], "has no use for events (--kv-events)"),
@@ -62,7 +63,8 @@ def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: py
         ("backends = ['http://10.0.0.1:8001']\n[picker]\ndiscover = 'engines:8000'", "in one way"),
         ("backends = ['http://10.0.0.1:8001']\n[picker]\nfallback = 1", "did you mean 'fallbacks'?"),
         ("backends = ['http://10.0.0.1:8001']\n[picker]\nevents_port = 70000", "ports go to 65535"),
-        ("backends = ['http://10.0.0.1:8001']\n[admission]\nrule = 'goodput'\nttft = '1s'", "no rules of admission"),
+        ("backends = ['http://10.0.0.1:8001']\n[admission]\nrule = 'goodput'", "needs `ttft`"),
+        ("backends = ['http://10.0.0.1:8001']\n[queue]\nmax_requests = 5", "how many make one full"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(
@@ -85,7 +87,13 @@ def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch, capsys
     import sys
 
     for name in list(sys.modules):
-        if name.startswith(("skymemory.router.ext_proc", "skymemory.router.epp", "skymemory.router.certificates")):
+        if name.startswith(
+            (
+                "skymemory.router.envoy.ext_proc",
+                "skymemory.router.envoy.server",
+                "skymemory.router.envoy.ext_proc_server",
+            )
+        ):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "envoy.service.ext_proc.v3.external_processor_pb2", None)
     assert main(["epp", *ONE]) == 1

@@ -51,7 +51,7 @@ def test_layout_draws_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (("--servers", "96"), "expected 1 to 95"),
         (("--servers", "0"), "expected 1 to 95"),
-        (("--strategy", "hops"), "Did you mean hop"),
+        (("--strategy", "hops"), "did you mean 'hop'"),
         (("--figure", "9"), "expected one of 4"),
         (("--figure", "8", "--strategy", "hop"), "its own layout"),
         (("--out", "map.jpg"), "expected a name that ends in"),
@@ -63,7 +63,7 @@ def test_layout_answers_wrong_input(words: tuple[str, ...], message: str) -> Non
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UnknownPreset, match="Did you mean kuiper-"):
+    with pytest.raises(UnknownPreset, match="did you mean 'kuiper-"):
         call("layout", "--preset", "kuiper")
 
 

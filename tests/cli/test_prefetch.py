@@ -10,8 +10,8 @@ import pytest
 from tests.cache.test_predictor import chain
 from tests.cache.test_prefetching import Tier
 
-from skymemory.cache.habits_file import save_habits
 from skymemory.cache.predictor import DAY_S, Predictor
+from skymemory.cache.prefetching import save_habits
 from skymemory.cli.main import main
 
 

@@ -16,15 +16,16 @@ from skymemory.conductor.cost_model.fit import (
     DecodePoint,
     PrefillPoint,
     decode_errors,
+    dump,
     errors,
     fit_decode,
     fit_prefill,
+    parse,
     prefill_errors,
 )
-from skymemory.conductor.cost_model.shapes import shape_of
-from skymemory.conductor.cost_model.written import dump, parse
+from skymemory.conductor.cost_model.model import shape_of
 from skymemory.errors import InvalidInput
-from skymemory.router.cost_file import read_cost
+from skymemory.router.settings import read_cost
 
 SMALL = ModelShape("small", layers=6, width=256, kv_heads=2, head_dim=64, value_bytes=4, weight_flops=20.0)
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)

@@ -29,10 +29,10 @@ from skymemory.conductor.cost_model.fit import (
     fit_prefill,
     prefill_errors,
 )
-from skymemory.conductor.cost_model.shapes import LLAMA_70B, QWEN_7B, ModelShape, shape_of
+from skymemory.conductor.cost_model.model import LLAMA_70B, QWEN_7B, ModelShape, shape_of
 from skymemory.errors import InvalidInput
-from skymemory.router.cost_file import read_cost
-from skymemory.sim.mooncake.base import COST
+from skymemory.reproduce.mooncake.base import COST, FAST_CONTEXTS
+from skymemory.router.settings import read_cost
 
 SPLITWISE_CELLS = (
     (1, 128), (1, 256), (1, 512), (1, 1024), (1, 2048), (1, 4096), (1, 8192),
@@ -206,3 +206,13 @@ def test_a_preset_is_chosen_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
         read_cost(Path("qwen-7b-l4"))
     with pytest.raises(InvalidInput, match=r"llama-80b: No such file or directory; or one of llama-70b-8xa800, llama"):
         read_cost(Path("llama-80b"))
+
+
+def test_published_steps_leave_open_how_fast_long_contexts_are_read() -> None:
+    points = splitwise(A100_STEPS_MS)
+    found = decode_errors(FAST_CONTEXTS, points)
+    assert 100 * found.mean == pytest.approx(2.3, abs=0.06)
+    assert 100 * found.worst == pytest.approx(6.9, abs=0.1)
+    assert max(point.kv_tokens for point in points) == 36_864
+    batch_of_long_ones = (32, 32 * 16_384)
+    assert FAST_CONTEXTS.decode_step_s(*batch_of_long_ones) < 0.65 * COST.decode_step_s(*batch_of_long_ones)

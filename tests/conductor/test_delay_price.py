@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from skymemory.conductor.strategies.delay_price import CROWDED, DelayPrice
+from skymemory.conductor.strategies.estimates import DelayPrice
 from skymemory.errors import InvalidInput
+from skymemory.native.twin.ttft import CROWDED
 
 
 def steady(price: DelayPrice, every_s: float, work_s: float, until_s: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 from skymemory.conductor.fleet import Fleet, LoadReport, Server
 from skymemory.conductor.picker import ADAPTER_QUEUE, NoServer, Picker
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.plain import AtRandom, InTurn, LeastLoad
+from skymemory.conductor.strategies.simple import AtRandom, InTurn, LeastLoad
 from skymemory.errors import InvalidInput
 
 NONE = np.empty(0, dtype=np.uint64)
@@ -60,7 +60,7 @@ def test_least_load_counts_what_we_sent_and_what_they_report() -> None:
     assert {first.server, second.server} == {"s1", "s2"} and second.fallbacks == (first.server, "s0")
     assert "requests there 0" in second.reasons
     picker.routed(second, 10.0)
-    # The report is old by then: nothing is known against s0 any more, and it has none of ours.
+    # The report is old by then: nothing is known against s0 any more, and there are none of ours.
     assert picker.pick(a_request(), 30.0).server == "s0"
 
 
@@ -128,6 +128,39 @@ def test_an_adapter_is_loaded_elsewhere_once_too_many_wait_for_it() -> None:
             assert set(sent) == {"s0"}
     assert len(sent) == 8 and max(sent.values()) < 2 * 200 / 8
     assert "others have room for it" in decision.reasons[0]
+
+
+def test_who_takes_requests_is_known_again_after_every_change() -> None:
+    fleet = a_fleet(3)
+    assert [server.name for server in fleet.able] == ["s0", "s1", "s2"]
+    fleet.servers["s1"].healthy = False
+    assert [server.name for server in fleet.able] == ["s0", "s2"]
+    fleet.add("s3").draining = True
+    assert [server.name for server in fleet.able] == ["s0", "s2"]
+    fleet.servers["s1"].healthy, fleet.servers["s3"].draining = True, False
+    assert [server.name for server in fleet.able] == ["s0", "s1", "s2", "s3"]
+    gone = fleet.remove("s0")
+    assert gone is not None and [server.name for server in fleet.able] == ["s1", "s2", "s3"]
+    gone.healthy = False
+    assert fleet.able is fleet.able, "made anew only after a change"
+
+
+def test_what_a_decision_says_later_is_how_things_were_when_it_was_made() -> None:
+    fleet = a_fleet(4)
+    for number, server in enumerate(fleet):
+        server.in_flight = 3 - number
+    picker = Picker(fleet, AtRandom(), seed=1)
+    one, other = picker.pick(a_request(), 0.0), picker.pick(a_request(), 0.0)
+    expected = tuple(name for name in ("s3", "s2", "s1", "s0") if name != other.server)
+    before = one.fallbacks, one.reasons, one.as_json()
+    for server in fleet:
+        server.in_flight += server.slot * 10
+    picker.remove("s2")
+    assert other.fallbacks == expected and other.reasons == ("drawn among 4 of 4 that tie",)
+    assert (one.fallbacks, one.reasons, one.as_json()) == before
+    moved = other.taken_by("s9")
+    assert (moved.server, moved.matched_tokens, moved.estimated_ttft_s) == ("s9", 0, None)
+    assert moved.fallbacks == other.fallbacks and moved.reasons[-1] == f"{other.server} did not take it, s9 did"
 
 
 def test_a_subset_is_kept_to_and_no_server_says_why() -> None:

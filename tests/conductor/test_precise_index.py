@@ -10,7 +10,7 @@ from skymemory.conductor.prefix_index import engine_blocks
 from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored, Event
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.request import seed
 from skymemory.errors import InvalidInput
 
 TOKENS = [*range(100, 112), 1, 2, 3, 4]

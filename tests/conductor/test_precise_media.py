@@ -11,10 +11,9 @@ import pytest
 from skymemory import native
 from skymemory.conductor.prefix_index import engine_blocks
 from skymemory.conductor.prefix_index.base import Blocks
-from skymemory.conductor.prefix_index.events import AllCleared, BlocksRemoved, BlocksStored
-from skymemory.conductor.prefix_index.media import MEDIA, OTHER, medium_of
+from skymemory.conductor.prefix_index.events import MEDIA, OTHER, AllCleared, BlocksRemoved, BlocksStored, medium_of
 from skymemory.conductor.prefix_index.precise import WEIGHTS, PreciseIndex
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.request import seed
 from skymemory.errors import InvalidInput
 
 BLOCK = 4

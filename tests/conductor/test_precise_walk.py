@@ -7,7 +7,7 @@ import numpy as np
 from skymemory import native
 from skymemory.conductor.prefix_index.events import BlocksRemoved, BlocksStored
 from skymemory.conductor.prefix_index.precise import WEIGHTS, PreciseIndex
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.request import seed
 
 BLOCK_TOKENS = 4
 MEDIA = ("CPU", "GPU")

@@ -13,22 +13,26 @@ from hypothesis import strategies as st
 from skymemory import native
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
-from skymemory.conductor.prefix_index.deltas import Dropped, Learnt, pack_delta, unpack_deltas
 from skymemory.conductor.prefix_index.events import BlocksStored
 from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.prefix_index.shared import SharedPrefixIndex, chains_of
-from skymemory.conductor.prefix_index.snapshot import (
+from skymemory.conductor.prefix_index.replicated import (
+    Dropped,
     Held,
+    Learnt,
+    SharedPrefixIndex,
     Snapshot,
+    pack_delta,
     pack_snapshot,
     restore,
+    rows_of,
     take_snapshot,
+    unpack_deltas,
     unpack_snapshot,
 )
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.request import seed
 from skymemory.errors import InvalidInput
-from skymemory.native import twin
+from skymemory.native.twin import backend
 
 TOKENS = 4
 
@@ -56,7 +60,7 @@ CHAINS = [chain for _, chain in PROMPTS]
 INDICES: dict[str, Callable[[], PrefixIndex]] = {
     "naive": lambda: NaivePrefixIndex(100),
     "approximate": lambda: ApproximatePrefixIndex(100),
-    "approximate-python": lambda: ApproximatePrefixIndex(100, table=twin.PrefixTable),
+    "approximate-python": lambda: ApproximatePrefixIndex(100, table=backend.PrefixTable),
     "precise": lambda: Told(TOKENS),
 }
 
@@ -130,7 +134,7 @@ def test_what_is_held_is_prefix_closed_whatever_was_learnt(paths: list[list[int]
     learnt = [prompt(*path)[1] for path in paths]
     for chain in learnt:
         index.learn(0, chain)
-        held = {int(block) for found in chains_of(index.dump(0)) for block in found}
+        held = set(rows_of(index.dump(0))["hash"].tolist())
         assert len(held) == index.blocks_of(0) <= capacity
         for other in learnt:
             inside = [int(block) in held for block in other]
@@ -209,12 +213,12 @@ def test_what_one_replica_learns_another_takes_in() -> None:
     assert one.since(5) is None and one.since(4) == [] and len(one.since(1) or ()) == 3
     _shared(["x"]).absorb(unpack_deltas(sent))
     third = _shared(["a", "b"])
-    third.absorb(one.state([0, 1, 9]))
+    third.absorb(unpack_deltas(sent))
     assert [third.dump(slot) for slot in (0, 1)] == [one.dump(slot) for slot in (0, 1)]
 
 
 def test_a_log_of_deltas_that_ran_over_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.conductor.prefix_index.shared.MAX_TOLD", 3)
+    monkeypatch.setattr("skymemory.conductor.prefix_index.replicated.MAX_TOLD", 3)
     index = _shared(["a"])
     for _ in range(5):
         index.learn(0, CHAINS[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.request import seed
 
 
 def test_words_do_not_run_into_each_other() -> None:

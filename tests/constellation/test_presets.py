@@ -32,8 +32,8 @@ def test_the_simulation_is_centred_on_satellite_8_of_plane_8() -> None:
 
 def test_names_are_read_kindly_and_a_typo_is_answered_with_the_nearest_name() -> None:
     assert preset_named("STARLINK_A") is PRESETS["starlink-a"]
-    with pytest.raises(UnknownPreset, match=r"kuiper_c.*expected one of testbed-19x5.*Did you mean kuiper-"):
+    with pytest.raises(UnknownPreset, match=r"kuiper_c.*did you mean 'kuiper-"):
         preset_named("kuiper_c")
     with pytest.raises(InvalidInput) as error:
         preset_named("?")
-    assert "Did you mean" not in str(error.value)
+    assert "there are testbed-19x5" in str(error.value)

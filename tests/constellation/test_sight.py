@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skymemory.constellation.ground_track import Trajectory, Waypoint, host_at
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import EPOCH_UNIX_S, PRESETS
 from skymemory.constellation.sight import BoxSight, OrbitSight, reach_cosine, slant_s
 from skymemory.constellation.torus import SatelliteId
-from skymemory.constellation.trajectory import Trajectory, Waypoint, host_at
 from skymemory.constellation.visibility import GroundHost, anchor, elevations_deg, gateway, slants_m, visible
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skymemory.constellation.ground_track import Knot, Track, Trajectory, Waypoint, host_at, parse_waypoints, track_over
 from skymemory.constellation.presets import EPOCH_UNIX_S, PRESETS
 from skymemory.constellation.torus import SatelliteId
-from skymemory.constellation.track import Knot, Track, track_over
-from skymemory.constellation.trajectory import Trajectory, Waypoint, host_at, parse_waypoints
 from skymemory.constellation.visibility import GroundHost, anchor, overhead_cell
 from skymemory.errors import InvalidInput
-from skymemory.protocol.motion import MoveClock
+from skymemory.protocol.clock import MoveClock
 from skymemory.units import EARTH_RADIUS_M
 
 REAL = sorted(name for name, preset in PRESETS.items() if preset.fixed_centre is None)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md"))
 FENCE = re.compile(r"^( *)(```+|~~~+)(\w*).*?\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)>\s]+)>?(?:\s+\"[^\"]*\")?\)|<(?:img|a)\s[^>]*?(?:src|href)=\"([^\"]+)\"")
+DOTTED = re.compile(r"\bskymemory(?:\.\w+)+")
 INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 SHELL_LANGUAGES = {"", "sh", "bash", "shell", "console"}
 MAKE_TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
@@ -128,6 +129,29 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_commands_are_real(page: Path) -> None:
     problems = {command: problem for command in _commands(page) if (problem := _problem_with(command))}
     assert problems == {}
+
+
+def _is_there(dotted: str) -> bool:
+    """Whether a module of ours, or a name in one, is there; nothing is imported, for some modules bring torch."""
+    *path, last = dotted.split(".")
+    folder = ROOT / "src" / Path(*path)
+    module = folder.with_suffix(".py") if folder.with_suffix(".py").is_file() else folder / "__init__.py"
+    if (folder / f"{last}.py").is_file() or (folder / last).is_dir():
+        return True
+    return module.is_file() and re.search(rf"\b{last}\b", module.read_text("utf-8")) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_modules_are_where_the_page_says(page: Path) -> None:
+    text = page.read_text("utf-8")
+    inline = [name for code in INLINE_CODE.findall(FENCE.sub("", text)) for name in DOTTED.findall(code)]
+    imported = [
+        f"{module}.{name.split()[0]}"
+        for _, _, language, body in FENCE.findall(text) if language == "python"
+        for module, names in re.findall(r"^from (skymemory[\w.]*) import (.+)$", body, re.MULTILINE)
+        for name in names.split(", ")
+    ]  # fmt: skip
+    assert [name for name in inline + imported if not _is_there(name)] == []
 
 
 def test_every_page_can_be_reached_from_the_readme_or_the_index() -> None:

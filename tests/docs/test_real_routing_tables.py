@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/benchmarks.md").read_text("utf-8")
+PAGE = (ROOT / "docs/benchmarks/router.md").read_text("utf-8")
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:

@@ -10,22 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.protocol import (
-    capabilities,
-    checks,
-    chunk_store,
-    dead,
-    link_state,
-    messages,
-    notices,
-    retention,
-    selection,
-    wire,
-)
+from skymemory.protocol import capabilities, messages, routing, wire
+from skymemory.protocol import messages as selection
+from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
-from skymemory.protocol.motion import STRATEGY_CODES
-from skymemory.protocol.space_packet import COMMAND_BYTES, MAX_PACKET_BYTES, TELEMETRY_BYTES, pack_command
-from skymemory.protocol.wire import CREDIT_UNIT_BYTES, Address, ChunkRef, Op, PlacementTag, SkyHeader, Status
+from skymemory.protocol.satellite import gossip, memory, repair, retention, tombstones
+from skymemory.protocol.wire import (
+    COMMAND_BYTES,
+    CREDIT_UNIT_BYTES,
+    MAX_PACKET_BYTES,
+    TELEMETRY_BYTES,
+    Address,
+    ChunkRef,
+    Op,
+    PlacementTag,
+    SkyHeader,
+    Status,
+    pack_command,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference/wire.md").read_text("utf-8")
@@ -67,10 +69,10 @@ STRUCTS = {
     "Presences": messages._PRESENCE,
     "List": messages._LIST,
     "Moves": messages._MOVES,
-    "Notice": notices._NOTICE,
+    "Notice": gossip._NOTICE,
     "Retain": retention._RETAIN,
-    "Check": checks._CHECK,
-    "Links": link_state._LINKS,
+    "Check": repair._CHECK,
+    "Links": routing._LINKS,
     "Unsupported": capabilities._UNSUPPORTED,
     "Primary header": struct.Struct(">HHH"),
 }
@@ -122,7 +124,7 @@ def test_the_names_of_the_chunk_reference_and_the_presence_are_at_their_places()
             value = expected[row[2]]
             assert int.from_bytes(at(packed, rows, row[2]), "big", signed=value < 0) == value, row
     assert (wire.TAG_OFFSET, wire.TAG_OFFSET + wire.TAG_BYTES) == (56, 72)
-    assert ref[chunk_store._VERSION] == struct.pack(">II", 0x3D3E3F40, 0x41424344)
+    assert ref[memory._VERSION] == struct.pack(">II", 0x3D3E3F40, 0x41424344)
 
 
 def test_operations_statuses_strategies_and_housekeeping():
@@ -146,8 +148,8 @@ def test_limits():
         "value": 2**32 - 1,
         "selection": selection.MAX_SELECTION_BITS,
         "keys": messages.MAX_KEYS_PER_PACKET,
-        "dead values": dead.MAX_DEAD_PER_PACKET,
-        "checks": checks.MAX_CHECKS_PER_PACKET,
+        "dead values": tombstones.MAX_DEAD_PER_PACKET,
+        "checks": repair.MAX_CHECKS_PER_PACKET,
         "listing": messages.MAX_KEYS_PER_PACKET // 2,
         "moves": wire.MAX_MOVES,
     }

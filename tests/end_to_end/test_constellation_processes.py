@@ -31,7 +31,7 @@ class Sky:
 
     def __call__(self, *words: str) -> Answer:
         return subprocess.run(
-            [*COMMAND, *words], env=self.environment, capture_output=True, text=True, timeout=60, check=False
+            [*COMMAND, *words], env=self.environment, capture_output=True, text=True, timeout=240, check=False
         )
 
     def start(self, *words: str) -> subprocess.Popen[str]:
@@ -174,7 +174,7 @@ def test_a_host_whose_port_is_taken_between_check_and_start_stops_all(sky: Sky, 
     assert str(port) in answer.stderr and "Traceback" not in answer.stderr
 
 
-@pytest.mark.parametrize("begun", [1, 4])
+@pytest.mark.parametrize("begun", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_ctrl_c_in_the_middle_of_up_leaves_nothing(sky: Sky, begun: int) -> None:
     """A host that is held up keeps ``up`` in its middle, however fast the machine, until Ctrl-C has come."""
     starting = sky.start("constellation", "up", "--base-port", "auto")
@@ -224,6 +224,7 @@ def test_a_run_directory_left_by_a_crash_is_no_obstacle_and_its_numbers_are_not_
         bystander.wait()
 
 
+@pytest.mark.slow
 def test_five_computers_share_a_plan(sky: Sky, tmp_path: Path) -> None:
     """Five processes started by hand from one file, and a client that only has the file."""
     plan = tmp_path / "sky.json"
@@ -249,11 +250,13 @@ def test_five_computers_share_a_plan(sky: Sky, tmp_path: Path) -> None:
     assert [computer.returncode for computer in computers] == [0] * 5
 
 
-@pytest.mark.parametrize("access", ["hybrid", pytest.param("onboard", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("access", ["hybrid", "onboard"])
 def test_hosts_that_see_a_part_of_the_box_and_hosts_on_board(sky: Sky, tmp_path: Path, access: str) -> None:
     """Real delays, and a real orbit where it takes few satellites: 375 of them, five planes over the poles."""
     where = ("--preset", "starlink-b", "--hosts", "1", "--host-at", "50,10", "--mask", "10", "--time-scale", "60")
-    started = sky("constellation", "up", "--base-port", "auto", "--access", access, *where)
+    small = ("--memory-per-satellite", "4MiB")  # a clock this fast is refused to a slow machine with more to move
+    started = sky("constellation", "up", "--base-port", "auto", "--access", access, *where, *small)
     assert started.returncode == 0, started.stderr
     status = sky.status()
     assert status["access"] == access and status["healthy"] and status["clocks_beyond_bound"] == 0

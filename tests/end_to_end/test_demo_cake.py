@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize("share", ["1.0", "0.5"])
 def test_three_ways_to_the_same_token(share: str) -> None:
     answer = subprocess.run(
-        [*DEMO, "--share", share, "--json"], env=environment(), capture_output=True, text=True, timeout=110
+        [*DEMO, "--share", share, "--json"], env=environment(), capture_output=True, text=True, timeout=280
     )
     assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
@@ -70,5 +70,5 @@ def test_on_a_terminal_bars_fill_in_place_and_ctrl_c_leaves_it_as_it_was() -> No
 
 @pytest.mark.parametrize("options", [["--share", "0"], ["--share", "1.5"], ["--tokens", "10"], ["--tokens", "99999"]])
 def test_what_cannot_be_shown_is_refused(options: list[str]) -> None:
-    answer = subprocess.run([*DEMO[:5], *options], env=environment(), capture_output=True, text=True, timeout=60)
+    answer = subprocess.run([*DEMO[:5], *options], env=environment(), capture_output=True, text=True, timeout=240)
     assert answer.returncode == 2 and options[0] in answer.stderr

@@ -26,9 +26,10 @@ def nothing_is_left(folder: Path) -> bool:
     return processes_of(folder) == [] and list(folder.glob("skymemory-*")) == []
 
 
+@pytest.mark.slow
 def test_a_plane_dies_and_returns_and_no_byte_is_wrong(tmp_path: Path) -> None:
     answer = subprocess.run(
-        [*DEMO, "--seconds", "6", "--json"], env=environment(tmp_path), capture_output=True, text=True, timeout=60
+        [*DEMO, "--seconds", "6", "--json"], env=environment(tmp_path), capture_output=True, text=True, timeout=240
     )
     assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
@@ -56,6 +57,7 @@ def test_a_plane_dies_and_returns_and_no_byte_is_wrong(tmp_path: Path) -> None:
     assert nothing_is_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_is_drawn_in_place_and_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     shape = {"COLUMNS": "100", "LINES": "40"}
@@ -81,6 +83,7 @@ def test_on_a_terminal_it_is_drawn_in_place_and_ctrl_c_leaves_the_terminal_as_it
     assert nothing_is_left(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment_s", "number"), [(0.15, signal.SIGINT), (0.45, signal.SIGTERM), (1.2, signal.SIGINT)])
 def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, moment_s: float, number: signal.Signals) -> None:
     demo = subprocess.Popen(
@@ -98,6 +101,6 @@ def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, moment_s: float, 
 
 @pytest.mark.parametrize("options", [["--seconds", "1"], ["--seconds", "nan"], ["--seconds", "inf"], ["--speed", "0"]])
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, options: list[str]) -> None:
-    answer = subprocess.run([*DEMO, *options], env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+    answer = subprocess.run([*DEMO, *options], env=environment(tmp_path), capture_output=True, text=True, timeout=240)
     assert answer.returncode == 2 and options[0] in answer.stderr
     assert nothing_is_left(tmp_path)

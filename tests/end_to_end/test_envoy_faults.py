@@ -19,7 +19,7 @@ from tests.end_to_end.envoy import (
     running_picker,
 )
 
-from skymemory.router.envoy_config import Entrance, bootstrap
+from skymemory.router.envoy.config import Entrance, bootstrap
 
 try:
     envoy_binary()
@@ -120,7 +120,7 @@ def test_a_picker_that_is_killed_and_comes_back_is_asked_again(servers: Servers,
             picker.process.wait(10)
             assert ask(envoy.ports["closed"], "/v1/completions", a_completion()).status >= 500
             # Until Envoy has noticed, requests with a body are lost: it keeps no copy of what it sent the picker.
-            end = time.monotonic() + 10
+            end = time.monotonic() + 30
             while envoy.stat("cluster.open-picker.membership_healthy") and time.monotonic() < end:
                 time.sleep(0.05)
             for body in (a_completion(), a_completion("x" * 1_000_000)):
@@ -148,7 +148,7 @@ def test_a_picker_that_hangs_is_given_up_in_time(servers: Servers, tmp_path: Pat
             try:
                 began = time.monotonic()
                 assert ask(envoy.ports["door"], "/v1/models").status >= 500
-                assert time.monotonic() - began < 5
+                assert time.monotonic() - began < 15
             finally:
                 os.killpg(picker.process.pid, signal.SIGCONT)
 

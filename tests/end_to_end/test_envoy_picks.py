@@ -25,8 +25,8 @@ from tests.end_to_end.envoy import (
     running_picker,
 )
 
-from skymemory.router.certificates import self_signed
-from skymemory.router.envoy_config import Entrance, bootstrap
+from skymemory.router.envoy.config import Entrance, bootstrap
+from skymemory.router.envoy.ext_proc_server import self_signed
 
 try:
     envoy_binary()
@@ -61,7 +61,7 @@ class World:
 
     def settles(self, name: str, value: float, **labels: str) -> None:
         """It comes to ``value`` soon: Envoy tells of an end after the client has seen it."""
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while (now := self.counted(name, **labels)) != value and time.monotonic() < end:
             time.sleep(0.02)
         assert now == value

@@ -62,7 +62,7 @@ class Sky:
     def _run(self, words: list[str], run_dir: Path | None) -> str:
         environment = {**os.environ, "SKYMEMORY_RUN_DIR": str(run_dir or self.run_dir)}
         answer = subprocess.run(
-            [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=240, check=False
         )
         assert answer.returncode == 0, answer.stderr
         return answer.stdout
@@ -83,6 +83,7 @@ def sky(tmp_path: Path) -> Iterator[Sky]:
     sky("constellation", "down")
 
 
+@pytest.mark.slow
 def test_a_deleted_index_is_rebuilt_by_the_next_process(sky: Sky) -> None:
     sky.python(PUT)
     known = sky.find()
@@ -98,6 +99,7 @@ def test_a_deleted_index_is_rebuilt_by_the_next_process(sky: Sky) -> None:
     assert "incomplete, so satellites are asked" in sky("constellation", "status")
 
 
+@pytest.mark.slow
 def test_a_damaged_index_is_mended_also_after_the_box_has_moved(sky: Sky) -> None:
     sky.python(PUT)
     sky("constellation", "rotate", "--slots", "2", "--planes", "1")
@@ -109,6 +111,7 @@ def test_a_damaged_index_is_mended_also_after_the_box_has_moved(sky: Sky) -> Non
     assert found["asked"] > 0 and sky.find()["asked"] == 0
 
 
+@pytest.mark.slow
 def test_another_computer_finds_it_by_a_plan_and_its_keys(sky: Sky, tmp_path: Path) -> None:
     sky.python(PUT)
     other = tmp_path / "other"
@@ -122,6 +125,7 @@ def test_another_computer_finds_it_by_a_plan_and_its_keys(sky: Sky, tmp_path: Pa
     assert (found["first"], found["right"], found["again"], found["complete"]) == (24, 24, [24, 0], 0)
 
 
+@pytest.mark.slow
 def test_a_name_is_found_after_the_loss_and_the_command_says_how(sky: Sky, tmp_path: Path) -> None:
     file = tmp_path / "file.bin"
     file.write_bytes(os.urandom(100_000))
@@ -133,6 +137,7 @@ def test_a_name_is_found_after_the_loss_and_the_command_says_how(sky: Sky, tmp_p
     assert again["keys_probed"] == again["values_adopted"] == 0
 
 
+@pytest.mark.slow
 def test_with_a_host_of_satellites_restarted_too_what_survived_is_found(sky: Sky) -> None:
     """Plane 2, the middle of the box, comes back empty: long values lost chunks with it, short ones elsewhere live."""
     sky.python(PUT)

@@ -22,7 +22,7 @@ def sky(tmp_path: Path) -> Iterator[object]:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "skymemory", *words], env=environment, cwd=tmp_path, capture_output=True, text=True,
-            timeout=60,
+            timeout=240,
         )  # fmt: skip
 
     up = run(
@@ -65,6 +65,7 @@ def test_pinned_stays_expired_goes_and_the_rest_makes_room(sky, tmp_path: Path) 
     assert status["healthy"] and sum(host["answering"] for host in status["hosts"]) == 95
 
 
+@pytest.mark.slow
 def test_wrong_policies_are_refused_before_anything_starts(tmp_path: Path) -> None:
     for words, expected in (
         (["--eviction", "gosip"], "gossip"),
@@ -72,7 +73,7 @@ def test_wrong_policies_are_refused_before_anything_starts(tmp_path: Path) -> No
     ):
         answer = subprocess.run(
             [sys.executable, "-m", "skymemory", "constellation", "up", "--run-dir", str(tmp_path / "run"), *words],
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True, timeout=240,
         )  # fmt: skip
         assert answer.returncode != 0 and expected in answer.stderr
         assert "Traceback" not in answer.stderr

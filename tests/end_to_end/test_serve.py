@@ -25,8 +25,7 @@ pytest.importorskip("aiohttp", reason="serving needs skymemory[router]")
 
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput
-from skymemory.serving.run_engine import EngineSettings, run_engine
-from skymemory.serving.several_engines import run_engines
+from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines
 
 pytestmark = pytest.mark.engine
 SERVE = [sys.executable, "-m", "skymemory", "serve"]

@@ -21,7 +21,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    from skymemory.engine.tokenizer import train_tokenizer
+    from skymemory.engine.models import train_tokenizer
 
     return train_tokenizer(1024)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from skymemory import KVCManager
-from skymemory.cache.cake import CakeSettings
+from skymemory.cache.cake.cake import CakeSettings
 
 BLOCK = 16
 

@@ -15,12 +15,12 @@ from tests.engine.generation import BLOCK, cake, tokens_of  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.cache.cake import CakeSettings  # noqa: E402
-from skymemory.engine.other_prompts import OtherPrompts  # noqa: E402
+from skymemory.cache.cake.cake import CakeSettings  # noqa: E402
+from skymemory.engine.background import OtherPrompts  # noqa: E402
 from skymemory.errors import InvalidInput  # noqa: E402
 from skymemory.store.base import LoadTicket, Presence  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
-from skymemory.store.rate_limited import RateLimited  # noqa: E402
+from skymemory.store.wrappers import RateLimited  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -193,7 +193,7 @@ def test_a_store_that_promises_and_does_not_give(
     with cake(model, Stubborn(late_s, error)) as kvc:
         began_s = time.monotonic()
         assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
-        assert time.monotonic() - began_s < 15
+        assert time.monotonic() - began_s < 25
         assert kvc.last.cached_tokens == 0 and kvc.last.loader.computed_tokens == 20 * BLOCK
         # Of those asked for before they were computed; one that hangs says nothing.
         assert set(kvc.last.failed_blocks) == (set() if late_s else {"unreachable" if error else "absent"})

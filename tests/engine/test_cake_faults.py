@@ -20,17 +20,19 @@ from tests.engine.generation import BLOCK, cake, tokens_of  # noqa: E402
 from tests.store.conftest import udp_store  # noqa: E402
 from tests.store.redis_server import RedisServer  # noqa: E402
 
-from skymemory.cache.cake import CakeSettings  # noqa: E402
-from skymemory.cache.tier import TierSettings  # noqa: E402
-from skymemory.cache.tiers import TieredStore  # noqa: E402
-from skymemory.cache.value import is_sound_block  # noqa: E402
+from skymemory.cache.blocks import is_sound_block  # noqa: E402
+from skymemory.cache.cake.cake import CakeSettings  # noqa: E402
+from skymemory.cache.tiers.store import TieredStore  # noqa: E402
+from skymemory.cache.tiers.tier import TierSettings  # noqa: E402
+from skymemory.store import disk_files  # noqa: E402
 from skymemory.store.base import LoadTicket, Store  # noqa: E402
-from skymemory.store.disk import value_file  # noqa: E402
-from skymemory.store.disk.store import DiskStore  # noqa: E402
+from skymemory.store.disk import DiskStore  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
-from skymemory.store.rate_limited import RateLimited  # noqa: E402
-from skymemory.store.redis.store import RedisStore  # noqa: E402
-from skymemory.store.wrapped import Wrapped  # noqa: E402
+from skymemory.store.redis import RedisStore  # noqa: E402
+from skymemory.store.wrappers import (  # noqa: E402
+    RateLimited,
+    Wrapped,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -123,13 +125,13 @@ def test_a_tier_that_hangs_for_ever_in_mid_load(model: Any, ids: Any, plain: lis
         began_s = time.monotonic()
         assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
         last = kvc.last
-        assert time.monotonic() - began_s < 10 and last.cached_tokens + last.computed_tokens == ids.shape[1]
+        assert time.monotonic() - began_s < 25 and last.cached_tokens + last.computed_tokens == ids.shape[1]
         if loading == "load":
             # the chunk that hangs, perhaps the first one, of which nobody knew yet how long it takes, and on a busy
             # machine another
             assert last.failed_blocks.keys() == {"deadline"} and last.loaded_blocks >= 12
         hangs.set()
-        until_s = time.monotonic() + 5
+        until_s = time.monotonic() + 30
         while memory.stats()["open_leases"] and time.monotonic() < until_s:
             time.sleep(0.005)
         assert memory.stats()["open_leases"] == 0
@@ -163,7 +165,7 @@ def test_a_disk_with_corrupt_files_and_one_cut_in_mid_load(
     with cake(model, disk) as kvc:
         kvc.add_blocks_ids(ids)
         hashes = kvc.blocks.hashes(ids[0].numpy())
-    names = {key: disk._directory.values / value_file.file_name(key) for key in hashes}
+    names = {key: disk._directory.values / disk_files.file_name(key) for key in hashes}
     spoiled = bytearray(names[hashes[4]].read_bytes())
     spoiled[5000] ^= 1
     names[hashes[4]].write_bytes(spoiled)
@@ -183,7 +185,7 @@ def test_a_disk_with_corrupt_files_and_one_cut_in_mid_load(
 def test_a_disk_that_is_full(
     model: Any, ids: Any, plain: list[int], disk: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room, write_part = [7], value_file.write_part
+    room, write_part = [7], disk_files.write_part
 
     def little_room(*args: Any, **options: Any) -> None:
         room[0] -= 1
@@ -191,7 +193,7 @@ def test_a_disk_that_is_full(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_part(*args, **options)
 
-    monkeypatch.setattr("skymemory.store.disk.parts.write_part", little_room)
+    monkeypatch.setattr("skymemory.store.disk.write_part", little_room)
     with cake(model, disk, "load") as kvc:
         added = kvc.add_blocks_ids(ids)
         assert (added.stored_blocks, added.refused_blocks) == (7, 13)

@@ -163,7 +163,17 @@ def greedy(model: Any, ids: Any, cache: Any = None) -> list[int]:
     return model.generate(ids, past_key_values=cache, **options)[0].tolist()
 
 
-@pytest.mark.parametrize(("change", "named"), [*((change, False) for change in CHANGES), ("in place", True)])
+QUICK = {"in place", "half", "an adapter switched off", "in place through numpy", "a loose tensor"}
+"""Weights, types, what modules hold, what no version counts, no parameters: all others run with the slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        *(pytest.param(change, False, marks=() if change in QUICK else pytest.mark.slow) for change in CHANGES),
+        ("in place", True),
+    ],
+)
 def test_a_change_is_seen_wherever_it_comes(change: str, named: bool, ids: Any) -> None:
     build, changed = CHANGES[change]
     for moment in ("before asking", "before computing", "before storing"):
@@ -337,7 +347,7 @@ def test_the_digest_is_the_same_in_every_process_and_wherever_it_was_loaded_from
         "print(d, Substance(A.from_pretrained(sys.argv[1])).digest())"
     )
     told = subprocess.run(
-        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=280, check=True
     ).stdout.split()[-2:]
     model = build_small()
     greedy(model, torch.arange(3, 30)[None])

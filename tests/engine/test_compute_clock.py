@@ -14,13 +14,14 @@ from tests.cache.test_loading_deadlines import Hanging  # noqa: E402
 from tests.engine.generation import BLOCK, manager, tokens_of  # noqa: E402
 
 from skymemory.cache.pace import ComputeRate  # noqa: E402
-from skymemory.cache.tier import LEAST_PATIENCE_S, WORTH_SHARE, TierSettings  # noqa: E402
-from skymemory.cache.tiers import TieredStore  # noqa: E402
+from skymemory.cache.tiers.store import TieredStore  # noqa: E402
+from skymemory.cache.tiers.tier import LEAST_PATIENCE_S, WORTH_SHARE, TierSettings  # noqa: E402
 from skymemory.engine.compute_clock import ComputeClock, estimated_token_s  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
-SLACK_S = 0.3
+SLACK_S = 5.0
+"""For a busy computer: half of what is waited for a tier where nobody knows what it is worth."""
 
 
 def test_before_the_first_pass_computing_takes_what_the_largest_matrix_says() -> None:
@@ -71,7 +72,8 @@ def test_the_very_first_prompt_waits_for_a_tier_that_hangs_no_longer_than_it_is_
     far = Hanging(name="far")
     with manager(model, None, far) as kvc:
         kvc.add_blocks_ids(ids)
-    tiers = TieredStore([(MemoryStore(name="near"), TierSettings(local=True)), (far, TierSettings())])
+    patient = TierSettings(ask_deadline_s=2 * SLACK_S, load_deadline_s=2 * SLACK_S)
+    tiers = TieredStore([(MemoryStore(name="near"), TierSettings(local=True)), (far, patient)])
     with manager(model, None, tiers) as kvc:
         far.method = method
         worth_s = kvc.blocks.compute.seconds(ids.shape[1])

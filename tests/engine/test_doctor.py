@@ -22,8 +22,10 @@ from tests.store.redis_server import RedisServer  # noqa: E402
 from skymemory import open_store  # noqa: E402
 from skymemory.cli.main import main  # noqa: E402
 from skymemory.engine.doctor import Examination, examine  # noqa: E402
-from skymemory.engine.models import build_small  # noqa: E402
-from skymemory.engine.tokenizer import train_tokenizer  # noqa: E402
+from skymemory.engine.models import (  # noqa: E402
+    build_small,
+    train_tokenizer,
+)
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -162,14 +164,14 @@ def test_another_constellation(model: Any, ids: Any, tmp_path: Path, monkeypatch
         monkeypatch.setenv("SKYMEMORY_RUN_DIR", str(tmp_path / directory))
         command = [sys.executable, "-m", "skymemory", "constellation"]
         up = [*command, "up", "--base-port", "auto", "--hosts", "1", "--delay", "off"]
-        subprocess.run(up, check=True, capture_output=True, timeout=60)
+        subprocess.run(up, check=True, capture_output=True, timeout=240)
         try:
             with open_store("constellation") as store, manager(model, None, store) as kvc:
                 found.append(kvc.get_cache_ids(ids).result.not_found)
                 kvc.add_blocks_ids(ids)
                 assert kvc.get_cache_ids(ids).result.cached_tokens == 320
         finally:
-            subprocess.run([*command, "down"], check=True, capture_output=True, timeout=60)
+            subprocess.run([*command, "down"], check=True, capture_output=True, timeout=240)
     assert found == ["absent"] * 3
 
 
@@ -179,9 +181,10 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("tiers", [False, True])
 def test_a_redis_that_goes_and_comes_back_is_told_once_each(
-    model: Any, ids: Any, tiers: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Any, ids: Any, tiers: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "skymemory")
+    monkeypatch.setattr("skymemory.cache.tiers.tier.LEAST_PATIENCE_S", 5.0)  # on a busy computer 20 ms are an outage
     server = RedisServer(tmp_path)
     url = server.url
     try:

@@ -38,9 +38,9 @@ def sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SKYMEMORY_RUN_DIR", str(tmp_path / "run"))
     command = [sys.executable, "-m", "skymemory", "constellation"]
     up = [*command, "up", "--base-port", "auto", "--hosts", "1", "--delay", "off"]
-    subprocess.run(up, check=True, capture_output=True, timeout=60)
+    subprocess.run(up, check=True, capture_output=True, timeout=240)
     yield
-    subprocess.run([*command, "down"], check=True, capture_output=True, timeout=60)
+    subprocess.run([*command, "down"], check=True, capture_output=True, timeout=240)
 
 
 @pytest.fixture

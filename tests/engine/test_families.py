@@ -40,17 +40,22 @@ EACH_KIND = {
     "LFM2",
 }  # fmt: skip
 """One of every kind that differs for a cache."""
+QUICK = {"Llama", "Gemma 3", "DeepSeek V3", "LFM2"}
+"""Whole attention, windows, compressed keys, states: all others run with the slow tests."""
 LIKE_THEM = {
     "Falcon, ALiBi", "GPT-BigCode", "OPT", "Mistral 0.1", "Mistral 0.1, a window shorter than a block", "Phi-3",
     "Gemma 2", "Gemma 3n", "Bamba", "Qwen2 with a window", "Cohere 2", "DeepSeek V2", "Granite 4", "Nemotron-H",
     "OLMo hybrid", "Zamba2",
 }  # fmt: skip
-"""These run with the slow tests; the others are in the matrix alone."""
+"""The others are in the matrix alone."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[*sorted(EACH_KIND), *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(LIKE_THEM))],
+    params=[
+        *sorted(QUICK),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted((EACH_KIND | LIKE_THEM) - QUICK)),
+    ],
 )
 def family(request: pytest.FixtureRequest) -> Any:
     if not known(request.param):

@@ -15,8 +15,10 @@ pytest.importorskip("transformers")
 from tests.engine.generation import BLOCK, manager  # noqa: E402
 from tests.engine.test_uses import FIVE, TEMPLATE, TOLD, seeing  # noqa: E402
 
-from skymemory.engine.models import build_small  # noqa: E402
-from skymemory.engine.tokenizer import train_tokenizer  # noqa: E402
+from skymemory.engine.models import (  # noqa: E402
+    build_small,
+    train_tokenizer,
+)
 
 pytestmark = pytest.mark.engine
 

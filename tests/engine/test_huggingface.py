@@ -17,8 +17,10 @@ from tests.engine.generation import BLOCK, generate, manager  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.engine.models import build_small  # noqa: E402
-from skymemory.engine.tokenizer import train_tokenizer  # noqa: E402
+from skymemory.engine.models import (  # noqa: E402
+    build_small,
+    train_tokenizer,
+)
 from skymemory.errors import InvalidInput, WrongProcess  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
@@ -118,6 +120,7 @@ def test_a_prompt_that_differs_in_its_last_token_is_another(model: Any, kvc: KVC
     assert kvc.get_cache_ids(other).result.loaded_blocks == 4
 
 
+@pytest.mark.slow
 def test_past_the_room_the_output_is_the_same(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
     prompt = document[:300]
     kvc.add_blocks(prompt)

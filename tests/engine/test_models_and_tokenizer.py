@@ -11,8 +11,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from skymemory.engine.inputs import read_document, shipped_document  # noqa: E402
-from skymemory.engine.models import SMALL_SHAPE, TINYLLAMA_SHAPE, build_llama, build_small, load_model  # noqa: E402
-from skymemory.engine.tokenizer import load_tokenizer, train_tokenizer  # noqa: E402
+from skymemory.engine.models import (  # noqa: E402  # noqa: E402
+    SMALL_SHAPE,
+    TINYLLAMA_SHAPE,
+    build_llama,
+    build_small,
+    load_model,
+    load_tokenizer,
+    train_tokenizer,
+)
 from skymemory.errors import InvalidInput  # noqa: E402
 
 pytestmark = pytest.mark.engine

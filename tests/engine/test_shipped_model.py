@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from skymemory.engine.huggingface import KVCManager  # noqa: E402
 from skymemory.engine.inputs import MODEL_NAMES, SMALL_MODEL_FOLDER, check_model, shipped_document  # noqa: E402
-from skymemory.engine.named import ReadyModel, ready_model  # noqa: E402
+from skymemory.engine.models import ReadyModel, ready_model  # noqa: E402
 from skymemory.errors import InvalidInput  # noqa: E402
 
 pytestmark = pytest.mark.engine

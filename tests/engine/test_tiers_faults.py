@@ -18,10 +18,10 @@ from tests.engine.generation import BLOCK, manager, tokens_of  # noqa: E402
 from tests.store.redis_server import RedisServer  # noqa: E402
 
 from skymemory import open_store  # noqa: E402
-from skymemory.cache.tiers import TieredStore  # noqa: E402
+from skymemory.cache.tiers.store import TieredStore  # noqa: E402
+from skymemory.store import disk_files  # noqa: E402
 from skymemory.store.base import LoadTicket  # noqa: E402
-from skymemory.store.disk import value_file  # noqa: E402
-from skymemory.store.disk.store import DiskStore  # noqa: E402
+from skymemory.store.disk import DiskStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -92,7 +92,7 @@ def test_files_that_were_spoiled_and_cut(
     store = opened(tmp_path, f"memory://{2 * block_bytes}", f"disk://{tmp_path}/disk?budget=64MiB", promote='"never"')
     with manager(model, None, store, weights="w") as kvc:
         kvc.add_blocks_ids(ids)
-        names = [tmp_path / "disk/values" / value_file.file_name(key) for key in kvc.blocks.hashes(ids[0].numpy())]
+        names = [tmp_path / "disk/values" / disk_files.file_name(key) for key in kvc.blocks.hashes(ids[0].numpy())]
         spoiled = bytearray(names[12].read_bytes())
         spoiled[700] ^= 4
         names[12].write_bytes(spoiled)
@@ -107,7 +107,7 @@ def test_files_that_were_spoiled_and_cut(
 def test_a_disk_that_is_full_costs_what_did_not_fit(
     model: Any, ids: Any, plain: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    room, write_part = [9], value_file.write_part
+    room, write_part = [9], disk_files.write_part
 
     def little_room(*args: Any, **options: Any) -> None:
         room[0] -= 1
@@ -115,7 +115,7 @@ def test_a_disk_that_is_full_costs_what_did_not_fit(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_part(*args, **options)
 
-    monkeypatch.setattr("skymemory.store.disk.parts.write_part", little_room)
+    monkeypatch.setattr("skymemory.store.disk.write_part", little_room)
     store = opened(tmp_path, f"memory://{3 * block_bytes}", f"disk://{tmp_path}/disk?budget=64MiB", promote='"never"')
     with manager(model, None, store, weights="w") as kvc:
         assert kvc.add_blocks_ids(ids).stored_blocks == 9

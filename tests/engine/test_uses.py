@@ -240,7 +240,7 @@ def chatty() -> Any:
     """A tokenizer that begins every text with BOS, and has a chat template that does so, too."""
     from tokenizers.processors import TemplateProcessing
 
-    from skymemory.engine.tokenizer import train_tokenizer
+    from skymemory.engine.models import train_tokenizer
 
     tokenizer = train_tokenizer(1024)
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
@@ -854,18 +854,26 @@ def test_the_inner_model_is_none_of_our_business(uneven: Any, ids: Any, kvc: KVC
         assert torch.equal(uneven.model(ids, past_key_values=kvc.get_cache_ids(ids)).last_hidden_state, without)
 
 
-def test_it_costs_a_call_less_than_100_us(uneven: Any, kvc: KVCManager) -> None:
-    import time
+def test_a_call_is_compared_in_a_few_steps_of_python(uneven: Any, kvc: KVCManager) -> None:
+    """Every token of an answer passes here: 600 calls are some 100 us, where one layer of a real model takes more."""
+    import sys
 
     from skymemory.engine.guard import Guard
 
     cache = kvc.get_cache_ids(torch.randint(3, 1000, (1, 64)))
     assert isinstance(cache, SkyCache) and isinstance(cache.guard, Guard)
     step = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones((1, 1)), "past_key_values": cache}
-    took_s = []
-    for _ in range(200):
-        began_s = time.perf_counter()
+    cache.guard(uneven, (), step)
+    cache.reset()
+    calls = 0
+
+    def count(_frame: Any, event: str, _arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
         cache.guard(uneven, (), step)
-        took_s.append(time.perf_counter() - began_s)
-        cache.reset()
-    assert sorted(took_s)[len(took_s) // 4] < 100e-6
+    finally:
+        sys.setprofile(None)
+    assert 3 < calls < 600

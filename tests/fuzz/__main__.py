@@ -39,7 +39,7 @@ def main() -> int:
 
 def _properties_anew(seed: int) -> int:
     """The exit code of pytest. What fails says how it is had again; it belongs into the test as an ``@example``."""
-    anew = ["--hypothesis-profile=anew", f"--hypothesis-seed={seed}"]
+    anew = ["--hypothesis-profile=anew", f"--hypothesis-seed={seed}", "-n", "auto", "--dist", "worksteal"]
     return subprocess.run([sys.executable, "-m", "pytest", "-m", "hypothesis and not slow", *anew]).returncode
 
 

@@ -12,10 +12,10 @@ from tests.router import engine_texts
 
 from skymemory import native
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.seeds import seed
-from skymemory.router.engine_metrics import UnreadableMetrics, read_metrics
-from skymemory.router.kv_feed import Feed
-from skymemory.router.kv_messages import MAX_EVENTS
+from skymemory.conductor.request import seed
+from skymemory.router.engines.feed import Feed
+from skymemory.router.engines.metrics import UnreadableMetrics, read_metrics
+from skymemory.router.engines.wire import MAX_EVENTS
 
 _BLOCK_TOKENS = 2
 _NAMES = [bytes([n]) * 32 for n in range(6)]
@@ -63,9 +63,11 @@ class EventsTarget:
             payload = bytes(mutate(dice, payload, _BATCHES))
         number = self._number if dice.random() < 0.9 else max(0, self._number + dice.choice((-3, -1, 1, 2, 1 << 63)))
         feed.offer(number, payload)
+        assert not feed.busy
         self._number = number % (1 << 62) + 1
         if feed.order.gap and dice.random() < 0.5:
             feed.lost()
+            feed.go_on()
         if feed.wiped:
             feed.from_the_start()
         assert 0 <= self._index.match(_PROMPT, [0])[0] <= len(_PROMPT)

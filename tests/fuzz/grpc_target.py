@@ -17,11 +17,11 @@ from tests.router.exchanges import (
     response_headers,
 )
 
-from skymemory.router import http2_frames as h
-from skymemory.router.ext_proc_messages import SERVICE
-from skymemory.router.ext_proc_server import _Stream
-from skymemory.router.grpc_door import Door
-from skymemory.router.grpc_health import SERVING, HealthBook
+from skymemory.router.envoy.ext_proc_server import _Stream
+from skymemory.router.envoy.grpc import http2 as h
+from skymemory.router.envoy.grpc.door import Door
+from skymemory.router.envoy.grpc.health import SERVING, HealthBook
+from skymemory.router.envoy.messages import SERVICE
 
 _LIFE = 40
 _MOST_BYTES = 64 << 10
@@ -61,6 +61,13 @@ class _Transport:
     def close(self) -> None:
         self.closed = True
 
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
 
 class GrpcTarget:
     """No fault of ours, no stream that is counted and not there, nothing kept beyond its bounds."""
@@ -74,7 +81,7 @@ class GrpcTarget:
         self._connection = self._door.connect()
         self._transport: Any = _Transport()
         self._connection._transport = self._transport
-        self._connection.data_received(h.PREFACE)
+        self._say(h.PREFACE + _frame(h.SETTINGS, 0, 0, b""))
         self._stream, self._left = -1, _LIFE
 
     def _fault(self) -> None:
@@ -86,17 +93,23 @@ class GrpcTarget:
             said = mutate(dice, said, [said])
         while said:
             size = dice.randint(1, len(said)) if dice.random() < 0.3 else len(said)
-            self._connection.data_received(said[:size])
+            self._say(said[:size])
             said = said[size:]
         http2 = self._connection.http2
         assert not self._faults
         assert self._desk.streams <= len(http2) + len(self._connection._calls) <= 2 * 8
-        assert len(http2._kept) <= h.MAX_FRAME_BYTES + h.HEAD.size
+        assert http2.waiting <= h.MAX_FRAME_BYTES + h.HEAD.size
+        assert self._door.calls == len(self._connection._calls)
         self._left -= 1
         if not self._left or self._transport.closed:
             self._connection.connection_lost(None)
             assert self._desk.streams == 0 and not any(server.in_flight for server in self._desk.picker.fleet)
             self.__init__()  # type: ignore[misc]
+
+    def _say(self, data: bytes) -> None:
+        self._connection.http2.receive(data)
+        while self._connection.work():
+            pass
 
     def _frame(self, dice: random.Random) -> bytes:
         kind = dice.random()

@@ -10,8 +10,7 @@ import struct
 import zlib
 
 from skymemory import native
-from skymemory.protocol.space_packet import COMMAND_BYTES, TELEMETRY_BYTES
-from skymemory.protocol.wire import CHUNK_REF_BYTES, SKY_BYTES, Op
+from skymemory.protocol.wire import CHUNK_REF_BYTES, COMMAND_BYTES, SKY_BYTES, TELEMETRY_BYTES, Op
 
 AWKWARD = (0, 1, 2, 7, 8, 9, 63, 64, 127, 128, 255, 256, 300, 2500, 4095, 4096, 0x7FFF, 0x8000, 0xFFFF, 1 << 16,
            (1 << 31) - 1, 1 << 31, (1 << 32) - 1)  # fmt: skip

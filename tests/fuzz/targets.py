@@ -31,13 +31,13 @@ from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, decode_records, encode_record
 from skymemory.index.radix import RadixIndex
-from skymemory.protocol import ledger, messages
+from skymemory.protocol import messages
 from skymemory.protocol.capabilities import Capabilities
-from skymemory.protocol.client import ClientConfig, ClientMachine
-from skymemory.protocol.motion import MoveClock
-from skymemory.protocol.selection import Selection
-from skymemory.protocol.space_packet import parse_header
-from skymemory.protocol.wire import ChunkRef, Op, SkyHeader
+from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.clock import MoveClock
+from skymemory.protocol.messages import Selection
+from skymemory.protocol.satellite import memory
+from skymemory.protocol.wire import ChunkRef, Op, SkyHeader, parse_header
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.plan_file import from_json, to_json
 
@@ -89,7 +89,7 @@ class SatelliteTarget:
         self._left -= 1
         if not self._left:
             check_store(machine, honest=False)
-            assert ledger.unaccounted_bytes(machine.housekeeping()) == 0
+            assert memory.unaccounted_bytes(machine.housekeeping()) == 0
             assert machine.store.used_bytes <= MEMORY_BYTES
             self.__init__()  # type: ignore[misc]
 

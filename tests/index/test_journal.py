@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.index.block_info import BlockInfo, InfoTable, pack_groups
-from skymemory.index.journal import Record, RecordOp, decode_records, encode_record
+from skymemory.index.journal import Record, RecordOp, Snapshot, Standing, decode_records, encode_record, pack_snapshot
 from skymemory.index.radix import RadixIndex
-from skymemory.index.snapshot import Snapshot, pack_snapshot
-from skymemory.index.standing import Standing
 
 HASHES = [bytes([n]) * 32 for n in range(1, 6)]
 INFOS = [BlockInfo(n, n * 100, n, float(n), n, -n, ("hop", "rotation")[n % 2], 9, bytes([n % 2])) for n in range(5)]

@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from skymemory.kv.codec.cachegen import CacheGen, steps_in
-from skymemory.kv.codec.grid import MAX_PULL, PULL_LIMIT, Snapped, pack, packed_bytes, snap, unpack, unsnap
-from skymemory.kv.codec.turning import BASES, best_base, turn
+from skymemory.kv.codec.cachegen import BASES, CacheGen, best_base, steps_in, turn
+from skymemory.kv.codec.entropy import MAX_PULL, PULL_LIMIT, Snapped, pack, packed_bytes, snap, unpack, unsnap
 from skymemory.kv.layout import KVLayout
 
 LLAMA = 1

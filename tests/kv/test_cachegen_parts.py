@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from tests.fuzz.mutations import mutate
 
 from skymemory.errors import MalformedPacket
-from skymemory.kv.codec import deltas
+from skymemory.kv.codec import entropy
 from skymemory.kv.codec.cachegen import CACHEGEN, steps_in
-from skymemory.kv.codec.entropy import Reader, Writer
-from skymemory.kv.codec.sections import decode_section, encode_section
+from skymemory.kv.codec.entropy import Reader, Writer, decode_section, encode_section
 from skymemory.kv.layout import KVLayout
 
 pytest.importorskip("constriction")
@@ -40,7 +39,7 @@ SHAPES = {"channels": st.integers(1, 40), "tokens": st.integers(1, 33), "seed": 
 @given(**SHAPES, spread=st.sampled_from([0.01, 1.0, 50.0, 1e6]))
 def test_differences_come_back(channels: int, tokens: int, seed: int, spread: float) -> None:
     numbers = quotients(seed, channels, tokens, spread)
-    assert (deltas.join(*deltas.split(numbers)) == numbers).all()
+    assert (entropy.join(*entropy.split(numbers)) == numbers).all()
 
 
 def test_each_channel_is_told_in_the_way_that_leaves_least() -> None:
@@ -50,8 +49,8 @@ def test_each_channel_is_told_in_the_way_that_leaves_least() -> None:
     in_groups = np.repeat(100 * dice.integers(-9, 9, 6), 10) + np.rint(dice.normal(0, 4, 60))
     in_groups[::10] = np.rint(in_groups[::10] / 100) * 100
     numbers = np.stack([steady, drifting, in_groups]).astype(np.int32)
-    ways, bases, differences = deltas.split(numbers)
-    assert [deltas.GROUPS[way] for way in ways] == [0, 1, 10]
+    ways, bases, differences = entropy.split(numbers)
+    assert [entropy.GROUPS[way] for way in ways] == [0, 1, 10]
     assert 490 < bases[0] < 510 and (bases[1:] == numbers[1:, 0]).all()
     assert np.abs(differences).mean() < 16
 

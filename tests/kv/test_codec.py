@@ -7,8 +7,7 @@ import pytest
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.kv.chunk import Buffer
-from skymemory.kv.codec.base import Codec, CodecReport, measure
-from skymemory.kv.codec.raw import RAW
+from skymemory.kv.codec.base import RAW, Codec, CodecReport, measure
 from skymemory.kv.layout import KVLayout
 
 LAYOUT = KVLayout(2, 2, 4, 8, "float32")

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.protocol import ledger, messages
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.motion import STRATEGY_CODES, SkyMap
-from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol import messages
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
+from skymemory.protocol.satellite import memory
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation
@@ -152,7 +153,7 @@ class SkyMachine(RuleBasedStateMachine):
     def the_books_close(self) -> None:
         if hasattr(self, "sim"):
             books = {here: machine.housekeeping() for here, machine in self.sim.satellites.items()}
-            assert ledger.open_books(books) == {}
+            assert memory.open_books(books) == {}
 
 
 TestSky = SkyMachine.TestCase

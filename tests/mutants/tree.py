@@ -65,7 +65,8 @@ class Tree:
 
     def test(self, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
         """Pytest's exit code, or None if it did not end in time; and what it said."""
-        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--tb=no", "-o", f"timeout={_TEST_LIMIT_S}"]
+        options = ["-x", "-q", "-m", "not slow or seeded", "-p", "no:cacheprovider", "--tb=no"]
+        options += ["-o", f"timeout={_TEST_LIMIT_S}"]
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *tests],
             cwd=self.path, env={**os.environ, "PYTHONPATH": str(self.path / "src")}, start_new_session=True,

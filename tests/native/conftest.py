@@ -6,14 +6,14 @@ from types import ModuleType
 
 import pytest
 
-from skymemory.native import twin
+from skymemory.native.twin import backend
 
 try:
     from skymemory.native import _fast
 except ImportError:  # no C compiler where the package was installed: the twin serves alone
-    IMPLEMENTATIONS: list[ModuleType] = [twin]
+    IMPLEMENTATIONS: list[ModuleType] = [backend]
 else:
-    IMPLEMENTATIONS = [twin, _fast]
+    IMPLEMENTATIONS = [backend, _fast]
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=lambda module: module.__name__.rpartition(".")[2])

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skymemory.native import twin
+from skymemory.native.twin import backend
 from skymemory.protocol import messages
+from skymemory.protocol.messages import Selection
 from skymemory.protocol.segments import bulk_batch
-from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader, Status
 
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -24,7 +24,7 @@ def share(indices: range) -> dict[int, tuple[bytes, bytes]]:
     for index in indices:
         payload = bytes([index]) * (40 if index < 20 else 17)
         tag = PlacementTag(3, 3, index % 3, 0, 0)
-        ref = ChunkRef(KEY, index, 21, len(payload), twin.crc32(payload), 20 * 40 + 17, 99, tag)
+        ref = ChunkRef(KEY, index, 21, len(payload), backend.crc32(payload), 20 * 40 + 17, 99, tag)
         chunks[index] = (ref.pack(), payload)
     return chunks
 
@@ -54,7 +54,7 @@ def test_it_is_what_the_protocol_builds(impl: ModuleType, indices: list[int], st
     assert bytes(headers) == bytes(wanted.headers)
     assert payloads == [payload for _, payload in chunks]
     whole = [headers[at : at + 132] + body for at, body in zip(range(0, len(headers), 132), payloads, strict=True)]
-    assert all(twin.verify_segments(data, len(data)) == b"\0" for data in whole)
+    assert all(backend.verify_segments(data, len(data)) == b"\0" for data in whole)
 
 
 def test_what_is_not_plain_is_left_alone(impl: ModuleType) -> None:
@@ -95,4 +95,4 @@ def test_any_selection_is_judged_alike(
         bitmap = bitmap[: (count + 7) // 8]
     body = KEY + first.to_bytes(4, "big") + stride.to_bytes(4, "big") + count.to_bytes(4, "big") + bitmap
     data = messages.build_packet(GET, body, 3, 1.0)
-    assert call(fast, data) == call(twin, data)
+    assert call(fast, data) == call(backend, data)

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from skymemory import native
-from skymemory.native import twin
+from skymemory.native.twin import backend
 
-NAMES = sorted(set(twin.__all__))
+NAMES = sorted(set(backend.__all__))
 
 
 def _asked(value: str) -> str:
@@ -24,7 +24,7 @@ def _asked(value: str) -> str:
 
 
 def test_the_environment_forces_the_twin() -> None:
-    assert _asked("1") == f"False skymemory.native.twin {0xCBF43926}"
+    assert _asked("1") == f"False skymemory.native.twin.backend {0xCBF43926}"
 
 
 @pytest.mark.skipif(not native.NATIVE, reason="the compiled helper was not built, or the twin was asked for")
@@ -36,4 +36,4 @@ def test_the_compiled_helper_serves_by_default() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_both_offer_the_same_names(name: str) -> None:
     assert callable(getattr(native, name))
-    assert inspect.getdoc(getattr(twin, name))
+    assert inspect.getdoc(getattr(backend, name))

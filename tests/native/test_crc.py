@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skymemory import native
-from skymemory.native import twin
+from skymemory.native.twin import backend
 
 _quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -51,7 +51,7 @@ def test_combination_over_lengths_no_memory_holds(fast: ModuleType) -> None:
     for bits in range(62):
         length = dice.getrandbits(bits) if bits else 0
         first, second = dice.getrandbits(32), dice.getrandbits(32)
-        assert fast.crc32_combine(first, second, length) == twin.crc32_combine(first, second, length)
+        assert fast.crc32_combine(first, second, length) == backend.crc32_combine(first, second, length)
 
 
 @_quick

@@ -1,12 +1,23 @@
-"""The share of requests that one server may get, over every window."""
+"""The share of requests that one server may get, over every window: compiled and twin."""
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.native.conftest import IMPLEMENTATIONS
 
-from skymemory.conductor.strategies.guard import GuardSettings, ShareGuard
+from skymemory.conductor.strategies.least_ttft import GuardSettings
 from skymemory.errors import InvalidInput
+from skymemory.native import ShareGuard
+
+
+def a_guard(impl: ModuleType, limit: float = 2.2, requests: int = 80, mean: float = 5.0) -> ShareGuard:
+    guard: ShareGuard = impl.ShareGuard(limit, 60.0, requests, mean)
+    return guard
 
 
 def run(guard: ShareGuard, times_s: list[float], servers: int, wanted: list[int]) -> list[int]:
@@ -39,7 +50,7 @@ def worst(times_s: list[float], placed: list[int], servers: int, settings: Guard
 
 @pytest.mark.parametrize("servers", [3, 4, 8, 16, 64])
 @pytest.mark.parametrize("traffic", ["all want one", "a few", "one burst, then another server"])
-def test_in_no_window_is_the_share_larger(servers: int, traffic: str) -> None:
+def test_in_no_window_is_the_share_larger(impl: ModuleType, servers: int, traffic: str) -> None:
     settings = GuardSettings(limit=2.2)
     dice = np.random.default_rng((servers, len(traffic)))
     times_s: list[float] = []
@@ -55,34 +66,32 @@ def test_in_no_window_is_the_share_larger(servers: int, traffic: str) -> None:
         "a few": dice.choice(servers, count, p=dice.dirichlet(np.full(servers, 0.2))).tolist(),
         "one burst, then another server": [at // 60 % servers for at in range(count)],
     }[traffic]
-    placed = run(ShareGuard(settings), times_s, servers, wanted)
+    placed = run(a_guard(impl), times_s, servers, wanted)
     assert worst(times_s, placed, servers, settings) <= 2.2
     assert worst(times_s, wanted, servers, settings) > 2.2, "else the guard had nothing to do"
 
 
-def test_it_does_not_bind_while_traffic_is_light() -> None:
-    guard = ShareGuard(GuardSettings(limit=2.2))
+def test_it_does_not_bind_while_traffic_is_light(impl: ModuleType) -> None:
+    guard = a_guard(impl)
     times_s = [number * 3.0 for number in range(300)]  # 20 in 60 s: less than the 22 that 80 requests would allow.
     assert run(guard, times_s, 8, [5] * 300) == [5] * 300
 
 
-def test_it_is_exact_at_its_edge() -> None:
-    guard = ShareGuard(GuardSettings(limit=2.2))
+def test_it_is_exact_at_its_edge(impl: ModuleType) -> None:
+    guard = a_guard(impl)
     placed = run(guard, [number * 0.001 for number in range(80)], 8, [0] * 80)
     assert placed[:22] == [0] * 22 and placed[22] == 1
     assert placed.count(0) == 22
 
 
-def test_two_servers_and_no_limit_need_no_guard() -> None:
-    assert (
-        run(ShareGuard(GuardSettings(limit=2.2)), [0.001 * number for number in range(500)], 2, [0] * 500) == [0] * 500
-    )
-    free = ShareGuard(GuardSettings(limit=float("inf")))
+def test_two_servers_and_no_limit_need_no_guard(impl: ModuleType) -> None:
+    assert run(a_guard(impl), [0.001 * number for number in range(500)], 2, [0] * 500) == [0] * 500
+    free = a_guard(impl, float("inf"))
     assert run(free, [0.001 * number for number in range(500)], 8, [0] * 500) == [0] * 500
 
 
-def test_asking_about_other_numbers_of_servers_changes_nothing() -> None:
-    one, other = ShareGuard(GuardSettings(limit=2.2)), ShareGuard(GuardSettings(limit=2.2))
+def test_asking_about_other_numbers_of_servers_changes_nothing(impl: ModuleType) -> None:
+    one, other = a_guard(impl), a_guard(impl)
     dice = np.random.default_rng(5)
     for number in range(2000):
         now_s = number * 0.05
@@ -95,8 +104,8 @@ def test_asking_about_other_numbers_of_servers_changes_nothing() -> None:
             other.sent(slot, now_s)
 
 
-def test_a_forgotten_server_begins_with_a_clean_slate() -> None:
-    guard = ShareGuard(GuardSettings(limit=2.2))
+def test_a_forgotten_server_begins_with_a_clean_slate(impl: ModuleType) -> None:
+    guard = a_guard(impl)
     run(guard, [0.0] * 40, 8, [0] * 40)
     assert guard.over(0, 8, 0.0)
     guard.forget(0)
@@ -106,3 +115,38 @@ def test_a_forgotten_server_begins_with_a_clean_slate() -> None:
 def test_what_makes_no_guard_is_refused() -> None:
     with pytest.raises(InvalidInput, match="a limit of 1 or more"):
         GuardSettings(limit=0.5)
+
+
+@pytest.mark.parametrize("limit", [1.0, 2.2])
+def test_with_many_servers_and_no_least_run_a_server_may_get_one(impl: ModuleType, limit: float) -> None:
+    guard = a_guard(impl, limit, requests=1, mean=0.0)
+    for slot in range(3):
+        assert not guard.over(slot, 64, 1.0)
+        guard.sent(slot, 1.0)
+    assert guard.over(0, 64, 1.0)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    limit=st.sampled_from([1.0, 1.3, 2.2]),
+    requests=st.sampled_from([1, 5, 20]),
+    mean=st.sampled_from([0.0, 1.0, 3.5]),
+    steps=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 9.0, 70.0]), st.integers(1, 9), st.booleans()),
+        max_size=120,
+    ),
+)
+def test_compiled_and_twin_say_the_same(
+    limit: float, requests: int, mean: float, steps: list[tuple[int, float, int, bool]]
+) -> None:
+    guards = [a_guard(module, limit, requests, mean) for module in IMPLEMENTATIONS]
+    now_s = 0.0
+    for slot, gap_s, servers, sends in steps:
+        now_s += gap_s
+        said = {guard.over(slot, servers, now_s) for guard in guards}
+        assert len(said) == 1
+        for guard in guards:
+            if sends:
+                guard.sent(slot, now_s)
+            elif gap_s == 70.0:
+                guard.forget(slot)

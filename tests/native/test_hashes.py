@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.native.conftest import IMPLEMENTATIONS
 
 from skymemory import native
-from skymemory.native import twin_hashes
+from skymemory.native.twin import backend
 
 xxhash = pytest.importorskip("xxhash")
 U64 = st.integers(0, 2**64 - 1)
@@ -33,7 +33,7 @@ def test_both_agree_with_the_library(data: bytes, block_bytes: int, seed: int) -
     for block in blocks:
         previous = xxhash.xxh64_intdigest(block + previous.to_bytes(8, "little"))
         chained.append(previous)
-    assert twin_hashes.xxh64(data, seed) == xxhash.xxh64_intdigest(data, seed)
+    assert backend.xxh64(data, seed) == xxhash.xxh64_intdigest(data, seed)
     for module in IMPLEMENTATIONS:
         assert _as_list(module.piece_hashes(data, block_bytes, seed)) == pieces
         assert _as_list(module.chain_hashes(data, block_bytes, seed)) == chained
@@ -53,9 +53,9 @@ def test_every_size_of_block(block_bytes: int) -> None:
 
 def test_without_the_library_the_twin_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytes(range(250)) * 3
-    with_it = twin_hashes.chain_hashes(data, 64, 9).tolist(), twin_hashes.piece_hashes(data, 37, 9).tolist()
-    monkeypatch.setattr(twin_hashes, "_hash", twin_hashes.xxh64)
-    assert (twin_hashes.chain_hashes(data, 64, 9).tolist(), twin_hashes.piece_hashes(data, 37, 9).tolist()) == with_it
+    with_it = backend.chain_hashes(data, 64, 9).tolist(), backend.piece_hashes(data, 37, 9).tolist()
+    monkeypatch.setattr(backend, "_hash", backend.xxh64)
+    assert (backend.chain_hashes(data, 64, 9).tolist(), backend.piece_hashes(data, 37, 9).tolist()) == with_it
 
 
 def test_a_chain_goes_on_from_its_last_hash() -> None:

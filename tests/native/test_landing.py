@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.native.test_runs import CHUNK, CHUNKS, KEY, VALUE, VALUE_BYTES, VALUE_CRC, hostile, packets
 
-from skymemory.native import SLOT_BYTES, twin
-from skymemory.native.twin_udp import SOL_UDP, UDP_GRO
+from skymemory.native import SLOT_BYTES
+from skymemory.native.twin import backend
+from skymemory.native.twin.udp import SOL_UDP, UDP_GRO
 from skymemory.protocol.wire import Op
 
 _settings = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=250)
@@ -112,11 +113,11 @@ def test_what_is_no_landing_is_an_error(impl: ModuleType) -> None:
 @given(st.lists(hostile(), min_size=1, max_size=4))
 def test_hostile_runs_are_placed_alike(fast: ModuleType, runs: list[tuple[memoryview, int]]) -> None:
     one, other = Target(), Target()
-    assert fast.place_runs(runs, 0, one.awaited(9)) == twin.place_runs(runs, 0, other.awaited(9))
+    assert fast.place_runs(runs, 0, one.awaited(9)) == backend.place_runs(runs, 0, other.awaited(9))
     assert one.state() == other.state()
     for at, here in enumerate(one.arrived):  # bytes under another number are for the value's CRC to find
         chunk = bytes(one.out[at * CHUNK : (at + 1) * CHUNK])
-        assert twin.crc32(chunk) == one.crcs[at] if here else not any(chunk)
+        assert backend.crc32(chunk) == one.crcs[at] if here else not any(chunk)
 
 
 @pytest.fixture
@@ -212,7 +213,7 @@ def test_receiving_without_sense_is_refused(
 @given(st.lists(hostile(), min_size=1, max_size=4))
 def test_hostile_arrivals_are_placed_alike(fast: ModuleType, runs: list[tuple[memoryview, int]]) -> None:
     found = []
-    for impl in (fast, twin):
+    for impl in (fast, backend):
         to, room = Target(), scratch(8)
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,

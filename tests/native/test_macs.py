@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.native import twin
+from skymemory.native.twin import backend
 from skymemory.protocol import messages
 from skymemory.protocol.segments import bulk_batch
 from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
@@ -30,7 +30,7 @@ def packets(op: Op, count: int = 3) -> tuple[bytes, int, list[bytes], int]:
         payloads[-1] = payloads[-1][:20]
         tag = PlacementTag(1, 1, 0, 0, 0)
         refs = b"".join(
-            ChunkRef(bytes(32), number, count, len(payload), twin.crc32(payload), 150, 0, tag).pack()
+            ChunkRef(bytes(32), number, count, len(payload), backend.crc32(payload), 150, 0, tag).pack()
             for number, payload in enumerate(payloads)
         )
         batch = bulk_batch(header, refs, payloads, 16_382, NOW_US / 1e6)
@@ -49,7 +49,7 @@ def test_what_is_signed_is_authentic_and_comes_back_plain(impl: ModuleType, op: 
     headers, width, payloads, sky = packets(op)
     time_us = NOW_US if sky == 8 else 0
     signed = impl.sign_packets(headers, width, sky, KEYS[9], 9, time_us)
-    assert signed == twin.sign_packets(headers, width, sky, KEYS[9], 9, time_us)
+    assert signed == backend.sign_packets(headers, width, sky, KEYS[9], 9, time_us)
     covered = bytearray(signed[:width])
     covered[sky + 20 : sky + 24] = covered[sky + 40 : sky + 44] = bytes(4)
     expected = hmac.new(KEYS[9], (time_us >> 32).to_bytes(4, "big") + covered, hashlib.sha256).digest()[:16]
@@ -96,7 +96,7 @@ def test_clocks_at_the_end_of_all_numbers_are_compared_alike(impl: ModuleType) -
     for now_us in (least, least + 7, -1, 0, 5, last - 7, last):
         for skew_us in (least, -1, 0, 5, 2**31, last):
             found = impl.check_macs(signed, len(signed), 8, KEYS, now_us, skew_us)
-            assert found == twin.check_macs(signed, len(signed), 8, KEYS, now_us, skew_us), (now_us, skew_us)
+            assert found == backend.check_macs(signed, len(signed), 8, KEYS, now_us, skew_us), (now_us, skew_us)
     assert impl.check_macs(signed, len(signed), 8, KEYS, 5, least) == [None]
     assert impl.check_macs(signed, len(signed), 8, KEYS, 5, last) == [5]
 
@@ -124,17 +124,17 @@ def test_hostile_runs_are_judged_alike(data: st.DataObject) -> None:
     fast = pytest.importorskip("skymemory.native._fast")
     op = data.draw(st.sampled_from([Op.SET, Op.DATA, Op.EVICT, Op.ACK]))
     headers, width, payloads, sky = packets(op)
-    run = bytearray(joined(twin.sign_packets(headers, width, sky, KEYS[1], 1, NOW_US), width + 16, payloads))
+    run = bytearray(joined(backend.sign_packets(headers, width, sky, KEYS[1], 1, NOW_US), width + 16, payloads))
     for _ in range(data.draw(st.integers(0, 3))):
         run[data.draw(st.integers(0, len(run) - 1))] = data.draw(st.integers(0, 255))
     run = run[: data.draw(st.integers(0, len(run)))]
     segment = data.draw(st.sampled_from([width + 16 + len(payloads[0]), 60, len(run) or 1]))
     sky = data.draw(st.sampled_from([8, 16]))
     now_us = NOW_US + data.draw(st.sampled_from([0, SKEW_US, -SKEW_US - 1, 1 << 31, -(1 << 33)]))
-    found = twin.check_macs(run, segment, sky, KEYS, now_us, SKEW_US)
+    found = backend.check_macs(run, segment, sky, KEYS, now_us, SKEW_US)
     assert fast.check_macs(run, segment, sky, KEYS, now_us, SKEW_US) == found
     keep = bytes(sent_us is not None for sent_us in found)
-    assert fast.strip_macs(run, segment, sky, keep) == twin.strip_macs(run, segment, sky, keep)
+    assert fast.strip_macs(run, segment, sky, keep) == backend.strip_macs(run, segment, sky, keep)
 
 
 def test_without_a_library_the_twin_serves(fast: ModuleType) -> None:
@@ -150,4 +150,4 @@ def test_without_a_library_the_twin_serves(fast: ModuleType) -> None:
         "n = importlib.reload(skymemory.native); print(n.NATIVE, n.check_macs.__module__)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["True", "skymemory.native.twin_macs"]
+    assert said.split() == ["True", "skymemory.native.twin.segments"]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skymemory.native import twin
+from skymemory.native.twin import backend
 from skymemory.protocol import messages
-from skymemory.protocol.selection import Selection
+from skymemory.protocol.messages import Selection
 from skymemory.protocol.wire import Address, Op, SkyHeader, Status
 
 KEY = bytes(range(32))
@@ -54,7 +54,7 @@ def test_packets_that_cannot_be_are_refused(impl: ModuleType) -> None:
 @given(st.binary(min_size=52, max_size=52), st.integers(0, 2**20),
        st.lists(st.tuples(_words, _words, _words, st.binary(max_size=200)), max_size=4))  # fmt: skip
 def test_any_packets_are_made_alike(fast: ModuleType, prefix: bytes, sequence: int, rows: list) -> None:
-    assert fast.command_packets(prefix, sequence, rows) == twin.command_packets(prefix, sequence, rows)
+    assert fast.command_packets(prefix, sequence, rows) == backend.command_packets(prefix, sequence, rows)
 
 
 def test_sequence_counts_go_round_at_the_end_of_all_numbers(impl: ModuleType) -> None:
@@ -105,9 +105,9 @@ def test_acks_are_read_alike_and_as_the_protocol_reads_them(fast: ModuleType, da
     for _ in range(data.draw(st.integers(0, 2))):
         packet[data.draw(st.integers(0, len(packet) - 1))] ^= data.draw(st.integers(1, 255))
     if data.draw(st.booleans()):
-        twin.seal_headers(packet, len(packet), 16)
+        backend.seal_headers(packet, len(packet), 16)
     found = fast.open_ack(packet)
-    assert found == twin.open_ack(packet)
+    assert found == backend.open_ack(packet)
     if found is not None:
         read = messages.parse_packet(bytes(packet))
         request, ground, echo, slot_moves, plane_moves, credit, key, first, stride, count = found

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.native.conftest import IMPLEMENTATIONS
 
 from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
-from skymemory.native.twin_hashes import xxh64
+from skymemory.native.twin.backend import xxh64
 
 SLOTS = (0, 1, 63, 64, 200)
 PATHS = st.lists(st.integers(0, 2), max_size=9)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skymemory.native import twin
+from skymemory.native.twin import backend
 from skymemory.protocol import wire
 from skymemory.protocol.messages import bulk_prefix
 from skymemory.protocol.segments import bulk_batch, pack_refs
@@ -28,7 +28,7 @@ def packets(op: Op, indices: list[int], request_id: int = 9, timestamp_us: int =
     """What the protocol itself builds."""
     header = SkyHeader(op, Address(1, 2), Address(3, 4), 7, request_id, timestamp_us=timestamp_us)
     refs = pack_refs(
-        KEY, indices, twin.crc32_chunks(VALUE, CHUNK), CHUNK, VALUE_BYTES, VALUE_CRC, SERVERS, 1, (5, -2)
+        KEY, indices, backend.crc32_chunks(VALUE, CHUNK), CHUNK, VALUE_BYTES, VALUE_CRC, SERVERS, 1, (5, -2)
     )  # fmt: skip
     payloads = [VALUE[index * CHUNK : (index + 1) * CHUNK] for index in indices]
     return bulk_batch(header, refs, payloads, 0x3FFE, 12.5).datagrams()
@@ -41,20 +41,22 @@ def resealed(packet: bytes, changes: dict[int, bytes]) -> bytes:
         changed[at : at + len(new)] = new
     sky = 8 if changed[0] & 0x10 else 16
     head = changed[: sky + 116]
-    twin.seal_headers(head, len(head), sky)
+    backend.seal_headers(head, len(head), sky)
     return bytes(head + changed[sky + 116 :])
 
 
 @pytest.mark.parametrize(("op", "sky"), [(Op.SET, 8), (Op.DATA, 16)])
 def test_headers_of_a_burst_are_those_of_its_packets(impl: ModuleType, op: Op, sky: int) -> None:
     header = SkyHeader(op, Address(1, 2), Address(3, 4), 7, 9, timestamp_us=5)
-    refs = pack_refs(KEY, range(CHUNKS), twin.crc32_chunks(VALUE, CHUNK), CHUNK, VALUE_BYTES, VALUE_CRC, 3, 1, (5, -2))
+    refs = pack_refs(
+        KEY, range(CHUNKS), backend.crc32_chunks(VALUE, CHUNK), CHUNK, VALUE_BYTES, VALUE_CRC, 3, 1, (5, -2)
+    )
     headers = impl.bulk_headers(bulk_prefix(header, 12.5), refs.tobytes(), 0x3FFE, sky)
     assert isinstance(headers, bytearray)
     width = sky + 44 + 72
     for index in range(CHUNKS):
         packet = headers[index * width : (index + 1) * width] + VALUE[index * CHUNK : (index + 1) * CHUNK]
-        assert twin.verify_segments(packet, len(packet)) == b"\0"
+        assert backend.verify_segments(packet, len(packet)) == b"\0"
         word, count, length = struct.unpack_from(">HHH", packet)
         assert (word >> 12 & 1, count >> 14, count & 0x3FFF) == (op is Op.SET, 3, (0x3FFE + index) & 0x3FFF)
         assert length + 7 == len(packet)
@@ -152,12 +154,12 @@ def hostile(draw: st.DrawFn) -> tuple[memoryview, int]:
 @given(st.lists(hostile(), min_size=1, max_size=3))
 def test_hostile_runs_are_judged_alike(fast: ModuleType, runs: list[tuple[memoryview, int]]) -> None:
     opened = fast.open_runs(runs, 0)
-    assert opened == twin.open_runs(runs, 0)
+    assert opened == backend.open_runs(runs, 0)
     for data, segment in runs:
         opened = fast.open_runs([(data, segment)], 0)
-        assert opened == twin.open_runs([(data, segment)], 0)
+        assert opened == backend.open_runs([(data, segment)], 0)
         if opened is not None:
-            assert set(twin.verify_segments(data, segment)) == {0}
+            assert set(backend.verify_segments(data, segment)) == {0}
             for index, (ref, payload) in zip(*opened[:2], strict=True):
                 found = wire.ChunkRef.unpack(ref)
                 assert (found.index, found.length_bytes, found.crc) == (index, len(payload), zlib.crc32(payload))

@@ -213,7 +213,88 @@ for many in (3, 60, 5000, 2**64):
             assert list(map(len, table.match(some, asked, media))) == [len(asked)] * 2
     assert table.blocks() > 0 and table.__sizeof__() > 0
     del table
-for bad in (lambda: fast.PrefixTable(5, 4), lambda: fast.PrefixTable(-1),
+class Server:
+    def __init__(self, slot):
+        self.slot, self.reported = slot, None
+class Report:
+    def __init__(self, at_s, waiting):
+        self.at_s, self.waiting = at_s, waiting
+class Sly(Server):
+    # What is read of it changes what it is read for.
+    @property
+    def reported(self):
+        if dice.random() < 0.2:
+            queues.forget(dice.choice((0, 1, 200)))
+            queues.add(dice.choice((0, 64, 9000)), 1.0, 1.0)
+        return Report(1.0, 2)
+    @reported.setter
+    def reported(self, report):
+        pass
+hear = lambda servers: [queues.add(server.slot, 0.5, 3.0) for server in servers]
+for many in (3, 9, 60, 2**64):
+    # Chains that contradict each other, too.
+    under_way, queues = fast.UnderWay(dice.choice((5, 100)), dice.getrandbits(64) | 1), fast.PrefillQueues(0.1)
+    guard, table = fast.ShareGuard(1.1, 60.0, 1, 0.0), fast.PrefixTable(50)
+    ranker = fast.TtftRanker(queues, guard, under_way, dice.choice((0, 99)), dice.choice((0.0, 0.5)))
+    servers = [Server(slot) for slot in (0, 1, 63, 64, 65, 300)] + [Sly(2)]
+    sent, now, ranked = [], 0.0, 0
+    for _ in range(4000):
+        now += dice.random()
+        some = hashes(*(dice.randrange(many) for _ in range(dice.choice((0, 1, 5, 30, 200)))))
+        what, slot = dice.randrange(12), dice.choice((0, 1, 63, 64, 300, 65535))
+        if what < 4:
+            work, drain = dice.random(), dice.choice((0.0, 0.1))
+            ticket = queues.add(slot, work, now, drain, unseen=dice.random() < 0.5)
+            sent.append((slot, ticket, under_way.add(slot, some)))
+            guard.sent(slot, now)
+        elif what < 7 and sent:
+            slot, ticket, chain = sent.pop(dice.randrange(len(sent)))
+            queues.remove(dice.choice((slot, slot, 5)), ticket, now)
+            under_way.drop(chain)
+            if dice.random() < 0.2:
+                queues.remove(slot, ticket, now); under_way.drop(chain); under_way.drop(chain ^ 1 << 32)
+        elif what == 7:
+            dice.choice(servers).reported = dice.choice((None, Report(now, dice.randrange(5))))
+        elif what == 8 and dice.random() < 0.1:
+            for part in (queues, guard, under_way, ranker):
+                part.forget(slot)
+        elif what == 9:
+            assert len(under_way.depths(some, [0, slot, 65535, 4])) in (0, 4)
+        else:
+            table.learn(slot % 300, some)
+            asked = dice.sample(servers, dice.randrange(1, len(servers) + 1))
+            curves = struct.pack("=3d", 0.1, 1e-3, 0.0) * dice.choice((1, 2, 70))
+            held = dice.choice((table, [3] * len(asked)))
+            best, back, unworthy, scores, figures = ranker.rank(
+                held, some, 16 * len(some) // 8, 16.0, asked, now, 0.1, curves, hear
+            )
+            ranked += len(best) and len(scores) * 4 == len(figures) == 32 * len(asked) and 0 <= max(best) < len(asked)
+        guard.over(slot, dice.choice((1, 2, 3, 9, 70, 200)), now)
+    assert ranked > 500 and len(queues.waits_s(servers, now)) == 7 and under_way.__sizeof__() > 0
+    del under_way, guard, ranker
+for _ in range(300):
+    points = [(float(dice.randrange(1, 9000)), 0.0, dice.random()) for _ in range(dice.choice((1, 2, 3, 16, 65, 300)))]
+    assert fast.fit_prefills(points, dice.choice((0.0, 8e-5)))[1] > 0
+    if len(points) > 2:
+        fast.fit_whole([(tokens, 0.0, float(dice.randrange(3)), taken) for tokens, _, taken in points])
+for _ in range(2000):
+    came = [(dice.randbytes(dice.randrange(9)), dice.randbytes(dice.randrange(9))) for _ in range(dice.randrange(9))]
+    low = {name.lower() for name, _ in came}
+    assert set(fast.first_values(came)) == low
+    kept = set(dice.sample(sorted(low), dice.randrange(len(low) + 1)))
+    lines = (name + b": " + value + b"\\r\\n" for name, value in came if name.lower() in kept)
+    assert fast.header_lines(came, low - kept) == b"".join(lines)
+for bad in (lambda: fast.first_values([(b"a", 5)]), lambda: fast.header_lines([(b"a", b"b"), 5], {b"a"}),
+            lambda: fast.UnderWay(5, 4), lambda: fast.UnderWay(-1), lambda: fast.UnderWay(5).add(0, b"x" * 7),
+            lambda: fast.UnderWay(5).add("a", b""), lambda: fast.UnderWay(5).drop("a"),
+            lambda: fast.UnderWay(5).depths(b"x" * 8, ["a"]), lambda: fast.UnderWay(5).depths(b"x" * 8, 5),
+            lambda: fast.PrefillQueues(0.1).waits_s([Server("a")], 0.0),
+            lambda: fast.PrefillQueues(0.1).add(0, "a", 0.0), lambda: hear([Server(-1)]),
+            lambda: fast.PrefillQueues(0.1).remove(0, "a", 0.0), lambda: fast.ShareGuard(0.5, 60.0, 1, 0.0),
+            lambda: fast.TtftRanker(fast.PrefillQueues(0.1), 5, fast.UnderWay(5), 0, 0.0),
+            lambda: fast.fit_prefills([(1.0, 0.0)]), lambda: fast.fit_prefills([(1, 0, 1)]),
+            lambda: fast.fit_whole([5] * 3), lambda: fast.fit_prefills([(1.0, 0.0, float("nan"))]),
+            lambda: fast.PrefixTable(5, 4), lambda: fast.PrefixTable(-1),
             lambda: fast.PrefixTable(2).match(b"x" * 8, 5),
             lambda: fast.PrefixTable(2).match(b"x" * 8, ["a"]), lambda: fast.PrefixTable(2).match(b"x" * 7, [0]),
             lambda: fast.PrefixTable(2).learn(70000, b""), lambda: fast.PrefixTable(2).load(0, b"x" * 15),
@@ -258,6 +339,20 @@ def table(slot, number):
 def holders(medium, slot, number):
     table = fast.HolderTable(); table.add(medium, slot, number); table.match(bytes(8), [slot], [(medium, 1.0)])
     table.take(medium, slot, number)
+class Server:
+    slot, reported = 0, None
+def estimates(slot, number):
+    under_way, queues, guard = fast.UnderWay(5), fast.PrefillQueues(0.1), fast.ShareGuard(1.0, 60.0, 1, 0.0)
+    under_way.add(slot, bytes(16)); queues.add(slot, 1.0, 1.0); guard.sent(slot, 1.0); guard.over(slot, number, 1.0)
+    under_way.drop(number); queues.remove(slot, number, 1.0)
+    under_way.forget(slot); queues.forget(slot); guard.forget(slot)
+def ranking(slot, tokens, block_tokens):
+    under_way, queues, guard = fast.UnderWay(5), fast.PrefillQueues(0.1), fast.ShareGuard(1.0, 60.0, 1, 0.0)
+    server, table = Server(), fast.PrefixTable(5)
+    server.slot = slot
+    table.learn(0, bytes(8))
+    ranker = fast.TtftRanker(queues, guard, under_way, tokens, 0.0)
+    ranker.rank(table, bytes(8), tokens, block_tokens, [server, Server()], 0.0, 0.0, bytes(24), print)
 calls = [
     (lambda n: fast.crc32(b"abc", n), 1), (fast.crc32_combine, 3), (lambda n: fast.crc32_chunks(value, n), 1),
     (lambda c, s: fast.crc32_join(out[2], c, s), 2), (lambda c, s: fast.crc32_join(bytes(8), c, s), 2),
@@ -281,6 +376,8 @@ calls = [
     (lambda w, c, f, s: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), w, value, c, f, s), 4),
     (lambda q, n: fast.command_packets(bytes(52), q, [(n, n, n, b"")] * 3), 2),
     (lambda c, s: fast.PrefixTable(c, s), 2), (table, 2), (holders, 3),
+    (estimates, 2), (ranking, 3), (lambda n: fast.UnderWay(n).add(0, bytes(16)), 1),
+    (lambda n: fast.fit_prefills([(float(n), 0.0, 1.0)] * 3), 1), (lambda n: fast.DelayPrice().rate(n, n), 1),
 ]
 for call, arguments in calls:
     for given in itertools.product(numbers, repeat=arguments):

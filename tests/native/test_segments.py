@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skymemory.native import twin, twin_segments
-from skymemory.protocol import space_packet, wire
+from skymemory.native.twin import backend, segments
+from skymemory.protocol import wire
+from skymemory.protocol import wire as space_packet
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.wire import Address, Op, SkyHeader
 
@@ -52,7 +53,7 @@ def place(impl: ModuleType, data: bytes, segment: int, to: Target) -> tuple[int,
 def packets(op: Op, indices: list[int]) -> list[bytes]:
     """What the protocol itself builds."""
     header = SkyHeader(op, Address(1, 2), Address(3, 4), ground=7, request_id=9, credit=3)
-    crcs = twin.crc32_chunks(VALUE, CHUNK)
+    crcs = backend.crc32_chunks(VALUE, CHUNK)
     refs = pack_refs(KEY, indices, crcs, CHUNK, VALUE_BYTES, VALUE_CRC, 3, 1, (5, -2))
     payloads = [VALUE[index * CHUNK : (index + 1) * CHUNK] for index in indices]
     return bulk_batch(header, refs, payloads, 77, 12.5).datagrams()
@@ -78,17 +79,17 @@ def plain(op: int, body: bytes, telemetry: bool) -> bytes:
 
 
 def test_the_twin_restates_the_frozen_bytes() -> None:
-    assert twin_segments.SKY_APID == space_packet.SKY_APID
-    assert twin_segments.UNSEGMENTED == space_packet.UNSEGMENTED
-    assert (twin_segments.COMMAND_BYTES, twin_segments.TELEMETRY_BYTES) == (
+    assert segments.SKY_APID == space_packet.SKY_APID
+    assert segments.UNSEGMENTED == space_packet.UNSEGMENTED
+    assert (segments.COMMAND_BYTES, segments.TELEMETRY_BYTES) == (
         space_packet.COMMAND_BYTES, space_packet.TELEMETRY_BYTES,
     )  # fmt: skip
-    assert (twin_segments.SKY_BYTES, twin_segments.REF_BYTES) == (wire.SKY_BYTES, wire.CHUNK_REF_BYTES)
-    assert twin_segments.CRC_AT == wire.CRC_OFFSET
-    assert twin_segments.MUTABLE_AT == wire.MUTABLE_OFFSET
-    assert twin_segments.MUTABLE_END == wire.MUTABLE_OFFSET + wire.MUTABLE_BYTES
-    assert twin_segments.VERSION == wire.VERSION
-    assert {Op.SET, Op.MIGRATE, Op.DATA} == twin_segments.CARRIERS
+    assert (segments.SKY_BYTES, segments.REF_BYTES) == (wire.SKY_BYTES, wire.CHUNK_REF_BYTES)
+    assert segments.CRC_AT == wire.CRC_OFFSET
+    assert segments.MUTABLE_AT == wire.MUTABLE_OFFSET
+    assert segments.MUTABLE_END == wire.MUTABLE_OFFSET + wire.MUTABLE_BYTES
+    assert segments.VERSION == wire.VERSION
+    assert {Op.SET, Op.MIGRATE, Op.DATA} == segments.CARRIERS
 
 
 @pytest.mark.parametrize(("offset", "width"), [(8, 124), (16, 132), (8, 52), (16, 60), (8, 400), (0, 44), (30, 99)])
@@ -161,7 +162,7 @@ def test_a_value_is_put_together_from_any_order(impl: ModuleType) -> None:
     assert bytes(to.arrived) == b"\1\1\0\1\1"
     assert place(impl, b"".join(packets(Op.DATA, [2, 4])), WIDTH, to) == (1, 1, 0, 0)
     assert bytes(to.out) == VALUE
-    assert to.crcs.tolist() == twin.crc32_chunks(VALUE, CHUNK).tolist()
+    assert to.crcs.tolist() == backend.crc32_chunks(VALUE, CHUNK).tolist()
 
 
 def test_only_data_of_this_value_is_placed(impl: ModuleType) -> None:
@@ -181,7 +182,7 @@ def test_a_chunk_of_another_version_of_the_value_is_foreign(impl: ModuleType, ch
     """Its own checksums are right, and so is its place: only what it says of the whole tells."""
     header = SkyHeader(Op.DATA, Address(1, 2), Address(3, 4), ground=7, request_id=9)
     refs = pack_refs(
-        KEY, [1], twin.crc32_chunks(VALUE, CHUNK), CHUNK, changed.get("value_bytes", VALUE_BYTES),
+        KEY, [1], backend.crc32_chunks(VALUE, CHUNK), CHUNK, changed.get("value_bytes", VALUE_BYTES),
         changed.get("value_crc", VALUE_CRC), 3, 1, (5, -2),
     )  # fmt: skip
     if "chunks" in changed:
@@ -240,7 +241,7 @@ def hostile_packet(draw: st.DrawFn) -> bytes:
             struct.pack_into(">I", packet, ref + 44, zlib.crc32(payload))
     if draw(st.booleans()):
         head = packet[: ref + 72]
-        twin.seal_headers(head, len(head), sky)
+        backend.seal_headers(head, len(head), sky)
         packet[: ref + 72] = head
     return bytes(packet[: draw(st.one_of(st.none(), st.integers(0, len(packet))))])
 
@@ -251,10 +252,10 @@ hostile_run = st.one_of(st.binary(max_size=400), st.lists(hostile_packet(), max_
 @_settings
 @given(hostile_run, st.one_of(st.just(WIDTH), st.integers(1, 400)), st.binary(min_size=5, max_size=5))
 def test_hostile_bytes_are_judged_alike(fast: ModuleType, data: bytes, segment: int, arrived: bytes) -> None:
-    assert fast.verify_segments(data, segment) == twin.verify_segments(data, segment)
+    assert fast.verify_segments(data, segment) == backend.verify_segments(data, segment)
     one, other = target(), target()
     one.arrived[:] = other.arrived[:] = arrived
-    assert place(fast, data, segment, one) == place(twin, data, segment, other)
+    assert place(fast, data, segment, one) == place(backend, data, segment, other)
     assert one.state() == other.state()
 
 

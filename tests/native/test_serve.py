@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.native import SLOT_BYTES, twin
-from skymemory.native.twin_udp import SOL_UDP, UDP_GRO
+from skymemory.native import SLOT_BYTES
+from skymemory.native.twin import backend
+from skymemory.native.twin.udp import SOL_UDP, UDP_GRO
 from skymemory.protocol import messages
-from skymemory.protocol.ledger import unaccounted_bytes
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.messages import Selection
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.satellite.memory import unaccounted_bytes
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, pack_refs
-from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import Address, Op, SkyHeader
 from skymemory.transport.udp_socket import BatchSocket
 
@@ -46,7 +47,7 @@ def set_batch(key: bytes, steps: list[int], request_id: int, seed: int, gateway:
     indices = [SERVER + SERVERS * step for step in steps]
     payloads = [value[index * CHUNK_BYTES :][:CHUNK_BYTES] for index in indices]
     crcs = np.zeros(CHUNKS, np.uint32)
-    crcs[indices] = [twin.crc32(payload) for payload in payloads]
+    crcs[indices] = [backend.crc32(payload) for payload in payloads]
     refs = pack_refs(key, indices, crcs, CHUNK_BYTES, len(value), 5, SERVERS, STRATEGY, (0, 0))
     return bulk_batch(header(Op.SET, request_id, gateway=gateway), refs, payloads, 3, 1.0)
 
@@ -79,7 +80,7 @@ class Satellite:
         """What it answers to batches that wait at its socket together."""
         for batch in batches:
             host, port = self.sock.address
-            twin.send_batch(self.client.fileno(), host, port, batch.headers, batch.header_bytes, batch.payloads)
+            backend.send_batch(self.client.fileno(), host, port, batch.headers, batch.header_bytes, batch.payloads)
         scratch, passed_on = bytearray(16 * SLOT_BYTES), list[bytes]()
         while True:
             fd = self.sock.fileno()
@@ -122,7 +123,7 @@ class Satellite:
 
 @pytest.fixture(params=["fast", "twin"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Satellite, Satellite]]:
-    impl = request.getfixturevalue("fast") if request.param == "fast" else twin
+    impl = request.getfixturevalue("fast") if request.param == "fast" else backend
     satellites = Satellite(impl), Satellite(None)
     yield satellites
     for satellite in satellites:
@@ -192,7 +193,7 @@ def test_what_another_sends_is_another_request_whatever_it_says(pair: tuple[Sate
 
 
 def test_neighbours_and_impossible_arguments(fast: ModuleType) -> None:
-    for impl in (fast, twin):
+    for impl in (fast, backend):
         satellite = Satellite(impl)
         try:
             satellite.hear([set_batch(KEYS[0], [0, 1], 1, 1)])
@@ -249,7 +250,7 @@ requests_of = st.lists(
 def test_any_traffic_leaves_the_same_memory(
     fast: ModuleType, rounds: list[list[SegmentBatch]], dice: random.Random
 ) -> None:
-    satellites = [Satellite(fast), Satellite(twin), Satellite(None)]
+    satellites = [Satellite(fast), Satellite(backend), Satellite(None)]
     try:
         for batches in rounds:
             heard = []

@@ -12,11 +12,11 @@ from tests.native.test_serve import HERE, MEMORY_BYTES, SKY, Satellite, get_batc
 
 from skymemory import native
 from skymemory.keys import first_ring
-from skymemory.native import twin
-from skymemory.protocol.authentication import Authority
+from skymemory.native.twin import backend
+from skymemory.protocol.auth import Authority
+from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import parse_packet
-from skymemory.protocol.motion import MoveClock
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.wire import Op, Status
 
@@ -34,7 +34,7 @@ class Guarded(Satellite):
 
 @pytest.fixture(params=["fast", "twin"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Guarded, Guarded]]:
-    impl = request.getfixturevalue("fast") if request.param == "fast" else twin
+    impl = request.getfixturevalue("fast") if request.param == "fast" else backend
     satellites = Guarded(impl), Guarded(None)
     yield satellites
     for satellite in satellites:
@@ -75,7 +75,7 @@ def test_sets_with_macs_are_taken_on_the_short_way_and_refused_on_both(pair: tup
     spoilt = signed(set_batch(KEY, [1, 2, 3], 4, 5), late_s=0.17)
     rows = bytearray(spoilt.headers)
     rows[spoilt.header_bytes + 130] ^= 1  # the MAC of the second of them
-    twin.seal_headers(rows, spoilt.header_bytes, 8)
+    backend.seal_headers(rows, spoilt.header_bytes, 8)
     spoilt = SegmentBatch(rows, spoilt.header_bytes, spoilt.payloads)
     elsewhen = [signed(set_batch(KEY, [step], 5, 5), late_s=0.01 * step) for step in (4, 5)]
     early, late = (signed(set_batch(KEY, [step], 5, 5), late_s=0.001 * step) for step in (4, 5))
@@ -108,7 +108,7 @@ def test_sets_with_macs_are_taken_on_the_short_way_and_refused_on_both(pair: tup
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(st.data())
 def test_whatever_comes_with_macs_is_taken_as_the_machine_would(data: st.DataObject) -> None:
-    impl = data.draw(st.sampled_from([twin, pytest.importorskip("skymemory.native._fast")]))
+    impl = data.draw(st.sampled_from([backend, pytest.importorskip("skymemory.native._fast")]))
     pair, sent = (Guarded(impl), Guarded(None)), list[SegmentBatch]()
     try:
         for number in range(data.draw(st.integers(1, 12))):
@@ -138,7 +138,7 @@ def test_whatever_comes_with_macs_is_taken_as_the_machine_would(data: st.DataObj
 
 def test_without_a_library_all_is_left_to_the_machine(fast: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sign_packets", "check_macs", "strip_macs"):
-        monkeypatch.setattr(native, name, getattr(twin, name))
+        monkeypatch.setattr(native, name, getattr(backend, name))
     fast.sha_select(False)
     satellites = Guarded(fast), Guarded(None)
     try:

@@ -8,15 +8,17 @@ from hypothesis import strategies as st
 
 from skymemory.errors import MalformedPacket
 from skymemory.protocol import messages
-from skymemory.protocol.space_packet import (
+from skymemory.protocol.wire import (
     MAX_APID,
     MAX_PACKET_BYTES,
     PRIMARY_BYTES,
+    Address,
+    Op,
+    SkyHeader,
     pack_command,
     pack_telemetry,
     parse_header,
 )
-from skymemory.protocol.wire import Address, Op, SkyHeader
 
 ccsds = pytest.importorskip("spacepackets.ccsds.spacepacket")
 from spacepackets.ccsds.spacepacket import PacketType, SequenceFlags, SpacePacketHeader  # noqa: E402

@@ -87,7 +87,7 @@ def test_more_servers_than_satellites_are_refused(strategy: Strategy, servers: i
 
 def test_strategies_are_read_kindly_and_typos_answered() -> None:
     assert parse_strategy("Rotation-Hop") == "rotation_hop"
-    with pytest.raises(InvalidInput, match="Did you mean rotation"):
+    with pytest.raises(InvalidInput, match="did you mean 'rotation"):
         parse_strategy("rotaton")
     with pytest.raises(InvalidInput, match="more than 0"):
         layout("cost", 3, PAPER, 0.0, 1.0)

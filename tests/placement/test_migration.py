@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from skymemory.constellation.presets import PRESETS
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.placement.layout import Strategy
-from skymemory.placement.locate import Moves, Placement
-from skymemory.placement.migration import handover_target, moves, server_moves
+from skymemory.placement.locate import Moves, Placement, handover_target, moves, server_moves
 
 MOVE = st.tuples(st.integers(-40, 40), st.integers(-40, 40))
 

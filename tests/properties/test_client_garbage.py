@@ -18,8 +18,8 @@ from tests.properties.wire_traffic import (
 )
 
 from skymemory.protocol import messages
-from skymemory.protocol.client import ClientConfig, ClientMachine
-from skymemory.protocol.motion import MoveClock
+from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.wire import (
     Op,
 )

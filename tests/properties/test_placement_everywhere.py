@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 from skymemory.constellation.presets import PRESETS, Preset
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.placement.layout import STRATEGIES, Strategy
-from skymemory.placement.locate import Moves, Placement
-from skymemory.placement.migration import moves
+from skymemory.placement.locate import Moves, Placement, moves
 
 EXHAUSTIVE = os.environ.get("SKYMEMORY_EXHAUSTIVE") == "1"
 MIGRATING: tuple[Strategy, ...] = ("rotation", "rotation_hop", "cost")

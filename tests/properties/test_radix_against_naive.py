@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from skymemory.index.journal import RecordOp, decode_records, encode_record
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.kv.block import hash_blocks
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
 
 DEPTH = 6
 PROMPTS = [

@@ -28,8 +28,8 @@ from tests.properties.wire_traffic import (
 
 from skymemory.errors import MalformedPacket
 from skymemory.protocol import messages
+from skymemory.protocol.messages import MAX_SELECTION_BITS, Selection
 from skymemory.protocol.segments import bulk_batch
-from skymemory.protocol.selection import MAX_SELECTION_BITS, Selection
 from skymemory.protocol.wire import (
     CHUNK_REF,
     Op,

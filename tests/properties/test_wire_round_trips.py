@@ -17,9 +17,7 @@ from tests.properties.wire_traffic import (
 from skymemory import native
 from skymemory.errors import MalformedPacket
 from skymemory.protocol import messages
-from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
-from skymemory.protocol.selection import MAX_SELECTION_BITS, Selection
-from skymemory.protocol.space_packet import parse_header
+from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, MAX_SELECTION_BITS, Presence, Selection
 from skymemory.protocol.wire import (
     MAX_CHUNK_BYTES,
     MAX_MOVES,
@@ -29,6 +27,7 @@ from skymemory.protocol.wire import (
     PlacementTag,
     SkyHeader,
     Status,
+    parse_header,
 )
 
 keys = st.binary(min_size=32, max_size=32)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.eviction.policies import DEFAULT_REPLACEMENT
 from skymemory.placement.layout import Strategy
 from skymemory.protocol import messages
-from skymemory.protocol.client import ClientConfig, Finished
-from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
-from skymemory.protocol.replacement import DEFAULT_REPLACEMENT
-from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol.client.machine import ClientConfig, Finished
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
+from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation

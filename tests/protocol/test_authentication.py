@@ -15,15 +15,23 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.keys import KeyRing, SecretKey, first_ring
-from skymemory.native import twin
+from skymemory.native.twin import backend
 from skymemory.protocol import messages
-from skymemory.protocol.authentication import MAX_SIGNED_CHUNK_BYTES, Authority
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.gate import REFUSALS_PER_S
-from skymemory.protocol.link_state import LinksBody
-from skymemory.protocol.motion import MoveClock
-from skymemory.protocol.replay import MAX_FORGOTTEN, MAX_SENDERS, MAX_SKEW_S, REMEMBERED, ReplayWindow, stamp
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.auth import (
+    MAX_FORGOTTEN,
+    MAX_SENDERS,
+    MAX_SIGNED_CHUNK_BYTES,
+    MAX_SKEW_S,
+    REFUSALS_PER_S,
+    REMEMBERED,
+    Authority,
+    ReplayWindow,
+    stamp,
+)
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import MoveClock
+from skymemory.protocol.routing import LinksBody
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.segments import bulk_batch, single
 from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, Address, ChunkRef, Op, PlacementTag, SkyHeader
 from skymemory.transport.faults import FaultInjector
@@ -81,7 +89,7 @@ def test_the_mac_is_what_the_reference_says() -> None:
     key = hmac.new(OLD, b"skymemory packets 1", hashlib.sha256).digest()
     time_high = (int(NOW_S * 1e6) >> 32).to_bytes(4, "big")
     assert hmac.new(key, time_high + covered, hashlib.sha256).digest()[:16] == packet[-16:]
-    for implementation in (native, twin):
+    for implementation in (native, backend):
         assert implementation.verify_segments(packet, len(packet)) == b"\0"
 
 
@@ -92,7 +100,7 @@ def test_in_a_set_the_mac_stands_between_reference_and_payload_and_does_not_cove
         key = hmac.new(OLD, b"skymemory packets 1", hashlib.sha256).digest()
         time_high = (int(NOW_S * 1e6) >> 32).to_bytes(4, "big")
         assert hmac.new(key, time_high + covered, hashlib.sha256).digest()[:16] == packet[124:140]
-        for implementation in (native, twin):
+        for implementation in (native, backend):
             assert implementation.verify_segments(packet, len(packet)) == b"\0"
             damaged = packet[:-1] + bytes([packet[-1] ^ 1])
             assert implementation.verify_segments(damaged, len(packet)) == b"\3"

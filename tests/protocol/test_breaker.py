@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.metrics import Counters
-from skymemory.protocol.breaker import CircuitBreaker, witnesses
-from skymemory.protocol.followed_clock import FollowedClock
-from skymemory.protocol.gateways import around, next_gateway
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.outbox import Outbox
-from skymemory.protocol.pointing import Pointing
+from skymemory.protocol.client.gateway import Pointing, around, next_gateway
+from skymemory.protocol.client.outages import CircuitBreaker, witnesses
+from skymemory.protocol.client.outbox import Outbox
+from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
 from skymemory.protocol.wire import Op
 
 TORUS = Torus(5, 19)

@@ -14,15 +14,13 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.keys import first_ring
 from skymemory.protocol import messages
-from skymemory.protocol.authentication import Authority
+from skymemory.protocol.auth import Authority, check_answers
 from skymemory.protocol.capabilities import ASK_AGAIN_S, CODEC_IDS, OURS, UNSTATED, Capabilities
-from skymemory.protocol.gate import check_answers
-from skymemory.protocol.motion import MoveClock
-from skymemory.protocol.retention import Retain, pack_retain
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.clock import MoveClock
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.satellite.retention import Retain, pack_retain
 from skymemory.protocol.segments import single
-from skymemory.protocol.space_packet import COMMAND_BYTES
-from skymemory.protocol.wire import Address, Op, SkyHeader
+from skymemory.protocol.wire import COMMAND_BYTES, Address, Op, SkyHeader
 from skymemory.transport.faults import FaultInjector
 
 FIELDS_OF_VERSION_1 = 36

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.share import names_by_tag
+from skymemory.protocol.satellite.memory import ChunkStore, names_by_tag
 from skymemory.protocol.wire import CHUNK_REF_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef, PlacementTag
 
 KEYS = [bytes([n]) * 32 for n in range(4)]

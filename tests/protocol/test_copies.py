@@ -10,8 +10,12 @@ from tests.protocol.test_meetings import copies
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.protocol import ledger, messages
-from skymemory.protocol.checks import (
+from skymemory.protocol import messages
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.clock import STRATEGY_CODES
+from skymemory.protocol.satellite import memory
+from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.repair import (
     MAX_CHECKS_PER_PACKET,
     Check,
     Found,
@@ -20,10 +24,7 @@ from skymemory.protocol.checks import (
     unpack_checks,
     unpack_found,
 )
-from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.latecomers import WRITING_S
-from skymemory.protocol.motion import STRATEGY_CODES
-from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol.satellite.tombstones import WRITING_S
 from skymemory.protocol.wire import Op
 
 SERVERS = 10
@@ -239,7 +240,7 @@ def test_nothing_is_mended_while_chunks_are_handed_over(world, value_of):
 
 
 def test_one_sweep_sends_so_much_and_the_next_the_rest(world, value_of, monkeypatch):
-    monkeypatch.setattr("skymemory.protocol.mending.MOST_BYTES", 3 * 1072)
+    monkeypatch.setattr("skymemory.protocol.satellite.repair.MOST_BYTES", 3 * 1072)
     sky = world(eviction=policy(sweep_s=5.0))
     infos = [put(sky, str(number), value_of(40_000, number)) for number in range(4)]
     sky.sim.kill(SatelliteId(2, 9))
@@ -274,7 +275,7 @@ def test_one_death_at_a_time_and_any_moves_lose_nothing(events, replicas):
     assert copies(sky, info) == homes(sky, info, moves, replicas)
     assert get(sky, info, replicas) == (True, value)
     figures = {here: machine.housekeeping() for here, machine in sky.sim.satellites.items()}
-    assert ledger.open_books(figures) == {}
+    assert memory.open_books(figures) == {}
 
 
 # --- the wire of it ---

@@ -11,15 +11,15 @@ from tests.protocol.conftest import World, key_of
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.protocol import messages, retention
-from skymemory.protocol.checks import Check, pack_checks
-from skymemory.protocol.dead import pack_dead, pack_setting, unpack_dead
-from skymemory.protocol.eviction import EvictionConfig, parse_policies
-from skymemory.protocol.latecomers import WRITING_S
+from skymemory.protocol import messages
+from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import Packet, build_packet, parse_packet
-from skymemory.protocol.motion import MoveClock
-from skymemory.protocol.notices import Notice, Region
-from skymemory.protocol.retention import Kept, Retain, pack_retain, unpack_retain, unpack_retained
+from skymemory.protocol.satellite import retention
+from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
+from skymemory.protocol.satellite.gossip import Notice, Region
+from skymemory.protocol.satellite.repair import Check, pack_checks
+from skymemory.protocol.satellite.retention import Kept, Retain, pack_retain, unpack_retain, unpack_retained
+from skymemory.protocol.satellite.tombstones import WRITING_S, pack_dead, pack_setting, unpack_dead
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
 from skymemory.transport.faults import FaultInjector
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
-from skymemory.protocol.forwarding import Router, same_journey
+from skymemory.protocol.routing import Router, same_journey
 from skymemory.protocol.wire import Address, Op, SkyHeader, Status
 
 TORUS = Torus(7, 9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.handover import BURST_CHUNKS, Handover
+from skymemory.protocol.satellite.handover import BURST_CHUNKS, Handover
 
 KEY, OTHER = bytes(32), bytes([1]) * 32
 THERE, ELSEWHERE = SatelliteId(0, 1), SatelliteId(0, 2)

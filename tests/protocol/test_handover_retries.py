@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.handover import Handover
+from skymemory.protocol.satellite.handover import Handover
+from skymemory.protocol.satellite.memory import ChunkStore
 from skymemory.protocol.wire import ChunkRef, PlacementTag
 
 HERE, THERE = SatelliteId(2, 9), SatelliteId(2, 12)

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.key_order import OrderedKeys
+from skymemory.protocol.satellite.memory import ChunkStore, OrderedKeys
 from skymemory.protocol.wire import CHUNK_REF_BYTES
 
 

@@ -8,9 +8,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.protocol import ledger, messages
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.motion import MoveClock
+from skymemory.protocol import messages
+from skymemory.protocol.clock import MoveClock
+from skymemory.protocol.satellite import memory
+from skymemory.protocol.satellite.memory import ChunkStore
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, Op, PlacementTag
 
 KEYS = [bytes([n]) * 32 for n in range(3)]
@@ -24,8 +25,8 @@ def ref_of(key: bytes, index: int, payload: bytes, version: int = 1) -> bytes:
 verbs = st.one_of(
     st.tuples(st.just("put"), st.integers(0, 2), st.integers(0, 9), st.sampled_from([0, 9, 100, 400]), st.booleans()),
     st.tuples(st.just("run"), st.integers(0, 2), st.sets(st.integers(0, 9), min_size=1, max_size=4), st.booleans()),
-    st.tuples(st.just("remove"), st.integers(0, 2), st.integers(0, 9), st.sampled_from(ledger.CAUSES)),
-    st.tuples(st.just("remove_key"), st.integers(0, 2), st.sampled_from(ledger.CAUSES)),
+    st.tuples(st.just("remove"), st.integers(0, 2), st.integers(0, 9), st.sampled_from(memory.CAUSES)),
+    st.tuples(st.just("remove_key"), st.integers(0, 2), st.sampled_from(memory.CAUSES)),
 )
 
 
@@ -65,7 +66,7 @@ def test_the_books_of_a_store_close_by_cause(steps, limit):
             booked["migrated_in" if migrated else "set"] += sum(after[key, index] for index in stored)
         figures = store.ledger.figures()
         assert {name.removeprefix("bytes_"): size for name, size in figures.items() if size} == +booked
-        assert ledger.unaccounted_bytes(figures | {"memory_used_bytes": sum(after.values())}) == 0
+        assert memory.unaccounted_bytes(figures | {"memory_used_bytes": sum(after.values())}) == 0
 
 
 def test_the_books_close_through_moves_deaths_and_deletions(world, value_of):
@@ -85,10 +86,10 @@ def test_the_books_close_through_moves_deaths_and_deletions(world, value_of):
             for here in list(sky.spread(info)):
                 sky.ask(Op.EVICT, messages.pack_keys([info.key]), here)
         books = {here: machine.housekeeping() for here, machine in sky.sim.satellites.items()}
-        assert ledger.open_books(books) == {}
+        assert memory.open_books(books) == {}
         sky.settle(0.7)
-    together = ledger.total({here: machine.housekeeping() for here, machine in sky.sim.satellites.items()})
-    assert ledger.unaccounted_bytes(together) == 0
+    together = memory.total({here: machine.housekeeping() for here, machine in sky.sim.satellites.items()})
+    assert memory.unaccounted_bytes(together) == 0
     assert all(size > 0 for size in together.values()), together
 
 
@@ -97,4 +98,4 @@ def test_a_gap_is_found_and_named():
     store.put((KEYS[0], 0), ref_of(KEYS[0], 0, b"abc"), b"abc")
     figures = store.ledger.figures() | {"memory_used_bytes": store.used_bytes}
     wrong = figures | {"memory_used_bytes": store.used_bytes - 5}
-    assert ledger.open_books({"a": figures, "b": wrong}) == {"b": 5}
+    assert memory.open_books({"a": figures, "b": wrong}) == {"b": 5}

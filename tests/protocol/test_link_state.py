@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol import messages
-from skymemory.protocol.forwarding import Router
-from skymemory.protocol.link_state import LIFETIME_S, MAX_DECLARATIONS, Declaration, LinksBody, LinkState
+from skymemory.protocol.routing import LIFETIME_S, MAX_DECLARATIONS, Declaration, LinksBody, LinkState, Router
 from skymemory.protocol.wire import Address, Op, SkyHeader, Status
 
 SIZES = [(5, 19), (6, 6), (2, 7), (3, 3), (1, 9), (72, 22)]

@@ -9,10 +9,10 @@ from tests.protocol.conftest import World, key_of
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
-from skymemory.protocol.handover import Handover
-from skymemory.protocol.motion import STRATEGY_CODES
-from skymemory.protocol.share import as_copy
-from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.clock import STRATEGY_CODES
+from skymemory.protocol.satellite.handover import Handover
+from skymemory.protocol.satellite.memory import as_copy
 from skymemory.protocol.wire import REPLICA_OFFSET
 from skymemory.transport.faults import FaultInjector
 

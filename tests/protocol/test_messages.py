@@ -8,20 +8,24 @@ import pytest
 
 from skymemory import native
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.native import twin
+from skymemory.native.twin import backend
 from skymemory.protocol import messages
+from skymemory.protocol.messages import MAX_SELECTION_BITS, Selection
 from skymemory.protocol.segments import SegmentBatch, single
-from skymemory.protocol.selection import MAX_SELECTION_BITS, Selection
-from skymemory.protocol.space_packet import MAX_PACKET_BYTES, made_at_s, pack_command, pack_telemetry, parse_header
 from skymemory.protocol.wire import (
     MAX_CHUNK_BYTES,
     MAX_MOVES,
+    MAX_PACKET_BYTES,
     SKY_BYTES,
     Address,
     ChunkRef,
     Op,
     PlacementTag,
     SkyHeader,
+    made_at_s,
+    pack_command,
+    pack_telemetry,
+    parse_header,
 )
 
 KEY = bytes(32)
@@ -31,7 +35,7 @@ PING = messages.build_packet(HEADER, b"", 0, 0.0)
 
 def malformed(packet: bytes, code: int) -> None:
     """Both verifiers give this reason; without a CRC to tell, parsing refuses too."""
-    for implementation in (native, twin):
+    for implementation in (native, backend):
         assert implementation.verify_segments(packet, max(1, len(packet))) == bytes([code])
 
 
@@ -41,7 +45,7 @@ def test_any_flipped_bit_is_noticed_but_those_that_forwarders_change(bit):
     packet[bit // 8] ^= 1 << bit % 8
     (code,) = native.verify_segments(bytes(packet), len(packet))
     assert (code == 0) == (28 <= bit // 8 < 32)
-    assert twin.verify_segments(bytes(packet), len(packet)) == bytes([code])
+    assert backend.verify_segments(bytes(packet), len(packet)) == bytes([code])
 
 
 @pytest.mark.parametrize("size", range(len(PING)))

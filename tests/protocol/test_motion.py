@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.constellation.cells import CellGrid, Stop
+from skymemory.constellation.ground_track import CellGrid, Stop
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import STRATEGIES
 from skymemory.placement.locate import Placement
-from skymemory.protocol.followed_clock import HANDED_OVER_S, LISTENERS, FollowedClock
-from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
-from skymemory.protocol.whereabouts import Whereabouts
+from skymemory.protocol.clock import HANDED_OVER_S, LISTENERS, STRATEGY_CODES, FollowedClock, MoveClock, SkyMap
+from skymemory.protocol.satellite.locator import Whereabouts
 from skymemory.protocol.wire import ChunkRef, PlacementTag
 
 

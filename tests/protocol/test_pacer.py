@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.followed_clock import HANDED_OVER_S
-from skymemory.protocol.handover import BURST_CHUNKS, Handover
-from skymemory.protocol.pacer import SPREAD_S, SPREAD_SHARE, Pacer, phase_of
+from skymemory.protocol.clock import HANDED_OVER_S
+from skymemory.protocol.satellite.handover import BURST_CHUNKS, SPREAD_S, SPREAD_SHARE, Handover, Pacer, phase_of
 
 GAP_S = 0.002
 KEY, THERE = bytes(32), SatelliteId(0, 1)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.in_flight import InFlight
-from skymemory.protocol.links import Links
-from skymemory.protocol.outbox import Operation, Outbox
-from skymemory.protocol.pacing import RTO_CEILING_S, RTO_FLOOR_S, RoundTrip, Window
-from skymemory.protocol.transfer import TransferReport
+from skymemory.protocol.client.outbox import Operation, Outbox
+from skymemory.protocol.client.peers import Links
+from skymemory.protocol.client.requests import InFlight
+from skymemory.protocol.client.transfer import TransferReport
+from skymemory.protocol.congestion import RTO_CEILING_S, RTO_FLOOR_S, RoundTrip, Window
 from skymemory.protocol.wire import Op
 
 HERE = SatelliteId(1, 2)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves
-from skymemory.protocol.selection import MAX_SELECTION_BITS, Selection, pack_steps
-from skymemory.protocol.suspects import Suspects
-from skymemory.protocol.transfer import PROOF_S, Absence, Burst, ReadTransfer, StandIns, ValueInfo
+from skymemory.protocol.client.peers import Suspects
+from skymemory.protocol.client.transfer import Absence, Burst, ReadTransfer, StandIns, ValueInfo
+from skymemory.protocol.clock import PROOF_S
+from skymemory.protocol.messages import MAX_SELECTION_BITS, Selection, pack_steps
 
 KEY = bytes(range(32))
 

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.protocol.naive_policies import TWINS, NaiveLrfu, depth_of
 
-from skymemory.protocol import lrfu
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.lrfu import LeastRecentlyAndFrequentlyUsed
-from skymemory.protocol.ranking import RankedKeys
-from skymemory.protocol.replacement import REPLACEMENTS, replacement_named
+from skymemory.eviction import lrfu
+from skymemory.eviction.lrfu import LeastRecentlyAndFrequentlyUsed
+from skymemory.eviction.policies import POLICIES, REPLACEMENTS, policy_named, replacement_named
+from skymemory.eviction.ranking import RankedKeys
+from skymemory.protocol.satellite.memory import ChunkStore
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, PlacementTag
-from skymemory.store.policies import POLICIES, policy_named
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 

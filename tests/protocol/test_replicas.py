@@ -11,9 +11,8 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import STRATEGIES
 from skymemory.placement.locate import Placement
-from skymemory.protocol.motion import STRATEGY_CODES
-from skymemory.protocol.replicas import ReplicatedRead, ReplicatedWrite
-from skymemory.protocol.transfer import ValueInfo, WriteTransfer
+from skymemory.protocol.client.transfer import ReplicatedRead, ReplicatedWrite, ValueInfo, WriteTransfer
+from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.wire import Op
 
 TORUS = Torus(5, 19)

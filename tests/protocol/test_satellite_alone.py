@@ -10,15 +10,15 @@ from tests.protocol.conftest import key_of
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.protocol import latecomers, messages
-from skymemory.protocol.checks import Check, Found, pack_checks, pack_found, unpack_checks, unpack_found
-from skymemory.protocol.dead import pack_forget, setting_of
-from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.messages import Packet, Presence
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol import messages
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.messages import Packet, Presence, Selection
+from skymemory.protocol.satellite import tombstones
+from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.satellite.repair import Check, Found, pack_checks, pack_found, unpack_checks, unpack_found
+from skymemory.protocol.satellite.tombstones import pack_forget, setting_of
 from skymemory.protocol.segments import bulk_batch, pack_refs
-from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import CHUNK_REF, FLAG_SETTLED, GROUND_SHELL, Address, Op, PlacementTag, SkyHeader
 
 HERE = SatelliteId(2, 9)
@@ -186,7 +186,7 @@ def test_what_is_to_be_forgotten_is_one_setting_and_was_not_stored_since() -> No
 def test_so_many_keys_are_known_to_have_been_stored_that_none_is_taken_for_older(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(latecomers, "_REMEMBERED_SETS", 2)
+    monkeypatch.setattr(tombstones, "_REMEMBERED_SETS", 2)
     late = Alone().machine._chunks._latecomers
     for number, name in enumerate("abca"):
         late.set_again(key_of(name), float(number))

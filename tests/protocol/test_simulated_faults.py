@@ -79,7 +79,7 @@ def test_a_silent_satellite_is_asked_about_ten_times_before_it_is_given_up(world
     assert stored.report.failure == "timeout" and 8 <= stored.report.requests <= 14
 
 
-@pytest.mark.parametrize("access", ["los", "gateway"])
+@pytest.mark.parametrize("access", ["los", pytest.param("gateway", marks=(pytest.mark.slow, pytest.mark.seeded))])
 def test_thirty_percent_corruption_never_yields_wrong_bytes(world, value_of, access):
     successes = 0
     for seed in range(8):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.placement import migration
-from skymemory.protocol.motion import MoveClock
+from skymemory.placement import locate
+from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.transport.faults import FaultInjector
 
@@ -14,9 +14,9 @@ CHUNK_PACKET_BYTES = 1000 + 8 + 44 + 72
 
 
 def leaving(sky, info, before, after) -> int:
-    """Chunks that have to change their satellite, as ``placement.migration`` has it."""
+    """Chunks that have to change their satellite, as ``placement.locate`` has it."""
     placement = sky.sky.placement(info.strategy, info.servers)
-    servers = {line.server for line in migration.server_moves(placement, info.set_moves, before, after)}
+    servers = {line.server for line in locate.server_moves(placement, info.set_moves, before, after)}
     return sum(index % info.servers in servers for index in range(info.chunks))
 
 
@@ -67,7 +67,7 @@ def test_what_does_not_migrate_stays(world, value_of, strategy):
     assert sky.counted("chunks_migrated_out") == 0
 
 
-@pytest.mark.parametrize("access", ["los", "gateway"])
+@pytest.mark.parametrize("access", ["los", pytest.param("gateway", marks=(pytest.mark.slow, pytest.mark.seeded))])
 def test_a_walk_of_the_box_with_readers_all_along(world, value_of, access):
     """Forward, several at once, across planes, back; read begun before, during and after each."""
     sky = world(access)

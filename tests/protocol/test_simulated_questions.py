@@ -6,8 +6,8 @@ import pytest
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol import messages
+from skymemory.protocol.messages import Selection
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import Address, Op, SkyHeader, Status
 
 CHUNK = 6144

@@ -10,10 +10,9 @@ from tests.protocol.test_link_state import hops_around
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
-from skymemory.protocol.link_state import Declaration, LinksBody
+from skymemory.protocol.routing import Declaration, LinksBody
 from skymemory.protocol.wire import Address, Op, SkyHeader
-from skymemory.transport.fault_schedule import FaultRates, seeded_faults
-from skymemory.transport.faults import FaultInjector
+from skymemory.transport.faults import FaultInjector, FaultRates, seeded_faults
 
 TORUS = Torus(5, 19)
 CENTRE = SatelliteId(2, 9)
@@ -177,6 +176,7 @@ def test_what_is_made_up_of_our_future_does_not_make_us_unbelievable(world, made
     assert not sky.sim.satellites[SatelliteId(0, 0)].neighbourhood.links.is_up(CENTRE, east)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("access", ["los", "gateway"])
 def test_ten_minutes_of_faults_by_seed(world, value_of, access):
     """Satellites, planes and links fail and come back; what is read is right or an honest miss, and it ends well."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from tests.protocol.conftest import World, key_of
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.motion import MoveClock
-from skymemory.protocol.retention import Retain, pack_retain
-from skymemory.protocol.still_writing import StillWriting
-from skymemory.protocol.transfer import ValueInfo, WriteTransfer
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.sky_settings import SkySettings
+from skymemory.protocol.client.machine import StillWriting
+from skymemory.protocol.client.transfer import ValueInfo, WriteTransfer
+from skymemory.protocol.clock import MoveClock
+from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.retention import Retain, pack_retain
+from skymemory.store.sky.driver import SkySettings
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.transport.faults import FaultInjector
 
 SLOW = {"access": "gateway", "link_s": 0.04, "memory_bytes": 512 << 20}
@@ -25,6 +26,8 @@ def held(sky: World, info: ValueInfo) -> int:
     return sum(map(bool, sky.holders(info).values()))
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_who_reads_what_is_still_being_written_forgets_nothing_of_it(world, value_of):
     sky = world(**SLOW)
     sky.access = "los"
@@ -44,6 +47,8 @@ def test_who_reads_what_is_still_being_written_forgets_nothing_of_it(world, valu
     assert sky.get(info)[1] == value_of(SIZE)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_sweeps_leave_alone_what_takes_longer_to_write_than_a_second_look(world, value_of):
     config = EvictionConfig.of(["periodic"], sweep_s=1.0)
     sky = world(eviction=config, **SLOW)
@@ -129,6 +134,8 @@ def test_chunks_follow_a_box_that_moves_as_often_as_suspicions_are_looked_at(wor
         assert sum(homes[index][0] not in holders[index] for index in holders) < info.chunks // 20
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_what_is_written_while_the_box_moves_under_it_is_whole_in_the_end(world, value_of):
     """Satellites that only get chunks by handover hear of the writer, too."""
     config = EvictionConfig.of(["gossip", "periodic", "migration"], sweep_s=1.0)

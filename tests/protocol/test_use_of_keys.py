@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.protocol.chunk_store import ChunkStore
+from skymemory.protocol.satellite.memory import ChunkStore
 from skymemory.protocol.wire import Op
 
 

@@ -9,9 +9,9 @@ from tests.protocol.conftest import key_of
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
-from skymemory.protocol.client import ClientConfig, ClientMachine
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.selection import Selection
+from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.messages import Selection
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, Status
 from skymemory.transport.simulated import SimulatedConstellation
 

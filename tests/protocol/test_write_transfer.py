@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.protocol.client.transfer import WriteTransfer
 from skymemory.protocol.segments import Slices
-from skymemory.protocol.transfer import WriteTransfer
 from skymemory.protocol.wire import ChunkRef
 
 KEY = bytes(range(32))

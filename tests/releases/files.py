@@ -7,26 +7,43 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from skymemory.cache.habit import Habit
-from skymemory.cache.habits_file import read_habits, save_habits
-from skymemory.cache.manager import BlockCache
-from skymemory.cache.predictor import Predictor
-from skymemory.conductor.prefix_index.snapshot import Held, Snapshot, pack_snapshot, unpack_snapshot
 from skymemory.index.block_info import BlockInfo
 from skymemory.keys import first_ring
 from skymemory.kv.codec.cachegen import CacheGen
-from skymemory.kv.codec.raw import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
-from skymemory.store.disk.store import DiskStore
 from skymemory.store.named import get_named, put_named
 from skymemory.store.sealed import SealedStore
-from skymemory.store.shared_index import SharedIndex
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.plan_file import load_plan, save_plan
+
+try:
+    from skymemory.cache.blocks import BlockCache
+    from skymemory.cache.predictor import Habit, Predictor
+    from skymemory.cache.prefetching import read_habits, save_habits
+    from skymemory.conductor.prefix_index.replicated import Held, Snapshot, pack_snapshot, unpack_snapshot
+    from skymemory.kv.codec.base import RAW
+    from skymemory.store.disk import DiskStore
+    from skymemory.store.sky.shared_index import SharedIndex
+except ImportError:  # the older release, where they stood elsewhere
+    from importlib import import_module
+
+    def _from(module: str, *names: str) -> list[Any]:
+        return [getattr(import_module(f"skymemory.{module}"), name) for name in names]
+
+    (BlockCache,) = _from("cache.manager", "BlockCache")
+    Habit, Predictor = *_from("cache.habit", "Habit"), *_from("cache.predictor", "Predictor")
+    read_habits, save_habits = _from("cache.habits_file", "read_habits", "save_habits")
+    Held, Snapshot, pack_snapshot, unpack_snapshot = _from(
+        "conductor.prefix_index.snapshot", "Held", "Snapshot", "pack_snapshot", "unpack_snapshot"
+    )
+    (RAW,) = _from("kv.codec.raw", "RAW")
+    (DiskStore,) = _from("store.disk.store", "DiskStore")
+    (SharedIndex,) = _from("store.shared_index", "SharedIndex")
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float32")
 CONTEXT = CacheContext("m", "w", "t", LAYOUT.dtype, LAYOUT.describe(), lossless=False, block_tokens=4, tenant_salt=b"")

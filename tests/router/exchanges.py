@@ -23,11 +23,14 @@ from google.protobuf.struct_pb2 import Struct
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Prompt, Request
+from skymemory.conductor.scheduler import Scheduler
 from skymemory.conductor.strategies.base import Scorer
-from skymemory.conductor.strategies.plain import InTurn
+from skymemory.conductor.strategies.simple import InTurn
+from skymemory.router.backends import Backends
 from skymemory.router.bad_request import BadRequest
-from skymemory.router.desk import Desk, DeskSettings
-from skymemory.router.ext_proc_messages import (
+from skymemory.router.envoy import ext_proc
+from skymemory.router.envoy.endpoints import endpoint
+from skymemory.router.envoy.messages import (
     ATTRIBUTES_NAMESPACE,
     DESTINATION,
     METADATA_NAMESPACE,
@@ -35,6 +38,7 @@ from skymemory.router.ext_proc_messages import (
     SUBSET,
     SUBSET_NAMESPACE,
 )
+from skymemory.router.envoy.picker_service import Desk, DeskSettings
 
 NOTHING = np.empty(0, np.uint64)
 GET = {":method": "GET", ":path": "/v1/models"}
@@ -57,11 +61,11 @@ class SmallReader:
 def a_desk(
     servers: int = 3, settings: DeskSettings | None = None, scorer: Scorer | None = None, **changes: Any
 ) -> Desk:
-    fleet = Fleet()
-    for number in range(servers):
-        fleet.add(f"10.0.0.{number}:8000")
+    picker = Picker(Fleet(), scorer or InTurn())
+    backends = Backends(picker, are_checked=False)
+    backends.set([endpoint(f"10.0.0.{number}:8000") for number in range(servers)])
     settings = replace(settings or DeskSettings(), **changes)
-    return Desk(Picker(fleet, scorer or InTurn()), SmallReader(), settings)
+    return Desk(Scheduler(picker), SmallReader(), backends, settings)
 
 
 def header_map(headers: Mapping[str, str]) -> HeaderMap:
@@ -139,3 +143,10 @@ def metadata_destination(answer: ProcessingResponse) -> str | None:
 
 def kinds(answers: Sequence[ProcessingResponse]) -> list[str]:
     return [str(answer.WhichOneof("response")) for answer in answers]
+
+
+class Exchange(ext_proc.Exchange):
+    """One whose answers are objects, as Envoy reads them."""
+
+    def receive(self, message: ProcessingRequest, now_s: float, read: Any = None) -> Any:
+        return tuple(map(ProcessingResponse.FromString, super().receive(message, now_s, read)))

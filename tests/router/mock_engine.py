@@ -54,6 +54,8 @@ class MockEngine:
     """Streams whose reader went away."""
     port: int = 0
     tls: ssl.SSLContext | None = None
+    key: str = ""
+    """Who does not show it gets 401, whatever is asked."""
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -62,7 +64,9 @@ class MockEngine:
         return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 24, ssl=self.tls)
+        self._server = await asyncio.start_server(
+            self._connected, "127.0.0.1", self.port, limit=1 << 24, ssl=self.tls, backlog=1024
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:
@@ -96,6 +100,9 @@ class MockEngine:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         path = path.partition("?")[0]
+        if self.key and headers.get("authorization") != f"Bearer {self.key}":
+            self._reply(writer, 401, b"{}")
+            return True
         if method == "GET":
             await self._get(path, writer)
             return True

@@ -43,14 +43,14 @@ class Process:
                 self.said.append(line.rstrip("\n"))
                 self._spoke.notify_all()
 
-    def says(self, pattern: str) -> re.Match[str]:
+    def says(self, pattern: str, patience_s: float = PATIENCE_S) -> re.Match[str]:
         """The first line that matches; waits for it."""
 
         def found() -> re.Match[str] | None:
             return next((match for line in self.said if (match := re.search(pattern, line))), None)
 
         with self._spoke:
-            match = self._spoke.wait_for(found, PATIENCE_S)
+            match = self._spoke.wait_for(found, patience_s)
         assert match, f"never said {pattern!r}, but: {self.said}"
         return match
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from skymemory import native
 from skymemory.conductor.prefix_index.base import Blocks
-from skymemory.conductor.prefix_index.shared import SharedPrefixIndex
+from skymemory.conductor.prefix_index.replicated import SharedPrefixIndex
 
 KIND = "tokens 16"
 
@@ -24,7 +24,7 @@ def an_index(*names: str, blocks_per_server: int = 1000) -> SharedPrefixIndex:
     return SharedPrefixIndex({slot: name for name, slot in slots.items()}.get, slots.get, blocks_per_server)
 
 
-async def until(true: Callable[[], bool], within_s: float = 10.0) -> float:
+async def until(true: Callable[[], bool], within_s: float = 25.0) -> float:
     """Seconds that it took."""
     started_s = time.monotonic()
     while not true():

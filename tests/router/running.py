@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from tests.router.mock_engine import MockEngine
 
-from skymemory.router.proxy_server import ProxyServer
-from skymemory.router.settings_file import settings_from
+from skymemory.router.http.server import ProxyServer
+from skymemory.router.settings import settings_from
 
 T = TypeVar("T")
 PATIENCE_S = 20.0
@@ -28,20 +28,26 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+try:
+    from uvloop import new_event_loop
+except ImportError:
+    from asyncio import new_event_loop
+
+
 class Loop:
-    """An event loop in a thread."""
+    """An event loop in a thread: the one that `skymemory route` takes."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
+        self.loop = new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(PATIENCE_S)
+        self.thread.join(PATIENCE_S)
         self.loop.close()
 
 

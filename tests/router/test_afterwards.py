@@ -11,12 +11,12 @@ from tests.router.test_ext_proc_server import a_call, with_server
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.plain import InTurn
-from skymemory.router.afterwards import Afterwards
-from skymemory.router.booking import Booking
-from skymemory.router.desk import NO_PROMPT
-from skymemory.router.ext_proc_server import PickerServer
-from skymemory.router.grpc_door import Connection
+from skymemory.conductor.strategies.simple import InTurn
+from skymemory.router.deferred import Afterwards
+from skymemory.router.envoy.ext_proc_server import PickerServer
+from skymemory.router.envoy.grpc.door import Connection
+from skymemory.router.envoy.picker_service import NO_PROMPT
+from skymemory.router.request_account import RequestAccount
 
 
 def test_it_is_done_at_once_or_when_answers_are_out_and_in_order() -> None:
@@ -42,13 +42,14 @@ def test_accounts_are_kept_before_the_next_pick_looks_at_them() -> None:
     soon: list[Callable[[], None]] = []
     desk.after.when = soon.append
     first = desk.choose(NO_PROMPT, None, 0.0)
-    booking = Booking(desk.picker, first, 0.0, desk.after)
-    assert desk.picker.fleet.servers[first.server].in_flight == 0
-    desk.choose(NO_PROMPT, None, 0.0)
-    assert desk.picker.fleet.servers[first.server].in_flight == 1
-    booking.served_by("10.0.0.2:8000", 0.1)
-    booking.ended(0.2, None)
-    booking.close(0.3)
+    server = desk.picker.fleet.servers[first.prefill.server]
+    account = RequestAccount(desk.scheduler, first, 0.0, desk.after)
+    assert server.in_flight == 0
+    desk.must_wait(NO_PROMPT, None, 0.0)
+    assert server.in_flight == 1
+    account.served_by("10.0.0.2:8000", 0.1)
+    account.ended(0.2, None)
+    account.close(0.3)
     desk.after.settle()
     assert {server.in_flight for server in desk.picker.fleet} == {0}
 
@@ -62,7 +63,7 @@ def test_no_answer_waits_for_what_is_learnt_from_it(monkeypatch: pytest.MonkeyPa
             order.append("learnt")
 
     def watched(connection: Connection) -> None:
-        if b"10.0.0." in connection.http2.out and not connection._inside:
+        if b"10.0.0." in b"".join(connection.http2._out) and not connection._inside:
             order.append("answered")
         flush(connection)
 

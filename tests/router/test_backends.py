@@ -7,9 +7,8 @@ import numpy as np
 from skymemory.conductor.fleet import Fleet, LoadReport, Server
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.plain import LeastLoad
-from skymemory.router.proxy_backends import Backends
-from skymemory.router.proxy_metrics import ProxyMetrics
+from skymemory.conductor.strategies.simple import LeastLoad
+from skymemory.router.backends import REST_S, Backends
 from skymemory.router.settings import Backend, Health
 
 NONE = np.empty(0, dtype=np.uint64)
@@ -23,10 +22,10 @@ class Remembering(LeastLoad):
         self.forgotten.append(server.name)
 
 
-def some(*names: str, failures: int = 3) -> tuple[Backends, Picker, Remembering]:
+def some(*names: str, failures: int = 3, are_checked: bool = True) -> tuple[Backends, Picker, Remembering]:
     scorer = Remembering()
     picker = Picker(Fleet(), scorer)
-    backends = Backends(picker, ProxyMetrics(picker.fleet), Health(failures=failures, successes=2))
+    backends = Backends(picker, Health(failures=failures, successes=2), are_checked=are_checked)
     backends.set([Backend(f"http://{name}:1", name) for name in names])
     return backends, picker, scorer
 
@@ -39,17 +38,17 @@ def test_three_failures_in_a_row_eject_and_two_checks_bring_back() -> None:
     backends, picker, scorer = some("a")
     server = picker.fleet.servers["a"]
     for _ in range(5):
-        backends.failed("a", "x")
-        backends.failed("a", "x")
+        backends.failed("a", "x", 0.0)
+        backends.failed("a", "x", 0.0)
         backends.answered("a")
     assert server.healthy
     for _ in range(3):
-        backends.failed("a", "x")
+        backends.failed("a", "x", 0.0)
     assert not server.healthy
     backends.answered("a")  # a stream that went on
     backends.checked("a")
     assert not server.healthy
-    backends.failed("a", "x")
+    backends.failed("a", "x", 0.0)
     backends.checked("a")
     assert not server.healthy
     backends.checked("a")
@@ -58,8 +57,8 @@ def test_three_failures_in_a_row_eject_and_two_checks_bring_back() -> None:
 
 def test_who_was_gone_has_lost_what_it_had() -> None:
     backends, picker, scorer = some("a", failures=1)
-    backends.failed("a", "connection refused", gone=True)
-    backends.failed("a", "timed out")
+    backends.failed("a", "connection refused", 0.0, gone=True)
+    backends.failed("a", "timed out", 0.0)
     backends.checked("a")
     backends.checked("a")
     assert picker.fleet.servers["a"].healthy and scorer.forgotten == ["a"]
@@ -70,7 +69,7 @@ def test_models_and_adapters_narrow_who_is_asked() -> None:
     assert backends.able(asked("small"), (), 0) is None
     backends.lists("a", {"small": {"id": "small"}, "poet": {"id": "poet", "parent": "small"}})
     backends.lists("b", {"small": {"id": "small"}})
-    assert backends.able(asked("small"), (), 0) == {"a", "b", "c"}  # nobody knows what c serves
+    assert backends.able(asked("small"), (), 0) is None  # whoever there is: nobody knows what c serves
     backends.lists("c", {"large": {"id": "large"}})
     assert backends.able(asked("small"), (), 0) == {"a", "b"}
     assert backends.able(asked("small"), {"a"}, 0) == {"b"}
@@ -116,3 +115,50 @@ def test_who_returns_before_it_left_stays_and_a_new_address_is_a_new_server() ->
     assert not picker.fleet.servers["a"].draining and scorer.forgotten == []
     backends.set([Backend("http://a:2", "a", drain=True)])
     assert scorer.forgotten == ["a"] and picker.fleet.servers["a"].draining
+
+
+def test_without_checks_a_server_is_tried_again_after_a_while_and_the_last_is_never_ejected() -> None:
+    backends, picker, scorer = some("a", "b", failures=2, are_checked=False)
+    ejected: list[str] = []
+    backends.ejected = ejected.append
+    a, b = picker.fleet
+    assert not backends.failed("a", "x", 0.0)
+    backends.answered("a")
+    assert not backends.failed("a", "x", 0.0) and backends.failed("a", "x", 0.0) and not a.healthy
+    assert not backends.failed("b", "x", 0.0) and not backends.failed("b", "x", 0.0) and b.healthy
+    backends.review(REST_S - 0.1)
+    assert not a.healthy
+    backends.review(REST_S)
+    assert a.healthy and backends.failed("a", "x", REST_S + 1), "one more failure is enough"
+    backends.answered("a")  # of a request that was under way
+    backends.review(2 * REST_S + 1)
+    backends.answered("a")
+    assert a.healthy and not backends.failed("a", "x", 50.0) and scorer.forgotten == []
+    assert ejected == ["a", "a"] and not backends.failed("nobody", "x", 0.0)
+
+
+def test_who_comes_and_who_leaves_is_told_and_who_stays_keeps_what_is_known() -> None:
+    backends, picker, scorer = some()
+    left: list[str] = []
+    backends.left = left.append
+    assert backends.set([Backend("http://a:1", "a"), Backend("http://b:1", "b")]) == (["a", "b"], [])
+    picker.fleet.servers["b"].in_flight = 4
+    assert backends.set([Backend("http://b:1", "b", drain=True), Backend("http://c:1", "c")]) == (["c"], ["a"])
+    assert picker.fleet.servers["b"].draining and list(backends.known) == ["b", "c"] and left == ["a"]
+    backends.set([Backend("http://b:1", "b"), Backend("http://c:1", "c")])
+    assert not picker.fleet.servers["b"].draining and scorer.forgotten == ["a"]
+    assert {server.name: server.in_flight for server in picker.fleet} == {"b": 4, "c": 0}
+
+
+def test_who_says_nothing_of_models_may_be_asked_for_any() -> None:
+    backends, _, _ = some()
+    backends.set(
+        [
+            Backend("http://a:1", "a", models=("m",), adapters=("french",)),
+            Backend("http://b:1", "b", models=("other",)),
+            Backend("http://c:1", "c", adapters=("german",)),
+        ]
+    )
+    assert backends.serving(asked("m")) == {"a", "c"} and backends.serving(asked("other")) == {"b", "c"}
+    assert backends.serving(asked("m", "french")) == {"a", "c"} and backends.serving(asked("nobody's")) is None
+    assert backends.adapters == {"french": "m", "german": ""}

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.cost_model.written import dump
+from skymemory.conductor.cost_model.fit import dump
 from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.strategies.estimates import GivenSpeeds
 from skymemory.conductor.strategies.least_ttft import LeastTtft
-from skymemory.conductor.strategies.speeds import GivenSpeeds
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.errors import InvalidInput
-from skymemory.router.knowledge import Knowledge
-from skymemory.router.settings_file import settings_from
+from skymemory.router.prefix_state import Knowledge
+from skymemory.router.settings import settings_from
 
 BACKENDS = {"backends": [{"url": "http://127.0.0.1:1"}]}
 

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from skymemory.conductor.fleet import Fleet, Server
-from skymemory.conductor.picker import Picker
-from skymemory.conductor.strategies.plain import InTurn
 from skymemory.errors import InvalidInput
-from skymemory.router.desk import NO_PROMPT
-from skymemory.router.ejection import Ejection
-from skymemory.router.endpoints import FileSource, NameSource, SettingsSource, completed, endpoint, parse_endpoint
-from skymemory.router.endpoints_known import Endpoints
-from skymemory.router.picker_settings import PickerSettings
-from skymemory.router.settings import Backend
+from skymemory.router.envoy.endpoints import FileSource, NameSource, SettingsSource, completed, parse_endpoint
+from skymemory.router.settings import Backend, PickerSettings
 
 
 @pytest.mark.parametrize(
@@ -92,54 +84,3 @@ def test_a_name_gives_every_address_and_one_that_is_gone_changes_nothing() -> No
     asyncio.run(run())
     with pytest.raises(InvalidInput, match="NAME:PORT"):
         NameSource("localhost", print)
-
-
-def test_the_fleet_follows_and_keeps_what_it_knows_of_those_that_stay() -> None:
-    forgotten: list[str] = []
-
-    class Forgetting(InTurn):
-        def forget(self, server: Server) -> None:
-            forgotten.append(server.name)
-
-    picker = Picker(Fleet(), Forgetting())
-    endpoints = Endpoints(picker)
-    assert endpoints.update([endpoint("1.1.1.1:1"), endpoint("1.1.1.2:1")]) == (["1.1.1.1:1", "1.1.1.2:1"], [])
-    picker.fleet.servers["1.1.1.2:1"].in_flight = 4
-    drains = replace(endpoint("1.1.1.2:1"), drain=True)
-    assert endpoints.update([drains, endpoint("1.1.1.3:1")]) == (["1.1.1.3:1"], ["1.1.1.1:1"])
-    assert picker.fleet.servers["1.1.1.2:1"].draining and list(endpoints.known) == ["1.1.1.2:1", "1.1.1.3:1"]
-    endpoints.update([endpoint("1.1.1.2:1"), endpoint("1.1.1.3:1")])
-    assert not picker.fleet.servers["1.1.1.2:1"].draining
-    assert {server.name: server.in_flight for server in picker.fleet} == {"1.1.1.2:1": 4, "1.1.1.3:1": 0}
-    assert forgotten == ["1.1.1.1:1"]
-
-
-def test_who_says_which_models_it_serves_gets_no_others() -> None:
-    endpoints = Endpoints(Picker(Fleet(), InTurn()))
-    french = replace(endpoint("1.1.1.1:1"), models=("m",), adapters=("french",))
-    endpoints.update([french, replace(endpoint("1.1.1.2:1"), models=("other",)), endpoint("1.1.1.3:1")])
-
-    def asked(model: str, adapter: str = "") -> set[str] | None:
-        found = endpoints.serving(replace(NO_PROMPT, model=model, adapter=adapter))
-        return None if found is None else {name.split(":")[0][-1] for name in found}
-
-    assert asked("m") == {"1", "3"} and asked("other") == {"2", "3"} and asked("m", "french") == {"1", "3"}
-    assert asked("nobody's") is None and endpoints.adapters == {"french"}
-
-
-def test_ejection_needs_failures_in_a_row_and_never_takes_the_last() -> None:
-    fleet = Fleet()
-    for name in "ab":
-        fleet.add(name)
-    ejection = Ejection(fleet, failures=2, rest_s=5.0)
-    assert not ejection.refused("a", 0.0)
-    ejection.took("a")
-    assert not ejection.refused("a", 0.0) and ejection.refused("a", 0.0) and not fleet.servers["a"].healthy
-    assert not ejection.refused("b", 0.0) and not ejection.refused("b", 0.0) and fleet.servers["b"].healthy
-    ejection.review(4.9)
-    assert not fleet.servers["a"].healthy
-    ejection.review(5.0)
-    assert fleet.servers["a"].healthy and ejection.refused("a", 6.0)
-    ejection.forget("a")
-    ejection.review(20.0)
-    assert not ejection.refused("nobody", 0.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,22 @@ from aiohttp import web
 from tests.router.exchanges import a_completion, a_desk
 from tests.router.test_ext_proc_server import LOOP
 from tests.router.test_kv_events import BLOCK_TOKENS, a_publisher
+from tests.store.redis_server import RedisServer
 
 import skymemory
 from skymemory.conductor.fleet import Fleet, LoadReport
+from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Decision
+from skymemory.conductor.strategies.simple import InTurn
 from skymemory.errors import InvalidInput
-from skymemory.router.booking import Booking
-from skymemory.router.desk import Desk
-from skymemory.router.endpoints import endpoint
-from skymemory.router.epp import EndpointPicker
-from skymemory.router.epp_process import reload
-from skymemory.router.epp_setup import endpoint_picker, needs_restart
-from skymemory.router.fleet_adapters import FleetAdapters
-from skymemory.router.prompts import PromptReader
-from skymemory.router.settings import Backend, Settings
-from skymemory.router.settings_file import settings_from
+from skymemory.keys import first_ring
+from skymemory.router.backends import Backends
+from skymemory.router.envoy.endpoints import endpoint
+from skymemory.router.envoy.picker_service import Desk
+from skymemory.router.envoy.server import EndpointPicker, endpoint_picker, needs_restart, reload
+from skymemory.router.prompts.reader import PromptReader
+from skymemory.router.request_account import RequestAccount
+from skymemory.router.settings import Backend, Settings, settings_from
 
 TOKENIZER = str(Path(skymemory.__file__).parent / "engine" / "trained" / "small" / "tokenizer.json")
 METRICS = """# TYPE vllm:num_requests_running gauge
@@ -159,10 +162,10 @@ HEADERS = {":path": "/v1/completions", ":method": "POST"}
 
 def served(desk: Desk, among: list[str] | None = None) -> Decision:
     """One request as the picker has them, from its headers to its end."""
-    decision = desk.choose(desk.read(HEADERS, PROMPT), among, time.monotonic())
-    booking = Booking(desk.picker, decision, time.monotonic())
-    booking.ended(time.monotonic(), None)
-    return decision
+    placement = desk.choose(desk.read(HEADERS, PROMPT), among, time.monotonic())
+    account = RequestAccount(desk.scheduler, placement, time.monotonic())
+    account.ended(time.monotonic(), None)
+    return account.decision
 
 
 def test_what_was_learnt_is_kept_over_a_restart(tmp_path: Path) -> None:
@@ -198,24 +201,34 @@ def test_a_picker_that_never_knew_its_endpoints_keeps_what_an_earlier_one_knew(t
     assert settings.state is not None and settings.state.read_bytes() == b"what was known"
 
 
-def test_pickers_share_what_they_learn() -> None:
-    first = endpoint_picker(settings_with(None, replicas={"listen": "127.0.0.1:0"}), print)
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    directory = Path(tempfile.mkdtemp())  # a socket's path must be short
+    server = RedisServer(directory)
+    yield server
+    server.stop()
+    shutil.rmtree(directory)
+
+
+def test_pickers_with_the_same_keys_share_what_they_learn(redis: RedisServer) -> None:
+    settings, ring = settings_with(None, replicas={"redis": redis.url}), first_ring(bytes(range(32)))
+    first, second = (endpoint_picker(settings, print, ring) for _ in range(2))
+    stranger = endpoint_picker(settings, print)
 
     async def test() -> None:
-        await until(lambda: first._begun)
-        port = first._knowledge._replicas.port  # type: ignore[union-attr]
-        replicas = {"listen": "127.0.0.1:0", "peers": [f"127.0.0.1:{port}"]}
-        second = endpoint_picker(settings_with(None, replicas=replicas), print)
         stop = asyncio.Event()
-        running = asyncio.create_task(second.run(stop))
-        await until(lambda: second._begun)
+        running = [asyncio.create_task(picker.run(stop)) for picker in (second, stranger)]
+        await until(lambda: first._begun and second._begun and stranger._begun)
         served(first.desk, ["127.0.0.1:8001"])
         await until(lambda: second._knowledge.replicas().received > 0)  # type: ignore[union-attr]
         decision = served(second.desk)
         assert decision.server == "127.0.0.1:8001" and decision.matched_tokens > 300
         assert "skymemory_router_replicas_degraded" in await page(second)
+        served(stranger.desk, ["127.0.0.1:8000"])
+        await until(lambda: second._knowledge.replicas().refused > 0)  # type: ignore[union-attr]
+        assert served(second.desk).server == "127.0.0.1:8001"
         stop.set()
-        await running
+        await asyncio.gather(*running)
 
     with_picker(first, test)
 
@@ -265,15 +278,13 @@ def test_a_source_that_breaks_ends_the_picker_and_is_not_passed_over() -> None:
 
 
 def test_adapters_that_engines_report_are_read_as_adapters() -> None:
-    fleet = Fleet()
-    reader = PromptReader(adapters=FleetAdapters(fleet))
+    backends = Backends(Picker(Fleet(), InTurn()), are_checked=False)
+    backends.set([Backend("http://1.1.1.1:1", "a"), Backend("http://1.1.1.2:1", "b", adapters=("danish",))])
+    reader = PromptReader(adapters=backends.adapters)
     body = b'{"model": "french", "prompt": "bonjour"}'
-    assert (reader.read("/v1/completions", {}, body).model, reader.read("/v1/completions", {}, body).adapter) == (
-        "french",
-        "",
-    )
-    fleet.add("a").reported = LoadReport(at_s=0.0, adapters=frozenset({"french", "german"}))
+    read = reader.read("/v1/completions", {}, body)
+    assert (read.model, read.adapter) == ("french", "")
+    backends.known["a"].server.reported = LoadReport(at_s=0.0, adapters=frozenset({"french", "german"}))
+    backends.reported("a")
     assert reader.read("/v1/completions", {}, body).adapter == "french"
-    assert sorted(reader.adapters) == ["french", "german"] and len(reader.adapters) == 2
-    named = FleetAdapters(fleet, lambda: {"danish"})
-    assert "danish" in named and sorted(named) == ["danish", "french", "german"]
+    assert sorted(reader.adapters) == ["danish", "french", "german"]

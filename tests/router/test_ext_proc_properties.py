@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.router.exchanges import (
     GET,
     POST,
+    Exchange,
     a_completion,
     a_desk,
     kinds,
@@ -19,8 +20,6 @@ from tests.router.exchanges import (
     response_headers,
     response_trailers,
 )
-
-from skymemory.router.ext_proc import Exchange
 
 MODES = st.sampled_from(ProcessingMode.BodySendMode.values())
 NAMES = st.sampled_from(["", "10.0.0.0:8000", "10.0.0.2:8000", "9.9.9.9:1", "nonsense"])

@@ -10,6 +10,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from tests.router.exchanges import (
     GET,
     POST,
+    Exchange,
     a_completion,
     a_desk,
     header_destination,
@@ -21,10 +22,9 @@ from tests.router.exchanges import (
 )
 
 from skymemory.conductor.fleet import LoadReport
-from skymemory.conductor.strategies.plain import LeastLoad
-from skymemory.router.desk import Refusal
-from skymemory.router.ext_proc import Exchange
-from skymemory.router.ext_proc_messages import OVERWRITE, PIECE_BYTES
+from skymemory.conductor.strategies.simple import LeastLoad
+from skymemory.router.envoy.messages import OVERWRITE, PIECE_BYTES
+from skymemory.router.envoy.picker_service import Refusal
 
 MODE = ProcessingMode.BodySendMode
 
@@ -218,17 +218,18 @@ def test_a_body_that_is_not_shown_in_time_is_routed_by_load(mode: str) -> None:
 
 def test_a_request_is_whole_with_its_last_message_and_what_was_read_of_it_is_taken() -> None:
     exchange = Exchange(a_desk(most_body_bytes=1000))
-    assert exchange.whole_request(request_headers()) is None
+    assert not exchange.ends_request(request_headers(), 0)
     exchange.receive(request_headers(), 0.0)
-    assert exchange.whole_request(request_body(b"a", end=False)) is None
+    assert not exchange.ends_request(request_body(b"a", end=False), 0)
     exchange.receive(request_body(b"a", end=False), 0.0)
-    assert exchange.whole_request(request_body(b"x" * 1000)) is None
+    assert not exchange.ends_request(request_body(b"x" * 1000), 0)
     for last in (request_body(b"b"), request_trailers()):
+        assert exchange.ends_request(last, 1) and not exchange.ends_request(last, 1000)
         whole = exchange.whole_request(last)
         assert whole is not None and whole[1] == (b"ab" if last.HasField("request_body") else b"a")
         assert whole[0][":path"] == "/v1/completions"
     (answer,) = exchange.receive(request_body(b"b"), 0.0, Refusal(400, "no"))
-    assert answer.immediate_response.status.code == 400 and exchange.whole_request(request_body(b"b")) is None
+    assert answer.immediate_response.status.code == 400 and not exchange.ends_request(request_body(b"b"), 0)
 
 
 def test_who_only_looks_on_is_not_answered() -> None:

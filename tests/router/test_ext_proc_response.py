@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from tests.router.exchanges import (
     GET,
     POST,
+    Exchange,
     a_completion,
     a_desk,
     header_destination,
@@ -23,10 +25,10 @@ from tests.router.exchanges import (
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.plain import InTurn
-from skymemory.router.desk import Desk
-from skymemory.router.ext_proc import Exchange
-from skymemory.router.ext_proc_messages import PIECE_BYTES
+from skymemory.conductor.strategies.simple import InTurn
+from skymemory.router.envoy import messages as say
+from skymemory.router.envoy.messages import PIECE_BYTES
+from skymemory.router.envoy.picker_service import Desk
 
 USAGE = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 64}}
 SSE = "text/event-stream; charset=utf-8"
@@ -219,3 +221,19 @@ def test_a_response_without_a_request_of_ours_passes() -> None:
     assert kinds(list(exchange.receive(response_headers(408), 1.0))) == ["response_headers"]
     assert kinds(list(exchange.receive(response_body(b"slow"), 1.0))) == ["response_body"]
     exchange.closed(1.0)
+
+
+@pytest.mark.parametrize("size", [0, 1, 126, 127, 128, 16_300, 16_384, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
+@pytest.mark.parametrize("end", [True, False])
+def test_pieces_are_encoded_as_protobuf_encodes_them(size: int, end: bool) -> None:
+    body = bytes(size)
+    for kind, made in (("request_body", say.streamed_request), ("response_body", say.streamed_response)):
+        pieces = list(made(body, end))
+        for number, piece in enumerate(pieces):
+            said = ProcessingResponse.FromString(piece)
+            streamed = getattr(said, kind).response.body_mutation.streamed_response
+            assert said.SerializeToString(deterministic=True) == piece and said.WhichOneof("response") == kind
+            assert streamed.end_of_stream == (end and number == len(pieces) - 1)
+        whole = b"".join(getattr(ProcessingResponse.FromString(x), kind).response.body_mutation.streamed_response.body
+                         for x in pieces)  # fmt: skip
+        assert whole == body

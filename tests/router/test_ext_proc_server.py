@@ -20,14 +20,14 @@ from tests.router.exchanges import (
     header_destination,
     request_body,
     request_headers,
+    response_headers,
 )
 
 from skymemory.conductor.request import Request
 from skymemory.errors import SkyMemoryError
-from skymemory.router.certificates import self_signed
-from skymemory.router.desk import Desk
-from skymemory.router.ext_proc_messages import SERVICE
-from skymemory.router.ext_proc_server import Certificate, PickerServer
+from skymemory.router.envoy.ext_proc_server import Certificate, PickerServer, self_signed
+from skymemory.router.envoy.messages import SERVICE
+from skymemory.router.envoy.picker_service import Desk
 
 NAMES = {1: "SERVING", 2: "NOT_SERVING"}
 
@@ -175,6 +175,45 @@ def test_long_prompts_are_read_beside_and_nobody_waits_for_them() -> None:
 
     desk = with_server(test, desk=replace(a_desk(), reader=Slow(), reads_elsewhere_bytes=1000))
     assert desk.counters.get("prompt_tokens_total") == 2000 // 4 + len("Say this is a test") // 4
+
+
+def test_a_body_that_does_not_end_is_not_held_at_the_cost_of_others() -> None:
+    async def test(server: PickerServer) -> None:
+        server._doors[0].most_held_bytes = 150_000
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            long, short = a_call(channel), a_call(channel)
+            for call in (long, short):
+                await call.write(request_headers())
+            await short.write(request_body(a_completion()[:10], end=False))
+            for _ in range(3):
+                await long.write(request_body(b"x" * 60_000, end=False))
+            refused = (await long.read()).immediate_response
+            assert refused.status.code == 503 and b"ends of as many bodies" in refused.body
+            await short.write(request_body(a_completion()[10:]))
+            assert header_destination(await short.read())
+
+    desk = with_server(test)
+    assert desk.counters.get("door_refusals_total", "bytes") == desk.counters.get("requests_refused_total", "503") == 1
+
+
+def test_a_long_body_comes_back_whole() -> None:
+    body = a_completion("x" * 1_000_000)
+
+    async def test(server: PickerServer) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            call = a_call(channel)
+            await call.write(request_headers())
+            for start in range(0, len(body), 60_000):
+                await call.write(request_body(body[start : start + 60_000], end=start + 60_000 >= len(body)))
+            assert header_destination(await call.read())
+            back = b""
+            while len(back) < len(body):
+                back += (await call.read()).request_body.response.body_mutation.streamed_response.body
+            assert back == body
+            await call.write(response_headers())
+            assert (await call.read()).WhichOneof("response") == "response_headers"
+
+    with_server(test)
 
 
 def test_a_taken_port_is_said() -> None:

@@ -12,14 +12,14 @@ from tests.router.replica_tools import KIND, chain
 
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.errors import InvalidInput
-from skymemory.router.index_file import load_index, save_index
+from skymemory.router.prefix_state import load_index, save_index
 
 SAVER = """
 import sys
 from pathlib import Path
 from tests.router.replica_tools import KIND, chain
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.router.index_file import save_index
+from skymemory.router.prefix_state import save_index
 index = ApproximatePrefixIndex(1000)
 for number in range(20):
     index.learn(number % 2, chain(number))
@@ -32,7 +32,7 @@ def test_the_next_process_knows_what_this_one_did(tmp_path: Path) -> None:
     index = ApproximatePrefixIndex(1000)
     assert load_index(path, index, KIND, {"a": 0}) == 0
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([".", *sys.path])}
-    subprocess.run([sys.executable, "-c", SAVER, str(path)], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", SAVER, str(path)], env=environment, check=True, timeout=240)
     assert load_index(path, index, KIND, {"b": 0, "c": 1}) == 200
     assert [index.match(chain(number), [0, 1]) for number in range(4)] == [[0, 0], [20, 0], [0, 0], [20, 0]]
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"], "nothing half-written is left"

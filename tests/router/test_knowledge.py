@@ -18,10 +18,9 @@ import skymemory
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.errors import InvalidInput
-from skymemory.keys import first_ring
-from skymemory.router import knowledge
-from skymemory.router.knowledge import Knowledge, kind_of_blocks
-from skymemory.router.settings_file import settings_from
+from skymemory.router import prefix_state
+from skymemory.router.prefix_state import Knowledge, kind_of_blocks
+from skymemory.router.settings import settings_from
 
 Run = Callable[..., Running]
 
@@ -52,26 +51,6 @@ def test_a_router_that_starts_again_knows_what_it_knew(loop: Loop, tmp_path: Pat
         assert decision_of(running, prompt="a" * 4096)["matched_tokens"] == 0
     finally:
         running.close()
-
-
-def test_routers_tell_each_other_what_they_learnt(loop: Loop) -> None:
-    first = Running(loop).start(2, strategy="approximate", replicas={"listen": "127.0.0.1:0"})
-    second = Running(loop, engines=first.engines)
-    try:
-        assert first.server is not None
-        gossip = first.server.knowledge._replicas
-        second.restart(strategy="approximate", replicas={"peers": [f"127.0.0.1:{gossip.port}"]})  # type: ignore[union-attr]
-        until(lambda: second.ask("GET", "/ready").json["reasons"] == [])
-        first.complete(prompt="a" * 4096)
-        until(lambda: decision_of(second, prompt="a" * 4096)["matched_tokens"] == 1024)
-        loop.run(first.server.close())
-        first.server = None
-        until(lambda: "what other routers learn is not known" in str(second.ask("GET", "/ready").json["reasons"]))
-        assert second.complete().status == 200
-    finally:
-        second.engines = []
-        second.close()
-        first.close()
 
 
 @pytest.fixture
@@ -110,7 +89,7 @@ def test_routers_agree_through_redis_and_go_on_without_it(loop: Loop, redis: Red
 
 
 def test_what_is_known_is_written_while_it_runs(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knowledge, "SAVE_S", 0.05)
+    monkeypatch.setattr(prefix_state, "SAVE_S", 0.05)
     state = tmp_path / "index"
     running = Running(loop).start(1, strategy="approximate", state=str(state))
     try:
@@ -128,23 +107,16 @@ def test_what_is_known_is_written_while_it_runs(loop: Loop, tmp_path: Path, monk
         running.close()
 
 
-def test_replicas_beyond_this_computer_need_keys(tmp_path: Path) -> None:
-    table = {"strategy": "approximate", "replicas": {"peers": ["router-2:7000"]}}
-    with pytest.raises(InvalidInput, match="beyond this computer"):
-        Knowledge(settings_from(table), Fleet())
-    assert Knowledge(settings_from(table), Fleet(), first_ring(bytes(32))).scorer.name == "approximate"
-
-
 @pytest.mark.parametrize("strategy", ["least-ttft", "approximate", "radix"])
 def test_places_of_blocks_are_another_routers_secret(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     secrets: list[int] = []
 
-    class Index(knowledge.ApproximatePrefixIndex):  # type: ignore[name-defined,misc]
+    class Index(prefix_state.ApproximatePrefixIndex):  # type: ignore[name-defined,misc]
         def __init__(self, blocks: int, most: int | None, secret: int) -> None:
             secrets.append(secret)
             super().__init__(blocks, most, secret)
 
-    monkeypatch.setattr(knowledge, "ApproximatePrefixIndex", Index)
+    monkeypatch.setattr(prefix_state, "ApproximatePrefixIndex", Index)
     for _ in range(2):
         made = Knowledge(settings_from({"strategy": strategy, "options": {"blocks_per_server": 77}}), Fleet())
         assert isinstance(made._index, Index) and made._index.capacity_of(0) == 77
@@ -181,7 +153,6 @@ def test_blocks_of_another_kind_are_another_kind(tmp_path: Path) -> None:
         ({"strategy": "least-load", "replicas": {"redis": "redis://a"}}, "nothing to share"),
         ({"strategy": "aproximate"}, "did you mean 'approximate'"),
         ({"strategy": "precise", "replicas": {"redis": "redis://a"}}, "nothing to share"),
-        ({"replicas": {"redis": "redis://a", "listen": "127.0.0.1:0"}}, "not both"),
     ],
 )
 def test_what_does_not_go_together_is_said(table: dict[str, Any], says: str) -> None:

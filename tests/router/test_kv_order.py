@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.router.kv_order import Offer, Order
+from skymemory.router.engines.feed import Offer, Order
 
 
 def taken(order: Order) -> list[int]:

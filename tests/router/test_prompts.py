@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from skymemory import native
-from skymemory.conductor.request import Request
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.request import Request, seed
 from skymemory.router.bad_request import BadRequest
-from skymemory.router.prompts import CHAT_COMPLETIONS, COMPLETIONS, PromptReader
+from skymemory.router.prompts.bodies import prompts_of, read_body
+from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader
 
 READER = PromptReader(adapters={"poet": "small", "orphan": ""})
 
@@ -42,6 +42,27 @@ def test_a_text_becomes_chained_blocks_of_its_bytes() -> None:
     assert (request.prompt.tokens, request.prompt.block_tokens) == (-(-len(data) // 4), 16)
     assert request.prompt.head == data[:1024]
     assert (request.model, request.salt, request.output_tokens) == ("small", "s", 7)
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize(
+    "text", ["plain \x7f/", "", 'quo"ted', "back\\slash", "line\nend\x00", "\N{LATIN SMALL LETTER AE}"]
+)
+def test_a_prompt_is_what_its_json_says(text: str, ascii_only: bool) -> None:
+    body = json.dumps({"prompt": text, "model": "m"}, ensure_ascii=ascii_only).encode()
+    assert prompts_of(read_body(body)) == [text.encode()]
+
+
+def test_a_prompt_may_be_escaped_and_spaced_as_json_allows() -> None:
+    assert prompts_of(read_body(rb'{"prompt" :  "a\u0062\/" , "model": "m"}')) == [b"ab/"]
+    assert prompts_of(read_body(rb'{"prompt" :  "ab/" , "model": "m"}')) == [b"ab/"]
+    assert prompts_of(read_body(rb'{"prompt":"\ud83d\ude00"}')) == ["\N{GRINNING FACE}".encode()]
+
+
+@pytest.mark.parametrize("byte", [*range(32), 0x80, 0xFF])
+def test_a_prompt_with_bytes_that_json_does_not_have_is_refused(byte: int) -> None:
+    with pytest.raises(BadRequest):
+        prompts_of(read_body(b'{"prompt": "some text %c, more text"}' % byte))
 
 
 def test_model_adapter_and_salt_keep_prompts_apart() -> None:

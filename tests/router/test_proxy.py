@@ -147,6 +147,15 @@ def test_models_are_merged_and_steer(run: Run) -> None:
     assert missing.status == 404 and missing.json["error"]["code"] == "model_not_found"
 
 
+def test_a_model_with_a_slash_in_its_name_is_found_as_clients_ask_for_it(run: Run) -> None:
+    """OpenAI's clients send `org/model` as `org%2Fmodel`."""
+    running = run(engines=1)
+    running.engines[0].models = [{"id": "org/model", "object": "model"}]
+    until(lambda: running.ask("GET", "/v1/models/org%2Fmodel").status == 200)
+    assert running.ask("GET", "/v1/models/org/model").json == {"id": "org/model", "object": "model"}
+    assert "'a model?'" in running.ask("GET", "/v1/models/a%20model%3F").json["error"]["message"]
+
+
 def test_cached_tokens_are_read_from_answers(run: Run) -> None:
     running = run(engines=1)
     running.complete()

@@ -14,8 +14,8 @@ from tests.router.running import Running, until
 from tests.router.test_kv_events import BLOCK_TOKENS, Publisher, a_publisher
 
 from skymemory.errors import InvalidInput
-from skymemory.router.proxy_server import ProxyServer
-from skymemory.router.settings_file import settings_from
+from skymemory.router.http.server import ProxyServer
+from skymemory.router.settings import settings_from
 
 TRAINED = Path(__file__).parents[2] / "src/skymemory/engine/trained/small"
 PRECISE = {"strategy": "precise", "prompts": {"tokenizer": str(TRAINED), "block_tokens": BLOCK_TOKENS}}

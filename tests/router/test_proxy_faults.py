@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tests.router.running import PATIENCE_S, Running, until
 
+from skymemory.router.http.usage import UsageReader
+
 Run = Callable[..., Running]
 
 
@@ -135,7 +137,7 @@ def test_a_stream_that_stops_is_cut_and_says_so(run: Run) -> None:
     until(lambda: running.engines[0].abandoned == 1)
 
 
-@pytest.mark.parametrize("mock", [{"events": 50, "gap_s": 0.05}, {"first_byte_s": 5.0}])
+@pytest.mark.parametrize("mock", [{"events": 600, "gap_s": 0.05}, {"first_byte_s": 30.0}])
 def test_a_client_that_hangs_up_ends_the_work_at_once(run: Run, mock: dict[str, Any]) -> None:
     running = run(engines=1)
     body = json.dumps({"prompt": "x", "stream": True, "mock": mock}).encode()
@@ -147,7 +149,7 @@ def test_a_client_that_hangs_up_ends_the_work_at_once(run: Run, mock: dict[str, 
     began_s = time.monotonic()
     raw.close()
     until(lambda: running.metric("requests_total", server="e0", outcome="client-gone") == 1)
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < 15
     until(lambda: account_is_closed(running))
     if "gap_s" in mock:
         until(lambda: running.engines[0].abandoned == 1)
@@ -182,7 +184,7 @@ def test_too_much_at_once_is_refused_with_a_time(run: Run) -> None:
     statuses = sorted(answer.status for answer in answers)
     assert statuses == [200] * 4 + [429] * 4
     refused = next(answer for answer in answers if answer.status == 429)
-    assert refused.headers["Retry-After"] == "1" and refused.json["error"]["type"] == "rate_limit_error"
+    assert refused.headers["Retry-After"] == "1" and refused.json["error"]["type"] == "requests"
     assert running.complete().status == 200
 
 
@@ -199,7 +201,7 @@ def test_a_slow_page_of_metrics_delays_nobody(run: Run) -> None:
     running.engines[0].metrics_delay_s = 30.0
     began_s = time.monotonic()
     served = [running.complete(prompt=f"{number} " * 200).headers["X-Engine"] for number in range(20)]
-    assert time.monotonic() - began_s < 2.0 and set(served) == {"e0", "e1"}
+    assert time.monotonic() - began_s < 20 and set(served) == {"e0", "e1"}
 
 
 def test_a_megabyte_of_prompt_passes(run: Run) -> None:
@@ -237,6 +239,9 @@ def test_a_few_bytes_that_hold_gigabytes_hold_nobody_up(run: Callable[..., Runni
     running = run(engines=1)
     bomb = gzip.compress(bytes(200 << 20), 9)
     assert len(bomb) < 1 << 18
+    began_s = time.monotonic()
+    assert len(gzip.decompress(bomb)) == 200 << 20
+    unpacking_s = time.monotonic() - began_s
 
     def thrown() -> bytes:
         with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as client:
@@ -252,14 +257,47 @@ def test_a_few_bytes_that_hold_gigabytes_hold_nobody_up(run: Callable[..., Runni
             assert running.ask("GET", "/health").status == 200
             waits_s.append(time.monotonic() - began_s)
         assert {each.result() for each in throwing} == {b"HTTP/1.1 413"}
-    assert max(waits_s) < 1.0, "unpacking what was refused takes 2 s"
+    assert max(waits_s) < max(1.0, unpacking_s), "nobody waits until all of it is unpacked, twice"
+
+
+def twice(running: Running, body: dict[str, Any]) -> bytes:
+    """What comes back for one request sent twice at once, until nothing more does."""
+    data = json.dumps({"model": "small", "prompt": "abc", **body}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    came = b""
+    with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as client:
+        client.sendall(head.encode() + b"\r\n" + data + head.encode() + b"Connection: close\r\n\r\n" + data)
+        try:
+            while piece := client.recv(65536):
+                came += piece
+        except ConnectionResetError:
+            pass
+    return came
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": True, "mock": {"events": 3, "gap_s": 0.05}}])
+def test_an_error_of_ours_after_the_answer_began_sends_no_second_one(
+    run: Callable[..., Running], body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = run(engines=1)
+    passed = UsageReader.add
+
+    def fails(reader: UsageReader, piece: bytes) -> None:
+        passed(reader, piece)
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(UsageReader, "add", fails)
+    came = twice(running, body)
+    assert came.count(b"HTTP/1.1 ") == 1 and b"the router failed" not in came and not came.endswith(b"0\r\n\r\n")
+    until(lambda: running.metric("requests_total", server="e0", outcome="failed") == 1)
+    until(lambda: account_is_closed(running))
 
 
 @pytest.mark.parametrize(
     ("told", "body"),
     [("succeeded", {}), ("ended", {}), ("ended", {"stream": True, "mock": {"events": 3, "gap_s": 0.05}})],
 )
-def test_an_error_of_ours_after_the_answer_began_sends_no_second_one(
+def test_an_error_in_the_account_spoils_no_answer(
     run: Callable[..., Running], told: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = run(engines=1)
@@ -269,15 +307,8 @@ def test_an_error_of_ours_after_the_answer_began_sends_no_second_one(
         raise KeyError("a bug")
 
     monkeypatch.setattr(running.server.picker, told, fails)
-    data = json.dumps({"model": "small", "prompt": "abc", **body}).encode()
-    with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-        client.sendall((head.encode() + data) * 2)
-        came = b""
-        try:
-            while piece := client.recv(65536):
-                came += piece
-        except ConnectionResetError:
-            pass
-    assert came.count(b"HTTP/1.1 ") == 1 and b"the router failed" not in came
-    assert running.metric("requests_total", server="e0", outcome="failed") >= 1
+    came = twice(running, body)
+    assert came.count(b"HTTP/1.1 200 ") == 2
+    assert came.count(b"[DONE]") == (2 if body else 0) and came.count(b'"usage"') == 2
+    until(lambda: running.metric("requests_total", server="e0", outcome="failed") == 2)
+    until(lambda: running.metric("faults_total", where="account") >= 2)

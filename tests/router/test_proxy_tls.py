@@ -1,4 +1,4 @@
-"""Servers asked over TLS: whose certificate an authority of theirs signed, and who is somebody else."""
+"""Servers asked over TLS, whose certificate an authority signed or not; servers that want a key of their own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.router.running import Loop, Running, until
 
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput
-from skymemory.router.certificates import self_signed
-from skymemory.router.settings_file import settings_from
+from skymemory.router.envoy.ext_proc_server import self_signed
+from skymemory.router.settings import settings_from
 from skymemory.router.tls import Authorities
 
 
@@ -118,3 +118,65 @@ def test_an_authority_for_a_server_without_tls_is_refused(folder: Path) -> None:
     one = authorities.context("https://a", folder / "ours.pem")
     assert one is authorities.context("https://b", folder / "ours.pem") is not None
     assert authorities.context("http://a", None) is None and authorities.context("https://a", None) is not one
+
+
+@pytest.fixture
+def guarded(loop: Loop) -> Iterator[MockEngine]:
+    made = MockEngine("e", key="sk-engine", waiting=7)
+    loop.run(made.start())
+    yield made
+    loop.run(made.die())
+
+
+def keyed(engine: MockEngine, key_file: Path) -> dict[str, object]:
+    made = table(engine, None)
+    made["backends"] = [{"url": engine.url, "name": "e", "api_key_file": str(key_file)}]
+    return made
+
+
+def test_a_server_gets_its_own_key_with_requests_checks_models_and_metrics(
+    run: Callable[..., Running], guarded: MockEngine, tmp_path: Path, loop: Loop
+) -> None:
+    """And no client's. Another key is taken up without a restart; a file without one is refused, and all stays."""
+    file = tmp_path / "engine.key"
+    file.write_text("sk-engine\n")
+    running = run(0, **keyed(guarded, file))
+    assert running.complete({"Authorization": "Bearer of-a-client"}).status == 200
+    assert running.ask("GET", "/v1/models").json["data"][0]["id"] == "small"
+    server = running.server
+    assert server is not None
+    until(lambda: server.picker.fleet.servers["e"].reported is not None)
+    assert [one["headers"]["authorization"] for one in guarded.seen] == ["Bearer sk-engine"]
+
+    async def reset() -> None:
+        server.reset(settings_from(keyed(guarded, file)))
+
+    file.write_text("two lines\nof something\n")
+    with pytest.raises(InvalidInput, match=r"api_key_file .*on one line"):
+        loop.run(reset())
+    assert running.complete().status == 200
+    guarded.key = "sk-another"
+    file.write_text("sk-another\n")
+    loop.run(reset())
+    until(lambda: running.ask("GET", "/ready").status == 200)
+    assert running.complete().status == 200
+
+
+def test_the_check_shows_a_server_its_key(
+    guarded: MockEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "engine.key"
+
+    def said() -> tuple[int, str]:
+        lines = ["[[backends]]", f"url = {json.dumps(guarded.url)}", f"api_key_file = {json.dumps(str(file))}"]
+        (tmp_path / "router.toml").write_text("\n".join(lines))
+        return main(["route", "--check", "--settings", str(tmp_path / "router.toml")]), capsys.readouterr().out
+
+    code, words = said()
+    assert code == 1 and "No such file" in words
+    file.write_text("sk-engine")
+    code, words = said()
+    assert code == 0 and "models   small" in words and "metrics  vllm" in words
+    file.write_text("sk-wrong")
+    code, words = said()
+    assert code == 1 and "answered 401" in words

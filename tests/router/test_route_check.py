@@ -13,7 +13,7 @@ from tests.router.running import Running
 from tests.router.test_kv_events import BLOCK_TOKENS, a_publisher
 
 from skymemory.cli.main import main
-from skymemory.router import check
+from skymemory.router.http import check
 
 TRAINED = Path(__file__).parents[2] / "src/skymemory/engine/trained/small"
 CACHE = 'vllm:cache_config_info{{block_size="32",num_gpu_blocks="96"}} 1\n'

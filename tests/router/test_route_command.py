@@ -15,6 +15,7 @@ import pytest
 from tests.router.processes import PATIENCE_S, Process, engine, router
 
 from skymemory.cli.main import main
+from skymemory.router.http.server import raise_open_files
 
 STREAM = {"model": "small", "prompt": "x" * 200, "stream": True}
 
@@ -195,3 +196,14 @@ def _accepts(port: int) -> bool:
     finally:
         connection.close()
     return True
+
+
+def test_it_takes_as_many_open_files_as_it_may_have() -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

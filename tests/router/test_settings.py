@@ -8,8 +8,7 @@ import pytest
 
 from skymemory.errors import InvalidInput
 from skymemory.router.setting_values import host_and_port
-from skymemory.router.settings import Backend, Settings
-from skymemory.router.settings_file import known_keys, read_settings, settings_from
+from skymemory.router.settings import Backend, Settings, known_keys, read_settings, settings_from
 
 FILE = """
 listen = "127.0.0.1:9000"
@@ -92,6 +91,11 @@ def test_every_setting_has_a_key_and_a_sentence() -> None:
         ({"backends": "http://a:1"}, "expected [[backends]]"),
         ({"listen": 8080}, "expected text in quotes"),
         ({"health": {"every": 0}}, "must be above 0"),
+        (
+            {"replicas": {"listen": ":7400"}},
+            "replicas: listen: there is no such setting any more; routers share through",
+        ),
+        ({"replicas": {"peers": ["a:1"]}}, "any more; routers share through Redis now: redis = 'redis://"),
     ],
 )
 def test_what_is_wrong_is_named(table: dict[str, object], says: str) -> None:

@@ -11,10 +11,10 @@ import pytest
 
 import skymemory
 from skymemory import native
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.request import seed
 from skymemory.errors import InvalidInput
-from skymemory.router.prompts import CHAT_COMPLETIONS, COMPLETIONS, PromptReader
-from skymemory.router.tokenizing import PromptTokenizer
+from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader
+from skymemory.router.prompts.tokenizing import PromptTokenizer
 
 SHIPPED = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
 TEMPLATE = """{{ bos_token }}{%- if tools %}tools: {{ tools | tojson }}

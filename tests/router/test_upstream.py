@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-import aiohttp
 import pytest
 
-from skymemory.router import upstream
-from skymemory.router.upstream import Pool
+from skymemory.router.http import upstream
+from skymemory.router.http.upstream import AnswerHead, Call, Pool, UpstreamError
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -49,12 +48,33 @@ async def one(reader: asyncio.StreamReader) -> None:
     await reader.readexactly(4)
 
 
+class Asked:
+    """A request, and what comes back of it."""
+
+    def __init__(self, pool: Pool, body: bytes = b"body", head: bytes = HEAD) -> None:
+        self.head: AnswerHead | None = None
+        self.body = b""
+        self.first = asyncio.Event()
+        self.over: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.call: Call = pool.ask(self, head, body)
+
+    def answer_begins(self, head: AnswerHead) -> None:
+        assert self.head is None and not self.over.done()
+        self.head = head
+
+    def answer_comes(self, piece: bytes, ended: bool) -> None:
+        assert self.head is not None and not self.over.done()
+        self.body += piece
+        self.first.set()
+        if ended:
+            self.over.set_result(self.body)
+
+    def answer_lost(self, error: UpstreamError) -> None:
+        self.over.set_exception(error)
+
+
 async def whole(pool: Pool) -> bytes:
-    answer = await pool.request(HEAD, b"body")
-    try:
-        return await answer.content.read()
-    finally:
-        answer.close()
+    return await Asked(pool).over
 
 
 async def again_and_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -114,10 +134,12 @@ def test_who_does_not_want_the_rest_is_gone_at_once() -> None:
             gone.set()
 
     async def ask(pool: Pool, connections: list[int]) -> None:
-        answer = await pool.request(HEAD, b"body")
-        assert await answer.content.readany() == b"ok"
-        answer.close()
+        asked = Asked(pool)
+        await asked.first.wait()
+        assert asked.body == b"ok" and not asked.over.done()
+        asked.call.close()
         await gone.wait()
+        assert not asked.over.done(), "nothing is told any more"
 
     against(serve, ask)
 
@@ -129,10 +151,9 @@ def test_hints_before_an_answer_are_passed_over_and_an_early_answer_ends_the_con
         await reader.read()
 
     async def ask(pool: Pool, connections: list[int]) -> None:
-        answer = await pool.request(HEAD.replace(b": 4", b": 50000000"), b"x" * 50_000_000)
-        assert (answer.status, await answer.content.read()) == (200, b"ok")
-        answer.close()
-        assert await pool.request(HEAD, b"body") and len(connections) == 2
+        asked = Asked(pool, b"x" * 50_000_000, HEAD.replace(b": 4", b": 50000000"))
+        assert await asked.over == b"ok" and asked.head is not None and asked.head.status == 200
+        assert await whole(pool) == b"ok" and len(connections) == 2
 
     against(serve, ask)
 
@@ -146,15 +167,57 @@ def test_what_is_no_answer_is_an_error(said: bytes) -> None:
         writer.write(said)
 
     async def ask(pool: Pool, connections: list[int]) -> None:
-        with pytest.raises(aiohttp.ClientError):
-            await pool.request(HEAD, b"body")
+        with pytest.raises(UpstreamError) as raised:
+            await whole(pool)
+        assert raised.value.connected
 
     against(serve, ask)
 
 
 def test_nobody_there_and_nobody_who_takes_it() -> None:
     async def ask(pool: Pool, connections: list[int]) -> None:
-        with pytest.raises(ConnectionRefusedError):
-            await Pool("http://127.0.0.1:1", 2.0).request(HEAD, b"body")
+        with pytest.raises(UpstreamError) as raised:
+            await whole(Pool("http://127.0.0.1:1", 2.0))
+        assert raised.value.refused and not raised.value.connected
 
     against(once, ask)
+
+
+def test_a_burst_makes_a_bounded_number_of_connections_at_once_and_all_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upstream, "MAX_CONNECTING", 3)
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        asked = [Asked(pool) for _ in range(50)]
+        asked[30].call.close()
+        assert len(pool._connecting) == 3
+        assert {await each.over for each in asked if each is not asked[30]} == {b"ok"}
+        assert not asked[30].over.done() and len(connections) < 50
+
+    against(again_and_again, ask)
+
+
+def test_an_answer_without_a_length_ends_where_its_connection_does() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await one(reader)
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 300_000)
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        asked = Asked(pool)
+        assert await asked.over == b"x" * 300_000 and asked.head is not None and not asked.head.framed
+
+    against(serve, ask)
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 20", b"Transfer-Encoding: chunked"])
+def test_an_answer_that_is_cut_off_is_not_taken_for_whole(framing: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await one(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n\r\n5\r\nhello\r\n")
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        with pytest.raises(UpstreamError, match="in the middle"):
+            await whole(pool)
+
+    against(serve, ask)

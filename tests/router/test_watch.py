@@ -13,9 +13,7 @@ from aiohttp import web
 from tests.router.engine_texts import SGLANG, VLLM
 
 from skymemory.conductor.fleet import Fleet, LoadReport
-from skymemory.router.engine_metrics import UnreadableMetrics
-from skymemory.router.scrape import scrape
-from skymemory.router.watch import MetricsWatch
+from skymemory.router.engines.metrics import MetricsWatch, UnreadableMetrics, scrape
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -90,7 +88,7 @@ async def bombs(_: web.Request) -> web.StreamResponse:
     return web.Response(body=gzip.compress(VLLM * 1000), headers={"Content-Encoding": "gzip"})
 
 
-async def until(true: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(true: Callable[[], bool], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not true():
             await asyncio.sleep(0.005)

@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
 def shared_door() -> Iterator[Door]:
     from tests.serving.door import open_door
 
-    from skymemory.serving.run_engine import EngineSettings
+    from skymemory.serving.engine.run import EngineSettings
 
     with open_door(EngineSettings(cache_bytes=32 << 20, most_running=4)) as door:
         yield door
@@ -43,6 +43,6 @@ def door(shared_door: Door) -> Door:
 @pytest.fixture(scope="session")
 def ready() -> Any:
     """The same model and tokenizer without an engine."""
-    from skymemory.engine.named import ready_model
+    from skymemory.engine.models import ready_model
 
     return ready_model("small", dtype="float32")

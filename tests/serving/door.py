@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from skymemory.serving.run_engine import Engine, EngineSettings
+from skymemory.serving.engine.run import Engine, EngineSettings
 
 PATIENCE_S = 20.0
 

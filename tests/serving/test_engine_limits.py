@@ -12,7 +12,7 @@ from tests.serving.door import PATIENCE_S, Door, open_door
 from tests.serving.test_openai_engine import some_ids
 
 from skymemory.errors import InvalidInput
-from skymemory.serving.run_engine import EngineSettings
+from skymemory.serving.engine.run import EngineSettings
 
 pytestmark = pytest.mark.engine
 BLOCK = 16
@@ -84,7 +84,7 @@ def test_a_line_that_is_full_says_when_to_come_again(tight: Door) -> None:
             )
         reply = tight.ask("/v1/completions", {"prompt": "a"})
         assert (reply.status, reply.headers["Retry-After"]) == (429, "1")
-        assert reply.body["error"]["type"] == "rate_limit_error"
+        assert (reply.body["error"]["type"], reply.body["error"]["code"]) == ("requests", "rate_limit_exceeded")
         assert tight.metric("vllm:num_requests_waiting") == 2 and tight.metric("vllm:kv_cache_usage_perc") > 0
         assert tight.ask("/health").status == 200
     finally:
@@ -119,7 +119,7 @@ def test_one_request_that_fails_does_not_end_the_engine(tight: Door, monkeypatch
         reply = tight.ask("/v1/completions", {"prompt": "a"})
     assert reply.status == 500 and "out of luck" in reply.body["error"]["message"]
     with monkeypatch.context() as patched:
-        patched.setattr("skymemory.serving.sequence.Sequence.decode", broken)
+        patched.setattr("skymemory.serving.engine.thread.Sequence.decode", broken)
         assert tight.ask("/v1/completions", {"prompt": "a"}).status == 500
     assert tight.complete("a", 2)["usage"]["completion_tokens"] == 2
 

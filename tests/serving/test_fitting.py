@@ -18,9 +18,8 @@ from skymemory.conductor.cost_model import CostModel, Machine, ModelShape
 from skymemory.conductor.cost_model.fit import decode_errors, fit_decode, fit_prefill, prefill_errors
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.router.cost_file import read_cost
-from skymemory.serving.fitting.grid import decode_cells, prefill_cells
-from skymemory.serving.fitting.measure import Measuring, cut, step_s
+from skymemory.router.settings import read_cost
+from skymemory.serving.fitting import Measuring, cut, decode_cells, prefill_cells, step_s
 from skymemory.serving.replay.client import Client
 from skymemory.serving.replay.outcome import Outcome, Status
 
@@ -124,7 +123,8 @@ def test_a_cut_prompt_is_its_beginning() -> None:
     assert cut([1, 2, 3, 4], 0.5) == [1, 2] and cut("a b c d", 0.75) == "a b c" and cut([7], 0.1) == [7]
 
 
-@pytest.mark.parametrize("unit", ["ids", pytest.param("tokens", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["ids", "tokens"])
 def test_a_real_engine_is_measured_and_its_model_can_be_routed_by(
     door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str], unit: str
 ) -> None:

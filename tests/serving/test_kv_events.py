@@ -18,9 +18,11 @@ from tests.serving.test_engine_limits import BLOCK, BLOCK_BYTES  # noqa: E402
 from tests.serving.test_openai_engine import some_ids  # noqa: E402
 
 from skymemory.errors import InvalidInput  # noqa: E402
-from skymemory.serving.kv_events import AllBlocksCleared  # noqa: E402
-from skymemory.serving.kv_publisher import KVPublisher  # noqa: E402
-from skymemory.serving.run_engine import EngineSettings  # noqa: E402
+from skymemory.serving.engine.events import (  # noqa: E402
+    AllBlocksCleared,
+    KVPublisher,
+)
+from skymemory.serving.engine.run import EngineSettings  # noqa: E402
 
 pytestmark = pytest.mark.engine
 ANYWHERE = "tcp://127.0.0.1:*"

@@ -13,7 +13,7 @@ import torch
 from tests.serving.door import Door
 
 from skymemory.conductor.fleet import PrefillTotals
-from skymemory.router.engine_metrics import read_metrics
+from skymemory.router.engines.metrics import read_metrics
 
 pytestmark = pytest.mark.engine
 BLOCK = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skymemory.errors import InvalidInput
-from skymemory.serving.replay.ask import asks_of, reusable_share
+from skymemory.serving.replay.prompts import asks_of, reusable_share
 from skymemory.sim.trace import TraceRequest
 
 TRACE = [

@@ -9,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.serving.replay.ask import Ask
-from skymemory.serving.replay.calibration import Measure, measured, probes
-from skymemory.serving.replay.prompts import HEAD, Pieces, character_prompts, id_prompts, word_prompts
-from skymemory.sim.prompt_text import WORDS
+from skymemory.serving.replay.prompts import (
+    HEAD,
+    Ask,
+    Measure,
+    Pieces,
+    character_prompts,
+    id_prompts,
+    measured,
+    probes,
+    word_prompts,
+)
+from skymemory.sim.workload import WORDS
 
 BLOCK = 40.0
 IDS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8, unique=True)

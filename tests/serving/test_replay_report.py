@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from skymemory.serving.replay.figures import spread
 from skymemory.serving.replay.outcome import Outcome, Status
-from skymemory.serving.replay.report import Slo, as_json, report_of
-from skymemory.serving.replay.report_text import lines_of
+from skymemory.serving.replay.report import Slo, as_json, lines_of, report_of
 
 GOOD = Outcome(
     number=0, status=Status.COMPLETED, due_s=1.0, sent_s=1.0, wanted_prompt_tokens=100, wanted_output_tokens=4,
@@ -22,14 +20,6 @@ REFUSED = replace(
     output_tokens=None, http_status=429, error="refused 429: too much to do", retry_after_s=2.0,
 )  # fmt: skip
 FAILED = replace(REFUSED, status=Status.FAILED, http_status=200, retry_after_s=None, error="stream cut short: in vain")
-
-
-def test_percentiles_are_values_that_were_measured() -> None:
-    """The nearest rank: of 1 to 100, p90 is 90."""
-    found = spread([float(one) for one in range(100, 0, -1)])
-    assert (found.mean, found.p50, found.p90, found.p99, found.most) == (50.5, 50, 90, 99, 100)
-    assert spread([7.0]).p99 == 7.0
-    assert spread([math.nan]).count == 0 and math.isnan(spread([]).mean)
 
 
 def test_times_of_one_request() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from skymemory.cli._demo_route_processes import service
+from skymemory.demo.processes import service
 
 PATIENCE_S = 90.0
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.serving.replay.hearing import BadAnswer, Hearing
-from skymemory.serving.replay.sse import EventReader, NotEvents
+from skymemory.serving.replay.client import BadAnswer, EventReader, Hearing, NotEvents
 
 LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=12)
 CUTS = st.lists(st.integers(0, 400), max_size=12)

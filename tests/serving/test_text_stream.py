@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.serving.conftest import torch
 
-from skymemory.serving.choosing import Chooser
-from skymemory.serving.generation import Sampling
-from skymemory.serving.text_stream import TextStream
+from skymemory.serving.engine.generation import TextStream
 
 pytestmark = pytest.mark.engine
 TEXT = "Füße im Gras — naïve 日本語 🛰️ and\tplain  spaces\nend "
@@ -52,12 +49,26 @@ def test_what_only_began_like_a_stop_text_is_shown(ready: Any) -> None:
     assert not shown.endswith("end ") and shown + stream.finish() == TEXT
 
 
-def test_drawing_keeps_to_the_likeliest_and_to_their_chances() -> None:
-    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    assert Chooser(Sampling(temperature=0)).choose(logits) == 0
-    for top_p, allowed in ((0.4, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
-        chooser = Chooser(Sampling(top_p=top_p, seed=1))
-        assert {chooser.choose(logits) for _ in range(400)} == allowed
-    chooser = Chooser(Sampling(temperature=0.5, seed=1))
-    share = sum(chooser.choose(logits) == 0 for _ in range(2000)) / 2000
-    assert share == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0025), abs=0.04)
+@pytest.mark.parametrize("stop", ["naïve", "日本語", "ße im G", "end "])
+def test_a_stop_text_is_kept_where_that_is_asked_for(ready: Any, stop: str) -> None:
+    stream = TextStream(ready.tokenizer, ["is not in it", stop], keep_stop=True)
+    shown = ""
+    for token in tokens(ready, TEXT):
+        shown += stream.add(token)
+        if stream.stopped:
+            break
+    assert shown + stream.finish() == TEXT[: TEXT.index(stop) + len(stop)]
+
+
+def test_a_stop_text_that_is_over_too_early_is_text_and_one_that_only_begins_there_stops(ready: Any) -> None:
+    ids = tokens(ready, TEXT)
+    stop = "Gras — naïve"
+    ends = next(at for at in range(len(ids)) if stop in ready.tokenizer.decode(ids[: at + 1]))
+    for free in range(len(ids)):  # the first tokens that may not stop it
+        stream = TextStream(ready.tokenizer, [stop])
+        shown = ""
+        for at, token in enumerate(ids):
+            shown += stream.add(token, may_stop=at >= free)
+            if stream.stopped:
+                break
+        assert shown + stream.finish() == (TEXT[: TEXT.index(stop)] if free <= ends else TEXT), free

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from skymemory.errors import InvalidInput
-from skymemory.sim.cake_paper import FIGURES, Headline, Reproduction, reproduce
-from skymemory.sim.cake_runs import cake_run, load_with_cake, prompt_chunks
-from skymemory.sim.loading import LinkTrace
-from skymemory.sim.prefill import A100
+from skymemory.reproduce.cake import FIGURES, Headline, Reproduction, cake_run, load_with_cake, prompt_chunks, reproduce
+from skymemory.sim.loading import A100, LinkTrace
 
 
 def ours(told: Reproduction) -> dict[str, Headline]:

@@ -9,8 +9,7 @@ import pytest
 from skymemory.constellation.presets import DEFAULT_HOST, EPOCH_UNIX_S, preset_named
 from skymemory.constellation.visibility import GroundHost, elevations_deg, slants_m
 from skymemory.errors import InvalidInput
-from skymemory.sim.link_traces import LinkBudget, leo_trace, random_trace
-from skymemory.sim.loading import LinkTrace
+from skymemory.sim.loading import LinkBudget, LinkTrace, leo_trace, random_trace
 
 SHELL = preset_named("starlink-a").shell
 

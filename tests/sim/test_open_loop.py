@@ -8,10 +8,8 @@ from itertools import pairwise
 import pytest
 
 from skymemory.errors import InvalidInput
-from skymemory.sim.open_loop import ARXIV, L_EVAL, OPEN_LOOPS, SIMULATED, OpenLoop, poisson, scaled
-from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
-from skymemory.sim.trace_statistics import block_uses, shared_above, statistics_of
-from skymemory.sim.workload import Popularity, Spread
+from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, block_uses, shared_above, statistics_of
+from skymemory.sim.workload import ARXIV, L_EVAL, OPEN_LOOPS, SIMULATED, OpenLoop, Popularity, Spread, poisson, scaled
 
 _TABLE_2 = {
     "arxiv": (8_088, 229, (0.0, 0.001)),

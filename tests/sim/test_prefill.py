@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from skymemory.errors import InvalidInput
-from skymemory.sim.cake_runs import fluid_run
-from skymemory.sim.prefill import (
+from skymemory.reproduce.cake import fluid_run
+from skymemory.sim.loading import (
     A100,
     A100_SHARED,
     H100,

@@ -13,11 +13,10 @@ from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800, Machine
 from skymemory.conductor.fleet import LoadReport, Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import Forgetful, Ranking
-from skymemory.conductor.strategies.plain import AtRandom, InTurn, LeastLoad
+from skymemory.conductor.strategies.simple import AtRandom, InTurn, LeastLoad
 from skymemory.errors import InvalidInput
-from skymemory.sim.prefix_cache import PrefixCache
-from skymemory.sim.routing import RoutingSetup, as_routed, simulate
-from skymemory.sim.routing_metrics import measured, worst_share
+from skymemory.sim.cluster.node_memory import PrefixCache
+from skymemory.sim.routing import RoutingSetup, as_routed, measured, simulate, worst_share
 from skymemory.sim.trace import TraceRequest
 from skymemory.sim.workload import CONVERSATIONS, generate
 

@@ -10,8 +10,7 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
 from skymemory.errors import InvalidInput
-from skymemory.sim.routing import as_routed
-from skymemory.sim.routing_errors import ErringLeastTtft
+from skymemory.sim.routing import ErringLeastTtft, as_routed
 from skymemory.sim.trace import TraceRequest
 
 SERVERS = 4

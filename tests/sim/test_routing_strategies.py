@@ -12,10 +12,17 @@ import pytest
 
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.named import DEFAULT, NAMES, named
-from skymemory.sim.prefix_cache import PrefixCache
-from skymemory.sim.routing import RoutingSetup, as_routed, simulate
-from skymemory.sim.routing_metrics import WINDOW_REQUESTS, measured, worst_share
-from skymemory.sim.routing_strategies import EngineEvents, strategy_for
+from skymemory.sim.cluster.node_memory import PrefixCache
+from skymemory.sim.routing import (
+    WINDOW_REQUESTS,
+    EngineEvents,
+    RoutingSetup,
+    as_routed,
+    measured,
+    simulate,
+    strategy_for,
+    worst_share,
+)
 from skymemory.sim.trace import TraceRequest
 from skymemory.sim.workload import AGENTS, CONVERSATIONS, TENANTS, generate
 
@@ -56,7 +63,7 @@ def test_the_default_keeps_its_bound_where_following_prefixes_breaks_it() -> Non
     assert 1.0 < shares[0] <= 4.0 < shares[1]
 
 
-@pytest.mark.parametrize("workload", [CONVERSATIONS, TENANTS, AGENTS])
+@pytest.mark.parametrize("workload", [CONVERSATIONS, pytest.param(TENANTS, marks=pytest.mark.slow), AGENTS])
 def test_the_default_is_quickest_on_workloads_it_was_not_tuned_on(workload) -> None:  # type: ignore[no-untyped-def]
     requests = generate(workload, 300.0, seed=77)
     prompts = [as_routed(request) for request in requests]
@@ -83,6 +90,7 @@ def test_answers_that_come_whole_teach_the_default_nothing_wrong(tells_prefills:
     assert max(means) < 1.3 * means[0], means
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("tells_prefills", [True, False])
 @pytest.mark.parametrize("factor", [0.5, 2.0])
@@ -114,7 +122,7 @@ def test_where_all_servers_have_long_queues_the_default_leads() -> None:
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/arena.py"), "--quick", "--jobs", "1", "--seeds", "5,6"]
     command += ["--families", "agents", "--strategies", "radix,hash-trie", "--json", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "out").read_text("utf-8"))
     rows = {row["player"]: row for row in made["rows"]}

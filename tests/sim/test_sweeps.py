@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from skymemory.errors import InvalidInput, MissingExtra
-from skymemory.sim.open_loop import ARXIV, L_EVAL, poisson
 from skymemory.sim.sweeps import has_ray, sweep
-from skymemory.sim.trace_statistics import TraceStatistics, statistics_of
+from skymemory.sim.trace import TraceStatistics, statistics_of
+from skymemory.sim.workload import ARXIV, L_EVAL, poisson
 
 CELLS = [(workload, seed) for workload in (ARXIV, L_EVAL) for seed in range(3)]
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from skymemory.errors import InvalidInput
-from skymemory.sim.prompt_text import render_text
 from skymemory.sim.trace import TraceRequest, ideal_hits, read_trace
-from skymemory.sim.workload import AGENTS, CONVERSATIONS, TENANTS, WORKLOADS, Popularity, generate
+from skymemory.sim.workload import AGENTS, CONVERSATIONS, TENANTS, WORKLOADS, Popularity, generate, render_text
 
 TRACE = Path(__file__).parents[3] / "shared/data/traces/conversation_trace.jsonl"
 HOUR_S = 3_537.0

@@ -22,9 +22,9 @@ from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.protocol import messages
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
-from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedClient, SimulatedConstellation

@@ -31,13 +31,12 @@ from tests.soak.terms import ANSWER_AFTER_S, READ_AFTER_S, Row, later, share_of_
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.messages import build_packet, pack_moves
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
-from skymemory.store.constellation import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed import child
 from skymemory.testbed.connect import open_constellation
 from skymemory.testbed.control import ping_all
 from skymemory.testbed.key_file import new_keys
-from skymemory.testbed.memory_policy import MemoryPolicy
-from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare, local_hosts, make_plan
+from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare, MemoryPolicy, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import start_on_free_ports, stop
 from skymemory.transport import udp_client

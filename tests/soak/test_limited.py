@@ -36,6 +36,7 @@ def cores(outcome: Outcome, from_s: float, to_s: float) -> float:
     return sum(row.cores for row in outcome.rows if from_s < row.at_s <= to_s)
 
 
+@pytest.mark.slow
 def test_without_a_cause_all_answer_and_all_reads_hit():
     outcome = undisturbed()
     assert min(row.answer for row in outcome.rows) == outcome.satellites
@@ -43,6 +44,7 @@ def test_without_a_cause_all_answer_and_all_reads_hit():
     assert 0.1 < outcome.healthy_cores < 1.0 and not outcome.wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", CAUSES)
 def test_when_a_cause_is_over_the_constellation_is_itself_again(cause):
     """10 s later at least 95 % of the satellites answer in each second; 30 s later at least 95 % of the reads hit, and
@@ -95,6 +97,7 @@ def check_load_does_not_grow(burst: list[tuple[float, int, int]]) -> None:
     assert outcome.rows[-1].answer >= 0.95 * outcome.satellites
 
 
+@pytest.mark.slow
 @settings(max_examples=2)
 @given(burst=bursts)
 def test_load_does_not_grow_when_a_burst_is_over(burst):

@@ -9,7 +9,7 @@ import pytest
 from tests.soak.terms import Setting
 from tests.soak.virtual import VirtualSoak
 
-from skymemory.protocol.chunk_service import ChunkService
+from skymemory.protocol.satellite.chunks import ChunkService
 from skymemory.protocol.wire import ChunkRef, Op
 
 _STILL = Setting(

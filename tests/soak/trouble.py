@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.testbed import outages
+from skymemory.testbed import control
 from skymemory.testbed.plan import ConstellationPlan, HostShare
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import revive
@@ -58,7 +58,7 @@ class Trouble(threading.Thread):
                     self._strike(now_s)
                     strike_s = max(strike_s + 1.0, time.monotonic())
             self._counted["host processes started again"] += len(revive(self._directory))
-            outages.enable(self._directory, None)
+            control.enable(self._directory, None)
         except BaseException as failure:
             self._failure = failure
 
@@ -75,11 +75,11 @@ class Trouble(threading.Thread):
         while self._disabled and self._disabled[0][0] <= now_s:
             back.append(self._disabled.popleft()[1])
         if back:
-            outages.enable(self._directory, back)
+            control.enable(self._directory, back)
             self._counted["satellites enabled"] += len(back)
         dead = {satellite for _, satellite in self._disabled}
         victim = self._dice.choice([one for one in self._plan.torus.satellites() if one not in dead])
-        outages.disable(self._directory, [victim])
+        control.disable(self._directory, [victim])
         self._disabled.append((now_s + DISABLED_S, victim))
         self._counted["satellites disabled"] += 1
 

@@ -25,11 +25,12 @@ from tests.soak.terms import Outcome, Setting, bytes_of
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.placement.locate import Moves
-from skymemory.protocol import ledger, messages
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
-from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol import messages
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
+from skymemory.protocol.satellite import memory
+from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedClient, SimulatedConstellation
@@ -262,8 +263,8 @@ class VirtualSoak:
         for here, machine in self.sim.satellites.items():
             held = sum(len(chunk.payload) + CHUNK_REF_BYTES for _, chunk in machine.store.items())
             figures[here]["memory_used_bytes"] = held
-        self.outcome.books = books = ledger.total(figures)
-        gaps: dict[object, int] = {**ledger.open_books(figures), **ledger.open_books({"all": books})}
+        self.outcome.books = books = memory.total(figures)
+        gaps: dict[object, int] = {**memory.open_books(figures), **memory.open_books({"all": books})}
         if books["bytes_migrated_out"] > books["bytes_migrated_in"]:
             gaps["left and never arrived"] = books["bytes_migrated_out"] - books["bytes_migrated_in"]
         self.outcome.open_books += [f"{name} at {self.sim.now_s:.3f} s: {gap} bytes" for name, gap in gaps.items()]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.store.redis.store import RedisStore
+from skymemory.store.redis import RedisStore
 
 _SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from tests.store.conftest import simulated, store_over
 
+from skymemory.eviction.policies import REPLACEMENTS
 from skymemory.index.lookup import PrefixSearch
-from skymemory.protocol.replacement import REPLACEMENTS
 from skymemory.store.base import Presence
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation
 

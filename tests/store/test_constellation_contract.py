@@ -18,8 +18,8 @@ from tests.store.conftest import (
     udp_sky_and_loop,
 )  # fmt: skip
 
-from skymemory.protocol.pointing import ACCESS_MODES
-from skymemory.store.shared_index import SharedIndex
+from skymemory.protocol.client.gateway import ACCESS_MODES
+from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.virtual import VirtualConstellation
 
@@ -100,7 +100,7 @@ class UdpContract(StoreContract):
             return SharedIndex(tmp_path / name, born=born) if self.INDEXED else None
 
         with udp_sky_and_loop() as (plan, loop):
-            store = store_on(plan, index("index", self.COMPLETE), give_up_s=0.2)
+            store = store_on(plan, index("index", self.COMPLETE))
             client = connection(store)
             yield Tier(
                 store, most_bytes=store.settings.largest_value_bytes, pins=False, leases=False,

@@ -13,13 +13,13 @@ from tests.store.conftest import cut_off, simulated, store_over, udp_store
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.messages import pack_moves
-from skymemory.protocol.motion import STRATEGY_CODES
 from skymemory.protocol.wire import Op
 from skymemory.store.base import ABANDONED_S, LEASE_S, Presence
-from skymemory.store.constellation import ConstellationStore
 from skymemory.store.named import get_named, named_key, put_named
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.transport.simulated import SimulatedConstellation
 
 KEYS = [bytes([number]) * 32 for number in range(1, 21)]
@@ -41,7 +41,7 @@ def rotate(constellation: SimulatedConstellation, slot_moves: int, plane_moves: 
 
 
 def constellation_config(ground: int):  # type: ignore[no-untyped-def]
-    from skymemory.protocol.client import ClientConfig
+    from skymemory.protocol.client.machine import ClientConfig
 
     return ClientConfig(ground)
 

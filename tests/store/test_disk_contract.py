@@ -11,7 +11,7 @@ from tests.contract.evicting_contract import SIZE, EvictingContract
 from tests.contract.store_contract import BUDGETED, Clock, StoreContract, Tier, key, value
 
 from skymemory.store.base import Presence
-from skymemory.store.disk.store import DiskStore
+from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
 
 

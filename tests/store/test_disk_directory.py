@@ -13,7 +13,7 @@ from tests.contract.store_contract import key, value
 
 from skymemory.errors import InvalidInput
 from skymemory.store.base import Presence
-from skymemory.store.disk.store import DiskStore
+from skymemory.store.disk import DiskStore
 
 BUDGET_BYTES = 1 << 20
 

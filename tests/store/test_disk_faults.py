@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from tests.contract.store_contract import key, value
 
+from skymemory.store import disk as disk_store
+from skymemory.store import disk_files
 from skymemory.store.base import Presence
-from skymemory.store.disk import directory, value_file
-from skymemory.store.disk import store as disk_store
-from skymemory.store.disk.store import DiskStore
+from skymemory.store.disk import DiskStore
 
 BUDGET_BYTES = 1 << 20
 
@@ -125,7 +125,7 @@ def test_too_many_open_files_lose_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     store = DiskStore(tmp_path, BUDGET_BYTES)
     store.put_many([(key(1), value(1))])
     with monkeypatch.context() as patch:
-        patch.setattr(value_file.os, "open", _raising(errno.EMFILE))
+        patch.setattr(disk_files.os, "open", _raising(errno.EMFILE))
         assert store.get_many([key(1)]) == [None]
     assert store.stats()["unread{unreadable}_total"] == 1
     assert store.get_many([key(1)]) == [value(1)]
@@ -139,7 +139,7 @@ def test_what_cannot_be_opened_at_the_start_is_not_lost(
     with DiskStore(tmp_path, BUDGET_BYTES) as store:
         store.put_many([(key(1), value(1)), (key(2), b"")])
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "stored_bytes", _raising(code))
+        patch.setattr(disk_files, "stored_bytes", _raising(code))
         store = DiskStore(tmp_path, BUDGET_BYTES)
     with store:
         assert store.stats()["torn_total"] == 0 and store.stats()["used_bytes"] == 1000
@@ -169,7 +169,7 @@ def test_a_full_disk_refuses_the_rest_of_the_chain_and_leaves_nothing_half_writt
         return writev(fd, [part])
 
     with monkeypatch.context() as patch:
-        patch.setattr(value_file.os, "writev", short_writes)
+        patch.setattr(disk_files.os, "writev", short_writes)
         assert store.put_many([(key(n), value(n, 10_000)) for n in range(4)]) == [True, True, False, False]
     assert store.stats()["failed{ENOSPC}_total"] == 1 and store.stats()["used_bytes"] == 20_000
     assert len(os.listdir(tmp_path / "values")) == 2
@@ -184,10 +184,10 @@ def test_what_is_not_sure_to_be_on_the_disk_is_not_acknowledged(
 ) -> None:
     store = DiskStore(tmp_path, BUDGET_BYTES, sync="each")
     with monkeypatch.context() as patch:
-        patch.setattr(value_file.os, "fdatasync", _raising(errno.EIO))
+        patch.setattr(disk_files.os, "fdatasync", _raising(errno.EIO))
         assert store.put_many([(key(1), value(1))]) == [False]
     with monkeypatch.context() as patch:
-        patch.setattr(value_file.os, "fsync", _raising(errno.EIO))
+        patch.setattr(disk_files.os, "fsync", _raising(errno.EIO))
         assert store.put_many([(key(1), value(1))]) == [False]
     assert store.stats()["failed{EIO}_total"] == 2
     assert store.put_many([(key(1), value(1))]) == [True]
@@ -224,7 +224,7 @@ def test_a_file_of_another_value_under_its_name_is_a_miss(tmp_path: Path) -> Non
     """Whole and sound, and of the same size: only the key in it tells."""
     store = DiskStore(tmp_path, BUDGET_BYTES)
     store.put_many([(key(n), value(n)) for n in (1, 2)])
-    files = {n: tmp_path / "values" / value_file.file_name(key(n)) for n in (1, 2)}
+    files = {n: tmp_path / "values" / disk_files.file_name(key(n)) for n in (1, 2)}
     files[2].unlink()
     files[2].write_bytes(files[1].read_bytes())
     assert store.get_many([key(1), key(2)]) == [value(1), None] and not files[2].exists()
@@ -281,7 +281,7 @@ def _fill(store: DiskStore, values: int, size: int) -> list[bytes]:
 
 
 def _stored_bytes(path: Path) -> int:
-    return sum(file.stat().st_size - value_file.HEADER_BYTES for file in (path / "values").iterdir())
+    return sum(file.stat().st_size - disk_files.HEADER_BYTES for file in (path / "values").iterdir())
 
 
 @pytest.mark.parametrize("fault", ["ENOSPC", "EDQUOT", "EIO", "EROFS"])
@@ -290,8 +290,10 @@ def test_a_write_that_fails_evicts_nothing(tmp_path: Path, monkeypatch: pytest.M
     store = DiskStore(tmp_path, 100_000)
     keys = _fill(store, 8, 10_000)
     with monkeypatch.context() as patch:
-        patch.setattr(value_file.os, "writev", _raising(getattr(errno, fault)))
-        patch.setattr(directory.os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255)))
+        patch.setattr(disk_files.os, "writev", _raising(getattr(errno, fault)))
+        patch.setattr(
+            disk_files.os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255))
+        )
         assert store.put_many([(key(99), value(99, 75_000))]) == [False]
     assert store.lookup(keys) == [Presence.HIT] * 8 and store.stats().get("evicted_total", 0) == 0
     assert store.get_many(keys) == [value(n, 10_000) for n in range(8)]
@@ -312,8 +314,10 @@ def test_on_a_full_disk_the_oldest_makes_room_for_the_new(tmp_path: Path, monkey
         return writev(fd, parts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(value_file.os, "writev", write_within_the_budget)
-        patch.setattr(directory.os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255)))
+        patch.setattr(disk_files.os, "writev", write_within_the_budget)
+        patch.setattr(
+            disk_files.os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255))
+        )
         assert store.put_many([(key(90), value(90, 10_000)), (key(91), value(91, 10_000))]) == [True] * 2
     assert store.lookup(keys) == [Presence.MISS] * 2 + [Presence.HIT] * 6
     assert store.get_many([key(90), key(91)]) == [value(90, 10_000), value(91, 10_000)]
@@ -358,7 +362,7 @@ def test_what_cannot_be_removed_stays_and_counts(tmp_path: Path, monkeypatch: py
     keys = _fill(store, 8, 10_000)
     with monkeypatch.context() as patch:
         patch.setattr(
-            directory.StoreDirectory, "remove", staticmethod(lambda path: path.name.endswith(".part") and _gone(path))
+            disk_files.StoreDirectory, "remove", staticmethod(lambda path: path.name.endswith(".part") and _gone(path))
         )
         assert store.put_many([(key(99), value(99, 30_000))]) == [False]
         assert store.stats()["unremoved_total"] >= 1

@@ -11,9 +11,9 @@ from tests.store.conftest import simulated, store_over
 from tests.store.test_constellation_store import rotate
 from tests.store.test_misses import chunks_in
 
-from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.store.base import Presence
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.transport.simulated import SimulatedConstellation
 
 KEY = hashlib.sha256(b"put again").digest()

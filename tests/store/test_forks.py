@@ -16,16 +16,16 @@ from tests.contract.forked import in_child
 from tests.contract.store_contract import chain, key, value
 from tests.store.conftest import store_on, udp_sky
 
-from skymemory.cache.cake import Cake, CakeSettings
-from skymemory.cache.manager import BlockCache
+from skymemory.cache.blocks import BlockCache
+from skymemory.cache.cake.cake import Cake, CakeSettings
 from skymemory.cache.parts import Part, Parts
 from skymemory.errors import WrongProcess
 from skymemory.index.block_info import BlockInfo
 from skymemory.store.base import Store
-from skymemory.store.disk.store import DiskStore
+from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
-from skymemory.store.quota import TenantStore
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.wrappers import TenantStore
 
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
 

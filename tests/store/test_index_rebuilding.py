@@ -10,9 +10,9 @@ from tests.store.conftest import simulated, store_over
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.store.base import Presence
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.rebuilding import ABSENT_S, SILENT_S
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.catalog import ABSENT_S, SILENT_S
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.virtual import VirtualConstellation
 
@@ -147,6 +147,7 @@ def test_absence_is_uncertain_while_a_satellite_of_the_box_is_silent() -> None:
     assert finder.lookup([b"?" * 32]) == [Presence.MISS] and probes(finder) > asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["rotation", "rotation_hop", "cost"])
 def test_an_index_lost_while_the_box_moves_is_rebuilt_at_any_moment(strategy: str) -> None:
     """Ten looks with a new index each, spread over two slot moves, also in the middle of the handovers."""

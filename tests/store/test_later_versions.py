@@ -19,22 +19,20 @@ from tests.store.redis_server import RedisServer
 from tests.store.test_sealed import sealed
 from tests.store.test_shared_index import INFO, add, key
 
-from skymemory.cache.manager import BlockCache
+from skymemory.cache.blocks import BlockCache, block_name, is_sound_block
 from skymemory.cache.prefetching import PrefetchScheduler
-from skymemory.cache.tiers import TieredStore, TierSettings
-from skymemory.cache.value import block_name, is_sound_block
+from skymemory.cache.tiers.store import TieredStore, TierSettings
 from skymemory.errors import InvalidInput, LaterFile, LaterVersion
-from skymemory.index.journal import RecordOp, decode_records, encode_record
-from skymemory.index.snapshot import unpack_snapshot
+from skymemory.index.journal import RecordOp, decode_records, encode_record, unpack_snapshot
 from skymemory.kv.codec.cachegen import CacheGen
 from skymemory.kv.value import LATER_VERSION, ValueHeader, unpack_header, unpack_value
 from skymemory.native import crc32
 from skymemory.store.base import Presence, Store
-from skymemory.store.disk.store import DiskStore
+from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import get_named, named_key, put_named
-from skymemory.store.redis.store import NAMESPACE, RedisStore
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.redis import NAMESPACE, RedisStore
+from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.key_file import from_json as read_keys
 from skymemory.testbed.plan_file import from_json as read_plan
 

@@ -12,15 +12,14 @@ from tests.store.conftest import simulated, store_over
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.native import crc32
 from skymemory.protocol.capabilities import UNSTATED
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.satellite import SatelliteMachine
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.satellite.machine import SatelliteMachine
 from skymemory.protocol.segments import bulk_batch
-from skymemory.protocol.space_packet import TELEMETRY_BYTES
-from skymemory.protocol.transfer import ValueInfo
-from skymemory.protocol.wire import CHUNK_REF_BYTES, TELEMETRY_PREFIX_BYTES, Op, SkyHeader
+from skymemory.protocol.wire import CHUNK_REF_BYTES, TELEMETRY_BYTES, TELEMETRY_PREFIX_BYTES, Op, SkyHeader
 from skymemory.store.base import Presence
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.virtual import VirtualConstellation
 from skymemory.transport.faults import FaultInjector
@@ -416,6 +415,7 @@ def fresh_reads(
     return outcomes, sum(chunks_in(sky, key) < -(-size // 6144) for key in written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "faults"), [(2, LOSS), (3, ALL_FAULTS)], ids=["loss", "all faults"])
 def test_fresh_clients_delete_nothing_that_is_intact(seed: int, faults: dict[str, float]) -> None:
     outcomes, lost = fresh_reads(seed, faults, values=20, reads=40, size=600_000)

@@ -14,12 +14,12 @@ from skymemory import NamedValues, open_store
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.keys import first_ring
 from skymemory.store.base import Expiring, Store
-from skymemory.store.constellation import ConstellationStore
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import NOT_PROMISED, bare, get_named
-from skymemory.store.quota import TenantStore
 from skymemory.store.sealed import SealedStore
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.wrappers import TenantStore
 from skymemory.transport.simulated import SimulatedConstellation
 
 RING = first_ring(bytes(range(32)))

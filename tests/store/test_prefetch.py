@@ -13,22 +13,21 @@ from tests.store.conftest import PRESET, store_over, udp_store
 
 from skymemory.cache.predictor import DAY_S
 from skymemory.cache.prefetching import PrefetchScheduler
+from skymemory.constellation.ground_track import Trajectory, Waypoint, host_at, track_over
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.sight import OrbitSight
 from skymemory.constellation.torus import SatelliteId
-from skymemory.constellation.track import track_over
-from skymemory.constellation.trajectory import Trajectory, Waypoint, host_at
 from skymemory.constellation.visibility import visible
 from skymemory.index.block_info import BlockInfo
 from skymemory.keys import first_ring
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
+from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.store.base import LEASE_S, Prefetching, Presence
-from skymemory.store.constellation import ConstellationStore
 from skymemory.store.sealed import SealedStore
-from skymemory.store.shared_index import SharedIndex
-from skymemory.store.sky_settings import SkySettings
+from skymemory.store.sky.driver import SkySettings
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation
 
@@ -278,6 +277,7 @@ def test_sealed_values_are_copied_by_one_who_has_no_key() -> None:
     assert read(owner) == VALUES and sky.asked == sky.around(2600.0)
 
 
+@pytest.mark.slow
 def test_a_host_that_travels_finds_its_values_where_it_arrives() -> None:
     """An aircraft over real orbits: what it parked at the start waits overhead when it is over the ocean."""
     preset = preset_named("starlink-a")
@@ -313,6 +313,7 @@ def test_through_loss_and_reordering() -> None:
     assert read(store) == VALUES
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_daily_is_overhead_when_it_comes() -> None:
     """The scheduler over the machines: learned on two days, brought on the third, though nobody asked for it."""
     sky = Sky()

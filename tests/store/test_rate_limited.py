@@ -12,7 +12,7 @@ from tests.contract.store_contract import Clock as ContractClock
 
 from skymemory.errors import InvalidInput
 from skymemory.store.memory import MemoryStore
-from skymemory.store.rate_limited import RateLimited
+from skymemory.store.wrappers import RateLimited
 
 
 class TestRateLimited(StoreContract):
@@ -76,7 +76,7 @@ def test_loads_of_several_threads_share_the_rate() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert 0.1 <= time.monotonic() - began_s < 1.0
+    assert 0.1 <= time.monotonic() - began_s < 10
     assert store.backlog_s == 0
     assert store.estimate_load_s([key(0)], 0.0) >= 0
 

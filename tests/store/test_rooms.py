@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.contract.store_contract import key, value
 
-from skymemory.store.disk.store import DiskStore
-from skymemory.store.rooms import ALIGNED, Rooms, aligned_bytes, aligned_room
+from skymemory.store.buffer_pool import ALIGNED, Rooms, aligned_bytes, aligned_room
+from skymemory.store.disk import DiskStore
 
 
 def address(view: memoryview) -> int:

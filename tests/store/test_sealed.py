@@ -19,7 +19,7 @@ from skymemory.keys import MAX_KEY_ID, KeyRing, SecretKey, first_ring
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import get_named, put_named
 from skymemory.store.sealed import NOT_AUTHENTIC, OVERHEAD_BYTES, UNKNOWN_KEY, SealedStore
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.key_file import new_keys
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
@@ -49,7 +49,7 @@ class TestSealedConstellation(StoreContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         with udp_sky_and_loop() as (plan, loop):
-            below = store_on(plan, SharedIndex(tmp_path / "index", born=True), give_up_s=0.2)
+            below = store_on(plan, SharedIndex(tmp_path / "index", born=True))
             store, client = sealed(below), connection(below)
 
             def another() -> SealedStore:

@@ -22,8 +22,8 @@ from skymemory.errors import InvalidInput
 from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, encode_record
 from skymemory.native import crc32
-from skymemory.store import shared_index
-from skymemory.store.shared_index import COMPACT_BYTES, SharedIndex, found_journal, look_at_journal
+from skymemory.store.sky import shared_index
+from skymemory.store.sky.shared_index import COMPACT_BYTES, SharedIndex, found_journal, look_at_journal
 
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
 
@@ -341,7 +341,7 @@ def test_an_incomplete_journal_stays_incomplete(tmp_path: Path) -> None:
 def test_a_journal_of_what_is_all_there_is_not_written_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skymemory.store.shared_index.COMPACT_BYTES", 10_000)
+    monkeypatch.setattr("skymemory.store.sky.shared_index.COMPACT_BYTES", 10_000)
     index = SharedIndex(tmp_path / "index", born=True)
     inodes = set()
     for prompt in range(500):
@@ -367,7 +367,7 @@ _CHURNING = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-import skymemory.store.shared_index as module
+import skymemory.store.sky.shared_index as module
 from skymemory.errors import InvalidInput
 from skymemory.index.block_info import BlockInfo
 module.COMPACT_BYTES = 10_000

@@ -11,10 +11,10 @@ from tests.protocol.naive_policies import TWINS
 from tests.store.key_tree import ANCESTORS, CHAINS, TREE, key
 
 from skymemory.errors import InvalidInput
+from skymemory.eviction.policies import POLICIES
+from skymemory.store.accounting import Shelf
 from skymemory.store.base import LoadTicket, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
-from skymemory.store.policies import POLICIES
-from skymemory.store.shelf import Shelf
 
 BUDGET_BYTES = 1000
 
@@ -225,12 +225,12 @@ def test_a_victim_is_found_without_a_look_at_all_entries(policy: str) -> None:
         for number in range(entries):
             shelf.put(number.to_bytes(4) * 8, 1)
         tickets = [StoreTicket(((number.to_bytes(4) * 8, b"x"),), 1e9) for number in range(50_000, 50_500)]
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         for ticket in tickets:
             shelf.set_aside(ticket, 0.0)
             (victim,) = shelf.in_the_way([(ticket.items[0][0], 1)])[1]
             shelf.evict(victim)
             shelf.put(ticket.items[0][0], 1)
             shelf.end_store(ticket)
-        seconds[entries] = time.perf_counter() - began_s
+        seconds[entries] = time.thread_time() - began_s
     assert seconds[10_000] < 5 * seconds[1_000] + 0.02

@@ -12,13 +12,11 @@ from tests.store.conftest import simulated, store_over
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.files import MAX_SETTINGS_BYTES
-from skymemory.index.journal import decode_records
-from skymemory.index.snapshot import unpack_snapshot
+from skymemory.index.journal import decode_records, unpack_snapshot
 from skymemory.kv.value import unpack_header, unpack_value
 from skymemory.protocol import messages
-from skymemory.protocol.messages import Presence
-from skymemory.protocol.selection import Selection
-from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.messages import Presence, Selection
 from skymemory.protocol.wire import ChunkRef, PlacementTag
 from skymemory.testbed.key_file import read_keys
 from skymemory.testbed.plan_file import load_plan

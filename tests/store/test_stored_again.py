@@ -8,9 +8,9 @@ import pytest
 from tests.store.conftest import simulated, store_over
 from tests.store.test_constellation_store import rotate
 
-from skymemory.protocol.eviction import EvictionConfig
+from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.store.base import Presence
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
 
 KEY = hashlib.sha256(b"stored again").digest()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skymemory.errors import InvalidInput
-from skymemory.store.base import ABANDONED_S, StoreTicket
-from skymemory.store.tickets import OpenTickets
+from skymemory.store.base import ABANDONED_S, OpenTickets, StoreTicket
 
 
 def test_a_store_counts_until_its_end_and_no_longer_than_its_lease() -> None:

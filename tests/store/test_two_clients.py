@@ -10,9 +10,9 @@ from tests.contract.store_contract import key, value
 from tests.store.conftest import simulated, store_over
 
 from skymemory.kv.block import places_in
-from skymemory.protocol.motion import MoveClock
+from skymemory.protocol.clock import MoveClock
 from skymemory.store.base import Presence
-from skymemory.store.shared_index import SharedIndex, found_journal
+from skymemory.store.sky.shared_index import SharedIndex, found_journal
 
 KEYS = [key(number) for number in range(6)]
 SIZES = (0, 1, 100, 6144, 6145, 30_000)

@@ -13,12 +13,11 @@ from tests.contract.store_contract import BUDGETED, Clock, StoreContract, Tier
 from tests.store.conftest import cut_off, simulated, store_over, udp_store
 
 from skymemory.errors import InvalidInput, ValueTooLarge
-from skymemory.store.admission import AdmittingStore, Sketch
 from skymemory.store.base import LEASE_S, Presence
 from skymemory.store.memory import MemoryStore
-from skymemory.store.quota import TenantStore
-from skymemory.store.shared_index import SharedIndex
-from skymemory.testbed.addresses import open_store
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.wrappers import AdmittingStore, Sketch, TenantStore
+from skymemory.testbed.open_store import open_store
 
 KEYS = [random.Random(number).randbytes(32) for number in range(40)]
 

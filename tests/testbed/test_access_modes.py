@@ -9,21 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
-from skymemory.constellation.trajectory import Waypoint
 from skymemory.constellation.visibility import GroundHost, slants_m, visible
 from skymemory.errors import InvalidInput
-from skymemory.protocol.motion import STRATEGY_CODES
-from skymemory.protocol.pointing import ACCESS_MODES
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.shared_index import SharedIndex
-from skymemory.testbed.connect import check_access, expected_round_trip_s
+from skymemory.protocol.client.gateway import ACCESS_MODES
+from skymemory.protocol.clock import STRATEGY_CODES
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.testbed.connect import check_access, clock_of, expected_round_trip_s, sky_of, tolerated_skew_s
 from skymemory.testbed.control import rotate
-from skymemory.testbed.ground import Ground
-from skymemory.testbed.plan import ConstellationPlan, make_plan
+from skymemory.testbed.plan import ConstellationPlan, Ground, make_plan
 from skymemory.testbed.virtual import VirtualConstellation
-from skymemory.testbed.wiring import clock_of, sky_of, tolerated_skew_s
 from skymemory.units import SPEED_OF_LIGHT_M_S
 
 
@@ -124,6 +122,7 @@ def test_which_satellites_have_a_beam(access: str) -> None:
         assert 1 < len(expected) < 25
 
 
+@pytest.mark.slow
 def test_the_gateway_changes_in_the_middle_of_transfers_and_nothing_is_lost() -> None:
     """An hour and a half of Starlink A at 300 times its pace: a handover each 0.2 s, a read takes up to 0.2 s."""
     plan = plan_of("starlink-a", "gateway", time_scale=300.0)

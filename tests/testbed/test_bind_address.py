@@ -9,10 +9,10 @@ import pytest
 
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.protocol.wire import Op
+from skymemory.testbed.connect import bind_ip_of, client_of
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
-from skymemory.testbed.wiring import bind_ip_of, client_of
-from skymemory.transport import source_address as sources
-from skymemory.transport.source_address import ANY, source_address, source_towards
+from skymemory.transport import udp_socket as sources
+from skymemory.transport.udp_socket import ANY, source_address, source_towards
 
 
 def plan_of(*ips: str) -> ConstellationPlan:

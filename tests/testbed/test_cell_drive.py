@@ -8,9 +8,9 @@ import random
 import pytest
 
 from skymemory.cli.main import main
-from skymemory.constellation.cells import CellGrid, parse_grid
+from skymemory.constellation.ground_track import CellGrid, parse_grid
+from skymemory.demo.cells import Town, run_drive
 from skymemory.errors import InvalidInput
-from skymemory.testbed.cell_drive import Town, run_drive
 
 SMALL = Town(CellGrid(14, 14), servers=9, value_bytes=60_000)
 

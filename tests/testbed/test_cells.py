@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.constellation.cells import CellGrid, Stop
+from skymemory.constellation.ground_track import CellGrid, Stop
 from skymemory.errors import InvalidInput
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.shared_index import SharedIndex
-from skymemory.store.sky_settings import SkySettings
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.store.sky.driver import SkySettings
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.transport.simulated import SimulatedConstellation
 
 GRID = CellGrid(12, 14)

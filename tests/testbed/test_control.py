@@ -13,10 +13,10 @@ import pytest
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError
 from skymemory.testbed import control
+from skymemory.testbed.connect import host_spec
 from skymemory.testbed.control import Silence, ping_all
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
-from skymemory.testbed.ports import free_ports
-from skymemory.testbed.wiring import host_spec
+from skymemory.testbed.run_directory import free_ports
 from skymemory.transport.udp_host import UdpHost
 
 
@@ -77,8 +77,10 @@ def test_the_dead_are_named(plan: ConstellationPlan, monkeypatch: pytest.MonkeyP
 
 def test_a_busy_host_is_waited_for_and_one_that_is_off_is_not(plan: ConstellationPlan) -> None:
     """Nobody answers: who is busy has ten patiences, who is off has one."""
-    for satellites, least_s, most_s in ((plan.torus.satellites(), 1.9, 3.5), ([SatelliteId(0, 1)], 0.1, 1.5)):
+    took_s = []
+    for satellites in (plan.torus.satellites(), [SatelliteId(0, 1)]):
         began_s = time.monotonic()
         silence = Silence(0.2, busy=lambda: ["host-1"], off=[SatelliteId(0, 1)])
         assert set(ping_all(plan, silence, satellites).values()) == {None}
-        assert least_s < time.monotonic() - began_s < most_s
+        took_s.append(time.monotonic() - began_s)
+    assert 1.9 < took_s[0] < 15 and 0.1 < took_s[1] < took_s[0]

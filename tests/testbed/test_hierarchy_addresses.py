@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from skymemory import open_store
-from skymemory.cache.tiers import TieredStore
-from skymemory.cache.value import is_sound_block
+from skymemory.cache.blocks import is_sound_block
+from skymemory.cache.tiers.store import TieredStore
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput, NoConstellation, SkyMemoryError
 from skymemory.store.base import Presence
-from skymemory.store.disk.store import DiskStore
-from skymemory.store.quota import TenantStore
-from skymemory.testbed.hierarchy_plan import read_file
+from skymemory.store.disk import DiskStore
+from skymemory.store.wrappers import TenantStore
+from skymemory.testbed.open_store import read_file
 
 KEY = bytes(32)
 
@@ -67,10 +67,10 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_reader_is_one(tmp_path: Path) -> None:
-    from skymemory.testbed import hierarchy_plan
+    from skymemory.testbed.open_store import HierarchyPlan
 
-    words = (hierarchy_plan.__doc__ or "").split("\n    ")[1:]
-    plan = read_file(written(tmp_path, "\n".join(words)))
+    words = (HierarchyPlan.__doc__ or "").partition("::\n")[2]
+    plan = read_file(written(tmp_path, words))
     assert [tier.address.partition(":")[0] for tier in plan.tiers] == ["memory", "disk", "constellation"]
     assert plan.settings.promote == "second hit"
 

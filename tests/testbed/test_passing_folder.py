@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.testbed.passing_folder import PREFIX, passing_folder, remove_left_behind
-from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.run_directory import PREFIX, RunDirectory, passing_folder, remove_left_behind
 
 LATER_S = 3600.0
 
@@ -24,11 +23,11 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def left_by_a_killed_process(parent: Path) -> Path:
     code = (
-        "import os, signal\nfrom skymemory.testbed.passing_folder import passing_folder\n"
+        "import os, signal\nfrom skymemory.testbed.run_directory import passing_folder\n"
         "with passing_folder() as folder:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "TMPDIR": str(parent), "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=240, check=False)
     (folder,) = parent.glob(f"{PREFIX}*")
     return folder
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client import ClientConfig, ClientMachine
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.space_packet import COMMAND_BYTES
-from skymemory.protocol.wire import CREDIT_UNIT_BYTES, MOST_CREDIT, Op, SkyHeader
+from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.wire import COMMAND_BYTES, CREDIT_UNIT_BYTES, MOST_CREDIT, Op, SkyHeader
+from skymemory.testbed.connect import clock_of, control_client, sky_of, worst_round_trip_s
 from skymemory.testbed.plan import make_plan
-from skymemory.testbed.wiring import clock_of, control_client, sky_of, worst_round_trip_s
 
 PLAN = make_plan(delay_scale=100)
 HERE = SatelliteId(2, 9)

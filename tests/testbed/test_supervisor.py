@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 
 from skymemory.errors import ConstellationError, NoConstellation
-from skymemory.store.shared_index import SharedIndex
-from skymemory.testbed import child, ports, supervisor
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.testbed import child, run_directory, supervisor
 from skymemory.testbed.plan import ConstellationPlan, HostShare, Ports, local_hosts, make_plan
 from skymemory.testbed.plan_file import load_plan, save_plan
-from skymemory.testbed.ports import check_ports, free_ports
-from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.signals import SignalGate
+from skymemory.testbed.run_directory import RunDirectory, check_ports, free_ports
+from skymemory.testbed.supervisor import SignalGate
 
 STAND_IN = """
 import json, os, socket, sys, time
@@ -308,8 +307,8 @@ def test_1584_ports_are_found_among_those_of_others(
     behave: Behaviours, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every 50th port is another program's, so there are nowhere 50 in a row."""
-    bind_error = ports._bind_error
-    monkeypatch.setattr(ports, "_bind_error", lambda address: errno.EADDRINUSE * (address[1] % 50 == 0))
+    bind_error = run_directory._bind_error
+    monkeypatch.setattr(run_directory, "_bind_error", lambda address: errno.EADDRINUSE * (address[1] % 50 == 0))
     found = free_ports(1584)
     assert len(found.skipped) > 30 and all(port % 50 for port in found.first(1584))
     made = make_plan("starlink-a", hosts=local_hosts("starlink-a", 5, found))
@@ -317,10 +316,10 @@ def test_1584_ports_are_found_among_those_of_others(
     check_ports(made)
     save_plan(made, tmp_path / "plan")
     assert load_plan(tmp_path / "plan") == made
-    monkeypatch.setattr(ports, "_bind_error", lambda address: errno.EADDRINUSE * (address[1] % 60 > 0))
+    monkeypatch.setattr(run_directory, "_bind_error", lambda address: errno.EADDRINUSE * (address[1] % 60 > 0))
     with pytest.raises(ConstellationError, match=r"no 1584 free UDP ports on 127.0.0.1, there are 1075"):
         free_ports(1584)
-    monkeypatch.setattr(ports, "_bind_error", bind_error)
+    monkeypatch.setattr(run_directory, "_bind_error", bind_error)
     assert free_ports(95).skipped == ()
 
 

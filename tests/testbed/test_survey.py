@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.testbed.survey import OVERDUE_S, REPEATED_PER_S, WINDOW, Survey
+from skymemory.testbed.control import OVERDUE_S, REPEATED_PER_S, WINDOW, Survey
 
 
 @dataclass

@@ -6,9 +6,9 @@ import pytest
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
-from skymemory.protocol.client import ClientConfig
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.messages import unpack_housekeeping
-from skymemory.protocol.motion import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation

@@ -9,9 +9,9 @@ import time
 
 from skymemory.protocol import messages
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
+from skymemory.testbed.connect import host_spec
 from skymemory.testbed.plan import local_hosts, make_plan
-from skymemory.testbed.ports import free_ports
-from skymemory.testbed.wiring import host_spec
+from skymemory.testbed.run_directory import free_ports
 from skymemory.transport.udp_host import RECEIVE_ROUNDS, UdpHost
 from skymemory.transport.udp_socket import DEFAULT_SLOTS
 from skymemory.transport.unix_clock import UnixClock, running_s
@@ -48,7 +48,7 @@ def test_after_a_suspend_the_moves_that_were_missed_are_made_at_once() -> None:
 
     async def scenario() -> None:
         plan = make_plan(
-            hosts=local_hosts("testbed-19x5", 1, free_ports(95)), delay_scale=0.0, time_scale=60.0,
+            hosts=local_hosts("testbed-19x5", 1, free_ports(95)), delay_scale=0.0, time_scale=15.0,
             epoch_s=time.time() - 1.0,
         )  # fmt: skip
         asleep_s = 0.0
@@ -56,7 +56,7 @@ def test_after_a_suspend_the_moves_that_were_missed_are_made_at_once() -> None:
         try:
             host._clock = UnixClock(lambda: time.time() + asleep_s, lambda: running_s() + asleep_s)
             assert {satellite.machine.moves for satellite in host._satellites.values()} == {(0, 0)}
-            asleep_s = 45.0
+            asleep_s = 180.0
             await asyncio.sleep(0.5)
             expected = host.spec.clock.moves(host.now_s())
             assert expected[0] >= 10

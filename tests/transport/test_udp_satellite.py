@@ -8,7 +8,7 @@ from typing import Any
 
 from skymemory.metrics import Counters
 from skymemory.protocol.segments import SegmentBatch, single
-from skymemory.transport.udp_satellite import UdpSatellite
+from skymemory.transport.udp_host import UdpSatellite
 
 THERE = ("127.0.0.1", 9)
 

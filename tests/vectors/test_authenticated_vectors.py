@@ -10,9 +10,9 @@ from tests.vectors.test_wire_vectors import KEY, NOW_S, SEQUENCE, VALUE, header
 
 from skymemory import native
 from skymemory.keys import KeyRing, SecretKey
-from skymemory.native import twin
+from skymemory.native.twin import backend
 from skymemory.protocol import messages
-from skymemory.protocol.authentication import Authority
+from skymemory.protocol.auth import Authority
 from skymemory.protocol.segments import bulk_batch, pack_refs, single
 from skymemory.protocol.wire import Op, Status
 
@@ -49,12 +49,12 @@ def test_there_is_a_vector_of_each() -> None:
 def test_packets_are_built_byte_for_byte_and_accepted(name: str) -> None:
     packet = VECTORS[name]
     assert BUILT[name].hex() == packet.hex()
-    for implementation in (native, twin):
+    for implementation in (native, backend):
         assert implementation.verify_segments(packet, len(packet)) == b"\0"
     sky = 8 if packet[0] & 0x10 else 16
     now_us = int(NOW_S * 1e6)
     sent_us = now_us if sky == 8 else 0
-    for implementation in (native, twin):
+    for implementation in (native, backend):
         check = implementation.check_macs
         assert check(packet, len(packet), sky, SIGNER.mac_keys, now_us, 10) == [sent_us]
         late = check(packet, len(packet), sky, SIGNER.mac_keys, now_us + (1 << 32), 10)

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 from tests.vectors import reference_placement as page
 
+from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.presets import PRESETS
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.constellation.trajectory import Waypoint
 from skymemory.placement.layout import STRATEGIES, layout
 from skymemory.placement.locate import Placement
-from skymemory.protocol.motion import STRATEGY_CODES, SkyMap
-from skymemory.testbed.ground import Ground
-from skymemory.testbed.plan import make_plan
-from skymemory.testbed.wiring import clock_of, sky_of
+from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
+from skymemory.testbed.connect import clock_of, sky_of
+from skymemory.testbed.plan import Ground, make_plan
 
 HERE = Path(__file__).parent
 PLACEMENTS: list[dict[str, Any]] = json.loads((HERE / "placement.json").read_text("utf-8"))

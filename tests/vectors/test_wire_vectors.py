@@ -15,17 +15,23 @@ import pytest
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
-from skymemory.native import twin
+from skymemory.native.twin import backend
 from skymemory.protocol import messages
 from skymemory.protocol.capabilities import Capabilities
-from skymemory.protocol.checks import Check, Found, pack_checks, pack_found, unpack_found
-from skymemory.protocol.dead import pack_dead, pack_forget, pack_setting, unpack_dead, unpack_forget
-from skymemory.protocol.link_state import Declaration, LinksBody
-from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
-from skymemory.protocol.notices import Notice, Region
-from skymemory.protocol.retention import Kept, Retain, pack_retain, pack_retained, unpack_retain, unpack_retained
+from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence, Selection
+from skymemory.protocol.routing import Declaration, LinksBody
+from skymemory.protocol.satellite.gossip import Notice, Region
+from skymemory.protocol.satellite.repair import Check, Found, pack_checks, pack_found, unpack_found
+from skymemory.protocol.satellite.retention import (
+    Kept,
+    Retain,
+    pack_retain,
+    pack_retained,
+    unpack_retain,
+    unpack_retained,
+)
+from skymemory.protocol.satellite.tombstones import pack_dead, pack_forget, pack_setting, unpack_dead, unpack_forget
 from skymemory.protocol.segments import bulk_batch, pack_refs
-from skymemory.protocol.selection import Selection
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
     FLAG_SETTLED,
@@ -131,7 +137,7 @@ def test_packets_are_built_byte_for_byte(name):
 @pytest.mark.parametrize("name", BUILT)
 def test_packets_are_accepted_and_read_back(name):
     packet = golden(name)
-    for implementation in (native, twin):
+    for implementation in (native, backend):
         assert implementation.verify_segments(packet, len(packet)) == b"\0"
     parsed = messages.parse_packet(packet)
     status = {"ack-full": Status.FULL, "unreachable": Status.HOP_LIMIT}.get(name, Status.OK)
@@ -167,7 +173,7 @@ def test_bodies_are_read_back():
     for name, index in (("set", 1), ("migrate", 1), ("data", 1), ("data-last-chunk", 2)):
         ref, payload = ChunkRef.unpack(body(name)), bytes(body(name)[CHUNK_REF_BYTES:])
         tag = PlacementTag(3, 10, index, -2, 1)
-        assert ref == ChunkRef(KEY, index, 3, len(payload), twin.crc32(payload), 34, twin.crc32(VALUE), tag)
+        assert ref == ChunkRef(KEY, index, 3, len(payload), backend.crc32(payload), 34, backend.crc32(VALUE), tag)
         assert payload == VALUE[16 * index :][:16]
     empty = ChunkRef.unpack(body("set-empty-value"))
     assert (empty.chunks, empty.length_bytes, empty.crc, empty.value_bytes, empty.value_crc) == (1, 0, 0, 0, 0)

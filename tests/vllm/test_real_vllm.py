@@ -18,12 +18,11 @@ from tests.vllm.server import BLOCK_TOKENS, BLOCKS, PYTHON, Vllm
 
 from skymemory import native
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.seeds import seed
-from skymemory.router.engine_metrics import EngineMetrics
-from skymemory.router.kv_events import KvEvents
-from skymemory.router.kv_feed import Feed, FeedState
-from skymemory.router.kv_follower import Pace
-from skymemory.router.scrape import fetch_metrics
+from skymemory.conductor.request import seed
+from skymemory.router.engines.events import KvEvents
+from skymemory.router.engines.feed import Feed, FeedState
+from skymemory.router.engines.follower import Pace
+from skymemory.router.engines.metrics import EngineMetrics, fetch_metrics
 
 pytestmark = [
     pytest.mark.slow,

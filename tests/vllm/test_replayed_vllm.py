@@ -10,7 +10,7 @@ import pytest
 from tests.vllm.server import MODEL, PYTHON, Vllm
 
 from skymemory.cli.main import main
-from skymemory.router.cost_file import read_cost
+from skymemory.router.settings import read_cost
 
 pytestmark = [
     pytest.mark.slow,

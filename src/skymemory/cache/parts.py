@@ -15,13 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from skymemory.cache.blocks import BlockSink, BlockSource, LoadTally, PhaseClock
-from skymemory.cache.manager import SHORT, BlockCache
+from skymemory.cache.blocks import PAYLOAD_AT, SHORT, BlockCache, BlockSink, BlockSource, LoadTally, PhaseClock
 from skymemory.cache.pace import ComputeRate
+from skymemory.cache.patience import worth
 from skymemory.cache.results import LoadResult
-from skymemory.cache.value import PAYLOAD_AT
 from skymemory.kv.block import BlockHash, Tokens
-from skymemory.store.patience import worth
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 _KEPT = 128
 _ALIKE = 4
@@ -37,3 +40,28 @@ class Usual:
         if len(taken_s) < _ENOUGH:
             taken_s = [seconds * (max(1.0, size_bytes / moved) if moved else 1.0) for moved, seconds in calls]
         return sorted(taken_s)[math.ceil(0.99 * len(taken_s)) - 1]
+
+
+# How long a caller needs for what it asks a store for if the store does not come: what it asks for is worth no more.
+#
+# Whoever can make a prompt's blocks itself says so around its calls; a store that waits for others
+# (``cache.tiers.tier``) asks
+# here. It is a context of the calling thread, for it is true of a call whatever stores it passes on its way.
+
+
+_WORTH_S: ContextVar[float | None] = ContextVar("worth_s", default=None)
+
+
+def worth_s() -> float | None:
+    """Seconds that the present caller needs without the store; None if unknown."""
+    return _WORTH_S.get()
+
+
+@contextmanager
+def worth(seconds: float | None) -> Iterator[None]:
+    """Within this, what is asked of a store could be had without it in ``seconds`` (None: not known)."""
+    token = _WORTH_S.set(seconds)
+    try:
+        yield
+    finally:
+        _WORTH_S.reset(token)

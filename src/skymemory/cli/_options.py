@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from skymemory.errors import InvalidInput, MissingExtra
 from skymemory.units import parse_duration, parse_fraction, parse_size
@@ -60,3 +60,35 @@ def check_serving_installed() -> None:
     absent = [name for name in ("aiohttp", "msgspec", "prometheus_client", "zmq") if find_spec(name) is None]
     if absent:
         raise MissingExtra(f"{', '.join(absent)} not installed, which serving needs: pip install 'skymemory[router]'")
+
+
+# Flags of `route` and `epp` as a settings file would say them.
+
+
+def said(table: dict[str, Any]) -> dict[str, Any]:
+    """Without what was not said."""
+    tables = {key: said(value) if isinstance(value, dict) else value for key, value in table.items()}
+    return {key: value for key, value in tables.items() if value is not None and value != {}}
+
+
+def option(text: str) -> tuple[str, object]:
+    """``name=value``; a value that reads as a number, true or false is one."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")
+    if value in ("true", "false"):
+        return name, value == "true"
+    for read in (int, float):
+        try:
+            return name, read(value)
+        except ValueError:
+            continue
+    return name, value
+
+
+def token_ids(text: str) -> tuple[int, int]:
+    """``300-1000`` → the first and the last."""
+    first, dash, last = text.partition("-")
+    if not dash or not first.isdecimal() or not last.isdecimal() or int(last) - int(first) < 15:
+        raise InvalidInput(f"--ids {text!r}: expected a range of at least 16, such as 300-1000")
+    return int(first), int(last)

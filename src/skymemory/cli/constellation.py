@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -10,20 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli import _faults, layout
-from skymemory.cli._ground import add_ground_options, ground_of
+from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
-from skymemory.cli._protection import add_auth, auth_of, check_plan, say_how_to_share
 from skymemory.errors import InvalidInput
-from skymemory.protocol.replacement import DEFAULT_REPLACEMENT, REPLACEMENTS
+from skymemory.eviction.policies import DEFAULT_REPLACEMENT, REPLACEMENTS
+from skymemory.files import MAX_TABLE_BYTES, read_bounded
 from skymemory.units import format_size, parse_delay
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
-    from skymemory.testbed.plan import ConstellationPlan, HostShare, Ports
+    from skymemory.constellation.ground_track import Waypoint
+    from skymemory.constellation.torus import SatelliteId
+    from skymemory.testbed.plan import ConstellationPlan, Ground, HostShare, Ports
     from skymemory.testbed.run_directory import RunDirectory
-    from skymemory.testbed.signals import SignalGate
-    from skymemory.testbed.supervisor import Started
+    from skymemory.testbed.supervisor import SignalGate, Started
 
 
 def _base_port(text: str) -> int | None:
@@ -120,13 +121,12 @@ def add_parser(subparsers: Subparsers) -> None:
     attach.add_argument("plan", type=Path, metavar="FILE")
     add_run_dir(attach)
 
-    _faults.add_parsers(verbs)
+    add_parsers(verbs)
     layout.add_parser(verbs)
 
 
 def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> ConstellationPlan:
-    from skymemory.testbed.memory_policy import MemoryPolicy
-    from skymemory.testbed.plan import Faults, make_plan
+    from skymemory.testbed.plan import Faults, MemoryPolicy, make_plan
 
     if args.sweep is not None and "periodic" not in args.eviction and args.replicas == 1:
         raise InvalidInput(
@@ -162,8 +162,7 @@ def _processes(count: int) -> str:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from skymemory.testbed.signals import SignalGate
-    from skymemory.testbed.supervisor import watch
+    from skymemory.testbed.supervisor import SignalGate, watch
 
     directory = _directory(args)
     if not args.foreground:
@@ -207,7 +206,7 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
 
 
 def _status(args: argparse.Namespace) -> int:
-    from skymemory.cli._status import collect, print_status
+    from skymemory.cli._runs.status import collect, print_status
 
     report = collect(_directory(args), args.plan, args.patience)
     print_status(report, as_json=args.json)
@@ -227,7 +226,7 @@ def _down(args: argparse.Namespace) -> int:
 
 
 def _rotate(args: argparse.Namespace) -> int:
-    from skymemory.cli._status import print_rotation
+    from skymemory.cli._runs.status import print_rotation
     from skymemory.testbed.control import rotate
     from skymemory.testbed.plan_file import load_plan, one_at_a_time, save_plan
 
@@ -275,7 +274,236 @@ def _attach(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "up": _up, "status": _status, "down": _down, "rotate": _rotate, "plan": _write_plan,
-        "attach": _attach, "layout": layout.run, "disable": _faults.disable, "enable": _faults.enable,
-        "revive": _faults.revive,
+        "attach": _attach, "layout": layout.run, "disable": disable, "enable": enable,
+        "revive": revive,
     }  # fmt: skip
     return actions[args.action](args)
+
+
+# ``skymemory constellation disable``, ``enable`` and ``revive``: things die and come back.
+
+
+def _satellite(text: str) -> SatelliteId:
+    from skymemory.constellation.torus import SatelliteId
+
+    found = re.fullmatch(r"(\d{1,4}),(\d{1,4})", text)
+    if found is None:
+        raise InvalidInput(f"{text!r} is not a satellite: expected its plane and slot, such as 2,9")
+    return SatelliteId(int(found[1]), int(found[2]))
+
+
+def add_parsers(verbs: Subparsers) -> None:
+    for verb, what in (("disable", "let satellites die"), ("enable", "let dead satellites come back, empty")):
+        parser = verbs.add_parser(verb, help=what)
+        parser.add_argument(
+            "satellites", nargs="*", type=argument(_satellite), metavar="PLANE,SLOT", help="counted from 0"
+        )
+        parser.add_argument("--plane", action="append", type=int, default=[], metavar="N", help="a whole plane")
+        if verb == "enable":
+            parser.add_argument("--all", action="store_true", help="every satellite")
+        add_run_dir(parser)
+    revive = verbs.add_parser("revive", help="start the dead host processes of this computer again, empty")
+    add_run_dir(revive)
+
+
+def _check_some_are_named(args: argparse.Namespace) -> None:
+    if not (args.satellites or args.plane):
+        raise InvalidInput(
+            "which satellites? name them as PLANE,SLOT or a plane with --plane; "
+            f"see `skymemory constellation {args.action} --help`"
+        )
+
+
+def _chosen(args: argparse.Namespace, plan: ConstellationPlan) -> list[SatelliteId]:
+    from skymemory.constellation.torus import SatelliteId
+
+    for plane in args.plane:
+        if not 0 <= plane < plan.planes:
+            raise InvalidInput(f"no plane {plane}: expected 0 to {plan.planes - 1}")
+    return [
+        *args.satellites,
+        *(SatelliteId(plane, slot) for plane in args.plane for slot in range(plan.slots_per_plane)),
+    ]
+
+
+def disable(args: argparse.Namespace) -> int:
+    from skymemory.testbed import control
+    from skymemory.testbed.run_directory import RunDirectory
+
+    _check_some_are_named(args)
+    directory = RunDirectory(args.run_dir)
+    dead = control.disable(directory, _chosen(args, directory.running_plan()))
+    print(f"{_satellites(len(dead))} disabled")
+    return 0
+
+
+def enable(args: argparse.Namespace) -> int:
+    from skymemory.testbed import control
+    from skymemory.testbed.run_directory import RunDirectory
+
+    if not args.all:
+        _check_some_are_named(args)
+    elif args.satellites or args.plane:
+        raise InvalidInput("--all and some by name: leave one of them out")
+    directory = RunDirectory(args.run_dir)
+    dead = control.enable(directory, None if args.all else _chosen(args, directory.running_plan()))
+    print(f"{_satellites(len(dead))} disabled" if dead else "no satellite is disabled")
+    return 0
+
+
+def _satellites(count: int) -> str:
+    return "1 satellite is" if count == 1 else f"{count} satellites are"
+
+
+def revive(args: argparse.Namespace) -> int:
+    from skymemory.testbed.run_directory import RunDirectory
+    from skymemory.testbed.supervisor import revive as start_again
+
+    hosts = start_again(RunDirectory(args.run_dir))
+    print(f"started again, empty: {', '.join(hosts)}" if hosts else "no host process is dead")
+    return 0
+
+
+# Options of the ground's side of a constellation: where the host is, how it moves, what it sees, how it talks.
+
+
+ACCESS_CHOICES = ("los", "gateway", "onboard", "hybrid")
+"""``protocol.client.gateway.ACCESS_MODES``, spelled out so that the help needs no import of it."""
+_DEFAULT_PLACE = (40.0, -75.0)
+
+
+def _place(text: str) -> tuple[float, float]:
+    try:
+        latitude_deg, longitude_deg = (float(word) for word in text.split(","))
+    except ValueError as error:
+        raise InvalidInput(f"{text!r} is no place: expected LATITUDE,LONGITUDE in degrees such as 40,-75") from error
+    return latitude_deg, longitude_deg
+
+
+def add_ground_options(parser: argparse.ArgumentParser) -> None:
+    """How satellites are reached, from where."""
+    parser.add_argument(
+        "--access", choices=ACCESS_CHOICES, default="los",
+        help="how the host reaches satellites: a beam to each of the box (los, default), all through the nearest in "
+        "sight (gateway), a beam to those in sight and the others through it (hybrid), or it is a satellite (onboard)",
+    )  # fmt: skip
+    ground = parser.add_argument_group("ground", "where the host is; of the presets with real orbits")
+    ground.add_argument(
+        "--host-at", type=argument(_place), metavar="LAT,LON",
+        help="degrees north and east (default: 40,-75; write --host-at=-33.9,18.4 for the south)",
+    )  # fmt: skip
+    ground.add_argument(
+        "--host-path", type=Path, metavar="FILE",
+        help="the host moves: lines of `seconds latitude longitude`, seconds of the satellites' time from now",
+    )  # fmt: skip
+    ground.add_argument(
+        "--mask", type=float, default=25.0, metavar="DEG", help="lowest elevation of a beam (default: 25)"
+    )
+    ground.add_argument(
+        "--gateway", choices=("nearest", "climbing"),
+        help="which satellite in sight: the nearest (default), or the nearest on the box's branch of the orbits",
+    )  # fmt: skip
+
+
+def ground_of(args: argparse.Namespace) -> Ground:
+    """What ``add_ground_options`` was told."""
+    from skymemory.constellation.ground_track import parse_waypoints
+    from skymemory.testbed.plan import Ground
+
+    _check_has_an_orbit(args)
+    waypoints: tuple[Waypoint, ...] = ()
+    if args.host_path is not None:
+        try:
+            lines = read_bounded(args.host_path, MAX_TABLE_BYTES).decode("utf-8").splitlines()
+        except OSError as error:
+            raise InvalidInput(f"cannot read the waypoints {args.host_path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"{args.host_path}: not a text file, so no waypoints") from error
+        waypoints = parse_waypoints(lines, str(args.host_path))
+    latitude_deg, longitude_deg = args.host_at or _DEFAULT_PLACE
+    gateway = args.gateway or "nearest"
+    return Ground(latitude_deg, longitude_deg, mask_deg=args.mask, gateway=gateway, waypoints=waypoints)
+
+
+def _check_has_an_orbit(args: argparse.Namespace) -> None:
+    """Refuse options that change nothing where the preset has a fixed centre, and two that exclude each other."""
+    from skymemory.constellation.presets import PRESETS, preset_named
+
+    if args.host_at is not None and args.host_path is not None:
+        raise InvalidInput("--host-at and --host-path: a host stands or moves, leave one of them out")
+    if preset_named(args.preset).fixed_centre is None:
+        return
+    for option, value in (("--host-at", args.host_at), ("--host-path", args.host_path), ("--gateway", args.gateway)):
+        if value is not None:
+            real = ", ".join(name for name, preset in PRESETS.items() if preset.fixed_centre is None)
+            raise InvalidInput(
+                f"{option} changes nothing in {args.preset}, whose box lies where the paper has it: "
+                f"leave it out, or choose --preset {real}"
+            )
+
+
+# ``--auth`` and ``--keys`` of the verbs that make a plan, and what a plan for other computers needs of them.
+
+
+def add_auth(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--auth", choices=("off", "on", "every"),
+        help="MACs on commands (on), on every packet, or none (default: on, with keys made for it)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keys", type=Path, metavar="FILE", help="the keys, as `skymemory keys new` makes them (default: new ones)"
+    )
+
+
+def auth_of(args: argparse.Namespace) -> dict[str, str]:
+    """The fields ``auth`` and ``keys_file`` of a plan. New keys lie in the run directory, or beside the plan: a
+    reader of the plan looks for them there.
+    """
+    from skymemory.testbed.key_file import read_keys
+    from skymemory.testbed.run_directory import RunDirectory
+
+    insecure = getattr(args, "insecure", False) and args.keys is None
+    auth = args.auth or ("off" if insecure else "on")
+    if auth == "off":
+        if args.keys is not None:
+            raise InvalidInput("--keys with --auth off: leave one of them out")
+        return {}
+    if args.keys is not None:
+        read_keys(args.keys)
+        return {"auth": auth, "keys_file": str(args.keys.absolute())}
+    if args.action == "plan":
+        keys_path = args.out.absolute().with_suffix(".keys")
+        if keys_path == args.out.absolute():
+            raise InvalidInput(
+                f"--out {args.out}: the plan's keys go into a file of this name; call the plan otherwise"
+            )
+        return {"auth": auth, "keys_file": str(keys_path)}
+    return {"auth": auth, "keys_file": str(RunDirectory(args.run_dir).keys_path)}
+
+
+def check_plan(plan: ConstellationPlan, insecure: bool) -> None:
+    """Refuse a plan that lets other computers in without keys; make the keys that it needs and are not there yet."""
+    from skymemory.testbed.key_file import new_keys, read_keys
+    from skymemory.testbed.plan import check_exposure
+
+    for host in plan.hosts:
+        check_exposure(plan, host, None, insecure)
+    if plan.auth != "off":
+        path = Path(plan.keys_file)
+        if path.exists():
+            read_keys(path)
+        else:
+            new_keys(path)
+
+
+def say_how_to_share(plan: ConstellationPlan, path: Path, insecure: bool) -> None:
+    flag = " --insecure" if insecure and plan.auth == "off" else ""
+    if plan.auth == "off":
+        print(f"wrote {path}; copy it to each computer and run there:")
+    else:
+        print(f"wrote {path}, whose keys are in {plan.keys_file}: copy both to one folder of each computer, the keys")
+        print("in secret, and run there:")
+    for number, host in enumerate(plan.hosts):
+        print(f"  on {host.ip}: skymemory satellite --plan {path.name} --host {number}{flag}")
+    if flag:
+        print("packets are not authenticated: keep these addresses on a network of your own")

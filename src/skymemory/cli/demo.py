@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skymemory.cli._options import argument, check_serving_installed, size
+from skymemory.demo.choices import ROUTE_STRATEGIES
 from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
-
-DEMO_CODECS = ("raw", "quanto8", "hqq8")
-QUICK_STRATEGIES = ("random", "round-robin", "least-load", "approximate", "least-ttft")
-ROUTE_STRATEGIES = ("random", "round-robin", "least-load", "approximate", "precise", "least-ttft")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -64,7 +61,7 @@ def _add_motion(others: Subparsers) -> None:
 
 
 def _add_cells(others: Subparsers) -> None:
-    from skymemory.constellation.cells import parse_grid
+    from skymemory.constellation.ground_track import parse_grid
 
     cells = others.add_parser(
         "cells",
@@ -173,14 +170,14 @@ def _strategies(text: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> int:
     if args.what == "conductor":
-        from skymemory.cli._demo_conductor import run_conductor
+        from skymemory.demo.conductor import run_conductor
 
         return run_conductor(args)
     if args.what == "route":
         if args.requests is not None and not 10 <= args.requests <= 5000:
             raise InvalidInput(f"--requests {args.requests}: expected 10 to 5000")
         check_serving_installed()
-        from skymemory.cli._demo_route import run_route
+        from skymemory.demo.route import run_route
 
         return run_route(args)
     if args.what == "cake":
@@ -188,18 +185,18 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidInput(f"--share {args.share}: expected more than 0, at most 1")
         if args.tokens is not None and not 320 <= args.tokens <= 8000:
             raise InvalidInput(f"--tokens {args.tokens}: expected 320 to 8000")
-        from skymemory.cli._demo_cake import run_cake
+        from skymemory.demo.cake import run_cake
 
         return run_cake(args)
     if args.what == "cells":
-        from skymemory.cli._demo_cells import run_cells
+        from skymemory.demo.cells import run_cells
 
         return run_cells(args)
     if args.what == "motion":
-        from skymemory.cli._demo_motion import run_motion
+        from skymemory.demo.motion import run_motion
 
         return run_motion(args)
-    from skymemory.cli._demo_run import run_demo
+    from skymemory.demo.table3 import run_demo
     from skymemory.engine.inputs import read_document, shipped_document
 
     document = read_document(args.document) if args.document else shipped_document()

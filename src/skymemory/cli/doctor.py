@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     check_engine_installed()
     other = _read(args.compare) if args.compare is not None else None
     from skymemory.engine.doctor import examine
-    from skymemory.engine.named import ready_model
-    from skymemory.testbed.addresses import open_store
+    from skymemory.engine.models import ready_model
+    from skymemory.testbed.open_store import open_store
 
     ready = ready_model(args.model, dtype=args.dtype)
     with open_store(args.store) as store:

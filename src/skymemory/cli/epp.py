@@ -8,13 +8,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli._options import duration, size
-from skymemory.cli._router_flags import option, said
+from skymemory.cli._options import duration, option, said, size
 from skymemory.errors import InvalidInput, SkyMemoryError
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
-    from skymemory.router.epp import EndpointPicker
+    from skymemory.router.envoy.server import EndpointPicker
     from skymemory.router.settings import Settings
 
 
@@ -76,9 +75,8 @@ def add_parser(subparsers: Subparsers) -> None:
     known.add_argument(
         "--replicas",
         metavar="URL",
-        help="share it with other pickers: redis://HOST:PORT/DB, or gossip://HOST:PORT here",
+        help="share it with other pickers through Redis or Valkey: redis://HOST:PORT/DB",
     )
-    known.add_argument("--peer", action="append", metavar="HOST:PORT", help="another picker (gossip); may be repeated")
     known.add_argument("--replica-keys", metavar="FILE", help="keys that all have (`skymemory keys new`)")
     doors = parser.add_argument_group("addresses")
     doors.add_argument("--listen", metavar="IP:PORT", help="gRPC (default: 127.0.0.1:9002; port 0: any free)")
@@ -106,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     import logging
     import sys
 
-    from skymemory.router.epp_process import serve
-    from skymemory.router.settings_file import read_settings
+    from skymemory.router.envoy.server import serve
+    from skymemory.router.settings import read_settings
     from skymemory.testbed.key_file import read_keys
 
     flags = _flags(args)
@@ -145,7 +143,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _flags(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags say, as a settings file would."""
-    redis, listen = _replicas(args.replicas)
     table: dict[str, Any] = {
         "strategy": args.strategy,
         "seed": args.seed,
@@ -156,7 +153,7 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
         "prompts": {"tokenizer": args.tokenizer, "block_tokens": args.block_tokens},
         "limits": {"max_body": args.max_body},
         "health": {"metrics_path": args.metrics_path},
-        "replicas": {"redis": redis, "listen": listen, "peers": args.peer or None, "keys": args.replica_keys},
+        "replicas": {"redis": _replicas(args.replicas), "keys": args.replica_keys},
         "picker": {
             "listen": args.listen,
             "health_listen": args.health_listen,
@@ -181,26 +178,25 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_as_endpoint(text: str) -> str:
-    from skymemory.router.endpoints import parse_endpoint
+    from skymemory.router.envoy.endpoints import parse_endpoint
 
     return parse_endpoint(text)
 
 
-def _replicas(text: str | None) -> tuple[str | None, str | None]:
-    """(Redis, where others are awaited)."""
+def _replicas(text: str | None) -> str | None:
     if text is None:
-        return None, None
+        return None
     kind, _, rest = text.partition("://")
-    if kind == "gossip" and rest:
-        return None, rest
-    if kind in ("redis", "rediss", "unix") and rest:
-        return text, None
-    raise InvalidInput(f"--replicas {text!r}: expected redis://HOST:PORT/DB or gossip://HOST:PORT")
+    if kind == "gossip":
+        raise InvalidInput(f"--replicas {text!r}: pickers share through Redis now: redis://HOST:PORT/DB")
+    if kind not in ("redis", "rediss", "unix") or not rest:
+        raise InvalidInput(f"--replicas {text!r}: expected redis://HOST:PORT/DB")
+    return text
 
 
 def _write_envoy_config(args: argparse.Namespace, at: str, settings: Settings) -> None:
-    from skymemory.router.endpoints import as_endpoint
-    from skymemory.router.envoy_config import Entrance, bootstrap
+    from skymemory.router.envoy.config import Entrance, bootstrap
+    from skymemory.router.envoy.endpoints import as_endpoint
 
     host, _, port = at.rpartition(":")
     everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if args.engine is not None:
         check_serving_installed()
     try:
-        from skymemory.cli._fit_run import fit
+        from skymemory.cli._runs.fit import fit
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
     return fit(args, os.environ.get(args.api_key_env) or None)

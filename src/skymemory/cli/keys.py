@@ -1,4 +1,4 @@
-"""``skymemory keys``: files of secret keys, for commands to satellites or for a tenant's payloads."""
+"""``skymemory keys``: files of secret keys, for commands to satellites or for a tenant's payloads, and of API keys."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def add_parser(subparsers: Subparsers) -> None:
     retire = actions.add_parser("retire", help="accept old keys no longer")
     retire.add_argument("file", type=Path, metavar="FILE")
     retire.add_argument("ids", type=int, nargs="*", metavar="ID", help="which (default: all older than the one in use)")
+    api = actions.add_parser(
+        "api",
+        help="add an API key to a router's file, and print it",
+        description="Make an API key for a tenant of a router. It is printed once; the file, in TOML, has its SHA-256, "
+        "and is made if there is none. Quotas stand in its table [tenants.NAME]: requests_per_minute, "
+        "tokens_per_minute, max_in_flight, priority, weight. To retire a key, take its lines out.",
+    )
+    api.add_argument("file", type=Path, metavar="FILE")
+    api.add_argument("tenant", metavar="TENANT")
+    api.add_argument("--note", default="", metavar="TEXT", help="whose it is, for who reads the file")
     show = actions.add_parser("show", help="which keys a file has, without the secrets")
     show.add_argument("file", type=Path, metavar="FILE")
 
@@ -51,7 +61,31 @@ def _print_ring(path: Path, ring: KeyRing) -> None:
         print(f"key {key.key_id:>5}  {state}")
 
 
+def _add_api_key(path: Path, tenant: str, note: str) -> int:
+    import os
+
+    from skymemory.errors import InvalidInput, MissingExtra
+    from skymemory.files import read_bounded, write_private
+
+    try:
+        from skymemory.router.api_keys import SECRET_BYTES, new_key, with_key
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
+    key = new_key(os.urandom(SECRET_BYTES))
+    try:
+        said = read_bounded(path).decode("utf-8") if path.exists() else ""
+        write_private(path, with_key(said, tenant, key, note), durable=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from None
+    print(key)
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.action == "api":
+        return _add_api_key(args.file, args.tenant, args.note)
     from skymemory.testbed.key_file import new_keys, new_secret, read_keys, write_keys
 
     path: Path = args.file

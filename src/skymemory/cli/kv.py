@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skymemory.cli._ground import ACCESS_CHOICES
 from skymemory.cli._options import add_json, add_run_dir, argument
+from skymemory.cli.constellation import ACCESS_CHOICES
 from skymemory.errors import CommandsRefused, InvalidInput, SkyMemoryError
 from skymemory.files import read_bounded, write_output
 from skymemory.units import format_duration, format_size, parse_duration
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> Store:
     from skymemory.store.base import Expiring
     from skymemory.store.named import Listing, bare
-    from skymemory.testbed.addresses import open_store
     from skymemory.testbed.connect import open_constellation
+    from skymemory.testbed.open_store import open_store
 
     if args.store is None:
         return open_constellation(args.run_dir, use_index=not args.no_index, access=args.access)

@@ -10,7 +10,6 @@ what is heavy inside ``run``.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import pkgutil
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import skymemory
 from skymemory.cli._options import argument
+from skymemory.config import suggestion
 from skymemory.errors import InvalidInput, SkyMemoryError
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
 def _check_verb(word: str, names: Sequence[str]) -> None:
     if word in names or word in _OPTIONS_BEFORE_VERB:
         return
-    close = difflib.get_close_matches(word, names, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"the verbs are: {', '.join(names)}"
-    raise InvalidInput(f"{word!r} is not a verb of skymemory; {hint}")
+    raise InvalidInput(f"{word!r} is not a verb of skymemory; {suggestion(word, names)}")
 
 
 def _say(error: SkyMemoryError) -> None:

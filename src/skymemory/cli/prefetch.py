@@ -39,8 +39,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from skymemory.cache.habits_file import read_habits
     from skymemory.cache.predictor import Predictor
+    from skymemory.cache.prefetching import read_habits
 
     zone, habits = read_habits(args.habits)
     predictor = Predictor(zone=zone, capacity_blocks=max(1, 2 * sum(len(habit.keys) for habit in habits)))

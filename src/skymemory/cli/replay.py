@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skymemory.cli._options import add_json, duration
+from skymemory.cli._options import add_json, duration, token_ids
 from skymemory.errors import InvalidInput, MissingExtra
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     check(args)
     try:
-        from skymemory.cli._replay_run import replay
+        from skymemory.cli._runs.replay import replay
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
     return replay(args, os.environ.get(args.api_key_env) or None)
@@ -113,12 +113,4 @@ def check(args: argparse.Namespace) -> None:
         raise InvalidInput("--patience: expected more than 0")
     if args.prompt_unit == "ids" and args.api == "chat":
         raise InvalidInput("--prompt-unit ids: chats take no token ids; use --api completions")
-    ids(args.ids)
-
-
-def ids(text: str) -> tuple[int, int]:
-    """``300-1000`` → the first and the last."""
-    first, dash, last = text.partition("-")
-    if not dash or not first.isdecimal() or not last.isdecimal() or int(last) - int(first) < 15:
-        raise InvalidInput(f"--ids {text!r}: expected a range of at least 16, such as 300-1000")
-    return int(first), int(last)
+    token_ids(args.ids)

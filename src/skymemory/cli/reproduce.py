@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from skymemory.sim.cake_paper import Headline, Reproduction
+    from skymemory.reproduce.cake import Headline, Reproduction
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -51,10 +51,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.paper == "mooncake":
-        from skymemory.cli._reproduce_mooncake import run_mooncake
+        from skymemory.reproduce.mooncake.run import run_mooncake
 
         return run_mooncake(args)
-    from skymemory.sim.cake_paper import FIGURES, reproduce
+    from skymemory.reproduce.cake import FIGURES, reproduce
 
     told = reproduce(list(dict.fromkeys(map(_whole, args.fig))) if args.fig else list(FIGURES))
     if args.json:
@@ -103,7 +103,7 @@ def _remark(headline: Headline) -> str:
 
 def _write(told: list[Reproduction], folder: Path, stream: TextIO) -> None:
     from skymemory.errors import MissingExtra
-    from skymemory.view.cake_figures import write_cake_csv, write_cake_figure
+    from skymemory.reproduce.figures_cake import write_cake_csv, write_cake_figure
 
     for one in told:
         print(write_cake_csv(one, folder), file=stream)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli._options import duration, size
-from skymemory.cli._route_check import run_check
-from skymemory.cli._router_flags import option, said
+from skymemory.cli._options import duration, option, said, size
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
+    from skymemory.router.http.check import Found
+    from skymemory.router.settings import Settings
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -54,6 +55,18 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--admission-option", action="append", default=[], metavar="NAME=VALUE", help="of the rule; once for each"
     )
+    parser.add_argument(
+        "--queue", type=int, metavar="N", help="requests that may wait where every server is full (--max-waiting)"
+    )
+    parser.add_argument(
+        "--max-waiting", type=int, metavar="N", help="requests that wait for their first byte and make a server full"
+    )
+    parser.add_argument("--api-keys", metavar="FILE", help="who may ask, and how much (`skymemory keys api` adds one)")
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain (PEM): serve HTTPS")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
+    parser.add_argument(
+        "--cors-origin", action="append", default=[], metavar="URL", help='pages that may ask; once for each, or "*"'
+    )
     parser.add_argument("--state", metavar="FILE", help="where what was learnt is kept over a restart")
     parser.add_argument("--log-requests", action="store_true", default=None, help="one line per request, on stderr")
     parser.add_argument(
@@ -70,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     from skymemory.errors import InvalidInput, MissingExtra
 
     try:
-        from skymemory.router.proxy_server import serve
-        from skymemory.router.settings_file import read_settings
+        from skymemory.router.http.server import serve
+        from skymemory.router.settings import read_settings
         from skymemory.testbed.key_file import read_keys
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
@@ -121,6 +134,46 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
             "fair": args.fair,
             "options": dict(option(each) for each in args.admission_option) or None,
         },
-        "limits": {"max_body": args.max_body, "max_in_flight": args.max_in_flight},
+        "limits": {
+            "max_body": args.max_body,
+            "max_in_flight": args.max_in_flight,
+            "max_waiting": args.max_waiting,
+        },
+        "queue": {"max_requests": args.queue},
+        "door": {"api_keys": args.api_keys, "tls_cert": args.tls_cert, "tls_key": args.tls_key},
+        "cors": {"origins": args.cors_origin or None},
     }
     return said(table)
+
+
+# ``skymemory route --check``: what is behind the router, before it runs.
+
+
+def run_check(settings: Settings, as_json: bool) -> int:
+    """Prints what was found. The exit code: 0, or 1 where a server has a problem."""
+    import asyncio
+
+    from skymemory.router.http.check import check
+
+    found = asyncio.run(check(settings))
+    problems = sum(bool(each.problems) for each in found)
+    if as_json:
+        print(json.dumps({"servers": [each.as_json() for each in found], "with_problems": problems}, indent=2))
+        return int(problems > 0)
+    for each in found:
+        print("\n".join(_lines(each)))
+    print(f"{len(found) - problems} of {len(found)} servers are as they should be")
+    return int(problems > 0)
+
+
+def _lines(found: Found) -> list[str]:
+    lines = [f"{found.name}  {found.url}" if found.name not in found.url else found.url, f"  health   {found.health}"]
+    if found.metrics:
+        lines.append(f"  metrics  {found.metrics}")
+    if found.models:
+        lines.append(f"  models   {', '.join(found.models[:8])}{' …' if len(found.models) > 8 else ''}")
+    if found.events:
+        lines.append(f"  events   {found.events}")
+    lines += [f"  problem: {each}" for each in found.problems]
+    lines += [f"  note: {each}" for each in found.notes]
+    return lines

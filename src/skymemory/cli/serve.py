@@ -16,7 +16,7 @@ _MOST = {"block_tokens": 4096, "threads": 1024, "running": 4096, "waiting": 1 <<
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    from skymemory.store.policies import POLICIES
+    from skymemory.eviction.policies import POLICIES
 
     parser = subparsers.add_parser(
         "serve",
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidInput(f"--{option.replace('_', '-')} {getattr(args, option)}: expected 1 to {most}")
     check_model(args.model)
     check_serving_installed()
-    from skymemory.serving.run_engine import EngineSettings, run_engine
-    from skymemory.serving.several_engines import run_engines
+    from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines
 
     host, port = args.listen
     settings = EngineSettings(

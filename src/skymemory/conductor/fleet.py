@@ -7,7 +7,7 @@ of an integer by it. A slot is given again only after ``remove`` told every scor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from skymemory.errors import InvalidInput
 
@@ -48,28 +48,60 @@ class LoadReport:
     """Where it tells what its prefills take."""
 
 
-@dataclass(slots=True, eq=False)
 class Server:
     """One server. ``reported`` is None until it first reported, and where it never does."""
 
-    name: str
-    slot: int
-    healthy: bool = True
-    draining: bool = False
-    """Serves what it has, and gets nothing new."""
-    reported: LoadReport | None = None
-    in_flight: int = 0
-    """Requests sent to it, of which the end has not been seen."""
-    prefilling: int = 0
-    """Of those, the ones whose first byte has not come."""
-    prefill_tokens: float = 0.0
-    """Tokens those are believed to compute: prompts less what was matched."""
-    _read_tokens: float = 0.0
-    _engine_tokens: float = 0.0
+    __slots__ = (
+        "_draining", "_engine_tokens", "_fleet", "_healthy", "_read_tokens", "in_flight", "name", "prefill_tokens",
+        "prefilling", "reported", "slot",
+    )  # fmt: skip
+
+    def __init__(self, name: str, slot: int, fleet: Fleet | None = None) -> None:
+        self.name = name
+        self.slot = slot
+        self.reported: LoadReport | None = None
+        self.in_flight = 0
+        """Requests sent to it, of which the end has not been seen."""
+        self.prefilling = 0
+        """Of those, the ones whose first byte has not come."""
+        self.prefill_tokens = 0.0
+        """Tokens those are believed to compute: prompts less what was matched."""
+        self._healthy, self._draining = True, False
+        self._fleet = fleet
+        self._read_tokens = self._engine_tokens = 0.0
+
+    def __repr__(self) -> str:
+        state = "" if self._healthy else ", not healthy"
+        return (
+            f"Server({self.name!r}, slot {self.slot}, {self.in_flight} in flight{state}{', draining' * self._draining})"
+        )
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy
+
+    @healthy.setter
+    def healthy(self, healthy: bool) -> None:
+        self._healthy = healthy
+        self._changed()
+
+    @property
+    def draining(self) -> bool:
+        """Serves what it has, and gets nothing new."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._changed()
 
     @property
     def takes_requests(self) -> bool:
-        return self.healthy and not self.draining
+        return self._healthy and not self._draining
+
+    def _changed(self) -> None:
+        if self._fleet is not None:
+            self._fleet.changed()
 
     def reported_tokens(self, read: int, reported: int) -> None:
         """A prompt that we count as ``read`` tokens has ``reported`` by its usage."""
@@ -88,12 +120,25 @@ class Server:
         return report if report is not None and now_s - report.at_s <= stale_s else None
 
 
-@dataclass(slots=True)
 class Fleet:
-    servers: dict[str, Server] = field(default_factory=dict)
-    """By name, in the order in which they came."""
-    _free_slots: list[int] = field(default_factory=list)
-    _slots: int = 0
+    def __init__(self) -> None:
+        self.servers: dict[str, Server] = {}
+        """By name, in the order in which they came."""
+        self._free_slots: list[int] = []
+        self._slots = 0
+        self._able: tuple[Server, ...] | None = None
+
+    @property
+    def able(self) -> tuple[Server, ...]:
+        """Those that take requests, in the order in which they came; made anew only after a change."""
+        able = self._able
+        if able is None:
+            able = self._able = tuple(server for server in self.servers.values() if server.takes_requests)
+        return able
+
+    def changed(self) -> None:
+        """Who takes requests may be others than before."""
+        self._able = None
 
     def __iter__(self) -> Iterator[Server]:
         return iter(self.servers.values())
@@ -113,7 +158,8 @@ class Fleet:
             slot = self._free_slots.pop()
         else:
             slot, self._slots = self._slots, self._slots + 1
-        server = self.servers[name] = Server(name, slot)
+        server = self.servers[name] = Server(name, slot, self)
+        self.changed()
         return server
 
     def remove(self, name: str) -> Server | None:
@@ -121,4 +167,5 @@ class Fleet:
         server = self.servers.pop(name, None)
         if server is not None:
             self._free_slots.append(server.slot)
+            self.changed()
         return server

@@ -7,10 +7,11 @@ strategy's score, and of those who tie the one that a seeded number names.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from skymemory.conductor.fleet import Fleet, Server
 from skymemory.conductor.request import Decision, Request
-from skymemory.conductor.strategies.base import Ranking, Scorer
+from skymemory.conductor.strategies.base import Scorer, unpacked
 from skymemory.errors import SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
@@ -43,39 +44,31 @@ class Picker:
         Raises:
             NoServer: none of them takes requests.
         """
-        able = [server for server in self.fleet if server.takes_requests and (among is None or server.name in among)]
+        able: Sequence[Server] = self.fleet.able
+        if among is not None:
+            able = [server for server in able if server.name in among]
         if not able:
             raise NoServer(self._why_none(among))
-        servers, adapter_reason = _with_adapter(request.adapter, able, now_s)
+        servers, adapter_reason = _with_adapter(request.adapter, able, now_s) if request.adapter else (able, "")
         ranking = self.scorer.rank(request, servers, now_s)
-        best = max(ranking.scores)
-        tied = [at for at, score in enumerate(ranking.scores) if score == best]
+        tied = ranking.best()
         at = tied[0] if len(tied) == 1 else tied[self._roll() % len(tied)]
-        chosen = servers[at]
-        others = [(-ranking.scores[i], server.in_flight, server.name) for i, server in enumerate(servers) if i != at]
-        rest = [server.name for server in able if server not in servers] if len(servers) < len(able) else []
+        score, matched_tokens, ttft_s, tbt_s, plan, compute_s, figures = ranking.standing(at)
+        in_flight = [server.in_flight for server in servers]
+        state = (ranking.packed, ranking.reasons, servers, in_flight, at, able, adapter_reason, figures, len(tied))
         return Decision(
-            request=request,
-            server=chosen.name,
-            fallbacks=(*(name for *_, name in sorted(others)), *rest),
-            strategy=self.scorer.name,
-            score=best,
-            matched_tokens=0 if ranking.matched_tokens is None else ranking.matched_tokens[at],
-            estimated_ttft_s=None if ranking.estimated_ttft_s is None else ranking.estimated_ttft_s[at],
-            estimated_tbt_s=None if ranking.estimated_tbt_s is None else ranking.estimated_tbt_s[at],
-            plan=None if ranking.plans is None else ranking.plans[at],
-            estimated_compute_s=_compute_s(ranking, at),
-            reasons=_reasons(ranking, at, adapter_reason, len(tied), len(servers)),
-            at_s=now_s,
-        )
+            request, servers[at].name, partial(_fallbacks, state), self.scorer.name, score, matched_tokens,
+            partial(_reasons, state), now_s, ttft_s, tbt_s, plan, compute_s,
+        )  # fmt: skip
 
     def routed(self, decision: Decision, now_s: float) -> None:
         server = self.fleet.servers.get(decision.server)
         if server is not None:
+            request = decision.request
             server.in_flight += 1
             server.prefilling += 1
-            server.prefill_tokens += decision.request.prompt.tokens - decision.matched_tokens
-            self.scorer.routed(decision.request, server, now_s)
+            server.prefill_tokens += request.prompt.tokens - decision.matched_tokens
+            self.scorer.routed(request, server, now_s)
 
     def succeeded(self, decision: Decision, now_s: float, cached_tokens: int | None = None) -> None:
         """Its first byte came."""
@@ -119,9 +112,12 @@ class Picker:
     def _prefilled(self, decision: Decision) -> Server | None:
         server = self.fleet.servers.get(decision.server)
         if server is not None:
-            server.prefilling = max(0, server.prefilling - 1)
-            left = server.prefill_tokens - (decision.request.prompt.tokens - decision.matched_tokens)
-            server.prefill_tokens = max(0.0, left) if server.prefilling else 0.0
+            if server.prefilling > 1:
+                server.prefilling -= 1
+                left = server.prefill_tokens - (decision.request.prompt.tokens - decision.matched_tokens)
+                server.prefill_tokens = left if left > 0.0 else 0.0
+            else:
+                server.prefilling, server.prefill_tokens = 0, 0.0
         return server
 
     def _roll(self) -> int:
@@ -142,10 +138,35 @@ class Picker:
         return f"no server takes requests: of {len(asked)}, {down} failed their checks, {len(asked) - down} drain"
 
 
-def _compute_s(ranking: Ranking, at: int) -> float | None:
-    if ranking.plans is not None:
-        return ranking.plans[at].compute_s
-    return None if ranking.estimated_compute_s is None else ranking.estimated_compute_s[at]
+_PickState = tuple[
+    Sequence[float] | bytes, tuple[str, ...], Sequence[Server], list[int], int, Sequence[Server], str,
+    tuple[tuple[str, float], ...], int,
+]  # fmt: skip
+"""What a decision can say when it is asked why, and who else, which few are; as things were when it was made: scores,
+reasons that hold for all, servers, their requests in flight, the place of the chosen one, all that take requests, the
+adapter's reason, the chosen one's figures, and how many tied. A plain tuple, since every request makes one.
+"""
+
+
+def _fallbacks(state: _PickState) -> tuple[str, ...]:
+    """By score, then by who has fewer requests; those without room for the adapter come last."""
+    packed, _, servers, in_flight, chosen, able, *_ = state
+    scores = unpacked(packed)
+    others = sorted((-scores[at], in_flight[at], server.name) for at, server in enumerate(servers) if at != chosen)
+    rest = [server.name for server in able if server not in servers] if len(servers) < len(able) else []
+    return (*(name for *_, name in others), *rest)
+
+
+def _reasons(state: _PickState) -> tuple[str, ...]:
+    _, reasons, servers, _, _, _, adapter, figures, tied = state
+    said = [adapter] if adapter else []
+    said += reasons
+    said += [f"{name} {figure:.4g}" for name, figure in figures]
+    if tied > 1:
+        said.append(f"drawn among {tied} of {len(servers)} that tie")
+    elif len(servers) == 1:
+        said.append("the only server that can")
+    return tuple(said)
 
 
 def _with_adapter(adapter: str, able: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
@@ -154,8 +175,6 @@ def _with_adapter(adapter: str, able: Sequence[Server], now_s: float) -> tuple[S
 
     Adapters come before prefixes: they do not share caches, and loading one costs more than a prefix saves.
     """
-    if not adapter:
-        return able, ""
     reports = [(server, server.fresh_report(now_s, ADAPTER_STALE_S)) for server in able]
     having = [server for server, report in reports if report is not None and adapter in report.adapters]
     roomy = [
@@ -182,14 +201,3 @@ def _waiting(server: Server, now_s: float) -> int:
     """Requests that wait for their prefill, or are in it; what was sent since a report may not be in it."""
     report = server.fresh_report(now_s, ADAPTER_STALE_S)
     return server.prefilling if report is None else max(report.waiting, server.prefilling - report.running)
-
-
-def _reasons(ranking: Ranking, at: int, adapter: str, tied: int, servers: int) -> tuple[str, ...]:
-    told = [adapter] if adapter else []
-    told += ranking.reasons
-    told += [f"{name} {figures[at]:.4g}" for name, figures in ranking.weights]
-    if tied > 1:
-        told.append(f"drawn among {tied} of {servers} that tie")
-    elif servers == 1:
-        told.append("the only server that can")
-    return tuple(told)

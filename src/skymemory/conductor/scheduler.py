@@ -80,17 +80,19 @@ class Scheduler:
 
     def begin(self, placement: Placement, now_s: float) -> None:
         """It is sent on its way. The decoding server expects it from now on."""
-        self.prefill.routed(placement.prefill, now_s)
+        case = placement.case
+        self.prefill.routed(case.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
             if self.outlook is not None:
                 self.outlook.expected(placement.request, now_s + (placement.prefill.estimated_ttft_s or 0.0))
-        self.admission.accepted(placement.case, now_s)
+        self.admission.accepted(case, now_s)
 
     def prefilled(self, placement: Placement, now_s: float, cached_tokens: int | None = None) -> Refusal | None:
         """Its prefill is done. A refusal: it may not decode, and all is over."""
-        self.prefill.succeeded(placement.prefill, now_s, cached_tokens)
-        self.admission.prefilled(placement.case, now_s)
+        case = placement.case
+        self.prefill.succeeded(case.prefill, now_s, cached_tokens)
+        self.admission.prefilled(case, now_s)
         if self.decode is None or placement.decode is None:
             return None
         self.prefill.ended(placement.prefill, now_s)
@@ -118,11 +120,12 @@ class Scheduler:
 
         ``cached_tokens``: as for ``prefilled``, where the end of the answer says so; ``output_tokens`` likewise.
         """
-        if self.decode is not None and placement.decode is not None:
-            self.decode.ended(placement.decode, now_s, output_tokens=output_tokens)
+        case = placement.case
+        if self.decode is not None and case.decode is not None:
+            self.decode.ended(case.decode, now_s, output_tokens=output_tokens)
         else:
-            self.prefill.ended(placement.prefill, now_s, cached_tokens, output_tokens)
-        self.admission.ended(placement.case, now_s, met)
+            self.prefill.ended(case.prefill, now_s, cached_tokens, output_tokens)
+        self.admission.ended(case, now_s, met)
 
     def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
         """A server that had it died, before or after the end of the prefill, before or after it joined a batch."""

@@ -1,19 +1,139 @@
-"""A host that moves over the ground: a ship, an aircraft. Waypoints with times, great circles in between.
+"""The way of the overhead point over the grid of satellites, in straight pieces: where it is, how often it has
+changed cell, when it will next.
 
-Before the first waypoint and after the last the host stands still. Pure: where it is is a function of time.
+A host that stands still has one piece that never ends: the anchor's closed form. A host that moves has a piece for
+each quarter of a degree of its way, so that satellites and clients compute the same moves to the bit, and the next move
+exactly. A user who walks through a grid of cells has a piece between any two places where he was.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from skymemory.constellation.visibility import GroundHost
+from skymemory.constellation.orbit import Shell
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.constellation.visibility import (
+    GroundHost,
+    nearest,
+    overhead_cell,
+    plane_move_period_s,
+    slot_move_period_s,
+)
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M
+
+_PIECE_RAD = math.radians(0.25)
+"""The cell of the overhead point is interpolated over so much of a moving host's way."""
+
+
+class Knot(NamedTuple):
+    """The overhead point at a time, in cells: real numbers that never wrap."""
+
+    time_s: float
+    plane: float
+    slot: float
+
+
+Rates = tuple[float, float]
+"""Planes and slots per second."""
+STILL: Rates = (0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """Knots in ascending order of time, at least one; ``rates`` hold before the first and after the last."""
+
+    knots: tuple[Knot, ...]
+    rates: Rates = STILL
+    _times: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _origin: tuple[int, int] = field(init=False, repr=False, compare=False)
+    """The cell overhead at time 0."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_times", tuple(knot.time_s for knot in self.knots))
+        object.__setattr__(self, "_origin", self.cell_at(0.0))
+
+    def cell(self, time_s: float) -> tuple[float, float]:
+        """``(plane, slot)`` of the overhead point, real numbers."""
+        piece = bisect_right(self._times, time_s)
+        at, plane, slot = self.knots[max(piece - 1, 0)]
+        plane_rate, slot_rate = self._rates_of(piece)
+        return plane + plane_rate * (time_s - at), slot + slot_rate * (time_s - at)
+
+    def _rates_of(self, piece: int) -> Rates:
+        """Of the piece that ends with knot ``piece``."""
+        if not 0 < piece < len(self.knots):
+            return self.rates
+        before, after = self.knots[piece - 1], self.knots[piece]
+        seconds = after.time_s - before.time_s
+        return (after.plane - before.plane) / seconds, (after.slot - before.slot) / seconds
+
+    def cell_at(self, time_s: float) -> tuple[int, int]:
+        """``(plane, slot)`` of the cell overhead: the anchor, not wrapped."""
+        plane, slot = self.cell(time_s)
+        return nearest(plane), nearest(slot)
+
+    def moves(self, time_s: float) -> tuple[int, int]:
+        """Slot moves (each one slot west) and plane moves (each one plane south) since time 0."""
+        plane0, slot0 = self._origin
+        plane, slot = self.cell_at(time_s)
+        return slot0 - slot, plane - plane0
+
+    def next_crossing_s(self, time_s: float) -> float:
+        """When the overhead point next comes to the edge of its cell, to within rounding; infinite if never."""
+        piece = bisect_right(self._times, time_s)
+        while True:
+            end_s = self.knots[piece].time_s if piece < len(self.knots) else math.inf
+            plane, slot = self.cell(time_s)
+            plane_rate, slot_rate = self._rates_of(piece)
+            crossing_s = time_s + min(_until_edge_s(plane, plane_rate), _until_edge_s(slot, slot_rate))
+            if crossing_s <= end_s or end_s == math.inf:
+                return crossing_s
+            time_s = end_s
+            piece += 1
+
+
+def _until_edge_s(cell: float, rate: float) -> float:
+    if rate == 0:
+        return math.inf
+    middle = nearest(cell)
+    return (middle + 0.5 - cell) / rate if rate > 0 else (cell - (middle - 0.5)) / -rate
+
+
+def track_over(shell: Shell, place: Place, epoch_unix_s: float) -> Track:
+    """The track of the overhead point of ``place`` on the climbing branch (see ``visibility``), from the epoch on.
+
+    For a moving host it is exact at its waypoints and every quarter of a degree between them.
+    """
+    rates = (1 / plane_move_period_s(shell), -1 / slot_move_period_s(shell))
+    times = _knot_times(place) if isinstance(place, Trajectory) else [0.0]
+    knots: list[Knot] = []
+    for time_s in times:
+        plane, slot = overhead_cell(shell, host_at(place, time_s), epoch_unix_s, time_s)
+        if knots:
+            # Longitudes wrap; the way does not. What turns with the Earth is known, the rest is the nearer way round.
+            expected = knots[-1].plane + rates[0] * (time_s - knots[-1].time_s)
+            plane += shell.planes * round((expected - plane) / shell.planes)
+        knots.append(Knot(time_s, plane, slot))
+    return Track(tuple(knots), rates)
+
+
+def _knot_times(way: Trajectory) -> list[float]:
+    times = [way.waypoints[0].time_s]
+    for leg, (here, there) in enumerate(zip(way.waypoints, way.waypoints[1:], strict=False)):
+        pieces = max(1, math.ceil(way.leg_rad(leg) / _PIECE_RAD))
+        times += [here.time_s + (there.time_s - here.time_s) * piece / pieces for piece in range(1, pieces + 1)]
+    return times
+
+
+# A host that moves over the ground: a ship, an aircraft. Waypoints with times, great circles in between.
+#
+# Before the first waypoint and after the last the host stands still. Pure: where it is is a function of time.
+
 
 MAX_SPEED_M_S = 1_000.0
 """Three times an airliner's: what is faster is a typing error."""
@@ -135,3 +255,75 @@ def _unit(point: Waypoint) -> Vector:
 def _angle_rad(a: Vector, b: Vector) -> float:
     cross = math.hypot(a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0])
     return math.atan2(cross, sum(p * q for p, q in zip(a, b, strict=True)))
+
+
+# Cells on the ground in place of satellites: users move between them, and the cache follows (paper §6).
+#
+# A base station is linked to the four around it, as a satellite is; rows are planes, columns are slots. What moves is
+# not
+# the grid but its user, so his path takes the place of the orbit: each border he crosses is a move, and the same
+# placement and migration keep the cache around him. A grid has edges and the torus has none: the path must keep so far
+# from the edges that no box, and no shortest way inside one, crosses the seam.
+#
+# One grid has one path: a train, a bus, or a user by himself. Users who part ways need a grid (a clock) each.
+
+
+class Stop(NamedTuple):
+    """A user is here at a time, straight ways in between. Rows grow south and columns east, in cells; a whole number is
+    the middle of a cell.
+    """
+
+    time_s: float
+    row: float
+    column: float
+
+
+@dataclass(frozen=True, slots=True)
+class CellGrid:
+    """``rows`` by ``columns`` of base stations, each with its four neighbours."""
+
+    rows: int
+    columns: int
+
+    @property
+    def torus(self) -> Torus:
+        """The grid as placement and routing see it: every cell has an address, opposite edges are never used as one."""
+        return Torus(self.rows, self.columns)
+
+    def track(self, path: Sequence[Stop], margin: int) -> Track:
+        """The moves of a box around a user on this path, who stands still before its first stop and after its last.
+
+        ``margin`` is how many cells the box reaches from its centre.
+
+        Raises:
+            InvalidInput: no stops, stops out of order, or one too near to the edge of the grid.
+        """
+        if not path:
+            raise InvalidInput("a path without stops: expected at least one, where the user is")
+        for number, stop in enumerate(path, start=1):
+            if not all(math.isfinite(part) for part in stop):
+                raise InvalidInput(f"stop {number} {tuple(stop)}: expected seconds, row and column")
+            if number > 1 and stop.time_s <= path[number - 2].time_s:
+                raise InvalidInput(f"stop {number} is at {stop.time_s:g} s: each must be later than the one before")
+            for name, at, count in (("row", stop.row, self.rows), ("column", stop.column, self.columns)):
+                lowest, highest = margin - 0.5, count - margin - 0.5
+                if not lowest <= at < highest:
+                    raise InvalidInput(
+                        f"stop {number} is in {name} {at:g} of {count}: a box that reaches {margin} cells needs "
+                        f"{lowest:g} to less than {highest:g}, so that it stays off the edge; use a larger grid"
+                    )
+        return Track(tuple(Knot(*stop) for stop in path))
+
+    def centre(self, path: Sequence[Stop], margin: int) -> SatelliteId:
+        """The cell the user is in at time 0."""
+        return SatelliteId(*self.track(path, margin).cell_at(0.0))
+
+
+def parse_grid(text: str) -> CellGrid:
+    """``24x24``: rows and columns. Raises ``InvalidInput``."""
+    rows, cross, columns = text.partition("x")
+    if not (cross and rows.isascii() and columns.isascii() and rows.isdigit() and columns.isdigit()):
+        raise InvalidInput(f"a grid of {text!r}: expected rows and columns, such as 24x24")
+    if not (int(rows) <= 200 and int(columns) <= 200):
+        raise InvalidInput(f"a grid of {text}: expected at most 200x200")
+    return CellGrid(int(rows), int(columns))

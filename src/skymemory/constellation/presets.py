@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from skymemory.config import suggestion
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.constellation.visibility import GroundHost, anchor
@@ -92,6 +92,4 @@ def preset_named(name: str) -> Preset:
     found = PRESETS.get(name.lower().replace("_", "-"))
     if found is not None:
         return found
-    close = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    raise UnknownPreset(f"unknown constellation preset {name!r}: expected one of {', '.join(PRESETS)}.{hint}")
+    raise UnknownPreset(f"unknown constellation preset {name!r}; {suggestion(name.lower(), PRESETS)}")

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, Protocol, get_args
 
+from skymemory.constellation.ground_track import Place, Track, host_at, track_over
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.constellation.track import Track, track_over
-from skymemory.constellation.trajectory import Place, host_at
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, earth_angle_rad, overhead_argument_rad
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S

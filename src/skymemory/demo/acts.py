@@ -6,24 +6,23 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.cli._demo_run import BLOCK_TOKENS
-from skymemory.cli._demo_table import Narrator
-from skymemory.cli.demo import DEMO_CODECS
+from skymemory.demo.choices import DEMO_CODECS
+from skymemory.demo.table3_output import BLOCK_TOKENS, Narrator, Row
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.named import ready_model
+from skymemory.engine.models import ready_model
 from skymemory.engine.quantizers import codec_of, one_thread
 from skymemory.engine.substance import weights_digest
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec.base import measure
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import store_of
 from skymemory.testbed.control import rotate
 from skymemory.testbed.plan import ConstellationPlan
@@ -32,27 +31,6 @@ from skymemory.units import format_duration, format_size
 
 TAIL_TOKENS = 12
 """What a question adds to a cached context."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One codec's line of table 3. Seconds; TTFT is up to the first new token, looking up included."""
-
-    codec: str
-    plain_ttft_s: float
-    plain_total_s: float
-    sky_ttft_s: float
-    sky_total_s: float
-    tokens_from_sky: int
-    prompt_tokens: int
-    block_bytes: int
-    chunks_per_block: int
-    satellites: int
-    retransmitted: int
-    rms_error: float
-    logit_distance: float
-    same_tokens: int
-    new_tokens: int
 
 
 class _FirstToken:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TextIO
 
-from skymemory.cli._demo_conductor_table import WIDTH, final, frame, line
-from skymemory.cli._demo_motion_screen import Screen
+from skymemory.conductor.admission.base import Slo
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
+from skymemory.demo.screen import Screen
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.router.cost_file import read_cost
+from skymemory.router.settings import read_cost
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.chrome_trace import write_chrome_trace
-from skymemory.sim.cluster.metrics import ClusterMetrics, measured
-from skymemory.sim.cluster.moments import Playback
-from skymemory.sim.cluster.outcome import ClusterRun
+from skymemory.sim.cluster.metrics import ClusterMetrics, keeps, measured
+from skymemory.sim.cluster.outcome import ClusterRun, RequestOutcome
 from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.sources import Source
 from skymemory.sim.sweeps import sweep
+from skymemory.sim.workload import Source
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric")
 PREFILL, DECODE = 8, 8
@@ -112,3 +114,184 @@ def _check(metrics: Sequence[ClusterMetrics]) -> None:
 
 def _say(stream: TextIO, words: str) -> None:
     print(words, file=stream, flush=True)
+
+
+# What the conductor's demo shows: a line for each scheduler as it runs, and the table when all is over.
+
+
+WIDTH = 118
+LATELY = 100
+"""First tokens over whose times the mean of the moment is taken."""
+_BARS = " ▁▂▃▄▅▆▇█"
+_LINE_STEP, _BATCH_STEP = 2, 1
+"""Requests of one step of a bar."""
+
+
+def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: float) -> list[str]:
+    """The moment: lines before the machines that prefill, batches of those that decode, and counts up to now."""
+    head = (
+        f"{'scheduler':<16} {'in line':<9} {'waiting':>7}  {'batches':<9} {'done':>6} {'within':>7} {'refused':>8}"
+        f" {'TTFT now':>9} {'hits':>6} {'moved':>6}"
+    )
+    return [
+        f"{now_s / 60:5.1f} min, {speed:.0f} times as fast as it would be; {moments[0].arrived:,} requests have come",
+        head,
+        *(_row(name, moment) for name, moment in zip(names, moments, strict=True)),
+    ]
+
+
+def line(names: Sequence[str], moments: Sequence[Moment], now_s: float) -> list[str]:
+    """The moment in words, for a log."""
+    parts = [f"{now_s:.0f} s: {moments[0].arrived} came"]
+    for name, moment in zip(names, moments, strict=True):
+        refused = moment.refused + moment.refused_after_prefill
+        parts.append(
+            f"{name} {sum(moment.waiting)} waiting, {moment.completed} done, {refused} refused, "
+            f"TTFT {_seconds(_lately_s(moment))}, hits {moment.hits:.0%}"
+        )
+    return parts
+
+
+def final(names: Sequence[str], metrics: Sequence[ClusterMetrics]) -> list[str]:
+    lines = [
+        "",
+        f"{'scheduler':<16} {'done':>6} {'refused':>8} {'within both':>12} {'goodput':>9} {'TTFT mean':>10} {'p90':>8}"
+        f" {'p99':>8} {'TBT p90':>8} {'hits':>6}  from where",
+    ]
+    for name, one in zip(names, metrics, strict=True):
+        sources = ", ".join(f"{source} {part:.0%}" for source, part in one.hits.tokens_by_source.items() if part)
+        lines.append(
+            f"{name:<16} {one.completed:>6,} {one.refused + one.refused_after_prefill:>8,} {one.attainment:>12.1%}"
+            f" {one.goodput_per_s:>7.2f}/s {_seconds(one.ttft_s.mean):>10} {_seconds(one.ttft_s.p90):>8}"
+            f" {_seconds(one.ttft_s.p99):>8} {_milliseconds(one.tbt_request_s.p90):>8} {one.hits.tokens:>6.0%}"
+            f"  {sources}"
+        )
+    return lines
+
+
+def _row(name: str, moment: Moment) -> str:
+    refused = moment.refused + moment.refused_after_prefill
+    here = f"{_bars(moment.waiting, _LINE_STEP)} {sum(moment.waiting):>8}  {_bars(moment.decoding, _BATCH_STEP)}"
+    counts = f"{moment.completed:>7,} {_share(moment):>7} {refused:>8,} {_seconds(_lately_s(moment)):>9}"
+    return f"{name:<16} {here} {counts} {moment.hits:>6.0%} {moment.loaded:>6.0%}"
+
+
+def _share(moment: Moment) -> str:
+    over = moment.completed + moment.refused + moment.refused_after_prefill + moment.failed
+    return f"{moment.met / over:.0%}" if over else "-"
+
+
+def _lately_s(moment: Moment) -> float:
+    late = moment.ttft_s[-LATELY:]
+    return sum(late) / len(late) if late else math.nan
+
+
+def _seconds(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+
+
+def _milliseconds(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value * 1e3:.0f} ms"
+
+
+def _bars(counts: Sequence[int], step: int) -> str:
+    """A bar for each machine; nothing where nobody is, eight steps at most."""
+    return "".join(_BARS[min(8, -(-count // step))] for count in counts)
+
+
+# What a run looked like at each moment, from the records of its requests: for who plays it back.
+
+
+@dataclass(slots=True)
+class Moment:
+    """Counts up to now, and what is where now."""
+
+    waiting: list[int]
+    """Requests in line, by prefilling instance."""
+    prefilling: list[int]
+    decoding: list[int]
+    """Requests in the batch, by decoding instance."""
+    arrived: int = 0
+    completed: int = 0
+    met: int = 0
+    refused: int = 0
+    refused_after_prefill: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    """Of prompts whose prefill has begun."""
+    held_tokens: int = 0
+    loaded_tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    """Of the first tokens that came, sorted by when."""
+
+    @property
+    def hits(self) -> float:
+        return (self.held_tokens + self.loaded_tokens) / max(1, self.prompt_tokens)
+
+    @property
+    def loaded(self) -> float:
+        """Part of the tokens that came from elsewhere."""
+        return self.loaded_tokens / max(1, self.prompt_tokens)
+
+
+class Playback:
+    """A run, moment by moment. Time only goes on."""
+
+    def __init__(self, run: ClusterRun, prefills: int, decodes: int, slo: Slo) -> None:
+        self.moment = Moment([0] * prefills, [0] * prefills, [0] * decodes)
+        self._slo = slo
+        self._events = [(at_s, number, step) for number, one in enumerate(run.outcomes) for at_s, step in _steps(one)]
+        heapq.heapify(self._events)
+        self._outcomes = run.outcomes
+        self.end_s = run.end_s
+
+    def at(self, now_s: float) -> Moment:
+        while self._events and self._events[0][0] <= now_s:
+            _, number, step = heapq.heappop(self._events)
+            self._happens(self._outcomes[number], step)
+        return self.moment
+
+    def _happens(self, one: RequestOutcome, step: int) -> None:
+        moment = self.moment
+        if step == _ARRIVES:
+            moment.arrived += 1
+            if one.prefill is not None:
+                moment.waiting[one.prefill] += 1
+        elif step == _BEGINS and one.prefill is not None:
+            moment.waiting[one.prefill] -= 1
+            moment.prefilling[one.prefill] += 1
+            moment.prompt_tokens += one.prompt_tokens
+            moment.held_tokens += one.held_tokens
+            moment.loaded_tokens += sum(one.loaded_tokens.values())
+        elif step == _FIRST_TOKEN and one.prefill is not None and one.ttft_s is not None:
+            moment.prefilling[one.prefill] -= 1
+            moment.ttft_s.append(one.ttft_s)
+            if one.decode is not None:
+                moment.decoding[one.decode] += 1
+        elif step == _ENDS:
+            self._ends(one)
+
+    def _ends(self, one: RequestOutcome) -> None:
+        moment = self.moment
+        if one.prefill is not None and one.ttft_s is None:
+            moment.prefilling[one.prefill] -= 1
+        elif one.ttft_s is not None and one.decode is not None:
+            moment.decoding[one.decode] -= 1
+        moment.completed += one.status == "completed"
+        moment.met += keeps(one, self._slo)
+        moment.refused += one.status == "refused"
+        moment.refused_after_prefill += one.status == "refused_after_prefill"
+        moment.failed += one.status == "failed"
+
+
+_ARRIVES, _BEGINS, _FIRST_TOKEN, _ENDS = range(4)
+
+
+def _steps(one: RequestOutcome) -> Iterator[tuple[float, int]]:
+    """When what happens to a request."""
+    yield one.at_s, _ARRIVES
+    if one.prefill is not None:
+        yield one.at_s + one.queue_s, _BEGINS
+        if one.ttft_s is not None:
+            yield one.at_s + one.ttft_s, _FIRST_TOKEN
+    yield one.at_s if one.end_s is None else one.end_s, _ENDS

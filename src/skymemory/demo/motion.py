@@ -13,24 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from skymemory.cli._demo_motion_reader import Reader
-from skymemory.cli._demo_motion_report import MotionReport, copies, counted
-from skymemory.cli._demo_motion_screen import Screen
-from skymemory.cli._demo_motion_watch import Watch, wait_for_answers
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.constellation.torus import SatelliteId
+from skymemory.demo.motion_parts import MotionReport, Reader, Watch, copies, counted, wait_for_answers
+from skymemory.demo.screen import Screen
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves, Placement
-from skymemory.store.shared_index import SharedIndex
+from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.child import Child, end_children
-from skymemory.testbed.connect import store_of
+from skymemory.testbed.connect import clock_of, store_of
 from skymemory.testbed.control import confirm_all_answer
-from skymemory.testbed.passing_folder import passing_folder
 from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
-from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.signals import SignalGate
-from skymemory.testbed.supervisor import Started, revive, start_on_free_ports
-from skymemory.testbed.wiring import clock_of
+from skymemory.testbed.run_directory import RunDirectory, passing_folder
+from skymemory.testbed.supervisor import SignalGate, Started, revive, start_on_free_ports
 from skymemory.units import format_size
 from skymemory.view.orbit_frame import LEGEND, OrbitFrame, frame_width, render_frame
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 
-from skymemory.cli._demo_motion_report import Counts, ReadReport, copies, minus
-from skymemory.store.constellation import ConstellationStore
-from skymemory.units import format_duration
+from skymemory.constellation.torus import SatelliteId
+from skymemory.placement.locate import Moves
+from skymemory.stats import percentile
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.testbed.control import Housekeeping, ping_all
+from skymemory.testbed.plan import ConstellationPlan
+from skymemory.units import format_duration, format_size
 
 
 @dataclass(slots=True)
@@ -34,10 +39,9 @@ class ReadTally:
     def counts(self) -> Counts:
         return self.right, self.reads
 
-    def percentile_s(self, share: float) -> float:
-        """The time within which this share of the right reads came; 0 where none did."""
-        ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    def percentile_s(self, percent: float) -> float:
+        """Of the right reads; 0 where there were none."""
+        return percentile(self.seconds, percent) if self.seconds else 0.0
 
 
 class Reader(threading.Thread):
@@ -118,7 +122,7 @@ class Reader(threading.Thread):
         tally = self.tally
         return (
             f"{copies(self.copies)}: {tally.right:,} of {tally.reads:,} reads right, {tally.missed} missed, "
-            f"{tally.wrong} wrong, {tally.recomputed} computed again, p50 {format_duration(tally.percentile_s(0.5))}"
+            f"{tally.wrong} wrong, {tally.recomputed} computed again, p50 {format_duration(tally.percentile_s(50))}"
         )
 
     def report(self) -> ReadReport:
@@ -135,7 +139,186 @@ class Reader(threading.Thread):
             recomputed=tally.recomputed,
             recompute_refused=tally.refused,
             recomputed_bytes=tally.recomputed_bytes,
-            p50_s=tally.percentile_s(0.5),
-            p99_s=tally.percentile_s(0.99),
+            p50_s=tally.percentile_s(50),
+            p99_s=tally.percentile_s(99),
             longest_miss_s=tally.longest_miss_s,
         )
+
+
+# The closing report of the moving demo: what was moved, lost and computed again, and how reads fared.
+
+
+Counts = tuple[int, int]
+"""Reads that came back right, of how many."""
+
+
+def counted(moves: Moves) -> str:
+    """``(1, 2)`` → "1 slot move and 2 plane moves"."""
+    slots, planes = moves
+    return f"{slots} slot move{'s' * (slots != 1)} and {planes} plane move{'s' * (planes != 1)}"
+
+
+def copies(count: int) -> str:
+    """``2`` → "2 copies"."""
+    return "1 copy" if count == 1 else f"{count} copies"
+
+
+def minus(later: Counts, earlier: Counts) -> Counts:
+    """What came between."""
+    return later[0] - earlier[0], later[1] - earlier[1]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """Reads of the values that have so many copies: before the plane died, while it was dead, after its return."""
+
+    copies: int
+    values: int
+    right: int
+    wrong: int
+    missed: int
+    before: Counts
+    while_down: Counts
+    after: Counts
+    recomputed: int
+    recompute_refused: int
+    recomputed_bytes: int
+    p50_s: float
+    p99_s: float
+    longest_miss_s: float
+
+    def line(self) -> str:
+        before, down, after = (f"{right:,} of {reads:,}" for right, reads in (self.before, self.while_down, self.after))
+        again = f"{self.recomputed} values, {format_size(self.recomputed_bytes)}"
+        times = f"{format_duration(self.p50_s)}, {format_duration(self.p99_s)}"
+        return f"{copies(self.copies):<10}{before:<15}{down:<15}{after:<15}{again:<21}{times}"
+
+
+_HEAD = f"{'right':<10}{'before':<15}{'while dead':<15}{'after':<15}{'computed again':<21}time p50, p99"
+
+
+@dataclass(frozen=True, slots=True)
+class MotionReport:
+    """Counts, bytes and seconds of one run. Chunks and bytes moved are what satellites handed to each other."""
+
+    seconds: float
+    satellite_seconds: float
+    slot_moves: int
+    plane_moves: int
+    value_bytes: int
+    chunks_moved: int
+    bytes_moved: int
+    chunks_lost: int
+    bytes_lost: int
+    killed_host: str
+    down_s: float
+    readable_at_end: int
+    satellites_at_end: int
+    satellites: int
+    reads: tuple[ReadReport, ...]
+    """By the number of copies."""
+
+    @property
+    def wrong(self) -> int:
+        return sum(one.wrong for one in self.reads)
+
+    @property
+    def values(self) -> int:
+        return sum(one.values for one in self.reads)
+
+    @property
+    def sound(self) -> bool:
+        """No wrong byte ever; in the end everybody is back and everything can be read."""
+        whole = self.readable_at_end == self.values and self.satellites_at_end == self.satellites
+        return self.wrong == 0 and all(one.right > 0 for one in self.reads) and whole
+
+    def as_object(self) -> dict[str, object]:
+        return {"sound": self.sound, "values": self.values, "wrong": self.wrong, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        refused = sum(one.recompute_refused for one in self.reads)
+        return [
+            f"flown     {self.satellite_seconds / 60:.0f} minutes of orbit in {self.seconds:.0f} s: "
+            f"{counted((self.slot_moves, self.plane_moves))}",
+            f"moved     {self.chunks_moved:,} chunks, {format_size(self.bytes_moved)}, from satellite to satellite",
+            f"lost      {self.chunks_lost:,} chunks, {format_size(self.bytes_lost)}, with {self.killed_host}, "
+            f"which was dead for {self.down_s:.1f} s",
+            f"reads     {_HEAD}",
+            *(f"          {one.line()}" for one in self.reads),
+            f"          {self.wrong} reads wrong; values of {format_size(self.value_bytes)}; the longest miss took "
+            f"{format_duration(max(one.longest_miss_s for one in self.reads))}",
+            f"          {refused} times a value was computed again and the sky could not take it yet",
+            f"in the end {self.readable_at_end} of {self.values} values can be read, "
+            f"{self.satellites_at_end} of {self.satellites} satellites answer",
+        ]
+
+
+# What the satellites say of themselves during the moving demo, added up over restarts.
+
+
+_COUNTED = ("chunks_migrated_out", "chunks_served", "chunks_set", "chunks_evicted", "migrations_retransmitted")
+_PATIENCE_S = 0.4
+_EVERY_S = 0.6
+
+
+class Watch(threading.Thread):
+    """Asks every satellite now and then. Counters of one that died and came back go on from where they were."""
+
+    def __init__(self, plan: ConstellationPlan) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._plan = plan
+        self._latest: dict[SatelliteId, Housekeeping] = {}
+        self._earlier: defaultdict[str, int] = defaultdict(int)
+        self._asking = threading.Lock()
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopping.wait(_EVERY_S):
+            self.ask()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self.is_alive():
+            self.join()
+
+    def ask(self) -> int:
+        """Ask all satellites now; how many answered."""
+        with self._asking:
+            answers = ping_all(self._plan, _PATIENCE_S)
+            for satellite, found in answers.items():
+                if found is not None:
+                    before = self._latest.get(satellite)
+                    if before is not None and any(found[name] < before[name] for name in _COUNTED):
+                        self._keep(before)
+                    self._latest[satellite] = found
+            return sum(found is not None for found in answers.values())
+
+    def died(self, satellites: Iterable[SatelliteId]) -> tuple[int, int]:
+        """These are dead: ``(chunks, bytes)`` that they held when they last spoke."""
+        with self._asking:
+            gone = [found for satellite in satellites if (found := self._latest.pop(satellite, None)) is not None]
+            for found in gone:
+                self._keep(found)
+        return sum(found["chunks_held"] for found in gone), sum(found["memory_used_bytes"] for found in gone)
+
+    def _keep(self, found: Housekeeping) -> None:
+        for name in _COUNTED:
+            self._earlier[name] += found[name]
+
+    def total(self, name: str) -> int:
+        """Sum of a counter over all satellites since the start."""
+        return self._earlier[name] + sum(found[name] for found in list(self._latest.values()))
+
+    @property
+    def holding(self) -> frozenset[SatelliteId]:
+        """Satellites that held chunks when they last spoke."""
+        return frozenset(satellite for satellite, found in list(self._latest.items()) if found["chunks_held"])
+
+
+def wait_for_answers(watch: Watch, satellites: int, patience_s: float) -> int:
+    """How many satellites answer, as soon as all do or ``patience_s`` is over."""
+    deadline_s = time.monotonic() + patience_s
+    while (answering := watch.ask()) < satellites and time.monotonic() < deadline_s:
+        time.sleep(_EVERY_S / 4)
+    return answering

@@ -33,7 +33,7 @@ async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[
     """
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "skymemory.cli._demo_route_child", *words,
+            sys.executable, "-m", "skymemory.cli._runs.service", *words,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
             env={**os.environ, **_ONE_THREAD}, start_new_session=True,
         )  # fmt: skip

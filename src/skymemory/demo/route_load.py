@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.kv.block import hash_blocks
-from skymemory.sim.prompt_text import render_text
-from skymemory.sim.workload import WORKLOADS, generate
+from skymemory.sim.workload import WORKLOADS, generate, render_text
 
 BLOCK_TOKENS = 16
 CHARACTERS_PER_BLOCK = 96

@@ -10,20 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from skymemory.cli._demo_table import Narrator, print_table_3
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
+from skymemory.demo.table3_output import BLOCK_TOKENS, Narrator, print_table_3
 from skymemory.engine.inputs import check_engine_installed, check_model
 from skymemory.errors import InvalidInput
 from skymemory.testbed.child import end_children
 from skymemory.testbed.connect import expected_round_trip_s
 from skymemory.testbed.control import confirm_all_answer
-from skymemory.testbed.passing_folder import passing_folder
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
-from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.run_directory import RunDirectory, passing_folder
 from skymemory.testbed.supervisor import Started, start_on_free_ports
 from skymemory.units import format_duration
-
-BLOCK_TOKENS = 128
 
 
 @contextmanager
@@ -77,7 +74,7 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
     with _constellation(narrator) as (plan, directory):
         from transformers.utils import logging as transformers_logging  # takes seconds: the sky is up by then
 
-        from skymemory.cli._demo_acts import check_identity, table_rows
+        from skymemory.demo.acts import check_identity, table_rows
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()

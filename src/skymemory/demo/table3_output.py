@@ -1,20 +1,39 @@
-"""What the demo says: its steps as they happen, and table 3 at the end."""
+"""What the demo of table 3 prints: its steps as they happen, and the table at the end."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from skymemory.units import format_size
 
-if TYPE_CHECKING:
-    from skymemory.cli._demo_acts import Row
-
+BLOCK_TOKENS = 128
 _PAPER = {"quanto8": (6.2, 4.9), "hqq8": (10.2, 7.8)}
 """Table 3 of the paper: 30 tokens on a Jetson Nano without and with the cache, seconds."""
 _NAMES = {"raw": "none (16 bit)", "quanto8": "Optimum Quanto", "hqq8": "HQQ"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One codec's line of table 3. Seconds; TTFT is up to the first new token, looking up included."""
+
+    codec: str
+    plain_ttft_s: float
+    plain_total_s: float
+    sky_ttft_s: float
+    sky_total_s: float
+    tokens_from_sky: int
+    prompt_tokens: int
+    block_bytes: int
+    chunks_per_block: int
+    satellites: int
+    retransmitted: int
+    rms_error: float
+    logit_distance: float
+    same_tokens: int
+    new_tokens: int
 
 
 class Narrator:

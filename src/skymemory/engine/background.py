@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from skymemory.engine.passes import at_positions, forward_options
-from skymemory.engine.prompts import TokenIds, flat_ids
+from skymemory.engine.prompts import TokenIds, at_positions, flat_ids, forward_options
 from skymemory.errors import InvalidInput
 
 

@@ -12,12 +12,11 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from skymemory.cache.cake import Cake, Sides
-from skymemory.cache.loader_actions import ComputeStep
-from skymemory.cache.loading_session import LoadingSession
-from skymemory.cache.results import LoadResult
+from skymemory.cache.cake.cake import Cake, Sides
+from skymemory.cache.cake.session import LoadingSession
+from skymemory.cache.results import ComputeStep, LoadResult
 from skymemory.engine.kv_cache import SkyCache, Tokens
-from skymemory.engine.passes import at_positions
+from skymemory.engine.prompts import at_positions
 
 _NOTHING_TO_DO_S = 0.005
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.cache.manager import FAILING_REASONS
+from skymemory.cache.blocks import FAILING_REASONS
 from skymemory.engine.huggingface import KVCManager
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.store.base import Store

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skymemory.engine.kv_cache import SkyCache, Tokens
-from skymemory.engine.passes import at_positions, forward_options
+from skymemory.engine.prompts import at_positions, forward_options
 from skymemory.engine.substance import Care
 from skymemory.errors import CacheMisuse
 from skymemory.kv.context import CacheContext

@@ -20,9 +20,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from skymemory.cache.blocks import PhaseClock
-from skymemory.cache.cake import Cake, CakeSettings, Sides
-from skymemory.cache.manager import BlockCache
+from skymemory.cache.blocks import BlockCache, PhaseClock
+from skymemory.cache.cake.cake import Cake, CakeSettings, Sides
 from skymemory.cache.pace import ComputeRate
 from skymemory.cache.parts import Part, Parts, Saved
 from skymemory.cache.results import LoadResult, StoreResult
@@ -31,13 +30,21 @@ from skymemory.engine.compute_clock import ComputeClock
 from skymemory.engine.guard import Guard, GuardHook
 from skymemory.engine.identity import Identity, tokenizer_digest
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
-from skymemory.engine.passes import at_positions, forward_options
-from skymemory.engine.prompts import Prompt, TokenIds, flat_ids, media_tokens, prompt_ids, shared_prefix
+from skymemory.engine.prompts import (
+    Prompt,
+    TokenIds,
+    at_positions,
+    flat_ids,
+    forward_options,
+    media_tokens,
+    prompt_ids,
+    shared_prefix,
+)
 from skymemory.engine.quantizers import codec_of, of_layers, readable_codecs
 from skymemory.engine.states import StoredStates
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.forks import OwnLock
-from skymemory.kv.codec.raw import RAW
+from skymemory.kv.codec.base import RAW
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
 from skymemory.kv.layout import KVLayout
 from skymemory.metrics import Counters

@@ -6,14 +6,24 @@ and the trained one that the package ships.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from skymemory.engine.inputs import check_model_folder
+from skymemory.engine.inputs import MODEL_NAMES, SMALL_MODEL_FOLDER, check_model_folder, is_model_name, shipped_document
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import InvalidInput
 
@@ -108,3 +118,92 @@ def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) ->
         bits.random_(-(2**63), None, generator=generator)
         piece.copy_(bits.view(torch.int16)[: len(piece)])
         piece.mul_(scale)
+
+
+# Models by name, each with its tokenizer: the trained one that the package ships, and shapes with random weights.
+#
+# Nothing is fetched from anywhere. Names are listed in ``inputs.MODEL_NAMES``, so that they can be checked without
+# torch.
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyModel:
+    """A model in eval mode, its tokenizer, and what it is in words."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    words: str
+
+
+def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16") -> ReadyModel:
+    """The model called ``name``, or the one saved in the folder of this name.
+
+    ``seed``: of random weights, otherwise unused. Raises InvalidInput where there is neither.
+    """
+    if not is_model_name(name):
+        return ReadyModel(load_model(name, dtype=dtype), load_tokenizer(name), name)
+    if name == "small":
+        words = "the small trained model (6.5 M parameters)"
+        return ReadyModel(load_model(SMALL_MODEL_FOLDER, dtype=dtype), load_tokenizer(SMALL_MODEL_FOLDER), words)
+    if name == "small-random":
+        tokenizer = train_tokenizer(1024)
+        words = "a small model (random weights)"
+        return ReadyModel(build_small(seed, dtype=dtype, vocab_size=len(tokenizer)), tokenizer, words)
+    tokenizer = train_tokenizer(4096)
+    if name == "tinyllama-random":
+        words = "a model of TinyLlama-1.1B's shape (random weights)"
+        return ReadyModel(build_tinyllama(seed, dtype=dtype), tokenizer, words)
+    if name == "tinyllama-6-random":
+        shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": 6}
+        words = "a model of TinyLlama-1.1B's shape but 6 of its 22 layers (random weights)"
+        return ReadyModel(build_llama(shape, seed, dtype=dtype), tokenizer, words)
+    raise InvalidInput(f"no model is called {name!r}: choose one of {', '.join(MODEL_NAMES)}")
+
+
+# A tokenizer without a download: byte-level BPE trained on the text the package ships, or one from a path.
+
+
+_UNKNOWN, _BEGIN, _END = "<unk>", "<s>", "</s>"
+
+
+def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most ``vocab_size`` tokens, any text in and out, trained on the shipped document.
+
+    Begins every text with ``<s>``, as Llama's does. Nothing is written anywhere.
+    """
+    smallest = 256 + 3
+    if vocab_size < smallest:
+        raise InvalidInput(f"a byte-level tokenizer needs at least {smallest} tokens, got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_UNKNOWN, _BEGIN, _END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([shipped_document()], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{_BEGIN} $A",
+        pair=f"{_BEGIN} $A {_BEGIN} $B",
+        special_tokens=[(_BEGIN, tokenizer.token_to_id(_BEGIN))],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=_UNKNOWN,
+        bos_token=_BEGIN,
+        eos_token=_END,
+        pad_token=_UNKNOWN,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """A tokenizer saved by transformers in the folder ``path``; nothing is fetched from anywhere."""
+    if not Path(path).is_dir():
+        raise InvalidInput(f"no tokenizer in {str(path)!r}: expected a folder that save_pretrained wrote")
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInput(f"the tokenizer in {str(path)!r} cannot be loaded: {error}") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -17,6 +19,7 @@ from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
+
 
 _log = logging.getLogger(__name__)
 
@@ -121,3 +124,25 @@ def _media_tokens(fields: Mapping[Any, Any]) -> Iterator[int]:
         elif _MEDIA_TOKEN.search(str(name)):
             several = value if isinstance(value, list | tuple) else [value]
             yield from (one for one in several if isinstance(one, int) and not isinstance(one, bool))
+
+
+# Forward passes of our own: the model is asked as ``generate`` asks it.
+
+
+def forward_options(model: PreTrainedModel) -> dict[str, Any]:
+    """Ask for the logits of the last token only, where the model can be asked."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in _parameters(type(model).forward) else {}
+
+
+def at_positions(model: PreTrainedModel, start: int, tokens: int, rows: int = 1) -> dict[str, torch.Tensor]:
+    """Say where the ``tokens`` behind the first ``start`` are, where the model can be said it: not all of them count
+    on from what their cache holds (Bamba begins at 0 again).
+    """
+    if "position_ids" not in _parameters(type(model).forward):
+        return {}
+    return {"position_ids": torch.arange(start, start + tokens, device=model.device).expand(rows, -1)}
+
+
+@lru_cache(maxsize=16)
+def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)

@@ -22,10 +22,8 @@ import torch
 
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket
-from skymemory.kv.codec.base import Codec
-from skymemory.kv.codec.cachegen import CacheGen
-from skymemory.kv.codec.raw import RAW
-from skymemory.kv.codec.steps import LEVELS
+from skymemory.kv.codec.base import RAW, Codec
+from skymemory.kv.codec.cachegen import LEVELS, CacheGen
 from skymemory.kv.layout import KVLayout
 
 _SCALE_BYTES = 4

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skymemory.cache.manager import BlockCache
+from skymemory.cache.blocks import BlockCache
 from skymemory.errors import MalformedPacket
 from skymemory.kv.block import Tokens
 from skymemory.kv.layout import KVLayout

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from skymemory.protocol.ranking import RankedKeys
+from skymemory.eviction.ranking import RankedKeys
 
 DEPARTED = 16_384
 """Keys remembered after they went, some 5 MB when full."""

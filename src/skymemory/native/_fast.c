@@ -1,6 +1,6 @@
 /* The module object of the compiled helper: names, arguments, nothing else. */
-#include "prefix.h"
 #include "sha.h"
+#include "ttft.h"
 
 static PyObject *crc_kind(PyObject *self, PyObject *none)
 {
@@ -52,6 +52,10 @@ static PyMethodDef methods[] = {
     {"send_slices", sky_py_send_slices, METH_VARARGS, "send_slices(fd, host, port, headers, ...) -> int"},
     {"send_each", sky_py_send_each, METH_VARARGS, "send_each(fd, packets, first) -> int"},
     {"chain_hashes", sky_py_chain_hashes, METH_VARARGS, "chain_hashes(data, block_bytes, seed) -> bytes of uint64"},
+    {"fit_prefills", sky_py_fit_prefills, METH_VARARGS, "fit_prefills(points, bend=0.0) -> (fixed, per token, bend)"},
+    {"fit_whole", sky_py_fit_whole, METH_O, "fit_whole(points) -> (0.0, per token, bend) or None"},
+    {"first_values", sky_py_first_values, METH_O, "first_values(headers) -> dict of bytes"},
+    {"header_lines", (PyCFunction)(void (*)(void))sky_py_header_lines, METH_FASTCALL, "header_lines(headers, left_out) -> bytes"},
     {"piece_hashes", sky_py_piece_hashes, METH_VARARGS, "piece_hashes(data, block_bytes, seed) -> bytes of uint64"},
     {NULL, NULL, 0, NULL},
 };
@@ -65,7 +69,12 @@ PyMODINIT_FUNC PyInit__fast(void)
     sky_crc_init();
     PyObject *made = PyModule_Create(&module);
     if (made && (PyModule_AddType(made, &sky_prefix_table_type) < 0 ||
-                 PyModule_AddType(made, &sky_holder_table_type) < 0))
+                 PyModule_AddType(made, &sky_holder_table_type) < 0 ||
+                 PyModule_AddType(made, &sky_under_way_type) < 0 ||
+                 PyModule_AddType(made, &sky_prefill_queues_type) < 0 ||
+                 PyModule_AddType(made, &sky_share_guard_type) < 0 ||
+                 PyModule_AddType(made, &sky_delay_price_type) < 0 ||
+                 PyModule_AddType(made, &sky_ttft_ranker_type) < 0))
         Py_CLEAR(made);
     return made;
 }

@@ -102,6 +102,9 @@ size_t sky_rows_bytes(const Rows *rows);
 /* Room for ``blocks``. -1: no memory, and nothing has changed. */
 int sky_shelf_reserve(Shelf *shelf, uint64_t secret, size_t blocks);
 uint32_t sky_shelf_find(const Shelf *shelf, uint64_t secret, uint64_t key);
+/* For a shelf with room: begin to read what ``sky_shelf_find`` will look at. */
+void sky_shelf_fetch_bucket(const Shelf *shelf, uint64_t secret, uint64_t key);
+void sky_shelf_fetch_entry(const Shelf *shelf, uint64_t secret, uint64_t key);
 /* A block that is not there, as the newest (there must be room); its entry. */
 uint32_t sky_shelf_push(Shelf *shelf, uint64_t secret, uint64_t key);
 void sky_shelf_use(Shelf *shelf, uint32_t at);
@@ -115,6 +118,7 @@ typedef struct {
     size_t slots;     /* shelves there are, and words of bits for them */
     size_t capacity;  /* of a shelf without its own */
     uint32_t *depths; /* per slot: what the last walk found */
+    unsigned long long changes;
 } Table;
 
 uint64_t sky_hash_at(const char *hashes, size_t at);

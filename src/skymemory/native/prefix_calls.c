@@ -1,5 +1,5 @@
 /* The table as Python sees it: what each call takes and gives. Twin and contract: twin_prefix.py. */
-#include "prefix.h"
+#include "ttft.h"
 
 #include <string.h>
 
@@ -11,6 +11,11 @@ typedef struct {
 static Table *table_of(PyObject *self)
 {
     return &((Object *)self)->table;
+}
+
+Table *sky_table_of(PyObject *object)
+{
+    return Py_TYPE(object) == &sky_prefix_table_type ? table_of(object) : NULL;
 }
 
 static int slot_from(PyObject *number, void *slot)
@@ -105,6 +110,7 @@ static PyObject *learn(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "O&y*:learn", slot_from, &slot, &blocks))
         return NULL;
     if (count_of(&blocks, &count)) {
+        table_of(self)->changes++;
         if (sky_table_learn(table_of(self), slot, blocks.buf, count) == 0)
             result = Py_NewRef(Py_None);
         else
@@ -127,6 +133,7 @@ static PyObject *drop(PyObject *self, PyObject *args)
         PyErr_Clear();
         return PyLong_FromLong(0);
     }
+    table_of(self)->changes++;
     long long gone = sky_table_drop(table_of(self), slot, key);
     return gone < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(gone);
 }
@@ -137,6 +144,7 @@ static PyObject *forget(PyObject *self, PyObject *number)
     size_t slot;
     if (!slot_from(number, &slot))
         return NULL;
+    table->changes++;
     sky_table_trim(table, slot, 0);
     if (slot < table->slots)
         table->shelves[slot].own_capacity = 0;
@@ -151,6 +159,7 @@ static PyObject *set_capacity(PyObject *self, PyObject *args)
     Shelf *shelf = sky_table_shelf(table_of(self), slot);
     if (!shelf)
         return PyErr_NoMemory();
+    table_of(self)->changes++;
     shelf->capacity = capacity;
     shelf->own_capacity = 1;
     sky_table_trim(table_of(self), slot, capacity);
@@ -175,6 +184,11 @@ static PyObject *blocks(PyObject *self, PyObject *none)
     return PyLong_FromSize_t(table_of(self)->rows.keys);
 }
 
+static PyObject *changes(PyObject *self, PyObject *none)
+{
+    return PyLong_FromUnsignedLongLong(table_of(self)->changes);
+}
+
 static PyObject *dump(PyObject *self, PyObject *number)
 {
     Table *table = table_of(self);
@@ -197,6 +211,7 @@ static PyObject *load(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "O&y*:load", slot_from, &slot, &rows))
         return NULL;
     const char *wrong;
+    table_of(self)->changes++;
     if (rows.len % DUMP_ROW_BYTES) {
         sky_table_trim(table_of(self), slot, 0);
         PyErr_Format(PyExc_ValueError, "%zd bytes are no dump of a slot: expected %d for each block", rows.len,
@@ -253,6 +268,7 @@ static PyMethodDef methods[] = {
     {"capacity", capacity, METH_O, "capacity(slot) -> int"},
     {"held", held, METH_O, "held(slot) -> int"},
     {"blocks", blocks, METH_NOARGS, "blocks() -> int"},
+    {"changes", changes, METH_NOARGS, "changes() -> int"},
     {"dump", dump, METH_O, "dump(slot) -> bytes"},
     {"load", load, METH_VARARGS, "load(slot, dump)"},
     {"__sizeof__", size_of, METH_NOARGS, "bytes of memory, rows and shelves included"},

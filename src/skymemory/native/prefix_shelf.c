@@ -47,6 +47,18 @@ int sky_shelf_reserve(Shelf *shelf, uint64_t secret, size_t blocks)
     return size == shelf->size ? 0 : grow(shelf, secret, size);
 }
 
+void sky_shelf_fetch_bucket(const Shelf *shelf, uint64_t secret, uint64_t key)
+{
+    __builtin_prefetch(bucket_of(shelf, secret, key));
+}
+
+void sky_shelf_fetch_entry(const Shelf *shelf, uint64_t secret, uint64_t key)
+{
+    uint32_t at = *bucket_of(shelf, secret, key);
+    if (at != NO_ENTRY)
+        __builtin_prefetch(&shelf->entries[at]);
+}
+
 uint32_t sky_shelf_find(const Shelf *shelf, uint64_t secret, uint64_t key)
 {
     if (!shelf->size)

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { AHEAD = 12 }; /* blocks whose rows are fetched while earlier ones are looked at */
+enum { AHEAD = 12 }; /* blocks whose rows and entries are fetched while earlier ones are looked at */
 
 uint64_t sky_hash_at(const char *hashes, size_t at)
 {
@@ -86,7 +86,19 @@ void sky_table_walk(Table *table, const char *hashes, size_t count, uint64_t *le
             table->depths[64 * word + (size_t)__builtin_ctzll(held)] = (uint32_t)count;
 }
 
-/* From the last block to the first, so that the head is the newest. */
+/* What evicting this entry will look at, and which will go after it. A guess: an entry that is used meanwhile stays. */
+static uint32_t fetch_victim(Table *table, const Shelf *shelf, uint32_t at)
+{
+    const Entry *entry = &shelf->entries[at];
+    fetch(&table->rows, entry->key);
+    sky_shelf_fetch_bucket(shelf, table->rows.secret, entry->key);
+    if (entry->newer != NO_ENTRY)
+        __builtin_prefetch(&shelf->entries[entry->newer]);
+    return entry->newer;
+}
+
+/* From the last block to the first, so that the head is the newest. Tables are larger than caches, so nearly all of its
+ * time would be waiting for memory: buckets and rows are asked for first, then the entries that the buckets name. */
 static int use_chain(Table *table, size_t slot, const char *hashes, size_t count, size_t capacity)
 {
     Rows *rows = &table->rows;
@@ -95,16 +107,32 @@ static int use_chain(Table *table, size_t slot, const char *hashes, size_t count
     size_t most = shelf->used + count < capacity ? shelf->used + count : capacity;
     if (!count || sky_shelf_reserve(shelf, rows->secret, most) < 0)
         return count ? -1 : 0;
+    uint32_t victim = shelf->used + count > capacity ? shelf->oldest : NO_ENTRY;
+    for (size_t early = 0; early < AHEAD && victim != NO_ENTRY; early++)
+        victim = fetch_victim(table, shelf, victim);
+    for (size_t next = count; next-- > 0 && next + 2 * AHEAD >= count;)
+        sky_shelf_fetch_bucket(shelf, rows->secret, sky_hash_at(hashes, next));
+    for (size_t next = count; next-- > 0 && next + AHEAD >= count;) {
+        fetch(rows, sky_hash_at(hashes, next));
+        sky_shelf_fetch_entry(shelf, rows->secret, sky_hash_at(hashes, next));
+    }
     for (size_t at = count; at-- > 0;) {
         uint64_t key = sky_hash_at(hashes, at);
-        if (at >= AHEAD)
+        if (at >= 2 * AHEAD)
+            sky_shelf_fetch_bucket(shelf, rows->secret, sky_hash_at(hashes, at - 2 * AHEAD));
+        if (at >= AHEAD) {
             fetch(rows, sky_hash_at(hashes, at - AHEAD));
+            sky_shelf_fetch_entry(shelf, rows->secret, sky_hash_at(hashes, at - AHEAD));
+        }
         uint32_t entry = sky_shelf_find(shelf, rows->secret, key);
         if (entry != NO_ENTRY) {
             sky_shelf_use(shelf, entry);
         } else {
-            if (shelf->used >= capacity)
+            if (shelf->used >= capacity) {
+                if (victim != NO_ENTRY)
+                    victim = fetch_victim(table, shelf, victim);
                 take_away(table, slot, shelf->oldest);
+            }
             if (sky_rows_add(rows, key, slot) < 0)
                 return -1;
             entry = sky_shelf_push(shelf, rows->secret, key);

@@ -13,7 +13,6 @@ satellites are about to come into sight, and its extra row south.
 
 from __future__ import annotations
 
-import difflib
 import math
 from bisect import bisect_left
 from collections import deque
@@ -22,6 +21,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, get_args
 
+from skymemory.config import suggestion
 from skymemory.constellation.torus import Torus
 from skymemory.errors import InvalidInput
 
@@ -90,9 +90,7 @@ def parse_strategy(name: str) -> Strategy:
     for strategy in STRATEGIES:
         if strategy == wanted:
             return strategy
-    close = difflib.get_close_matches(wanted, STRATEGIES, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    raise InvalidInput(f"unknown strategy {name!r}: expected one of {', '.join(STRATEGIES)}.{hint}")
+    raise InvalidInput(f"unknown strategy {name!r}; {suggestion(wanted, STRATEGIES)}")
 
 
 def box_shape(servers: int, torus: Torus) -> tuple[int, int]:

@@ -1,23 +1,204 @@
-"""Where packets enter a machine that asks for MACs: what is authentic comes in as a plain packet, the rest is refused.
-
-Behind the gate nothing knows of keys. A satellite's gate opens commands for it, and checks what a ground host hands it
-for others before it is passed on: commands that say they came by this very beam, and nothing else. A neighbour's
-packets in transit are passed on unread. A client's gate opens answers, where those carry MACs.
-"""
+"""Authentication of packets: MACs made and checked, replays refused; past the gate a packet is a plain one again."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import ValueTooLarge
+from skymemory.keys import KeyRing
 from skymemory.metrics import Counters
 from skymemory.native import Run
-from skymemory.protocol.authentication import KEY_ID_OFFSET, MAC_BYTES, Authority
-from skymemory.protocol.forwarding import LinkEnd, header_start, same_journey
-from skymemory.protocol.replay import MAX_SKEW_S, START_GRACE_S, ReplayWindow, Sender, stamp
-from skymemory.protocol.space_packet import COMMAND_BYTES, TELEMETRY_BYTES
-from skymemory.protocol.wire import GROUND_SHELL, SKY_BYTES, Address
+from skymemory.protocol.routing import LinkEnd, header_start, same_journey
+from skymemory.protocol.segments import SegmentBatch
+from skymemory.protocol.wire import (
+    COMMAND_BYTES,
+    GROUND_SHELL,
+    MAX_CHUNK_BYTES,
+    MAX_PACKET_BYTES,
+    SKY_BYTES,
+    TELEMETRY_BYTES,
+    Address,
+    Op,
+)
+
+# MACs of packets: by which key they are made and checked. What is signed is a plain packet; past a gate it is again.
+#
+# An authenticated packet is the plain one with flag 0x01 and the key's id in its SKY header, and 16 bytes more at the
+# end
+# of its body: HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not
+# sent:
+# the receiver knows it within 35 minutes) and the packet up to there, its CRC and what forwarders change taken as
+# zero.
+# The payload of SET, MIGRATE and DATA follows behind and is not covered, as the header CRC does not cover it: the
+# chunk
+# reference is, and with it key, number, length and CRC-32. Nobody who forwards or stores rereads a payload; that it is
+# what its writer wrote is for the writer's tenant to know (``store.sealed``), who shares no key with satellites.
+# The loops are ``native.sign_packets``, ``check_macs`` and ``strip_macs``.
+
+
+FLAG_AUTHENTICATED = 0x01
+MAC_BYTES = 16
+FLAGS_OFFSET, KEY_ID_OFFSET = 2, 38
+"""Within the SKY header."""
+MAX_SIGNED_CHUNK_BYTES = MAX_CHUNK_BYTES - MAC_BYTES
+"""The largest chunk where packets carry a MAC (65,359 bytes)."""
+CARRIERS = (Op.SET, Op.MIGRATE, Op.DATA)
+"""Operations with a payload behind the body."""
+
+_PURPOSE = b"skymemory packets 1"
+_COMMAND_BIT = 0x10
+
+
+@dataclass(slots=True)
+class Authority:
+    """Who may command: a ring that may be replaced at any time. ``every_packet``: answers carry a MAC too."""
+
+    ring: KeyRing
+    every_packet: bool = False
+    _keys: tuple[KeyRing, dict[int, bytes]] | None = None
+
+    @property
+    def mac_keys(self) -> dict[int, bytes]:
+        """The keys that are accepted, derived for MACs, by their id."""
+        if self._keys is None or self._keys[0] is not self.ring:
+            ring = self.ring
+            self._keys = (ring, {key.key_id: key.derive(_PURPOSE) for key in ring.keys})
+        return self._keys[1]
+
+    def sign(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
+        """The packets of a batch (plain and sealed, each row one packet) with MACs. Commands get ``now_s`` as time.
+
+        Raises:
+            ValueTooLarge: a chunk so large that its packet has no room for a MAC.
+        """
+        command = bool(batch.headers[0] & _COMMAND_BIT)
+        if not (command or self.every_packet):
+            return batch
+        keys, key_id = self.mac_keys, self.ring.active(now_s).key_id
+        sky = COMMAND_BYTES if command else TELEMETRY_BYTES
+        time_us, width = int(now_s * 1e6) if command else 0, batch.header_bytes
+        try:
+            signed = native.sign_packets(batch.headers, width, sky, keys[key_id], key_id, time_us)
+        except ValueError as error:
+            raise ValueTooLarge(
+                f"{error}: at most {MAX_PACKET_BYTES} bytes with it; use chunks of {MAX_SIGNED_CHUNK_BYTES} at most"
+            ) from None
+        return SegmentBatch(signed, width + MAC_BYTES, batch.payloads)
+
+
+def claims_mac(packet: memoryview, sky: int) -> bool:
+    """Whether the packet, which has a whole SKY header, says that it carries a MAC."""
+    return bool(packet[sky + FLAGS_OFFSET] & FLAG_AUTHENTICATED)
+
+
+# Which authenticated commands have been here before: a bounded window per sender.
+#
+# Every command that a sender transmits has a number of its own, greater than all before: its time in microseconds,
+# then
+# the 14 bits of its sequence count. A retransmission is made anew, so it has a new number and passes; the very bytes
+# of
+# an earlier packet do not, whoever sends them again.
+
+
+MAX_SKEW_S = 30.0
+"""A command whose time differs more than this from the receiver's is refused: so old ones need not be remembered."""
+REMEMBERED = 2048
+"""Numbers remembered of one sender, in each of two generations; what is older than all of them is refused."""
+MAX_SENDERS = 256
+"""Senders of whom so much is remembered; of others that were here before only the newest number."""
+MAX_FORGOTTEN = 4096
+"""Those others. They are kept for as long as the check of its time would let a copy of theirs pass: who is refused for
+what another has sent would be refused without a reason that he could know, wherever his clock is behind by a little.
+"""
+START_GRACE_S = 1.0
+"""A receiver that starts takes what was made so shortly before: its neighbours start when it does, and greet it."""
+_SEQUENCE_BITS = 14
+_PASSED_US = int(2 * MAX_SKEW_S * 1e6)
+"""A number that much below another that was taken is too old by any receiver's clock: the other is 30 s ahead at most.
+"""
+
+Sender = tuple[int, int, int]
+"""Key id, ground host, and where that is 0 the packed address of a satellite."""
+
+
+def stamp(time_us: int, sequence_count: int) -> int:
+    """The number of a command: unique per sender, ascending."""
+    return time_us << _SEQUENCE_BITS | sequence_count
+
+
+class _Seen:
+    """What one sender has sent: everything up to ``floor`` counts as seen."""
+
+    __slots__ = ("earlier", "floor", "newest", "recent")
+
+    def __init__(self, floor: int) -> None:
+        self.floor = floor
+        self.newest = floor
+        self.recent: set[int] = set()
+        self.earlier: set[int] = set()
+
+    def first(self, number: int) -> bool:
+        if number <= self.floor or number in self.recent or number in self.earlier:
+            return False
+        self.recent.add(number)
+        self._took(number)
+        return True
+
+    def all_first(self, numbers: list[int]) -> bool:
+        distinct = set(numbers)
+        new = len(distinct) == len(numbers) > 0 and min(numbers) > self.floor
+        if not (new and distinct.isdisjoint(self.recent) and distinct.isdisjoint(self.earlier)):
+            return False
+        self.recent |= distinct
+        self._took(max(numbers))
+        return True
+
+    def _took(self, newest: int) -> None:
+        self.newest = max(self.newest, newest)
+        if len(self.recent) >= REMEMBERED:
+            if self.earlier:
+                self.floor = max(self.floor, max(self.earlier))
+            self.earlier, self.recent = self.recent, set()
+
+
+class ReplayWindow:
+    """One receiver's memory. It knows nothing from before ``start_us`` and refuses what was made before then."""
+
+    def __init__(self, start_us: int) -> None:
+        self._floor = stamp(start_us, 0) - 1
+        self._senders: OrderedDict[Sender, _Seen] = OrderedDict()
+        self._forgotten: OrderedDict[Sender, int] = OrderedDict()
+        """The newest numbers of senders that were not heard lately, the first to be forgotten first."""
+
+    def first(self, sender: Sender, number: int) -> bool:
+        """Whether this command, authentic and recent, is here for the first time; it is remembered."""
+        return self._seen(sender).first(number)
+
+    def all_first(self, sender: Sender, numbers: list[int]) -> bool:
+        """Whether all these are here for the first time, and differ: then they are remembered; if not, none is."""
+        return self._seen(sender).all_first(numbers)
+
+    def _seen(self, sender: Sender) -> _Seen:
+        seen = self._senders.get(sender)
+        if seen is None:
+            seen = self._senders[sender] = _Seen(max(self._floor, self._forgotten.pop(sender, self._floor)))
+            if len(self._senders) > MAX_SENDERS:
+                self._forget(*self._senders.popitem(last=False))
+        else:
+            self._senders.move_to_end(sender)
+        return seen
+
+    def _forget(self, sender: Sender, seen: _Seen) -> None:
+        """Of this one, all up to its newest number is refused from now on; of all where there are too many."""
+        self._forgotten[sender] = seen.newest
+        passed = seen.newest - stamp(_PASSED_US, 0)
+        while len(self._forgotten) > MAX_FORGOTTEN or next(iter(self._forgotten.values())) < passed:
+            self._floor = max(self._floor, self._forgotten.popitem(last=False)[1])
+
 
 Refuse = Callable[[memoryview, LinkEnd, float], None]
 """Told of a sound command of a ground host's that was refused, the link it came by, and the time."""
@@ -25,7 +206,6 @@ Refuse = Callable[[memoryview, LinkEnd, float], None]
 REFUSALS_PER_S = 100
 """So many ground hosts (as many at once after a rest) are told that they are refused; a flood gets no more words."""
 _MAX_SKEW_US = int(MAX_SKEW_S * 1e6)
-_COMMAND_BIT = 0x10
 _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 
 

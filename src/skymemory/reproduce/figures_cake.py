@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.sim.cake_paper import Reproduction
+from skymemory.reproduce.cake import Reproduction
 from skymemory.view.drawing import INK, new_figure, save, save_csv
 
 if TYPE_CHECKING:

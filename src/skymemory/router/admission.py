@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 
-from skymemory.conductor.admission.base import Admission, AdmitAll, Refusal, Slo
-from skymemory.conductor.admission.named import FAIR, admission, weights_of
-from skymemory.conductor.admission.probing import Probing
+from skymemory.conductor.admission.base import Admission, AdmitAll, Probing, Refusal, Slo
+from skymemory.conductor.admission.named import FAIR, admission
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.named import DEFAULT, ESTIMATES
 from skymemory.errors import InvalidInput
 from skymemory.router.bad_request import BadRequest
-from skymemory.router.proxy_metrics import ProxyMetrics
+from skymemory.router.prompts.reader import slo_of
 from skymemory.router.settings import Settings
 
 CODE = "overloaded"
@@ -45,29 +43,15 @@ class TurnedAway(BadRequest):
         return json.dumps({"refused": refusal.kind, "reason": refusal.reason, "retry_after_s": self.retry_after_s})
 
 
-@dataclass(frozen=True, slots=True)
-class Promises:
-    """What was promised, and how often it was kept."""
-
-    slo: Slo
-    metrics: ProxyMetrics
-
-    def kept(self, ttft_s: float, took_s: float, tokens: int | None) -> bool:
-        """Count an answer of so many ``tokens`` (None: it does not say) that took ``took_s`` in all."""
-        if ttft_s > self.slo.ttft_s:
-            outcome = "late"
-        elif tokens is not None and tokens > 1 and (took_s - ttft_s) / (tokens - 1) > self.slo.tbt_s:
-            outcome = "slow"
-        else:
-            outcome = "kept"
-        self.metrics.promises.labels(outcome).inc()
-        return outcome == "kept"
-
-
-def promised(settings: Settings) -> Slo | None:
-    """None: nothing is."""
-    said = settings.admission
-    return Slo(said.ttft_s, said.tbt_s or math.inf) if said.ttft_s else None
+def kept(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> str:
+    """What became of a promise, by an answer of so many ``tokens`` (None: it does not say) that took ``took_s`` in
+    all: "kept", "late" (its first token) or "slow" (the others).
+    """
+    if ttft_s > slo.ttft_s:
+        return "late"
+    if tokens is not None and tokens > 1 and (took_s - ttft_s) / (tokens - 1) > slo.tbt_s:
+        return "slow"
+    return "kept"
 
 
 def rule_of(settings: Settings) -> Admission:
@@ -82,7 +66,7 @@ def rule_of(settings: Settings) -> Admission:
     if said.rule.endswith(FAIR):
         raise InvalidInput(f"admission: for rule {said.rule!r} say {said.rule.removesuffix(FAIR)!r}, and `fair = true`")
     name = said.rule + (FAIR if said.fair else "")
-    slo = promised(settings)
+    slo = slo_of(said)
     rule = admission(name, slo or Slo(1.0, 1.0), **said.options)
     if slo is None:
         raise InvalidInput(f"admission: rule {name!r} needs `ttft`, the time to the first token that is promised")
@@ -93,11 +77,3 @@ def rule_of(settings: Settings) -> Admission:
             f"estimates none; strategies that do: {', '.join(ESTIMATES)}"
         )
     return Probing(rule, PROBE_S)
-
-
-def count(refused: TurnedAway, settings: Settings, metrics: ProxyMetrics) -> None:
-    """By reason and by class of tenant: those with a weight by name, all others together."""
-    weights = weights_of("weights", settings.admission.options.get("weights", {}))
-    tenant = refused.request.tenant
-    known = tenant if tenant in weights else "other" if tenant else "unknown"
-    metrics.refusals.labels(refused.refusal.kind, known).inc()

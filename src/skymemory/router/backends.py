@@ -1,41 +1,36 @@
-"""The servers behind a proxy: their addresses and models, who is ejected and who returns, who comes and who leaves.
+"""The servers behind a router: who there is, who serves what, who is ejected and returns, who comes and leaves.
 
-It decides and does no I/O: `proxy_health` asks the servers, exchanges say how their attempts went.
+One behaviour for both doors. It decides and does no I/O: requests say how they went, and where servers are checked
+(`route`) checks do, too; where they are not (behind Envoy, which is told who is ready) an ejected server is tried again
+after a while.
 """
 
 from __future__ import annotations
 
 import logging
-import ssl
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from yarl import URL
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Request
-from skymemory.router.proxy_metrics import ProxyMetrics
 from skymemory.router.settings import Backend, Health
-from skymemory.router.tls import Authorities
-from skymemory.router.upstream import Pool
 
 log = logging.getLogger("skymemory.router")
 
+REST_S = 10.0
+"""How long a server that nobody checks is left alone before it is tried again."""
+
 
 @dataclass(slots=True, eq=False)
-class Known:
+class KnownServer:
     """What is known of one server beside what the fleet knows."""
 
     backend: Backend
     server: Server
-    pool: Pool
-    """Connections that requests go over."""
-    tls: ssl.SSLContext | None = None
-    """What its certificate is checked against; None: it is not asked over TLS."""
     failures: int = 0
-    """In a row, of checks and connections."""
+    """In a row, of checks and requests that it did not take."""
     successes: int = 0
     """Of checks, in a row, since it was ejected."""
     why: str = ""
@@ -43,19 +38,11 @@ class Known:
     gone: bool = False
     """Its address refused a connection since it was ejected: the process is not there, nor what it had cached."""
     leaving: bool = False
-    """No longer in the settings; removed when its last request has ended."""
+    """No longer among those that are wanted; removed when its last request has ended."""
+    back_at_s: float | None = None
+    """When it is tried again, where nobody checks it."""
     models: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """What it lists at /v1/models, by id."""
-    _urls: dict[str, URL] = field(default_factory=dict)
-
-    def url(self, path_and_query: str) -> URL:
-        """Where a request for that path goes: as it came, unchanged."""
-        url = self._urls.get(path_and_query)
-        if url is None:
-            url = URL(self.backend.url + path_and_query, encoded=True)
-            if "?" not in path_and_query:
-                self._urls[path_and_query] = url
-        return url
 
     @property
     def base_model(self) -> str:
@@ -66,86 +53,90 @@ class Known:
 
     @property
     def names(self) -> set[str]:
-        """Models and adapters it is said to serve; empty: not known."""
+        """Models and adapters it is said to serve."""
         return {*self.backend.models, *self.models} | set(self.backend.adapters)
 
 
 class Backends:
-    def __init__(self, picker: Picker, metrics: ProxyMetrics, health: Health, connect_s: float = 2.0) -> None:
-        self.known: dict[str, Known] = {}
-        self.health = health
+    """``known`` servers by name. A fleet's servers are these and no others."""
+
+    def __init__(
+        self,
+        picker: Picker,
+        health: Health | None = None,
+        *,
+        are_checked: bool = True,
+    ) -> None:
+        """``are_checked``: whether somebody asks the servers how they are (``checked``, ``failed``)."""
+        self.known: dict[str, KnownServer] = {}
+        self.health = health or Health()
         self.adapters: dict[str, str] = {}
-        """LoRA adapters, and the models they are for; prompts are read by it."""
+        """LoRA adapters, and the models they are for (empty: not known); prompts are read by it."""
         self._picker = picker
-        self._metrics = metrics
-        self.connect_s = connect_s
-        self._authorities = Authorities()
+        self._are_checked = are_checked
+        self.ejected: Callable[[str], None] = lambda name: None
+        """Told of each server that is."""
+        self.left: Callable[[str], None] = lambda name: None
+        """Told of each server that was removed."""
         self._serving: dict[str, frozenset[str]] = {}
+        self._resting: set[KnownServer] = set()
 
-    def set(self, backends: Sequence[Backend], connect_s: float | None = None) -> None:
-        """These, and no others. Who is no longer among them finishes what it has.
+    # Who there is
 
-        Raises:
-            InvalidInput: certificates that cannot be read; all stays as it was.
+    def set(self, backends: Sequence[Backend]) -> tuple[list[str], list[str]]:
+        """These, and no others: who came, and who leaves when it has finished what it has. Who stays keeps what is
+        known of it; at another address it is another server.
         """
-        tls = {backend.name: self._authorities.context(backend.url, backend.ca) for backend in backends}
-        self.connect_s = self.connect_s if connect_s is None else connect_s
         wanted = {backend.name: backend for backend in backends}
-        for name, known in self.known.items():
-            if name not in wanted:
-                known.leaving = known.server.draining = True
+        leave = [name for name, known in self.known.items() if name not in wanted and not known.leaving]
+        for name in leave:
+            self.known[name].leaving = self.known[name].server.draining = True
+        came = []
         for name, backend in wanted.items():
-            old = self.known.get(name)
-            known = old or self._new(backend, self._picker.fleet.add(name), tls[name])
-            if old is not None and old.backend.url != backend.url:
-                self._picker.scorer.forget(old.server)
-                old.pool.close()
-                known = self._new(backend, old.server, tls[name])
+            known = self.known.get(name)
+            if known is None:
+                known = self.known[name] = KnownServer(backend, self._picker.fleet.add(name))
+                came.append(name)
+            elif known.backend.url != backend.url:
+                self._picker.scorer.forget(known.server)
+                known = self.known[name] = KnownServer(backend, known.server)
                 known.server.healthy, known.server.reported = True, None
-            elif old is not None and old.tls is not tls[name]:
-                old.pool.close()
-                old.pool, old.tls = Pool(backend.url, self.connect_s, tls[name]), tls[name]
-            self.known[name] = known
-            known.pool.connect_s = self.connect_s
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
         self.let_go()
         self._learn_names()
-
-    def _new(self, backend: Backend, server: Server, tls: ssl.SSLContext | None) -> Known:
-        return Known(backend, server, Pool(backend.url, self.connect_s, tls), tls)
-
-    def close(self) -> None:
-        for known in self.known.values():
-            known.pool.close()
+        return came, leave
 
     def let_go(self) -> bool:
         """Remove who was leaving and has nothing left to do. Whether there was somebody."""
         gone = [name for name, known in self.known.items() if known.leaving and not known.server.in_flight]
         for name in gone:
-            self.known.pop(name).pool.close()
+            del self.known[name]
             self._picker.remove(name)
-            self._metrics.forget(name)
+            self.left(name)
             log.info("server %s left", name)
+        if gone:
+            self._learn_names()
         return bool(gone)
+
+    # Who may serve a request
 
     def able(self, request: Request, tried: Collection[str], max_waiting: int) -> Collection[str] | None:
         """Who may serve ``request``: not who was ``tried`` or has ``max_waiting`` (0: any). None: whoever there is."""
-        serving = self._serving_it(request)
-        if serving is None and not tried and not max_waiting:
-            return None
+        serving = self.serving(request)
+        if not tried and not max_waiting:
+            return None if serving is None or len(serving) == len(self.known) else serving
         names = self.known if serving is None else serving
         return {name for name in names if name not in tried and not self._is_full(name, max_waiting)}
 
     def full(self, request: Request, max_waiting: int) -> bool:
         """Whether those who could serve it are there, and have as many waiting as they may."""
-        serving = self._serving_it(request)
+        serving = self.serving(request)
         names = [name for name in serving or self.known if self.known[name].server.takes_requests]
         return bool(names) and all(self._is_full(name, max_waiting) for name in names)
 
-    def _serving_it(self, request: Request) -> frozenset[str] | None:
-        """Who lists its adapter, if one of them is up (others may still load it), else who serves its model.
-
-        None where that is not known: anybody may be asked, and says that it does not exist.
+    def serving(self, request: Request) -> frozenset[str] | None:
+        """Who lists its adapter, if one of them is up (others may still load it), else who serves its model; and who
+        says nothing of models. None where that is not known: anybody may be asked, and says that it does not exist.
         """
         if request.adapter:
             listing = self._serving.get(request.adapter)
@@ -156,24 +147,32 @@ class Backends:
     def _is_full(self, name: str, max_waiting: int) -> bool:
         return bool(max_waiting) and self.known[name].server.prefilling >= max_waiting
 
-    def failed(self, name: str, why: str, gone: bool = False) -> None:
-        """A check failed, or a request found nobody, or lost whoever it found."""
+    # Ejection and return
+
+    def failed(self, name: str, why: str, now_s: float, gone: bool = False) -> bool:
+        """A check failed, or a request found nobody, or lost whoever it found. Whether it is ejected now.
+
+        Where nobody checks, the last server is not: a doubtful one is better than none.
+        """
         known = self.known.get(name)
         if known is None:
-            return
+            return False
         known.failures, known.successes, known.why = known.failures + 1, 0, why
         known.gone = known.gone or gone
-        if known.server.healthy and known.failures >= self.health.failures:
-            known.server.healthy = False
-            self._metrics.ejections.labels(name).inc()
-            log.warning("server %s is ejected after %d failures in a row: %s", name, known.failures, why)
-
-    def faulted(self, where: str) -> None:
-        """An exception that is our own, and no server's."""
-        self._metrics.faults.labels(where).inc()
+        if not known.server.healthy or known.failures < self.health.failures:
+            return False
+        if not self._are_checked:
+            if not any(other.takes_requests for other in self._picker.fleet if other is not known.server):
+                return False
+            known.back_at_s = now_s + REST_S
+            self._resting.add(known)
+        known.server.healthy = False
+        self.ejected(name)
+        log.warning("server %s is ejected after %d failures in a row: %s", name, known.failures, why)
+        return True
 
     def answered(self, name: str) -> None:
-        """A request got its first byte from it. That does not bring an ejected server back; checks do."""
+        """A request got its first byte from it. That does not bring an ejected server back."""
         known = self.known.get(name)
         if known is not None and known.server.healthy:
             known.failures = 0
@@ -188,10 +187,25 @@ class Backends:
             return
         known.successes += 1
         if known.successes >= self.health.successes:
-            if known.gone:
-                self._picker.scorer.forget(known.server)
-            known.server.healthy, known.gone, known.successes, known.why = True, False, 0, ""
-            log.warning("server %s is back", name)
+            self._return(known)
+
+    def review(self, now_s: float) -> None:
+        """Where nobody checks: try those again whose rest is over. One more failure ejects them."""
+        if not self._resting:
+            return
+        for known in [known for known in self._resting if (known.back_at_s or 0.0) <= now_s]:
+            self._resting.discard(known)
+            if self.known.get(known.backend.name) is known:
+                known.failures = self.health.failures - 1
+                self._return(known)
+
+    def _return(self, known: KnownServer) -> None:
+        if known.gone:
+            self._picker.scorer.forget(known.server)
+        known.server.healthy, known.gone, known.successes, known.why, known.back_at_s = True, False, 0, "", None
+        log.warning("server %s is back", known.backend.name)
+
+    # Who serves what
 
     def lists(self, name: str, models: Mapping[str, Mapping[str, Any]]) -> None:
         """What a server answered at /v1/models."""
@@ -201,7 +215,7 @@ class Backends:
             self._learn_names()
 
     def reported(self, name: str) -> None:
-        """Its load report may be new, and name adapters that are."""
+        """Its load report is new, and may name adapters that are."""
         known = self.known.get(name)
         report = None if known is None else known.server.reported
         if report is not None and not report.adapters <= self.adapters.keys():
@@ -209,13 +223,14 @@ class Backends:
 
     def _learn_names(self) -> None:
         """Who serves which model, and which names are adapters: those that name a parent, or that settings or
-        metrics name.
+        metrics name. A report that is old still tells names: an adapter does not become a model because its engine is
+        silent.
         """
-        models = {name: known.names for name, known in self.known.items() if not known.leaving}
-        unknown = frozenset(name for name, names in models.items() if not names)
-        every = set().union(*models.values()) if models else set()
+        staying = {name: known for name, known in self.known.items() if not known.leaving}
+        unknown = frozenset(name for name, known in staying.items() if not known.backend.models and not known.models)
+        every = set().union(*(known.names for known in staying.values())) if staying else set()
         self._serving = {
-            each: unknown | {name for name, names in models.items() if each in names} for each in every if each
+            each: unknown | {name for name, known in staying.items() if each in known.names} for each in every if each
         }
         adapters: dict[str, str] = {}
         for known in self.known.values():

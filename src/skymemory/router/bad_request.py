@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import msgspec
 
 from skymemory.errors import SkyMemoryError
 
-_KINDS = {
-    400: "invalid_request_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    502: "bad_gateway_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
+_CODES = {401: "invalid_api_key", 405: "method_not_supported", 429: "rate_limit_exceeded"}
+"""What OpenAI's API says in ``code`` where one status has one meaning; most errors have null there."""
 _encode = msgspec.json.Encoder().encode
 
 
 class BadRequest(SkyMemoryError):
     """A request that cannot be served as it is: an HTTP status, and a sentence for whoever sent it."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    headers: Mapping[str, str] = MappingProxyType({})
+    """For the answer."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, kind: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.kind = kind
 
     def body(self) -> bytes:
-        return error_body(self.status, self.message, self.param, self.code)
+        return error_body(self.status, self.message, self.param, self.code, self.kind)
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    """``{"error": {"message", "type", "param", "code"}}`` as JSON; ``code`` is the status if nothing finer is said."""
-    kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return _encode({"error": {"message": message, "type": kind, "param": param, "code": code or status}})
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None, kind: str | None = None
+) -> bytes:
+    """``{"error": {"message", "type", "param", "code"}}`` as JSON, ``kind`` being the type.
+
+    Types are OpenAI's: ``requests`` or ``tokens`` by what there was too much of (429), ``server_error`` from 500 on,
+    else ``invalid_request_error``. ``code`` is a word or null; clients compare it with words.
+    """
+    said = {"message": message, "type": kind or kind_of(status), "param": param, "code": code or _CODES.get(status)}
+    return _encode({"error": said})
+
+
+def kind_of(status: int) -> str:
+    """The ``type`` of OpenAI's error object, where nothing finer is known."""
+    if status == 429:
+        return "requests"
+    return "server_error" if status >= 500 else "invalid_request_error"
 
 
 def error_event(status: int, message: str) -> bytes:

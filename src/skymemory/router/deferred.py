@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 log = logging.getLogger("skymemory.router")
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Afterwards:
@@ -37,3 +39,14 @@ class Afterwards:
             except Exception:
                 log.exception("a request's account could not be kept")
                 self._faults()
+
+
+# Tasks that run until they are told to stop.
+
+
+async def ended(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+    """Cancel them and wait until they are gone; what they raise meanwhile is nobody's concern any more."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

@@ -10,7 +10,8 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -18,21 +19,24 @@ from prometheus_client.registry import Collector
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.prefix_index.shared import SharedPrefixIndex
-from skymemory.conductor.prefix_index.snapshot import Held, Snapshot
+from skymemory.conductor.prefix_index.replicated import (
+    Held,
+    SharedPrefixIndex,
+    Snapshot,
+    pack_snapshot,
+    restore,
+    take_snapshot,
+    unpack_snapshot,
+)
 from skymemory.conductor.strategies.base import Scorer
-from skymemory.conductor.strategies.named import DEFAULT, NAMES, named, options_of
+from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES, named
 from skymemory.errors import InvalidInput, LaterFile
-from skymemory.files import MAX_TOKENIZER_BYTES, read_bounded
+from skymemory.files import MAX_TOKENIZER_BYTES, read_bounded, write_private
 from skymemory.keys import KeyRing
-from skymemory.router.cost_file import read_cost
-from skymemory.router.gossip import GossipReplicas
-from skymemory.router.index_file import load_index, write_snapshot
-from skymemory.router.proxy_events import check_events, event_index, strategy_options
-from skymemory.router.replicas import Replicas, ReplicaStatus
-from skymemory.router.replicas_redis import RedisReplicas
-from skymemory.router.settings import Settings
-from skymemory.router.tasks import ended
+from skymemory.router.deferred import ended
+from skymemory.router.engines.events import check_events, event_index, strategy_options
+from skymemory.router.replicas import RedisReplicas, ReplicaStatus
+from skymemory.router.settings import Settings, read_cost
 
 log = logging.getLogger("skymemory.router")
 
@@ -51,15 +55,14 @@ class Knowledge:
         """
         self._settings = settings
         self._fleet = fleet
-        self._keys = keys
         self._kind = kind_of_blocks(settings)
         self.scorer = self._scorer(settings)
         self._index = getattr(self.scorer, "index", None)
         if settings.state is not None and not isinstance(self._index, ApproximatePrefixIndex):
             raise InvalidInput(f"state: strategy {self.scorer.name!r} has nothing that could be kept in a file")
-        self._replicas: Replicas | None = None
+        self._replicas: RedisReplicas | None = None
         if isinstance(self._index, SharedPrefixIndex):
-            self._replicas = self._replicas_of(self._index)
+            self._replicas = RedisReplicas(self._index, settings.replicas.redis, self._kind, keys=keys)
         self._saving: asyncio.Task[None] | None = None
         self._keeps = settings.state is not None
         """Whether the file is ours to write: one of a later release stays as it is."""
@@ -129,14 +132,13 @@ class Knowledge:
         return {server.name: server.slot for server in self._fleet}
 
     def _scorer(self, settings: Settings) -> Scorer:
-        name, options, replicas = settings.strategy or DEFAULT, strategy_options(settings), settings.replicas
+        name, options, shares = settings.strategy or DEFAULT, strategy_options(settings), bool(settings.replicas.redis)
         if settings.cost is not None and name != DEFAULT:
             raise InvalidInput(f"cost: strategy {name!r} does not count in seconds; {DEFAULT!r} does")
         cost = None if settings.cost is None else read_cost(settings.cost)
-        known = options_of(name) if name in NAMES else {}
+        known = STRATEGIES.options_of(name) if name in STRATEGIES else {}
         learns = "blocks_per_server" in known and not options.get("events")
-        shares = bool(replicas.redis or replicas.listen or replicas.peers)
-        if name in NAMES and shares and not learns:
+        if name in STRATEGIES and shares and not learns:
             raise InvalidInput(
                 f"replicas: strategy {name!r} has nothing to share, or goes by events, as each of them can"
             )
@@ -164,16 +166,6 @@ class Knowledge:
     def _slot_of(self, name: str) -> int | None:
         server = self._fleet.servers.get(name)
         return None if server is None else server.slot
-
-    def _replicas_of(self, index: SharedPrefixIndex) -> Replicas:
-        replicas = self._settings.replicas
-        if replicas.redis:
-            return RedisReplicas(index, replicas.redis, self._kind, keys=self._keys)
-        listen = replicas.listen or "127.0.0.1:0"
-        slots = self._slots
-        return GossipReplicas(
-            index, lambda: list(slots().values()), listen, replicas.peers, self._kind, keys=self._keys
-        )
 
 
 def kind_of_blocks(settings: Settings) -> str:
@@ -215,3 +207,51 @@ class ReplicaFigures(Collector):
         for outcome, count in counts.items():
             deltas.add_metric([outcome], count)
         yield deltas
+
+
+# A prefix index in a file: what a router that restarts finds of what it knew.
+#
+# The file is replaced as a whole: whoever reads it has the old one or the new one. A precise index is not kept: an
+# engine
+# that restarted meanwhile could not be told from one that did not.
+
+
+MAX_FILE_BYTES = 4 << 30
+
+
+def save_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
+    """Write what ``slots`` (by name) hold; the file's size in bytes.
+
+    Raises:
+        InvalidInput: a file that cannot be written. What was there is still there then.
+    """
+    return write_snapshot(path, take_snapshot(index, kind, slots))
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> int:
+    """As ``save_index``, with what was taken before: packing and writing can go on in a thread."""
+    data = pack_snapshot(snapshot)
+    try:
+        write_private(path, data, durable=True)
+    except OSError as error:
+        raise InvalidInput(f"the index cannot be kept in {path}: {error.strerror or error}") from None
+    return len(data)
+
+
+def load_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
+    """Put what the file has of ``slots`` (by name) into ``index``; how many blocks. None: no file, an index as it was.
+
+    Raises:
+        InvalidInput: a file that cannot be read, is damaged, of another version or of other blocks. The index is empty
+            then, and a router says so and goes on.
+    """
+    try:
+        data = read_bounded(path, MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise InvalidInput(f"the index in {path} cannot be read: {error.strerror or error}") from None
+    try:
+        return restore(index, unpack_snapshot(data), kind, slots)
+    except InvalidInput as error:
+        raise type(error)(f"{path}: {error}") from None

@@ -1,26 +1,43 @@
-"""Several replicas of a router that know of each other's requests: the contract of whatever carries it between them.
+"""Replicas of a router that share what they learnt through a Redis or Valkey server.
 
-A replica goes on with what it knows itself, whatever becomes of the others and of what lies between. Nothing here is
-waited for by a request: deltas are sent and taken in by a task beside, in pieces so small that requests get their turn.
+A replica goes on with what it knows itself, whatever becomes of the others and of the server. Nothing here is waited
+for by a request: deltas are sent and taken in by a task beside, in pieces so small that requests get their turn.
+
+One stream (``XADD``, ``XREAD``) has what all replicas learnt lately: bounded in entries, and gone ``ttl_s`` after the
+last of them. A replica that starts reads what is there; one that was cut off goes on where it stopped. A server that
+is gone is asked again with pauses up to ``MAX_PAUSE_S``; what we learnt meanwhile is kept (``shared.MAX_TOLD`` deltas)
+and sent when it is back. One that comes back empty is told again what we still keep.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Iterable
+import importlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any
 
-from skymemory.conductor.prefix_index.deltas import Delta
-from skymemory.conductor.prefix_index.shared import SharedPrefixIndex
-from skymemory.errors import InvalidInput
-from skymemory.keys import KeyRing
+from skymemory.conductor.prefix_index.replicated import Delta, SharedPrefixIndex, pack_delta, unpack_deltas
+from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.keys import MAX_KEY_ID, KeyRing
 
-MAC_BYTES = 16
+INTERVAL_S = 0.1
+MAX_PAUSE_S = 5.0
+ENTRIES = 20_000
+TTL_S = 3600.0
+_ENTRY_BYTES = 64 << 10
+"""Deltas are put together up to so many bytes per entry of the stream."""
+_READ_ENTRIES = 64
 _AT_ONCE = 16
 """Deltas taken in before requests get their turn: of long prompts about a millisecond."""
+_PURPOSE = b"skymemory router replicas, Redis"
+_MAC_BYTES = 16
+_KEY_ID_DIGITS = len(str(MAX_KEY_ID))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +45,7 @@ class ReplicaStatus:
     """How well replicas agree. Counts are since the start."""
 
     kind: str
-    """``redis`` or ``gossip``."""
+    """Through what they share: ``redis``."""
     degraded: str
     """Why what others learn is not known here, or not there; empty: all is well."""
     sent: int
@@ -36,24 +53,167 @@ class ReplicaStatus:
     lost: int
     """Deltas of ours that were dropped before others had them, because too many waited."""
     refused: int
-    """Messages that were damaged, not authentic, or of another kind of blocks."""
+    """Entries that were damaged or not authentic."""
 
 
-class Replicas(Protocol):
+class RedisReplicas:
+    """``kind`` says what blocks are made of: replicas of other kinds have another stream.
+
+    ``keys``: entries carry a MAC, and those without are refused; without keys whoever may write to the server is
+    believed. What others learnt is known here ``2 * interval_s`` after they did, and a round trip.
+
+    Raises:
+        InvalidInput: an address that is none.
+        MissingExtra: redis-py is not installed.
+    """
+
+    def __init__(
+        self,
+        index: SharedPrefixIndex,
+        url: str,
+        kind: str,
+        *,
+        keys: KeyRing | None = None,
+        interval_s: float = INTERVAL_S,
+        timeout_s: float = 1.0,
+        entries: int = ENTRIES,
+        ttl_s: float = TTL_S,
+    ) -> None:
+        try:
+            redis: Any = importlib.import_module("redis.asyncio")
+            retry, backoff = importlib.import_module("redis.asyncio.retry"), importlib.import_module("redis.backoff")
+        except ModuleNotFoundError as error:
+            raise MissingExtra("replicas through Redis need redis: pip install 'skymemory[redis]'") from error
+        try:
+            self._redis = redis.Redis.from_url(
+                url,
+                decode_responses=False,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                # The library's own attempts, with pauses up to ten seconds, would keep from us that it is gone.
+                retry=retry.Retry(backoff.NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise InvalidInput(f"replicas at {url!r}: {error}: expected redis://HOST[:PORT][/DB]") from None
+        self._failures: tuple[type[Exception], ...] = (
+            importlib.import_module("redis").RedisError,
+            OSError,
+            TimeoutError,
+        )
+        self._index, self._keys = index, keys
+        self._stream = f"skymemory:replicas:{kind}".encode()
+        self._life_key = self._stream + b":life"
+        self._life: bytes | None = None
+        """Of the stream that we read: whoever finds none makes one up."""
+        self._me = os.urandom(16)
+        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._entries, self._ttl_s = entries, ttl_s
+        self._told = 0
+        self._last = b"0-0"
+        self._degraded = "not connected yet"
+        self._sent = self._received = self._lost = self._refused = 0
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
     async def start(self) -> None:
-        """Begin to share, in the background.
+        """Begin to share, in the background. A server that is not there yet may come."""
+        self._task = asyncio.create_task(self._run())
 
-        Raises:
-            InvalidInput: an address that cannot be used. (Others that are not there are none: they may come.)
+    async def close(self) -> None:
+        """What is not yet sent gets one more try."""
+        self._closing = True  # a cancellation can be lost in the library's own waiting
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            if not self._degraded:
+                with suppress(*self._failures):
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._send()
+        with suppress(*self._failures):
+            await self._redis.aclose()
+
+    def status(self) -> ReplicaStatus:
+        return ReplicaStatus("redis", self._degraded, self._sent, self._received, self._lost, self._refused)
+
+    async def _run(self) -> None:
+        pause_s = self._interval_s
+        while not self._closing:
+            try:
+                await self._look()
+                await self._send()
+                await self._receive()
+                self._degraded, pause_s = "", self._interval_s
+            except self._failures as error:
+                since = time.strftime("%H:%M:%SZ", time.gmtime())
+                if not self._degraded or self._degraded == "not connected yet":
+                    self._degraded = f"Redis does not answer since {since} ({type(error).__name__}: {error})"
+                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _look(self) -> None:
+        """Whether the stream is the one that we know: one that was emptied is read and told from its beginning.
+
+        By numbers it could not be told: another replica may have begun the new one, later than what we read last.
         """
-        ...
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(self._life_key, os.urandom(16), nx=True)
+            pipe.get(self._life_key)
+            _, life = await pipe.execute()
+        if life != self._life:
+            if self._life is not None:
+                self._last = b"0-0"
+                self._told = self._index.kept_from
+            self._life = life
 
-    def status(self) -> ReplicaStatus: ...
+    async def _send(self) -> None:
+        while self._told < self._index.told:
+            deltas = self._index.since(self._told)
+            if deltas is None:
+                self._lost += self._index.kept_from - self._told
+                self._told = self._index.kept_from
+                continue
+            for payload, count in _entries(deltas):
+                fields = {b"from": self._me, b"deltas": payload}
+                if self._keys is not None:
+                    key = self._keys.active(time.time())
+                    fields[b"key"] = str(key.key_id).encode()
+                    fields[b"mac"] = _mac(key.derive(_PURPOSE), self._stream, self._me, payload)
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    pipe.xadd(self._stream, fields, maxlen=self._entries, approximate=True)
+                    pipe.expire(self._stream, max(1, round(self._ttl_s)))
+                    await pipe.execute()
+                self._told += count
+                self._sent += count
 
-    async def close(self) -> None: ...
+    async def _receive(self) -> None:
+        while True:
+            reply = await self._redis.xread({self._stream: self._last}, count=_READ_ENTRIES)
+            streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply or ()]
+            entries = [entry for found in streams for entry in _flat(found)]
+            for number, fields in entries:
+                self._last = number
+                if fields.get(b"from") != self._me:
+                    await self._take(fields)
+            if len(entries) < _READ_ENTRIES:
+                return
+
+    async def _take(self, fields: dict[bytes, bytes]) -> None:
+        payload = fields.get(b"deltas", b"")
+        if self._keys is not None:
+            key_id, given = fields.get(b"key", b""), fields.get(b"mac", b"")
+            key = self._keys.find(int(key_id) if key_id.isdigit() and len(key_id) <= _KEY_ID_DIGITS else 0)
+            expected = key and _mac(key.derive(_PURPOSE), self._stream, fields.get(b"from", b""), payload)
+            if not expected or not hmac.compare_digest(expected, given):
+                self._refused += 1
+                return
+        try:
+            self._received += await _take_in(self._index, unpack_deltas(payload))
+        except InvalidInput:
+            self._refused += 1
 
 
-async def take_in(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:
+async def _take_in(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:
     """Absorb deltas a few at a time; how many. Raises what making them raises, with those before taken in."""
     left, taken = iter(deltas), 0
     while some := list(islice(left, _AT_ONCE)):
@@ -63,29 +223,28 @@ async def take_in(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:
     return taken
 
 
-def mac_of(secret: bytes, *parts: bytes) -> bytes:
+def _mac(secret: bytes, *parts: bytes) -> bytes:
     """16 bytes of HMAC-SHA-256 over the parts, each behind its length."""
     message = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return hmac.digest(secret, message, "sha256")[:MAC_BYTES]
+    return hmac.digest(secret, message, "sha256")[:_MAC_BYTES]
 
 
-def secret_of(ring: KeyRing, key_id: int, purpose: bytes) -> bytes | None:
-    """The secret that a key of the ring gives for a purpose; None where the ring has no such key."""
-    key = ring.find(key_id)
-    return None if key is None else key.derive(purpose)
+def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
+    """Deltas as payloads of about ``_ENTRY_BYTES``, and how many are in each."""
+    payload, count = bytearray(), 0
+    for delta in deltas:
+        payload += pack_delta(delta)
+        count += 1
+        if len(payload) >= _ENTRY_BYTES:
+            yield bytes(payload), count
+            payload.clear()
+            count = 0
+    if count:
+        yield bytes(payload), count
 
 
-def loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port``.
-
-    Raises:
-        InvalidInput: anything else.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65_535:
-        raise InvalidInput(f"address {address!r}: expected HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+def _flat(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries of one stream, however redis-py nests them for its version of the protocol."""
+    while found and isinstance(found[0], list):
+        found = found[0]
+    return [] if found is None else [(number, fields) for number, fields in found]

@@ -35,6 +35,19 @@ def whole(value: object) -> int:
     return value
 
 
+def integer(value: object) -> int:
+    """A whole number that may be below 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInput(f"{value!r}: expected a whole number")
+    return value
+
+
+def positive(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise InvalidInput(f"{value!r}: expected a number above 0")
+    return float(value)
+
+
 def wholes(value: object) -> tuple[int, ...]:
     """A list of whole numbers."""
     if not isinstance(value, list | tuple):
@@ -46,6 +59,15 @@ def table(value: object) -> dict[str, object]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise InvalidInput(f"{value!r}: expected a table")
     return dict(value)
+
+
+def whole_by_name(value: object) -> dict[str, int]:
+    """A table of whole numbers, which may be negative."""
+    numbers = table(value)
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise InvalidInput(f"{name} is {number!r}: expected a whole number")
+    return {name: int(str(number)) for name, number in numbers.items()}
 
 
 def yes_or_no(value: object) -> bool:

@@ -16,9 +16,9 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,17 @@ from skymemory import native
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
 from skymemory.conductor.fleet import Fleet, LoadReport, PrefillTotals, Server
 from skymemory.conductor.picker import Picker
-from skymemory.conductor.request import HEAD_BYTES, Decision, Prompt, Request
-from skymemory.conductor.seeds import seed
-from skymemory.conductor.strategies.base import Scorer
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
+from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.prefix_index.events import Batch, BlocksRemoved, BlocksStored
+from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.conductor.request import HEAD_BYTES, Decision, Prompt, Request, seed
+from skymemory.conductor.strategies.base import Scorer, mix
+from skymemory.conductor.strategies.estimates import PrefillCost
+from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
+from skymemory.conductor.strategies.named import named
 from skymemory.errors import InvalidInput
-from skymemory.sim.prefix_cache import PrefixCache
+from skymemory.sim.cluster.node_memory import PrefixCache
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
 
 _SEED = seed(model="", adapter="", salt="")
@@ -259,3 +265,194 @@ def as_routed(request: TraceRequest) -> Request:
 def tokens_of(ids: Sequence[int]) -> NDArray[np.uint32]:
     """Token numbers of blocks of these ids."""
     return np.repeat(np.array(ids, dtype="<u4"), BLOCK_TOKENS)
+
+
+# What is told of a simulated run: time to the first token, hits, and how evenly requests were spread.
+
+
+WINDOW_S = 60.0
+WINDOW_REQUESTS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingMetrics:
+    """Of the requests that were measured."""
+
+    requests: int
+    mean_s: float
+    """Mean time to the first token; ``p50_s``, ``p90_s``, ``p99_s`` are its percentiles."""
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    token_hits: float
+    """Part of the prompts' tokens that hit."""
+    block_hits: float
+    """Part of their whole blocks."""
+    worst_share: float
+    """The most requests that one server got in a window of 60 s, over the mean of the servers in it; 0: no window."""
+    spread: float
+    """Standard deviation of the requests per server, over their mean."""
+
+    def as_json(self) -> dict[str, float]:
+        return {name: value if isinstance(value, int) else round(value, 6) for name, value in asdict(self).items()}
+
+
+def measured(outcomes: Sequence[Outcome], servers: int, from_s: float = 0.0) -> RoutingMetrics:
+    """The metrics of the requests that arrived at ``from_s`` or later.
+
+    Raises:
+        InvalidInput: there are none.
+    """
+    late = [outcome for outcome in outcomes if outcome.at_s >= from_s]
+    if not late:
+        raise InvalidInput(f"no request arrived at {from_s:g} s or later: nothing to measure")
+    ttft_s = np.array([outcome.ttft_s for outcome in late])
+    p50_s, p90_s, p99_s = (float(value) for value in np.percentile(ttft_s, [50, 90, 99]))
+    counts = np.bincount([outcome.server for outcome in late], minlength=servers)
+    return RoutingMetrics(
+        requests=len(late),
+        mean_s=float(ttft_s.mean()),
+        p50_s=p50_s,
+        p90_s=p90_s,
+        p99_s=p99_s,
+        token_hits=sum(outcome.hit_tokens for outcome in late) / sum(outcome.tokens for outcome in late),
+        block_hits=sum(outcome.hit_blocks for outcome in late) / max(1, sum(outcome.blocks for outcome in late)),
+        worst_share=worst_share([(outcome.at_s, outcome.server) for outcome in late], servers),
+        spread=float(counts.std() / counts.mean()),
+    )
+
+
+def worst_share(
+    arrivals: Sequence[tuple[float, int]],
+    servers: int,
+    window_s: float = WINDOW_S,
+    least: int = WINDOW_REQUESTS,
+) -> float:
+    """Over every window of ``window_s`` with ``least`` requests or more: a server's requests over the servers' mean.
+
+    ``arrivals``: (s, server) in the order of time. A window is closed at its begin and open at its end; each that
+    differs from its neighbour in what it holds is looked at.
+    """
+    comes = [(at_s, 1, server) for at_s, server in arrivals]
+    goes = [(at_s + window_s, 0, server) for at_s, server in arrivals]
+    counts = [0] * servers
+    inside, worst, before_s = 0, 0.0, None
+    for at_s, is_new, server in heapq.merge(goes, comes):
+        if at_s != before_s and inside >= least:
+            worst = max(worst, max(counts) * servers / inside)
+        step = 1 if is_new else -1
+        counts[server] += step
+        inside += step
+        before_s = at_s
+    return worst
+
+
+# Errors of estimates, for strategies that estimate: a simulator's would else be its own truth.
+#
+# Each request's estimates at each server are off by a factor of their own: normal, of mean 1 and a standard deviation
+# of
+# ``error``, never below a tenth. It is drawn anew for every request and every server, from the seed, the request and
+# the
+# time: servers of which nothing differs come out different, and a long wait is off by as many more seconds. Computing
+# and waiting are off by it, and so is the work that is believed to wait there from then on. Equal questions get equal
+# answers.
+
+
+LEAST_FACTOR = 0.1
+_ODD = 0x9E3779B97F4A7C15
+
+
+class ErringLeastTtft(LeastTtft):
+    """The default strategy, whose every estimate errs.
+
+    Raises:
+        InvalidInput: an error that is no part of an estimate, 0 to 1.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        settings: LeastTtftSettings | None = None,
+        cost: PrefillCost | None = None,
+        *,
+        error: float,
+        seed: int,
+    ) -> None:
+        if not 0 <= error <= 1:
+            raise InvalidInput(f"error is {error}; expected a part of the estimate, 0 to 1")
+        super().__init__(index, settings, cost)
+        self._error, self._seed = error, seed * _ODD & (1 << 64) - 1
+
+    def prefills_s(self, request: Request, slots: Sequence[int], cached: Sequence[int], now_s: float) -> list[float]:
+        return self._off(super().prefills_s(request, slots, cached, now_s), request, slots, now_s)
+
+    def waits_s(self, request: Request, servers: Sequence[Server], now_s: float) -> list[float]:
+        slots = [server.slot for server in servers]
+        return self._off(super().waits_s(request, servers, now_s), request, slots, now_s)
+
+    def _off(self, seconds: list[float], request: Request, slots: Sequence[int], now_s: float) -> list[float]:
+        factors = self.factors(request, max(slots) + 1, now_s)
+        return [one * factors[slot] for one, slot in zip(seconds, slots, strict=True)]
+
+    def factors(self, request: Request, slots: int, now_s: float) -> list[float]:
+        """By how much what is estimated for ``request`` is off, at each of the first ``slots`` slots."""
+        blocks = request.prompt.blocks
+        last = blocks.item(-1) if len(blocks) else request.prompt.tokens
+        at = np.array([now_s], dtype=np.float64).view(np.uint64)
+        key = mix(mix(np.array([last ^ self._seed], dtype=np.uint64)) ^ at)
+        drawn = mix(key + np.arange(1, 2 * slots + 1, dtype=np.uint64) * np.uint64(_ODD))
+        share = (drawn.astype(np.float64) + 1.0) / (2.0**64 + 2.0)
+        normal = np.sqrt(-2.0 * np.log(share[::2])) * np.cos(2.0 * np.pi * share[1::2])
+        factors: list[float] = np.maximum(LEAST_FACTOR, 1.0 + self._error * normal).tolist()
+        return factors
+
+
+# The router's strategies as the simulator runs them: built by name, with what each of them really is told.
+#
+# ``precise`` hears the engines' events, in the form in which engines publish them: numbered batches, blocks by the
+# engine's own names, their tokens told once. Who estimates gets a cost model that errs. All others learn from what
+# they
+# sent and what was answered.
+
+
+class EngineEvents:
+    """Changes of simulated caches, told to a ``PreciseIndex`` as engines tell theirs."""
+
+    def __init__(self, index: PreciseIndex) -> None:
+        self.index = index
+        self._batches: dict[int, int] = {}
+
+    def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
+        number = self._batches.get(server.slot, 0)
+        self._batches[server.slot] = number + 1
+        if not number:
+            self.index.follow(server.slot, "")
+        events: list[BlocksRemoved | BlocksStored] = []
+        if gone:
+            events.append(BlocksRemoved(gone))
+        if new := chain[had:]:
+            parent = chain[had - 1] if had else None
+            events.append(BlocksStored(new, parent, cast("Sequence[int]", tokens_of(new)), BLOCK_TOKENS))
+        self.index.apply(server.slot, Batch(number, events))
+
+
+def strategy_for(
+    name: str, setup: RoutingSetup, error: float, *, given: bool = False, **options: Any
+) -> tuple[Scorer, CacheEvents | None]:
+    """The strategy of that name with such options, and what must hear events for it.
+
+    ``error``: standard deviation of what estimates are off by, as a part of them. ``given``: who estimates is told the
+    servers' speeds, and learns them otherwise.
+
+    Raises:
+        InvalidInput: no strategy of that name.
+    """
+    if name in ("precise", "block-cost"):
+        index = PreciseIndex(BLOCK_TOKENS)
+        return named(name, index=index, **options), EngineEvents(index)
+    if name == "least-ttft":
+        settings = LeastTtftSettings(**options)
+        table = ApproximatePrefixIndex(settings.blocks_per_server)
+        cost = setup.cost if given else None
+        return ErringLeastTtft(table, settings, cost, error=error, seed=setup.seed), None
+    return named(name, **options), None

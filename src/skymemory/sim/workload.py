@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
 
 from skymemory.errors import InvalidInput
-from skymemory.sim.block_names import BlockNames
-from skymemory.sim.trace import BATCH_S, TraceRequest
+from skymemory.sim.trace import BATCH_S, BLOCK_TOKENS, TraceRequest, jittered, read_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +210,247 @@ AGENTS = Workload(
     curt_share=0.0,
 )
 WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS, AGENTS)}
+
+
+# Numbers for the blocks of made-up prompts, such that equal numbers mean equal prefixes.
+
+
+class BlockNames:
+    """Numbers for blocks, in the order in which they first appear, as traces give them.
+
+    A block's name is fixed by the whole prompt up to its end: a prefix tree whose edges are what fills a block.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def of(self, stem: tuple[tuple[str, int, int], ...], own: tuple[str, int, int]) -> tuple[int, ...]:
+        """The ids of a prompt of these parts: (kind, which, tokens), of which the last is nobody else's."""
+        ids = []
+        begin, shared = 0, 0
+        for end_of in range(1, len(stem) + 1):
+            shared += stem[end_of - 1][2]
+            while (begin + 1) * BLOCK_TOKENS <= shared:
+                ids.append(self._number((stem[:end_of], begin)))
+                begin += 1
+        tokens = shared + own[2]
+        while (begin + 1) * BLOCK_TOKENS <= tokens:
+            ids.append(self._number((own[:2], begin)))
+            begin += 1
+        if begin * BLOCK_TOKENS < tokens:
+            ids.append(self._number((own, begin)))  # not full: the next turn fills it, and gives it another name
+        return tuple(ids)
+
+    def _number(self, what: tuple[object, ...]) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+
+# Requests that arrive by chance: Poisson processes over prompts of given lengths and given reuse.
+#
+# The workloads of Mooncake's end-to-end experiments (table 2): ArXiv summarization (8,088 tokens in, 229 out, nothing
+# shared), L-Eval (19,019 in, 72 out, over 80 % cached), and simulated prompts of 16k to 128k tokens (512 out, half of
+# each cached). A simulator needs none of the data sets' words, only their lengths and what their prompts share. How
+# lengths scatter the paper does not say; ours are log-normal, and the simulated ones all alike.
+#
+# A prompt is a prefix that others begin with too, and words of its own. ``prefixes`` says how many different prefixes
+# there are and how often each is wanted; what a cache that never evicts hits therefore begins below ``shared`` and
+# approaches it as prefixes come again (``trace_statistics`` tells by how much).
+
+
+_ONE = Popularity(1, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Prompts and answers of one kind."""
+
+    name: str
+    prompt: Spread
+    answer: Spread
+    shared: float = 0.0
+    """Part of a prompt that is one of ``prefixes``, 0 to 1: a prefix has a length of its own, and the whole prompt
+    is longer by so much that this part results."""
+    prefixes: Popularity = _ONE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shared < 1:
+            raise InvalidInput(f"workload {self.name!r}: a shared part of {self.shared:g}; 0 or more, and below 1")
+
+
+def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> list[TraceRequest]:
+    """``count`` requests, ``rate_per_s`` of them a second on average; equal arguments give equal requests.
+
+    At another rate the same requests come, sooner or later by the same factor: rates can be compared.
+
+    Raises:
+        InvalidInput: a rate that is not above 0, or no requests.
+    """
+    if not 0 < rate_per_s < math.inf or count < 1:
+        raise InvalidInput(f"{count} requests at {rate_per_s:g}/s are no workload: at least one, and a rate above 0")
+    dice, clock = random.Random(seed), random.Random(seed + 1)
+    names = BlockNames()
+    weights = workload.prefixes.weights()
+    lengths = [workload.prompt.draw(dice) for _ in range(workload.prefixes.count)]
+    requests, unit_s = [], 0.0
+    for number in range(count):
+        unit_s += clock.expovariate(1.0)
+        stem: tuple[tuple[str, int, int], ...] = ()
+        if workload.shared:
+            which = workload.prefixes.draw(dice, weights, unit_s)
+            tokens = lengths[which]
+            stem = (("prefix", which, round(tokens * workload.shared)),)
+        else:
+            tokens = workload.prompt.draw(dice)
+        ids = names.of(stem, ("own", number, tokens - sum(part[2] for part in stem)))
+        answer = workload.answer.draw(dice)
+        requests.append(TraceRequest(unit_s / rate_per_s, tokens, answer, ids, session=number))
+    return requests
+
+
+def _about(mean: float, sigma: float, least: int, most: int) -> Spread:
+    """A log-normal of that mean, before its ends are cut off."""
+    return Spread(mean / math.exp(sigma * sigma / 2), sigma, least, most)
+
+
+def _exactly(tokens: int) -> Spread:
+    return Spread(tokens, 0.0, tokens, tokens)
+
+
+ARXIV = OpenLoop("arxiv", _about(8_088, 0.5, 500, 64_000), _about(229, 0.4, 20, 1_500))
+L_EVAL = OpenLoop("l-eval", _about(19_019, 0.5, 3_000, 120_000), _about(72, 0.6, 1, 1_000), 0.97, Popularity(48, 0.0))
+SIMULATED = tuple(
+    OpenLoop(f"simulated-{thousand}k", _exactly(thousand * 1024), _exactly(512), 0.5, Popularity(24, 0.0))
+    for thousand in (16, 32, 64, 128)
+)
+OPEN_LOOPS = {workload.name: workload for workload in (ARXIV, L_EVAL, *SIMULATED)}
+
+
+def scaled(workload: OpenLoop, prefixes: int) -> OpenLoop:
+    """The same prompts over another number of shared prefixes."""
+    return replace(workload, prefixes=replace(workload.prefixes, count=prefixes))
+
+
+# Where a cell of a sweep gets its requests: said in a few words, so that processes are sent no requests.
+
+
+class RequestSource(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def requests(self) -> list[TraceRequest]:
+        """In the order of arrival. Equal sources give equal requests."""
+        ...
+
+
+HOUR_S = 3_537.0
+"""Of the conversation trace; the generator makes as much."""
+QUICK_S = 600.0
+"""With ``quick``: of either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Requests of the conversation trace, or of the generator that has its statistics where there is no trace."""
+
+    trace: Path | None
+    seed: int = 0
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        what = "the conversation trace" if self.trace is not None else "the seeded generator in the trace's place"
+        return f"{what}, first {QUICK_S:g} s" if self.quick else what
+
+    def requests(self) -> list[TraceRequest]:
+        """In the order of arrival, each spread over the time between its batch and the one before it.
+
+        Raises:
+            InvalidInput: the trace is none.
+            OSError: it cannot be read.
+        """
+        return _requests(self)
+
+
+@lru_cache(maxsize=2)
+def _requests(source: Source) -> list[TraceRequest]:
+    if source.trace is not None:
+        requests = read_trace(source.trace)
+    else:
+        seconds = QUICK_S if source.quick else HOUR_S
+        requests = generate(WORKLOADS["conversations"], seconds, seed=100 + source.seed)
+    requests = jittered(requests, source.seed, BATCH_S)
+    return [one for one in requests if one.at_s < QUICK_S] if source.quick else requests
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """Requests of a Poisson process (``open_loop``)."""
+
+    workload: str
+    rate_per_s: float
+    count: int
+    seed: int = 0
+    prefixes: int | None = None
+    """Different prefixes that prompts share; None: the workload's own number."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}, Poisson"
+
+    def requests(self) -> list[TraceRequest]:
+        workload = OPEN_LOOPS[self.workload]
+        if self.prefixes is not None:
+            workload = scaled(workload, self.prefixes)
+        return poisson(workload, self.rate_per_s, self.count, self.seed)
+
+
+# A request of a trace or of the generator as text: equal ids give equal words, so equal prefixes are equal text.
+#
+# A block becomes as many characters as are asked for, whatever its 512 tokens would have been: lengths are scaled down
+# for small models, and which prompts share which part of each other stays the same.
+
+
+_VOCABULARY = """
+a about after again all also always and another any are as ask at away back be because before better between
+book both bring but by call can carry change city clear close cold come cost could country day deep did
+different do door down draw each early end enough even every eye far few field find first follow food for form
+found four from full garden get give glass go good great green group grow half hand hard have he head hear
+help her here high him his hold home hour house how idea if in into island it just keep kind know land large
+last late learn leave left letter life light like line list little live long look made make man many map mean
+might mile more morning most mountain move much must name near need never new next night no north not note now
+number of off often old on once one only open or other our out over own page paper part people place plan
+plant play point port put question quick rain read real rest right river road room round run said same say sea
+second see seem sentence set seven ship short should show side simple since small so some song soon sound
+south stand star start state step still stone story street such sun sure table take talk tell than that the
+their them then there they thing think this thought three through time to together told too took town travel
+tree true try turn two under until up us use very voice walk want warm was watch water way we week well went
+were what when where which while white who why will wind window with without word work world would write year
+you young your
+"""
+WORDS = _VOCABULARY.split()
+
+
+def render_text(request: TraceRequest, characters_per_block: int) -> str:
+    """The prompt of ``request``: so many characters for each whole block, fewer in proportion for a last one not full.
+
+    Raises:
+        InvalidInput: blocks of fewer than 8 characters; such would look alike by chance.
+    """
+    if characters_per_block < 8:
+        raise InvalidInput(f"blocks of {characters_per_block} characters look alike by chance; ask for 8 or more")
+    text = "".join(_block_text(one, characters_per_block) for one in request.ids)
+    rest_tokens = request.input_tokens % BLOCK_TOKENS
+    if rest_tokens:
+        missing = characters_per_block - max(1, rest_tokens * characters_per_block // BLOCK_TOKENS)
+        text = text[: len(text) - missing]
+    return text
+
+
+def _block_text(number: int, characters: int) -> str:
+    """Words drawn by the block's number, as long as asked for, with a space at the end."""
+    dice = random.Random(number)
+    text = ""
+    while len(text) < characters:
+        sentence = " ".join(dice.choices(WORDS, k=dice.randint(5, 14)))
+        text += f"{sentence.capitalize()}. "
+    return text[: characters - 1] + " "

@@ -12,11 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skymemory.errors import ValueTooLarge
+from skymemory.eviction.policies import DEFAULT_POLICY, policy_named
 from skymemory.kv.block import Place
-from skymemory.store.base import Buffer, LoadTicket, Places, StoreTicket, check_items, check_keys, check_places
-from skymemory.store.chains import Chains
-from skymemory.store.policies import DEFAULT_POLICY, policy_named
-from skymemory.store.tickets import OpenTickets
+from skymemory.store.base import (
+    Buffer,
+    LoadTicket,
+    OpenTickets,
+    Places,
+    StoreTicket,
+    check_items,
+    check_keys,
+    check_places,
+)
+from skymemory.store.prefix_order import Chains
 from skymemory.units import format_size
 
 

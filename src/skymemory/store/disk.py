@@ -6,17 +6,23 @@ a bad sector or a hand broke fails a checksum: a miss, counted and dropped, neve
 
 from __future__ import annotations
 
+import errno
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, LaterVersion
+from skymemory.eviction.policies import DEFAULT_POLICY
 from skymemory.kv.block import Place
+from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
+from skymemory.store.accounting import Entry, Shelf
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
@@ -27,13 +33,9 @@ from skymemory.store.base import (
     StoreTicket,
     check_keys,
 )
-from skymemory.store.disk.directory import StoreDirectory
-from skymemory.store.disk.parts import Parts, name_of
-from skymemory.store.disk.reading import ABSENT, LATER, Reading, read_file, whole_value
-from skymemory.store.policies import DEFAULT_POLICY
-from skymemory.store.rooms import Rooms, aligned_bytes
-from skymemory.store.shelf import Entry, Shelf
-from skymemory.store.shelf_store import ShelfStore
+from skymemory.store.buffer_pool import Rooms, aligned_bytes
+from skymemory.store.disk_files import FAULTS_OF_THE_FILE, StoreDirectory, read_value, stored_bytes, write_part
+from skymemory.store.memory import ShelfStore
 
 Sync = Literal["never", "each"]
 """When bytes must be on the disk itself: whenever the kernel likes, or before a store is acknowledged."""
@@ -275,3 +277,113 @@ class DiskStore(ShelfStore):
             if not self._closed:
                 self._closed = True
                 self._directory.close()
+
+
+# One value out of its file, and what is to be thought of it if it is not there.
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """``view`` is None for a miss, and ``reason`` then says why. ``lost``: it will be no better next time."""
+
+    view: memoryview | None
+    seconds: float = 0.0
+    reason: str = ""
+    lost: bool = False
+
+
+ABSENT = Reading(None, reason="absent")
+LATER = Reading(None, reason=LATER_VERSION)
+
+
+def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
+    """The value of ``key`` into ``out``, which is just as long."""
+    started_s = clock()
+    try:
+        whole = read_value(path, key, out)
+    except OSError as error:
+        reason = "absent" if error.errno == errno.ENOENT else "unreadable"
+        return Reading(None, clock() - started_s, reason, error.errno in FAULTS_OF_THE_FILE)
+    if not whole:
+        return Reading(None, clock() - started_s, "corrupt", lost=True)
+    return Reading(out.toreadonly(), clock() - started_s)
+
+
+def whole_value(path: str, key: bytes) -> bytes | None:
+    """A value of any size, or None where the file does not hold it."""
+    try:
+        size_bytes = stored_bytes(Path(path), key)
+        if size_bytes is None:
+            return None
+        value = bytearray(size_bytes)
+        return bytes(value) if read_value(path, key, memoryview(value)) else None
+    except (OSError, LaterVersion):
+        return None
+
+
+# The values of one store on their way: written beside their places, then renamed into them.
+
+
+_NUMBERS = itertools.count()
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Parts:
+    """``failed`` hears the name of each error (``ENOSPC`` …); a value that failed is simply not settled."""
+
+    def __init__(self, directory: StoreDirectory, synced: bool, failed: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._synced = synced
+        self._failed = failed
+        self._parts: dict[bytes, tuple[Path, int]] = {}
+
+    def write(self, items: Sequence[tuple[bytes, Buffer]], make_room: Callable[[int], bool]) -> list[tuple[bytes, int]]:
+        """Key and size of each value that was written. Ends at the first that fails: what follows in a chain is worth
+        nothing without it. Where the disk is full ``make_room`` may free so many bytes, and says whether it has.
+        """
+        for key, value in items:
+            data = memoryview(value).cast("B")
+            try:
+                part = self._write(key, data, make_room)
+            except OSError as error:
+                self._failed(name_of(error))
+                break
+            if key in self._parts:
+                self._directory.remove(self._parts[key][0])
+            self._parts[key] = part, data.nbytes
+        return [(key, size_bytes) for key, (_, size_bytes) in self._parts.items()]
+
+    def _write(self, key: bytes, data: memoryview, make_room: Callable[[int], bool]) -> Path:
+        part = self._directory.part_of(key, next(_NUMBERS))
+        try:
+            write_part(part, key, data, synced=self._synced)
+        except OSError as error:
+            again = error.errno in _FULL and make_room(data.nbytes)
+            if not again and not (error.errno == errno.ENOENT and self._directory.make_values_anew()):
+                raise
+            write_part(part, key, data, synced=self._synced)
+        return part
+
+    def settle(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Key and size of each of these values that is in its place now, in this order; up to the first that fails."""
+        settled: list[tuple[bytes, int]] = []
+        for key in keys:
+            part, size_bytes = self._parts[key]
+            try:
+                part.rename(self._directory.path_of(key))
+            except OSError as error:
+                self._failed(name_of(error))
+                break
+            del self._parts[key]
+            settled.append((key, size_bytes))
+        return settled
+
+    def discard(self) -> None:
+        """Remove what was not settled."""
+        for part, _ in self._parts.values():
+            self._directory.remove(part)
+        self._parts.clear()
+
+
+def name_of(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, "unknown")

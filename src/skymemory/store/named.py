@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
 from skymemory.kv.block import key_hash
-from skymemory.kv.codec.raw import RAW
+from skymemory.kv.codec.base import RAW
 from skymemory.kv.value import LATER_VERSION, ValueHeader, unpack_value
 from skymemory.store.base import Buffer, Expiring, Presence, Store, check_items
 from skymemory.store.sealed import is_sealed
-from skymemory.store.wrapped import Wrapped
+from skymemory.store.wrappers import Wrapped
 
 if TYPE_CHECKING:
-    from skymemory.store.listing import NamedValue
+    from skymemory.store.sky.probing import NamedValue
 
 NAMESPACE = hashlib.sha256(b"skymemory named values 1").digest()
 

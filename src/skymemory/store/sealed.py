@@ -32,8 +32,8 @@ from skymemory.store.base import (
     StoreTicket,
     check_items,
 )
-from skymemory.store.rooms import Rooms
-from skymemory.store.wrapped import Wrapped
+from skymemory.store.buffer_pool import Rooms
+from skymemory.store.wrappers import Wrapped
 
 NONCE_BYTES, TAG_BYTES = 12, 16
 _MAGIC, _VERSION = b"SKYE", 1

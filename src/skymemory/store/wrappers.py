@@ -1,27 +1,208 @@
-"""Quota: so many bytes for one tenant; over them it evicts its own oldest values first, never another's.
-
-They go once the new one is stored, so that what the store below refuses costs nothing: while a put is under way, and
-until its victims are confirmed to be gone, a tenant has up to that one put more.
-
-Tenants have keys of their own, because their salt is in the hash of every block: so a tenant's handle on a store sees
-all of its writes, and no other tenant's. It counts the values that it stored until the store says that they are gone: a
-read that brings nothing in an outage, or an unconfirmed deletion, does not say so.
-
-What the tenant has leased or pinned through this handle does not go for its quota; the room for others is less by it.
-"""
+"""A store behind another: everything is passed on, so that a rule about writes need say no more than itself."""
 
 from __future__ import annotations
 
+import struct
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
 
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
 from skymemory.metrics import Counters
-from skymemory.store.base import LEASE_S, Buffer, LoadTicket, Store, check_keys
-from skymemory.store.wrapped import Selecting
+from skymemory.store.base import (
+    LEASE_S,
+    Buffer,
+    LoadTicket,
+    Places,
+    Presence,
+    Store,
+    StoreTicket,
+    TwoPhase,
+    bring_near,
+    check_items,
+    check_keys,
+    check_places,
+    keeps,
+)
 from skymemory.units import format_size
+
+
+class Wrapped(TwoPhase):
+    """``store`` with nothing changed."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    @property
+    def name(self) -> str:
+        return self.store.name
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        return self.store.lookup(keys)
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        return self.store.prefix(keys)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        return self.store.prepare_load(keys)
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        return self.store.complete_load(ticket)
+
+    def release(self, ticket: LoadTicket) -> None:
+        self.store.release(ticket)
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        return self.store.prepare_store(items, places)
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        return self.store.complete_store(ticket)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.store.touch(keys)
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        return self.store.pin(keys, ttl_s)
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
+        return self.store.delete(keys)
+
+    def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
+        return bring_near(self.store, keys, at)
+
+    def keeps(self, keys: Sequence[bytes]) -> list[bool]:
+        return keeps(self.store, keys)
+
+    def stats(self) -> dict[str, int | float]:
+        return self.store.stats()
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
+        return self.store.estimate_load_s(keys, now_s)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What a ticket of ours stands for: the store's own, and per item whether it is in that. Kept by the ticket alone,
+    so that it is freed with a ticket that is never completed.
+    """
+
+    inner: StoreTicket
+    chosen: list[bool]
+
+
+class Selecting(Wrapped):
+    """Stores some of what it is offered: ``select`` says which. The rest comes back as not stored."""
+
+    def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+        """Whether each of these goes to the store behind."""
+        return [True] * len(items)
+
+    def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        """These were stored."""
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        items, places = check_items(items), check_places(items, places)
+        chosen = self.select(items)
+        inner = self.store.prepare_store(
+            [item for item, go in zip(items, chosen, strict=True) if go],
+            [place for place, go in zip(places, chosen, strict=True) if go],
+        )
+        return StoreTicket(items, inner.expires_s, state=_Chosen(inner, chosen), places=places)
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        state = ticket.state
+        if not isinstance(state, _Chosen):
+            raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
+        inner, ticket.state = state.inner, None
+        outcomes = iter(self.store.complete_store(inner))
+        done = [go and next(outcomes) for go in state.chosen]
+        ticket.seconds, ticket.state, ticket.unanswered = inner.seconds, inner.state, inner.unanswered
+        self.stored([item for item, ok in zip(ticket.items, done, strict=True) if ok])
+        return done
+
+
+# Write admission: what is offered for the first time is not stored; what comes a second time is.
+#
+# Most prompts of a busy service are seen once. Storing them pushes out what is shared. A sketch of the keys that were
+# offered (two Bloom filters that take turns, 128 KiB each) knows which ones come again; since a prompt's blocks are
+# chained, the blocks that several prompts share are exactly those that are offered again.
+
+
+_PROBES = struct.Struct(">IIII")
+_BITS_PER_KEY = 16
+
+
+class Sketch:
+    """Whether a key was seen among roughly the last ``capacity`` to twice as many.
+
+    Keys are hashes, so four words of one are its four probes. About one unseen key in 400 is taken for seen: it is
+    stored a sighting too early, which does no harm.
+    """
+
+    def __init__(self, capacity: int = 1 << 16) -> None:
+        if capacity < 1:
+            raise InvalidInput(f"a sketch of {capacity} keys: expected 1 or more")
+        self._capacity = capacity
+        self._bits = -(-_BITS_PER_KEY * capacity // 8) * 8
+        self._now, self._before = bytearray(self._bits // 8), bytearray(self._bits // 8)
+        self._added = 0
+
+    def seen(self, key: bytes) -> bool:
+        """Whether it was; from now on it is."""
+        places = [word % self._bits for word in _PROBES.unpack_from(key)]
+        now, before = (all(bits[at >> 3] >> (at & 7) & 1 for at in places) for bits in (self._now, self._before))
+        if not now:
+            if self._added == self._capacity:
+                self._now, self._before = bytearray(self._bits // 8), self._now
+                self._added = 0
+            for at in places:
+                self._now[at >> 3] |= 1 << (at & 7)
+            self._added += 1
+        return now or before
+
+
+class AdmittingStore(Selecting):
+    """A store that takes a key only when it is offered again, or is there already."""
+
+    def __init__(self, store: Store, sketch: Sketch | None = None) -> None:
+        super().__init__(store)
+        self._sketch = sketch or Sketch()
+        self._counters = Counters()
+        self._lock = threading.Lock()
+
+    def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+        keys = [key for key, _ in items]
+        there = self.store.lookup(keys)
+        with self._lock:
+            seen = [self._sketch.seen(key) for key in keys]
+        admitted = [was or present is not Presence.MISS for was, present in zip(seen, there, strict=True)]
+        self._counters.add("writes_not_admitted", admitted.count(False))
+        return admitted
+
+    def stats(self) -> dict[str, int | float]:
+        return {**self.store.stats(), **self._counters.as_dict()}
+
+
+# Quota: so many bytes for one tenant; over them it evicts its own oldest values first, never another's.
+#
+# They go once the new one is stored, so that what the store below refuses costs nothing: while a put is under way, and
+# until its victims are confirmed to be gone, a tenant has up to that one put more.
+#
+# Tenants have keys of their own, because their salt is in the hash of every block: so a tenant's handle on a store
+# sees
+# all of its writes, and no other tenant's. It counts the values that it stored until the store says that they are
+# gone: a
+# read that brings nothing in an outage, or an unconfirmed deletion, does not say so.
+#
+# What the tenant has leased or pinned through this handle does not go for its quota; the room for others is less by
+# it.
 
 
 class TenantStore(Selecting):
@@ -163,3 +344,53 @@ class TenantStore(Selecting):
         for key in keys:
             self._used_bytes -= self._sizes.pop(key, 0)
             self._pins.pop(key, None)
+
+
+# A store whose loads come at a bounded rate: a token bucket around any tier.
+#
+# It leaves the rest of a link to others, and it stands for a link that the machine at hand does not have.
+
+
+class RateLimited(Wrapped):
+    """``store``, read at ``bytes_per_s``: one load after the other, each as long as its bytes take.
+
+    ``burst_s`` is what a bucket that was left alone holds: so many seconds' worth of bytes go through at once.
+    ``bytes_per_s`` may be set anew at any time and holds for the loads that begin then. Only loads are limited.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bytes_per_s: float,
+        *,
+        burst_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        if not bytes_per_s > 0 or burst_s < 0:
+            raise InvalidInput(f"a rate must be above 0 and a burst not negative, got {bytes_per_s} and {burst_s}")
+        super().__init__(store)
+        self.bytes_per_s = bytes_per_s
+        self._burst_s = burst_s
+        self._clock, self._sleep = clock, sleep
+        self._lock = Lock()
+        self._free_s = float("-inf")  # when all that was asked for will be through
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds until the loads under way are through."""
+        return max(0.0, self._free_s - self._clock())
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        values = super().complete_load(ticket)
+        size_bytes = sum(len(value) for value in values if value is not None)
+        with self._lock:
+            # Counted from when the link was free, not from when we woke: a late thread costs the link nothing.
+            self._free_s = max(self._free_s, self._clock() - self._burst_s) + size_bytes / self.bytes_per_s
+            until_s = self._free_s
+        while (left_s := until_s - self._clock()) > 0:
+            self._sleep(left_s)
+        return values
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
+        return self.backlog_s + super().estimate_load_s(keys, now_s)

@@ -2,7 +2,7 @@
 
 When the box moves, satellites hand their chunks over. A clock that runs faster than they can do it leaves ever more
 behind, so the time scale is bounded by what satellites half full would have to carry. Measured on 95 satellites
-in five processes (``docs/benchmarks.md``, Time scales), on a machine on which ``_work`` takes ``_REFERENCE_S``.
+in five processes (``docs/benchmarks/sky.md``, Time scales), on a machine on which ``_work`` takes ``_REFERENCE_S``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
 from skymemory.errors import InvalidInput
-from skymemory.placement.migration import server_moves
-from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.placement.locate import server_moves
+from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.wire import CHUNK_REF_BYTES
+from skymemory.testbed.connect import shell_of, sky_of
 from skymemory.testbed.plan import ConstellationPlan
-from skymemory.testbed.wiring import shell_of, sky_of
 from skymemory.units import format_size
 
 FILLED = 0.5

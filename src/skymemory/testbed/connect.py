@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
-from skymemory.errors import InvalidInput
+from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
+from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.keys import KeyRing
-from skymemory.protocol.motion import STRATEGY_CODES
-from skymemory.protocol.pointing import ACCESS_MODES, Access
+from skymemory.protocol.auth import Authority
+from skymemory.protocol.client.gateway import ACCESS_MODES, Access
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.base import Store
-from skymemory.store.constellation import ConstellationStore
 from skymemory.store.sealed import SealedStore
-from skymemory.store.shared_index import SharedIndex
-from skymemory.store.sky_settings import SkySettings
+from skymemory.store.sky.driver import SkySettings
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.key_file import KeyFollower
-from skymemory.testbed.plan import ConstellationPlan
+from skymemory.testbed.plan import ConstellationPlan, HostShare, check_ip, follower_of
 from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.wiring import client_of, clock_of, shell_of, sky_of
+from skymemory.transport.faults import FaultInjector
+from skymemory.transport.udp_client import UdpClient
+from skymemory.transport.udp_host import HostSpec
+from skymemory.transport.udp_socket import source_address
 
 
 def expected_round_trip_s(plan: ConstellationPlan, access: str, now_s: float | None = None) -> float:
@@ -107,3 +117,119 @@ def store_of(
         plan.replicas,
     )  # fmt: skip
     return ConstellationStore(client, sky_of(plan), settings, index=index)
+
+
+# From a plan to the objects that satellites and clients are made of: the one place where the testbed meets
+# the transport.
+
+
+BIND_SETTING = "SKYMEMORY_BIND"
+"""Environment variable: the address that clients on this computer listen at."""
+_LEAST_ROUND_TRIPS = 3
+"""So many are waited for at least: with stretched delays (``x100``) one may take longer than any usual patience."""
+
+
+def shell_of(plan: ConstellationPlan) -> Shell:
+    """The orbits whose lengths and periods the plan takes."""
+    return preset_named(plan.preset).shell
+
+
+def sky_of(plan: ConstellationPlan) -> SkyMap:
+    """Where every server is, and what the host sees; links as long as the preset's, which ``cost`` placement weighs."""
+    shell = shell_of(plan)
+    sight = plan.ground.sight(preset_named(plan.preset))
+    return SkyMap(plan.torus, plan.centre, shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane"), sight)
+
+
+def clock_of(plan: ConstellationPlan) -> MoveClock:
+    """How far the box has moved, for satellites and clients alike: by the anchor of the plan's host where the preset
+    has a real orbit, at the pace of its shell where it has none. Over a host on board nothing ever moves.
+    """
+    shell = shell_of(plan)
+    pushed = (plan.pushed_slot_moves, plan.pushed_plane_moves)
+    if plan.access == "onboard":
+        return MoveClock(plan.epoch_s, pushed=pushed)
+    periods_s = slot_move_period_s(shell), plane_move_period_s(shell)
+    return MoveClock(plan.epoch_s, *periods_s, plan.time_scale, pushed, plan.ground.track(preset_named(plan.preset)))
+
+
+def tolerated_skew_s(plan: ConstellationPlan) -> float:
+    """How far a clock may be wrong: half a slot move, so that no two satellites differ by more than one step."""
+    if plan.time_scale == 0 or plan.access == "onboard":
+        return math.inf
+    return slot_move_period_s(shell_of(plan)) / plan.time_scale / 2
+
+
+def host_spec(
+    plan: ConstellationPlan, host: HostShare, listen: str | None = None, authority: Authority | None = None
+) -> HostSpec:
+    """What the process of ``host`` runs. ``listen`` is the address to bind where it is not the plan's; ``authority``
+    the keys of a plan that asks for MACs.
+    """
+    mine = {satellite: (listen or ip, port) for satellite, (ip, port) in plan.addresses_of(host)}
+    faults = plan.faults
+    return HostSpec(
+        mine=mine,
+        everyone=plan.addresses(),
+        sky=sky_of(plan),
+        shell=shell_of(plan),
+        clock=clock_of(plan),
+        memory_bytes=plan.memory_per_satellite_bytes,
+        delay_scale=plan.delay_scale,
+        replacement=plan.memory_policy.replacement,
+        eviction=plan.memory_policy.satellites(plan.replicas),
+        onboard=plan.centre if plan.access == "onboard" else None,
+        faults=FaultInjector(
+            loss=faults.loss, duplicate=faults.duplicate, reorder=faults.reorder, corrupt=faults.corrupt,
+            seed=faults.seed + plan.hosts.index(host),
+        ) if faults.any else None,
+        authority=authority,
+    )  # fmt: skip
+
+
+def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId]) -> float:
+    """The longest there and back by a beam to any of ``satellites``, as the plan holds packets."""
+    shell, torus = shell_of(plan), plan.torus
+    slants_s = [shell.slant_one_way_s(*torus.delta(plan.centre, satellite)) for satellite in satellites]
+    return 2 * max(slants_s) * plan.delay_scale
+
+
+def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
+    """A client that asks each satellite by its own beam, so that one dead host never hides another."""
+    return client_of(plan, "los", worst_round_trip_s(plan, plan.torus.satellites()), give_up_s)
+
+
+def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, give_up_s: float) -> UdpClient:
+    """A ground host by a number of its own, listening where ``bind_ip_of`` says."""
+    keys = follower_of(plan)
+    config = ClientConfig(
+        ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 is what satellites write where no ground host asked
+        access=access,
+        expected_rtt_s=expected_rtt_s,
+        give_up_s=max(give_up_s, _LEAST_ROUND_TRIPS * expected_rtt_s),
+        authority=keys.authority if keys is not None else None,
+    )
+    refresh = keys.refresh if keys is not None else None
+    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip=bind_ip_of(plan), refresh=refresh)
+
+
+def bind_ip_of(plan: ConstellationPlan) -> str:
+    """Where a client of this plan listens: ``$SKYMEMORY_BIND``, else our address on the way to its hosts.
+
+    Raises:
+        InvalidInput: the setting is no IPv4 address.
+        ConstellationError: there is no way to any of the hosts.
+    """
+    chosen = os.environ.get(BIND_SETTING)
+    if chosen:
+        check_ip(chosen, f"${BIND_SETTING}")
+        return chosen
+    if all(host.is_loopback for host in plan.hosts):
+        return "127.0.0.1"
+    found = source_address(host.ip for host in plan.hosts)
+    if found is None:
+        raise ConstellationError(
+            f"no route to any host of the constellation, the first is {plan.hosts[0].ip}: connect this computer to "
+            f"their network, or name the address to use in ${BIND_SETTING}"
+        )
+    return found

@@ -16,7 +16,7 @@ from typing import Any
 from skymemory.errors import InvalidInput, LaterFile
 from skymemory.files import open_file, write_private
 from skymemory.keys import SECRET_BYTES, KeyRing, SecretKey, first_ring
-from skymemory.protocol.authentication import Authority
+from skymemory.protocol.auth import Authority
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 65_536

@@ -9,21 +9,103 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
-from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
+from skymemory.constellation.ground_track import Place, Track, Trajectory, Waypoint, track_over
+from skymemory.constellation.presets import DEFAULT_HOST, DEFAULT_PRESET, Preset, preset_named
+from skymemory.constellation.sight import GATEWAY_RULES, BoxSight, OrbitSight, Sight, check_mask
 from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
 from skymemory.errors import InvalidInput
+from skymemory.eviction.policies import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import check_servers, layout, parse_strategy
-from skymemory.protocol.pointing import ACCESS_MODES as ACCESS_MODES
-from skymemory.protocol.whereabouts import MOST_PUSHED
+from skymemory.protocol.auth import MAX_SIGNED_CHUNK_BYTES
+from skymemory.protocol.client.gateway import ACCESS_MODES as ACCESS_MODES
+from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
+from skymemory.protocol.satellite.locator import MOST_PUSHED
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
-from skymemory.testbed.ground import Ground
-from skymemory.testbed.memory_policy import MemoryPolicy
-from skymemory.testbed.protection import check_auth
+from skymemory.testbed.key_file import KeyFollower
+
+# What a constellation's satellites do with a full memory and with dead blocks: a part of the plan.
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPolicy:
+    """``eviction``: names of ``protocol.satellite.config`` with commas between, or ``none``; ``sweep_s``: between
+    sweeps.
+    """
+
+    eviction: str = "lazy"
+    replacement: str = DEFAULT_REPLACEMENT
+    sweep_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        parse_policies(self.eviction)
+        if self.replacement not in REPLACEMENTS:
+            raise InvalidInput(f"replacement {self.replacement!r}: expected one of {', '.join(REPLACEMENTS)}")
+        if not 0.1 <= self.sweep_s <= 1e6:
+            raise InvalidInput(f"a sweep every {self.sweep_s} s: expected 0.1 to 1000000")
+
+    @property
+    def lazy(self) -> bool:
+        """Whether a client that finds a hole evicts the rest."""
+        return "lazy" in parse_policies(self.eviction)
+
+    def satellites(self, replicas: int = 1) -> EvictionConfig:
+        """What the satellites do of it, where so many copies are kept."""
+        return EvictionConfig.of(parse_policies(self.eviction), self.sweep_s, replicas)
+
+
+# The ground's side of a plan: where the host is, how it moves, how low it sees, which satellite is its gateway.
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Degrees north, east and above the horizon. With ``waypoints`` the host follows them, by the satellites' time
+    since the epoch, and latitude and longitude do not count. ``gateway`` is a ``GATEWAY_RULES``.
+    """
+
+    latitude_deg: float = DEFAULT_HOST.latitude_deg
+    longitude_deg: float = DEFAULT_HOST.longitude_deg
+    mask_deg: float = DEFAULT_MASK_DEG
+    gateway: str = "nearest"
+    waypoints: tuple[Waypoint, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_mask(self.mask_deg)
+        if self.gateway not in GATEWAY_RULES:
+            raise InvalidInput(f"gateway {self.gateway!r}: expected one of {', '.join(GATEWAY_RULES)}")
+        if self.waypoints:
+            Trajectory(self.waypoints)
+        GroundHost(self.latitude_deg, self.longitude_deg)
+
+    @property
+    def place(self) -> Place:
+        if self.waypoints:
+            return Trajectory(self.waypoints)
+        return GroundHost(self.latitude_deg, self.longitude_deg)
+
+    def track(self, preset: Preset) -> Track | None:
+        """The overhead point's; None for a preset whose centre is fixed, because its grid is no orbit."""
+        if preset.fixed_centre is not None:
+            return None
+        return track_over(preset.shell, self.place, preset.epoch_unix_s)
+
+    def centre(self, preset: Preset) -> SatelliteId:
+        """The satellite overhead at the epoch."""
+        track = self.track(preset)
+        return preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
+
+    def sight(self, preset: Preset) -> Sight:
+        if preset.fixed_centre is not None:
+            return BoxSight(preset.shell, preset.torus, self.mask_deg)
+        rule = next(rule for rule in GATEWAY_RULES if rule == self.gateway)
+        return OrbitSight(preset.shell, self.place, preset.epoch_unix_s, self.mask_deg, rule)
+
 
 DEFAULT_HOSTS = 5
 DEFAULT_BASE_PORT = 26_000
@@ -327,3 +409,39 @@ def make_plan(
         auth=auth,
         keys_file=keys_file,
     )
+
+
+# Whether a constellation asks for MACs, and that none listens beyond this computer without.
+
+
+AUTH_MODES = ("off", "on", "every")
+"""No MACs, MACs on commands, MACs on every packet."""
+
+
+def check_auth(auth: str, keys_file: str, chunk_bytes: int) -> None:
+    """Raise ``InvalidInput`` for a plan that cannot be authenticated as it says."""
+    if auth not in AUTH_MODES:
+        raise InvalidInput(f"auth {auth!r}: expected one of {', '.join(AUTH_MODES)}")
+    if auth != "off" and not keys_file:
+        raise InvalidInput(f"auth {auth} without a keys_file: name one, `skymemory keys new` makes it")
+    if auth != "off" and chunk_bytes > MAX_SIGNED_CHUNK_BYTES:
+        raise InvalidInput(
+            f"chunks of {chunk_bytes} bytes with MACs: at most {MAX_SIGNED_CHUNK_BYTES}, or more with --auth off"
+        )
+
+
+def follower_of(plan: ConstellationPlan, say: Callable[[str], None] | None = None) -> KeyFollower | None:
+    """The keys of a plan, which must be there; None where it asks for no MACs."""
+    if plan.auth == "off":
+        return None
+    return KeyFollower(Path(plan.keys_file), plan.auth == "every", say)
+
+
+def check_exposure(plan: ConstellationPlan, host: HostShare, listen: str | None, insecure: bool) -> None:
+    """Refuse to bind an address that other computers reach where anybody could then evict, move and fill."""
+    address = listen or host.ip
+    if plan.auth == "off" and not insecure and not ipaddress.IPv4Address(address).is_loopback:
+        raise InvalidInput(
+            f"{host.name} would take commands from anybody who reaches {address}: make the plan with --auth on, "
+            "or say --insecure on a network of your own"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fcntl
 import json
 import os
@@ -13,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from skymemory.config import suggestion
+from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.torus import SatelliteId
-from skymemory.constellation.trajectory import Waypoint
 from skymemory.errors import ConstellationError, InvalidInput, LaterFile
 from skymemory.files import read_bounded, write_private
-from skymemory.testbed.ground import Ground
-from skymemory.testbed.memory_policy import MemoryPolicy
-from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare
+from skymemory.testbed.plan import ConstellationPlan, Faults, Ground, HostShare, MemoryPolicy
 
 Part = TypeVar("Part", ConstellationPlan, HostShare, Faults, MemoryPolicy, Ground)
 FORMAT_VERSION = 1
@@ -47,9 +45,7 @@ def _check_keys(found: Mapping[str, Any], kind: type, where: str) -> None:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in found:
         if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(fields)}"
-            raise InvalidInput(f"{where}: unknown key {key!r}; {hint}")
+            raise InvalidInput(f"{where}: unknown key {key!r}; {suggestion(key, fields)}")
     missing = [name for name, field in fields.items() if name not in found and _is_required(field)]
     if missing:
         raise InvalidInput(f"{where}: missing {', '.join(missing)}")

@@ -7,10 +7,13 @@ kernel has since given to another process is recognised as stale and that proces
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
 import os
+import shutil
+import socket
 import stat
 import subprocess
 import tempfile
@@ -18,13 +21,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
 from skymemory.files import read_bounded, write_private
 from skymemory.testbed.key_file import new_keys
-from skymemory.testbed.plan import ConstellationPlan
+from skymemory.testbed.plan import DEFAULT_BASE_PORT, MAX_PORT, ConstellationPlan, HostShare, Ports
 from skymemory.testbed.plan_file import load_plan, save_plan
 
 PLAN_NAME = "constellation.json"
@@ -270,3 +274,124 @@ class RunDirectory:
         for pattern in patterns:
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
+
+
+# Are the UDP ports of a plan free? Asked before any process is started, so that the answer can name one.
+
+
+class PortTaken(ConstellationError):
+    """A port of the plan is somebody else's."""
+
+
+_LAST_BASE_PORT = 32_768
+"""From here on kernels hand out ports to clients, which come and go."""
+
+
+def _bind_error(address: tuple[str, int]) -> int:
+    """0 if ``address`` can be bound, else the error number."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return error.errno or errno.EINVAL
+    return 0
+
+
+def check_ports(plan: ConstellationPlan) -> None:
+    """Raise ``ConstellationError`` naming the first satellite of the plan whose port cannot be bound here."""
+    for host in plan.hosts:
+        check_host_ports(plan, host)
+
+
+def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> None:
+    """The same for one host, which may ``listen`` on another address than the plan's."""
+    for satellite, (planned_ip, port) in plan.addresses_of(host):
+        ip = listen or planned_ip
+        number = _bind_error((ip, port))
+        if number == 0:
+            continue
+        where = f"UDP port {port} on {ip} ({host.name}, plane {satellite.plane}, slot {satellite.slot})"
+        if number == errno.EADDRINUSE:
+            raise PortTaken(
+                f"{where} is taken by another process: stop it, or choose other ports "
+                "with --base-port PORT or --base-port auto"
+            )
+        if number == errno.EADDRNOTAVAIL:
+            raise ConstellationError(
+                f"{ip} of {host.name} is not an address of this computer: run that host's share "
+                "there with `skymemory satellite`"
+            )
+        raise ConstellationError(f"{where} cannot be used: {errno.errorcode.get(number, number)}")
+
+
+def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
+    """``count`` free UDP ports: in a row where there are so many between the default one and those of clients, else all
+    that are free from there on, whatever lies between.
+
+    Where the search begins depends on the process and the ``attempt``, so that two that search at once find others.
+    """
+    starts = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
+    first = (os.getpid() + attempt) % max(1, len(starts))
+    for base_port in (*starts[first:], *starts[:first]):
+        if all(_bind_error((ip, port)) == 0 for port in range(base_port, base_port + count)):
+            return Ports(base_port)
+    # The higher the port, the likelier a client gets it from the kernel while we start.
+    for some in (range(DEFAULT_BASE_PORT, _LAST_BASE_PORT), range(1024, _LAST_BASE_PORT), range(1024, MAX_PORT + 1)):
+        free = [port for port in some if _bind_error((ip, port)) == 0][:count]
+        if len(free) == count:
+            gaps = ((low + 1, high - 1) for low, high in pairwise(free) if high > low + 1)
+            return Ports(free[0], tuple(gaps))
+    raise ConstellationError(
+        f"no {count} free UDP ports on {ip}, there are {len(free)}: stop what uses them, or start fewer satellites"
+    )
+
+
+# A run directory for as long as a demo lasts. What a killed demo left behind is removed by the next one.
+
+
+PREFIX = "skymemory-demo-"
+_HELD = "held"
+_YOUNG_S = 60.0
+"""A folder younger than this may have been made just now by somebody who has not locked it yet."""
+
+
+@contextmanager
+def passing_folder(kind: str = "") -> Iterator[Path]:
+    """A new temporary folder, gone at the end; those of this user that nobody holds any more go first."""
+    remove_left_behind(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
+    handle = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # it ends with this process, however that ends
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
+    """Remove the folders in ``parent`` whose demo was killed, and whose satellites are gone; which they were."""
+    now_s = time.time() if now_s is None else now_s
+    removed = []
+    for folder in sorted(parent.glob(f"{PREFIX}*")):
+        with suppress(OSError):
+            if _is_left_behind(folder, now_s):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+    return removed
+
+
+def _is_left_behind(folder: Path, now_s: float) -> bool:
+    """Raises OSError where the folder cannot be looked at, or is just going."""
+    status = folder.lstat()
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_ours or now_s - status.st_mtime < _YOUNG_S or RunDirectory(folder).living():
+        return False
+    handle = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)

@@ -6,20 +6,21 @@ Whatever happens in ``start``, either every host runs or none does and the run d
 from __future__ import annotations
 
 import selectors
+import signal
+import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from skymemory.errors import ConstellationError
-from skymemory.store.shared_index import found_journal
-from skymemory.testbed.child import GRACE_S, READY, Child, end_children, end_processes, spawn
-from skymemory.testbed.demand import Demand
+from skymemory.store.sky.shared_index import found_journal
+from skymemory.testbed.child import GRACE_S, READY, Child, Demand, end_children, end_processes, spawn
 from skymemory.testbed.plan import ConstellationPlan, Ports
-from skymemory.testbed.ports import PortTaken, check_host_ports, check_ports, free_ports
-from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.signals import SignalGate
+from skymemory.testbed.run_directory import PortTaken, RunDirectory, check_host_ports, check_ports, free_ports
 
 START_PATIENCE_S = 30.0
 """A host that does not even want the processor for so long does not come any more."""
@@ -262,3 +263,44 @@ def attach(directory: RunDirectory, plan: ConstellationPlan) -> None:
         _refuse_if_running(directory)
         directory.sweep()
         directory.write_plan(plan)
+
+
+# Ctrl-C at a moment of our choosing: recorded when it comes, acted on where nothing is half done.
+
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalGate:
+    """While entered, SIGINT, SIGTERM and SIGHUP only set ``closed``; ``check`` raises KeyboardInterrupt then.
+
+    May be entered again while it is entered, so that one gate spans several steps with no gap between them.
+    Outside the main thread Python delivers no signals, and the gate is always open.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._depth = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def _close(self, number: int, frame: FrameType | None) -> None:
+        self.closed = True
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._close) for number in _STOPPING}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if somebody asked us to stop."""
+        if self.closed:
+            raise KeyboardInterrupt

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client import ClientConfig
-from skymemory.protocol.motion import MoveClock
-from skymemory.store.constellation import ConstellationStore
-from skymemory.store.shared_index import SharedIndex
-from skymemory.store.sky_settings import SkySettings
-from skymemory.testbed.connect import check_access, expected_round_trip_s
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import MoveClock
+from skymemory.store.sky.driver import SkySettings
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.testbed.connect import check_access, clock_of, expected_round_trip_s, shell_of, sky_of
 from skymemory.testbed.plan import ConstellationPlan
-from skymemory.testbed.wiring import clock_of, shell_of, sky_of
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConstellation
 

@@ -18,18 +18,17 @@ from threading import RLock
 from typing import NamedTuple, cast
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
-from skymemory.protocol.authentication import Authority
-from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
-from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.forwarding import LinkEnd
-from skymemory.protocol.lateness import Lateness
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.replacement import DEFAULT_REPLACEMENT
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.eviction.policies import DEFAULT_REPLACEMENT
+from skymemory.protocol.auth import Authority
+from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.routing import LinkEnd
+from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.space_packet import MAX_PACKET_BYTES
-from skymemory.transport.fault_schedule import FaultEvent
-from skymemory.transport.faults import FaultInjector
+from skymemory.protocol.wire import MAX_PACKET_BYTES
+from skymemory.transport.faults import FaultEvent, FaultInjector
 from skymemory.transport.simulated_host import HostLimits, SimulatedHost
 from skymemory.transport.udp_host import PATIENCE_S
 

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
-from skymemory.protocol.forwarding import LinkEnd, header_start
-from skymemory.protocol.lateness import LATE_S, Lateness
-from skymemory.protocol.satellite import SatelliteMachine
+from skymemory.protocol.routing import LinkEnd, header_start
+from skymemory.protocol.satellite.machine import SatelliteMachine
+from skymemory.protocol.satellite.overload import LATE_S, Lateness
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.wire import SKY_BYTES, Address, Op
 from skymemory.transport.faults import FaultInjector

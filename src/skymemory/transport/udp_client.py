@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import select
+import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,10 +20,9 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import SkyMemoryError
 from skymemory.forks import OwnLock
 from skymemory.native import Run, Tally
-from skymemory.protocol.client import ClientConfig, ClientMachine, Finished
-from skymemory.protocol.motion import MoveClock, SkyMap
+from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
+from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.transport.healer import Healer
 from skymemory.transport.udp_socket import BatchSocket
 from skymemory.transport.unix_clock import UnixClock
 
@@ -219,3 +220,39 @@ class UdpClient:
         self._poll.poll(wait_s * 1e3)
         if self._backlog:
             self._poll.modify(self._sock.fileno(), select.POLLIN)
+
+
+# A thread that serves a client's timers while somebody is silent, so that it heals with nobody calling.
+#
+# There is none while all is well: it is started by the operation that met with silence, and ends with it.
+
+
+class Healer:
+    """Calls ``step`` when ``readable`` (a socket's number) has something or the time is up that the last step named,
+    in seconds; ``step`` answers None to end it.
+    """
+
+    def __init__(self, step: Callable[[], float | None], readable: int) -> None:
+        self._step = step
+        self._stopper, self._stopped = socket.socketpair()
+        self._poll = select.poll()
+        self._poll.register(readable, select.POLLIN)
+        self._poll.register(self._stopped.fileno(), select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="skymemory-healer", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it, and wait until it has ended."""
+        with suppress(OSError):  # it has ended already
+            self._stopper.send(b".")
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with self._stopper, self._stopped:
+            wait_s = self._step()
+            while wait_s is not None:
+                ready = self._poll.poll(wait_s * 1e3)
+                if any(fd == self._stopped.fileno() for fd, _ in ready):
+                    return
+                wait_s = self._step()

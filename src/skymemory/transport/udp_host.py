@@ -1,6 +1,7 @@
 """One host's satellites over UDP: a socket each, one event loop, links as slow as light makes them.
 
-The machines do all the thinking (``protocol.satellite``); this file carries datagrams between them and the sockets,
+The machines do all the thinking (``protocol.satellite.machine``); this file carries datagrams between them and the
+sockets,
 holds them for the delay of their link, and injects the faults that were asked for. A ground host's beam is held here in
 both directions, so that a client needs to know nothing of geometry.
 
@@ -15,23 +16,27 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import cast
 
 from skymemory import native
+from skymemory.constellation.orbit import Shell
 from skymemory.constellation.sight import BoxSight, Sight
-from skymemory.constellation.torus import Axis, SatelliteId
+from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId
+from skymemory.eviction.policies import DEFAULT_REPLACEMENT
 from skymemory.placement.locate import Moves
-from skymemory.protocol.lateness import LATE_S, Lateness
-from skymemory.protocol.ledger import Ledger
-from skymemory.protocol.satellite import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.auth import Authority
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.satellite.memory import Ledger
+from skymemory.protocol.satellite.overload import LATE_S, Lateness
 from skymemory.protocol.segments import SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine
-from skymemory.transport.host_spec import Endpoint, HostSpec
-from skymemory.transport.udp_satellite import UdpSatellite
+from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_socket import BatchSocket, Run
 from skymemory.transport.unix_clock import UnixClock
 
@@ -377,3 +382,100 @@ async def serve_host(
         await stop.wait()
     finally:
         host.close()
+
+
+# One satellite of a host: its machine, its socket, and what the kernel has not taken yet.
+
+
+_BACKLOGS = 4
+"""Beyond its ``max_backlog_bytes`` a satellite answers no GET; at so many times as much it passes nothing on either."""
+
+
+class UdpSatellite:
+    """A machine and its socket; nothing leaves by it once it is closed."""
+
+    def __init__(self, machine: SatelliteMachine, sock: BatchSocket, loop: asyncio.AbstractEventLoop) -> None:
+        self.machine = machine
+        self.sock = sock
+        self.timer: asyncio.TimerHandle | None = None
+        self.timer_s = self.alarm_s = 0.0
+        """What the machine asked for, and when that was to go off."""
+        self.full_since_s = math.inf
+        """Since when there has always been more in its socket than was taken at once."""
+        self.waits = False
+        """Whether it waits for a slice of background work."""
+        self.closed = False
+        self._loop = loop
+        self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
+
+    def transmit(self, batch: SegmentBatch, endpoint: Endpoint) -> None:
+        """Send, after what waits already."""
+        if self.closed:
+            return
+        rest = batch if self._backlog else self.sock.send(batch, endpoint)
+        if rest is not None:
+            self.wait_to_send(rest, endpoint)
+
+    def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
+        """What the kernel did not take now. Beyond a bound it is lost, as on any full link, and asked for again."""
+        if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
+            self.machine.counters.add("packets_dropped", rest.count)
+            return
+        if not self._backlog:
+            self._loop.add_writer(self.sock.fileno(), self._writable)
+        self._backlog.append((endpoint, rest))
+        self.machine.backlog_bytes += rest.total_bytes
+
+    def _writable(self) -> None:
+        while self._backlog:
+            endpoint, batch = self._backlog.popleft()
+            rest = self.sock.send(batch, endpoint)
+            self.machine.backlog_bytes -= batch.total_bytes
+            if rest is not None:
+                self._backlog.appendleft((endpoint, rest))
+                self.machine.backlog_bytes += rest.total_bytes
+                return
+        self._loop.remove_writer(self.sock.fileno())
+
+    def close(self) -> None:
+        """Neither hears nor speaks from now on."""
+        self.closed = True
+        self._loop.remove_reader(self.sock.fileno())
+        self._loop.remove_writer(self.sock.fileno())
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        self._backlog.clear()
+        self.sock.close()
+
+
+# What one host process is to run: its satellites, where all the others are, how slow and how bad the links are.
+
+
+Endpoint = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """What one host process runs.
+
+    ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 holds nothing; 1 holds as
+    long as light takes along the links of ``shell``. ``link_rate_bit_s`` 0 is unlimited. ``onboard`` is the satellite
+    that the client's host is part of: its beam has no length.
+    """
+
+    mine: Mapping[SatelliteId, Endpoint]
+    everyone: Mapping[SatelliteId, Endpoint]
+    sky: SkyMap
+    shell: Shell
+    clock: MoveClock
+    memory_bytes: int
+    delay_scale: float = 1.0
+    link_rate_bit_s: float = 0.0
+    faults: FaultInjector | None = None
+    routing: RoutingMode = "greedy"
+    replacement: str = DEFAULT_REPLACEMENT
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    onboard: SatelliteId | None = None
+    authority: Authority | None = None
+    """Whose commands the satellites obey; None: anybody's."""

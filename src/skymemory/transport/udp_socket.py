@@ -9,18 +9,19 @@ datagrams get lost, and the machines above ask again.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 import termios
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from skymemory import native
-from skymemory.native.twin_udp import SOL_UDP, UDP_GRO
+from skymemory.native.twin.udp import SOL_UDP, UDP_GRO
 from skymemory.protocol.messages import Buffer
-from skymemory.protocol.plain_cases import PlainRequests
+from skymemory.protocol.satellite.chunks import PlainRequests
 from skymemory.protocol.segments import SegmentBatch, Slices
 from skymemory.units import format_size
 
@@ -216,3 +217,32 @@ class BatchSocket:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# The address by which this computer talks to others, so that a client listens there and nowhere else.
+
+
+ANY = "0.0.0.0"
+
+
+def source_towards(ip: str) -> str | None:
+    """Our own address on the way to ``ip``, by this computer's routes; None where there is no way. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((ip, 9))  # of a datagram socket: choose the route, no more
+        except OSError:
+            return None
+        return str(sock.getsockname()[0])
+
+
+def source_address(ips: Iterable[str]) -> str | None:
+    """The one address from which all of ``ips`` can be talked to; None where none of them can be reached.
+
+    Loopback only where all are on this computer: from its other addresses it reaches itself, too. ``ANY`` where the
+    routes leave by different addresses, and one socket has to answer to several.
+    """
+    found = {source for ip in ips if (source := source_towards(ip)) is not None}
+    outward = sorted(source for source in found if not ipaddress.IPv4Address(source).is_loopback)
+    if len(outward) > 1:
+        return ANY
+    return outward[0] if outward else next(iter(sorted(found)), None)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
-from skymemory.placement.locate import Moves, Placement
-from skymemory.placement.migration import ServerHandover, server_moves
+from skymemory.placement.locate import Moves, Placement, ServerHandover, server_moves
 
 WHOLE_MAP = 24
 """Planes and slots up to which the whole torus is shown; a larger one is cut to the box and some of its

@@ -9,11 +9,8 @@ from tests.conductor.admission.cases import Believed, case
 from tests.conductor.admission.queue_model import Asked, poisson, run
 
 from skymemory.conductor.admission.base import Refusal, Slo
-from skymemory.conductor.admission.batches import Batches
-from skymemory.conductor.admission.goodput import Goodput, GoodputSettings
-from skymemory.conductor.admission.learnt import LearntHeadroom, LearntTtft
+from skymemory.conductor.admission.goodput import Batches, Goodput, GoodputSettings, LearntHeadroom, LearntTtft, Price
 from skymemory.conductor.admission.named import admission
-from skymemory.conductor.admission.price import Price
 from skymemory.errors import InvalidInput
 
 SLO = Slo(10.0, 0.1)

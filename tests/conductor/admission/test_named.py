@@ -30,7 +30,7 @@ def test_options_are_taken_as_words_too() -> None:
         ("godput", {}, "did you mean 'goodput'"),
         ("zzz", {}, "there are all, baseline"),
         ("goodput", {"windows": 3}, "did you mean 'window_s'"),
-        ("predicted", {"window_s": 3}, "it has none"),
+        ("predicted", {"window_s": 3}, "there are none"),
         ("goodput", {"window_s": "long"}, "option 'window_s' of admission rule 'goodput' is 'long'; expected a number"),
         ("goodput", {"window_s": 0}, "above 0"),
     ],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from tests.conductor.admission.cases import case
 
-from skymemory.conductor.admission.base import Slo
-from skymemory.conductor.admission.probing import Probing
-from skymemory.conductor.admission.published import Early
+from skymemory.conductor.admission.base import Probing, Slo
+from skymemory.conductor.admission.mooncake import Early
 
 
 def test_one_is_let_in_when_nobody_was_for_a_while() -> None:

@@ -8,8 +8,8 @@ import pytest
 from tests.conductor.admission.cases import Believed, case
 
 from skymemory.conductor.admission.base import Admission, Slo
+from skymemory.conductor.admission.mooncake import Baseline, Early, Predicted
 from skymemory.conductor.admission.named import admission
-from skymemory.conductor.admission.published import Baseline, Early, Predicted
 
 SLO = Slo(ttft_s=10.0, tbt_s=0.1)
 RULES: list[Callable[[Slo], Admission]] = [Baseline, Early, Predicted]

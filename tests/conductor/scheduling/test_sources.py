@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.conductor.scheduling.worlds import Busy, Quadratic, Told, a_request, centric, fleet_of
 
-from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.cost_model.model import Medium
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings
-from skymemory.conductor.scheduling.sources import Links, Source, deepest, undominated
+from skymemory.conductor.scheduling.prefill import Links, Source, deepest, undominated
 
 NETWORK = Medium("network", 2.0)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.cost_model.model import Medium
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.conductor.request import Prompt, Request

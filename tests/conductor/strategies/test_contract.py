@@ -10,7 +10,7 @@ from skymemory.conductor.fleet import LoadReport
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.base import Scorer
-from skymemory.conductor.strategies.named import NAMES, named, options_of
+from skymemory.conductor.strategies.named import NAMES, STRATEGIES, named
 
 LEARNING = ("least-ttft", "approximate", "radix", "hash-trie", "simhash", "lmetric", "block-cost")
 """Those that believe a server to hold what it was sent."""
@@ -186,7 +186,7 @@ def test_a_stale_report_says_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in PREFIX if "min_match_tokens" in options_of(name) and name != "precise"]
+    "name", [name for name in PREFIX if "min_match_tokens" in STRATEGIES.options_of(name) and name != "precise"]
 )
 def test_a_gain_under_the_threshold_leaves_it_to_load_and_says_so(name: str) -> None:
     for option, value in (("min_match_tokens", 400), ("min_match_ratio", 0.97)):

@@ -12,15 +12,16 @@ from tests.conductor.strategies.fleets import a_fleet, a_request, scores, serve
 
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.chwbl import BoundedRing, ChwblSettings
-from skymemory.conductor.strategies.session import SessionAffinity
-from skymemory.conductor.strategies.simhash import (
+from skymemory.conductor.strategies.hashing import (
+    BoundedRing,
+    ChwblSettings,
     NearestSignature,
     SimHashSettings,
     distances,
     signature_of,
     similarity,
 )
+from skymemory.conductor.strategies.simple import SessionAffinity
 from skymemory.errors import InvalidInput
 
 NONE = np.empty(0, dtype=np.uint64)

@@ -16,10 +16,9 @@ from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.approximate import Approximate, ApproximateSettings
 from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
-from skymemory.conductor.strategies.precise import Precise
 from skymemory.conductor.strategies.radix import Radix, RadixSettings
+from skymemory.conductor.strategies.weighted import Approximate, ApproximateSettings, Precise
 
 
 def test_prompts_with_one_first_chunk_do_not_collapse_on_one_server() -> None:

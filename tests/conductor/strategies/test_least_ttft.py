@@ -13,9 +13,9 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Decision
+from skymemory.conductor.strategies.estimates import LearnedSpeeds
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
 from skymemory.conductor.strategies.named import named
-from skymemory.conductor.strategies.speeds import LearnedSpeeds
 from skymemory.errors import InvalidInput
 
 

@@ -10,11 +10,10 @@ from skymemory import native
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.prefix_index.events import BlocksRemoved, BlocksStored
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.request import Prompt, Request, seed
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
 from skymemory.conductor.strategies.named import named
-from skymemory.conductor.strategies.precise import Precise
+from skymemory.conductor.strategies.weighted import Precise
 from skymemory.errors import InvalidInput
 
 BLOCK = 16

@@ -50,6 +50,7 @@ def grown(name: str, warm: int, more: int) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_different_prompts_and_adapters_leave_no_growing_memory(name: str) -> None:
     assert grown(name, warm=2_000, more=1_000) < 400_000

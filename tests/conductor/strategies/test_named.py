@@ -8,10 +8,10 @@ import pytest
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
-from skymemory.conductor.strategies.chwbl import BoundedRing
+from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds
+from skymemory.conductor.strategies.hashing import BoundedRing
 from skymemory.conductor.strategies.least_ttft import LeastTtft
-from skymemory.conductor.strategies.named import DEFAULT, NAMES, STRATEGIES, named, options_of
-from skymemory.conductor.strategies.speeds import GivenSpeeds, LearnedSpeeds
+from skymemory.conductor.strategies.named import DEFAULT, NAMES, STRATEGIES, named
 from skymemory.errors import InvalidInput
 
 
@@ -28,7 +28,7 @@ def test_every_name_gives_the_strategy_of_that_name() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_is_taken_with_its_default_in_words(name: str) -> None:
-    options = options_of(name)
+    options = STRATEGIES.options_of(name)
     assert set(options) == {field.name for field in fields(STRATEGIES[name].settings)}
     assert named(name, **options).name == name
     words = {option: str(value) for option, value in options.items()}
@@ -37,13 +37,11 @@ def test_every_option_is_taken_with_its_default_in_words(name: str) -> None:
 
 
 def test_what_does_not_exist_is_refused_with_the_nearest_that_does() -> None:
-    with pytest.raises(
-        InvalidInput, match=r"no routing strategy 'least-tfft' \(did you mean 'least-ttft'\?\); there are"
-    ):
+    with pytest.raises(InvalidInput, match=r"no routing strategy 'least-tfft'; did you mean 'least-ttft'\?"):
         named("least-tfft")
-    with pytest.raises(InvalidInput, match=r"'chwbl' has no option 'load_facto' \(did you mean 'load_factor'\?\)"):
+    with pytest.raises(InvalidInput, match=r"'chwbl' has no option 'load_facto'; did you mean 'load_factor'\?"):
         named("chwbl", load_facto=1.5)
-    with pytest.raises(InvalidInput, match="'random' has no option 'seed'; it has none"):
+    with pytest.raises(InvalidInput, match="'random' has no option 'seed'; there are none"):
         named("random", seed=3)
 
 

@@ -1,21 +1,18 @@
-"""The parts that strategies share: chains of sets, prompts under way, queues, learned speeds, notes, thresholds."""
+"""The parts that strategies share: chains of sets, learned speeds, notes, thresholds."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.conductor.strategies.fleets import a_fleet, a_prompt, a_request
+from tests.conductor.strategies.fleets import a_fleet, a_request
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.fleet import LoadReport, PrefillTotals
-from skymemory.conductor.strategies.chains import depths
-from skymemory.conductor.strategies.gain import GainThreshold
-from skymemory.conductor.strategies.loads import loads_of, most_allowed
-from skymemory.conductor.strategies.queues import PrefillQueues
-from skymemory.conductor.strategies.speeds import UNKNOWN, GivenSpeeds, LearnedSpeeds, fit
-from skymemory.conductor.strategies.tickets import Tickets
-from skymemory.conductor.strategies.under_way import UnderWay, shared_blocks
+from skymemory.conductor.strategies.base import GainThreshold, Tickets, loads_of, most_allowed
+from skymemory.conductor.strategies.estimates import UNKNOWN, GivenSpeeds, LearnedSpeeds
+from skymemory.conductor.strategies.hash_trie import depths
 from skymemory.errors import InvalidInput
+from skymemory.native import fit_prefills
 
 
 def test_depths_are_what_walking_block_by_block_finds() -> None:
@@ -28,128 +25,6 @@ def test_depths_are_what_walking_block_by_block_finds() -> None:
             for block in chain[:depth].tolist():
                 sets[block] = sets.get(block, 0) | 1 << slot
         assert depths(sets, chain) == {slot: depth for slot, depth in reach.items() if depth}
-
-
-def test_prompts_under_way_count_until_they_end_each_for_itself() -> None:
-    long, short, other = (a_prompt(*runs).blocks for runs in (((1, 8), (2, 8)), ((1, 8),), ((1, 4), (3, 2))))
-    assert shared_blocks(long, short) == 8 and shared_blocks(long, other) == 4 and shared_blocks(short, long[:0]) == 0
-    under_way = UnderWay(most_blocks=100)
-    first, second, third = under_way.add(5, long), under_way.add(5, short), under_way.add(70, other)
-    assert under_way.depths(long, [5, 70, 1]) == [16, 4, 0]
-    under_way.drop(5, first)
-    assert under_way.depths(long, [5, 70]) == [8, 4], "the shorter one is still under way"
-    under_way.drop(5, first)
-    assert under_way.depths(long, [5, 70]) == [8, 4], "dropped twice is dropped once"
-    under_way.drop(5, second)
-    under_way.drop(70, third)
-    assert under_way.depths(long, [5, 70]) == [] and len(under_way) == 0
-
-
-def test_prompts_under_way_are_forgotten_by_slot_and_bounded() -> None:
-    under_way = UnderWay(most_blocks=10)
-    for _ in range(3):
-        under_way.add(1, a_prompt((1, 30)).blocks)
-        under_way.add(2, a_prompt((2, 30)).blocks)
-    assert under_way.depths(a_prompt((1, 30)).blocks, [0, 1, 2]) == [0, 10, 0] and len(under_way) == 20
-    under_way.forget(1)
-    assert len(under_way) == 10 and under_way.depths(a_prompt((1, 30)).blocks, [1, 2]) == [0, 0]
-    under_way.forget(1)
-
-
-def test_prompts_under_way_against_counting() -> None:
-    """Against a count per block and slot, over random additions and ends."""
-    dice = np.random.default_rng(7)
-    prompts = [a_prompt((int(a), 5), (int(b), 5), (number, 3)).blocks for number, (a, b) in enumerate(
-        zip(dice.integers(0, 3, 30), dice.integers(0, 3, 30), strict=True))]  # fmt: skip
-    under_way, open_now = UnderWay(1000), []
-    for _ in range(400):
-        if open_now and dice.random() < 0.5:
-            slot, chain = open_now.pop(int(dice.integers(len(open_now))))
-            under_way.drop(slot, chain)
-        else:
-            slot = int(dice.integers(4))
-            open_now.append((slot, under_way.add(slot, prompts[int(dice.integers(30))])))
-        asked = prompts[int(dice.integers(30))]
-        expected = [
-            max((shared_blocks(asked, chain) for at, chain in open_now if at == slot), default=0) for slot in range(4)
-        ]
-        assert (under_way.depths(asked, range(4)) or [0] * 4) == expected
-
-
-def test_a_queue_shrinks_with_time_and_with_answers() -> None:
-    fleet = a_fleet(2)
-    servers = list(fleet)
-    queues = PrefillQueues(overdue=0.1)
-    assert queues.waits_s(servers, 0.0) == [0.0, 0.0]
-    first, second = queues.add(0, 2.0, 10.0), queues.add(0, 3.0, 10.5)
-    assert queues.waits_s(servers, 10.5) == [4.5, 0.0]
-    assert queues.waits_s(servers, 11.0)[0] == pytest.approx(4.0)
-    # Two seconds over: it still needs a tenth of its time so far.
-    assert queues.waits_s(servers, 14.0)[0] == pytest.approx(3.0 + 0.4)
-    assert queues.remove(0, first, 14.0) == pytest.approx(4.0)
-    assert queues.waits_s(servers, 15.0)[0] == pytest.approx(2.0)
-    assert queues.remove(0, second, 16.0) == pytest.approx(2.0), "since the one before it ended"
-    assert queues.waits_s(servers, 16.0) == [0.0, 0.0]
-    assert queues.remove(0, second, 17.0) is None
-    third = queues.add(0, 1.0, 100.0)
-    assert queues.waits_s(servers, 100.5)[0] == pytest.approx(0.5)
-    queues.forget(0)
-    assert queues.waits_s(servers, 100.5)[0] == 0.0 and queues.remove(0, third, 101.0) is None
-
-
-def test_answers_out_of_turn_leave_the_first_where_it_is() -> None:
-    fleet = a_fleet(1)
-    queues = PrefillQueues(overdue=0.0)
-    queues.add(0, 4.0, 0.0)
-    second = queues.add(0, 1.0, 0.0)
-    queues.remove(0, second, 2.0)
-    assert queues.waits_s(list(fleet), 3.0) == [1.0]
-
-
-def test_requests_that_others_sent_wait_too_and_ours_are_not_counted_twice() -> None:
-    fleet = a_fleet(2)
-    servers = list(fleet)
-    queues = PrefillQueues(overdue=0.0)
-    first, _ = queues.add(0, 2.0, 10.0), queues.add(0, 2.0, 10.0)
-    servers[0].reported = LoadReport(at_s=10.5, waiting=2)
-    servers[1].reported = LoadReport(at_s=10.5, waiting=3)
-    assert queues.waits_s(servers, 10.5) == [3.5, 6.0]
-    # One of ours was answered since the report: the report still counts it, and we know of it.
-    servers[0].reported = LoadReport(at_s=11.0, waiting=2)
-    queues.remove(0, first, 12.0)
-    assert queues.waits_s(servers, 12.0) == [2.0, 6.0]
-    servers[0].reported = LoadReport(at_s=12.0, waiting=4)
-    assert queues.waits_s(servers, 12.0) == [2.0 + 3 * 2.0, 6.0]
-    assert queues.waits_s(servers, 50.0)[1] == 0.0, "a report that old says nothing"
-
-
-def test_a_prefill_whose_end_does_not_show_ends_when_its_time_is_over() -> None:
-    """Its answer comes whole, a minute later: nobody waits for that behind it."""
-    servers = list(a_fleet(1))
-    queues = PrefillQueues(overdue=0.1)
-    first = queues.add(0, 2.0, 10.0, unseen=True)
-    second = queues.add(0, 3.0, 10.5, unseen=True)
-    assert queues.waits_s(servers, 11.0) == [4.0]
-    assert queues.waits_s(servers, 13.0) == [2.0], "the first is done, and the second began behind it"
-    third = queues.add(0, 1.0, 14.0)
-    assert queues.waits_s(servers, 14.0) == [2.0] and queues.waits_s(servers, 15.5) == [0.5]
-    assert queues.remove(0, third, 16.5) is None, "when it could begin is not known"
-    assert queues.waits_s(servers, 16.5) == [0.0]
-    assert queues.remove(0, first, 70.0) is None and queues.remove(0, second, 70.0) is None
-    shown = queues.add(0, 1.0, 80.0)
-    assert queues.remove(0, shown, 81.25) == 1.25
-
-
-def test_a_report_and_an_answer_say_that_those_before_it_are_done() -> None:
-    servers = list(a_fleet(1))
-    queues = PrefillQueues(overdue=0.1)
-    sent = [queues.add(0, 10.0, 0.0, unseen=True) for _ in range(4)]
-    assert queues.waits_s(servers, 1.0) == [39.0]
-    servers[0].reported = LoadReport(at_s=2.0, waiting=1, running=3)
-    assert queues.waits_s(servers, 2.0) == [20.0], "one is computed and one waits"
-    assert queues.waits_s(servers, 4.0) == [18.0], "the same report says nothing new"
-    queues.remove(0, sent[3], 5.0)
-    assert queues.waits_s(servers, 5.0) == [0.0]
 
 
 def test_speeds_are_learnt_from_what_engines_tell_and_from_whole_answers() -> None:
@@ -196,12 +71,12 @@ def test_a_line_is_fitted_past_what_lies_far_off_it() -> None:
     tokens = dice.uniform(100, 8000, 32)
     seconds = 0.05 + 2e-4 * tokens + dice.normal(0, 0.005, 32)
     seconds[[3, 17]] = 30.0
-    fixed_s, per_token_s, bend = fit(
+    fixed_s, per_token_s, bend = fit_prefills(
         [(n, 0.0, taken) for n, taken in zip(tokens.tolist(), seconds.tolist(), strict=True)]
     )
     assert fixed_s == pytest.approx(0.05, abs=0.01) and per_token_s == pytest.approx(2e-4, rel=0.03) and bend == 0.0
-    assert fit([(100.0, 0.0, 0.5)] * 5) == (0.0, pytest.approx(0.005), 0.0)
-    assert fit([(100.0, 0.0, 0.9), (1000.0, 0.0, 0.1), (2000.0, 0.0, 0.05)])[1] > 0
+    assert fit_prefills([(100.0, 0.0, 0.5)] * 5) == (0.0, pytest.approx(0.005), 0.0)
+    assert fit_prefills([(100.0, 0.0, 0.9), (1000.0, 0.0, 0.1), (2000.0, 0.0, 0.05)])[1] > 0
 
 
 def test_speeds_are_learned_for_each_server_and_shared_until_then() -> None:
@@ -261,6 +136,20 @@ def test_a_given_cost_that_is_off_is_set_right_server_by_server() -> None:
     assert seconds == [pytest.approx(2 * expected, rel=0.1), pytest.approx(expected / 2, rel=0.1), expected]
     speeds.forget(0)
     assert speeds.prefills_s([0], 10_000, [4_000]) == [expected]
+
+
+def test_servers_that_are_alike_tie_whatever_chance_made_of_them() -> None:
+    speeds = GivenSpeeds(LLAMA_70B_8xA800)
+    dice = np.random.default_rng(8)
+    for count in range(400):
+        slot, tokens = count % 5, int(dice.integers(200, 20_000))
+        slow = 1.5 if slot == 4 else 1.02
+        speeds.observe(slot, tokens, 0, slow * LLAMA_70B_8xA800.prefill_s(tokens) * dice.normal(1.0, 0.02))
+    *alike, slower = speeds.prefills_s(range(5), 10_000, [0] * 5)
+    expected = LLAMA_70B_8xA800.prefill_s(10_000)
+    assert alike == [alike[0]] * 4
+    assert alike[0] == pytest.approx(1.02 * expected, rel=0.01)
+    assert slower == pytest.approx(1.5 * expected, rel=0.02)
 
 
 def test_notes_are_taken_once_in_order_and_forgotten_by_server() -> None:

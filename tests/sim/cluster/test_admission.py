@@ -10,9 +10,9 @@ import pytest
 
 from skymemory.conductor.admission.base import Slo
 from skymemory.sim.cluster.metrics import ClusterMetrics, keeps, measured
-from skymemory.sim.cluster.requests import asked
-from skymemory.sim.cluster.run import run_cluster
+from skymemory.sim.cluster.schedulers import asked
 from skymemory.sim.cluster.setup import ClusterSetup
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.workload import CONVERSATIONS, generate
 
 SETUP = ClusterSetup(

@@ -14,11 +14,9 @@ from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Placement, Scheduler
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.estimates import ErringSpeeds, Estimates
-from skymemory.sim.cluster.requests import asked
-from skymemory.sim.cluster.run import run_cluster
-from skymemory.sim.cluster.schedulers import NAMES, World, scheduler_named
+from skymemory.sim.cluster.schedulers import NAMES, ErringSpeeds, Estimates, World, asked, scheduler_named
 from skymemory.sim.cluster.setup import ClusterSetup
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 
 LONE = TraceRequest(0.0, 30_000, 2, tuple(range(58)))

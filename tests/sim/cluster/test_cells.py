@@ -10,11 +10,10 @@ import pytest
 
 from skymemory.conductor.admission.base import Slo
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.capacity import CapacityCell, at_rate, capacity
-from skymemory.sim.cluster.cells import ClusterCell, run_cell, run_of
+from skymemory.sim.cluster.cells import CapacityCell, ClusterCell, at_rate, capacity, run_cell, run_of
 from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.sources import OpenSource, Source
 from skymemory.sim.sweeps import sweep
+from skymemory.sim.workload import OpenSource, Source
 
 SMALL = ClusterSetup(prefill=2, decode=2, sample_s=1.0)
 POISSON = OpenSource("arxiv", 1.0, 60, seed=1)

@@ -18,10 +18,9 @@ from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Placement, Scheduler
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.sim.cluster.outcome import ClusterRun
-from skymemory.sim.cluster.pool_settings import PoolSettings
-from skymemory.sim.cluster.run import run_cluster
 from skymemory.sim.cluster.schedulers import World, scheduler_named
-from skymemory.sim.cluster.setup import ClusterSetup, Failure
+from skymemory.sim.cluster.setup import ClusterSetup, Failure, PoolSettings
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 
 BLOCK_BYTES = 160 << 20

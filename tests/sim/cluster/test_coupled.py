@@ -9,8 +9,8 @@ import pytest
 from tests.sim.cluster.toy import TOY, told
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.sim.cluster.run import run_cluster
 from skymemory.sim.cluster.setup import ClusterSetup
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 
 ALONE = ClusterSetup(prefill=0, decode=0, coupled=1, cost=TOY, kv_tokens=1_000_000, coupled_cache_tokens=51_200)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.cost_model.model import Medium
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.pool_settings import PoolSettings
-from skymemory.sim.cluster.run import run_cluster
-from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.cluster.swings import swings
+from skymemory.sim.cluster.cells import swings
+from skymemory.sim.cluster.setup import ClusterSetup, PoolSettings
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 
 REQUESTS = [TraceRequest(float(at), 5_000, 50, (7, *range(100 * at, 100 * at + 9))) for at in range(10)]

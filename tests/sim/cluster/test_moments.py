@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from skymemory.conductor.admission.base import Slo
+from skymemory.demo.conductor import Playback
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.metrics import measured
-from skymemory.sim.cluster.moments import Playback
 from skymemory.sim.cluster.outcome import ClusterRun, RequestOutcome
 from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.sources import OpenSource
+from skymemory.sim.workload import OpenSource
 
 SLO = Slo(2.0, 0.1)
 RUN = ClusterRun(

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.sim.cluster.node_memory import NodeMemory, PolicyMemory, memory_of
-from skymemory.sim.prefix_cache import PrefixCache
+from skymemory.eviction.policies import POLICIES
+from skymemory.sim.cluster.node_memory import NodeMemory, PolicyMemory, PrefixCache, memory_of
 from skymemory.sim.workload import CONVERSATIONS, generate
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
-from skymemory.store.policies import POLICIES
 
 CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=40)
 

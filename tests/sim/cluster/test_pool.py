@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800 as COST
-from skymemory.conductor.cost_model.transfer import Medium
+from skymemory.conductor.cost_model.model import Medium
 from skymemory.conductor.request import Plan
 from skymemory.sim.cluster.pool import ClusterPool
-from skymemory.sim.cluster.pool_settings import PoolSettings, SkySetup
+from skymemory.sim.cluster.setup import PoolSettings, SkySetup
 
 BLOCK = COST.kv_bytes(512)
 NETWORK = Medium("network", BLOCK, 0.5)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800 as COST
-from skymemory.conductor.cost_model.transfer import Medium
-from skymemory.sim.cluster.pool_settings import PoolSettings, SkySetup
-from skymemory.sim.cluster.run import run_cluster
-from skymemory.sim.cluster.setup import ClusterSetup
+from skymemory.conductor.cost_model.model import Medium
+from skymemory.sim.cluster.setup import ClusterSetup, PoolSettings, SkySetup
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 from skymemory.sim.workload import CONVERSATIONS, generate
 

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from tests.sim.cluster.toy import POOL, TOY, told
 
 from skymemory.conductor.cost_model import Medium
-from skymemory.conductor.cost_model.transfer import loaded_s, pipelined_s
+from skymemory.conductor.cost_model.model import loaded_s, pipelined_s
 from skymemory.conductor.request import Plan, Prompt, Request
 from skymemory.sim.cluster.clock import Clock
 from skymemory.sim.cluster.job import Job
-from skymemory.sim.cluster.pipeline import Pipeline
 from skymemory.sim.cluster.pool import ClusterPool
-from skymemory.sim.cluster.prefill import PrefillInstance
-from skymemory.sim.cluster.run import run_cluster
+from skymemory.sim.cluster.prefill import Pipeline, PrefillInstance
 from skymemory.sim.cluster.setup import ClusterSetup
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 
 SETUP = ClusterSetup(prefill=1, decode=1, cost=TOY, kv_tokens=1_000_000, pool=POOL)

@@ -16,7 +16,7 @@ REQUESTS = 12_031
 CODE = """
 import time
 from pathlib import Path
-from skymemory.sim.cluster.run import run_cluster
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.workload import CONVERSATIONS, generate
 requests = generate(CONVERSATIONS, 3537.0, seed=1)
 begun_s = time.process_time()
@@ -34,7 +34,7 @@ print(len(requests), took_s, status.split("VmHWM:")[1].split()[0])
 def test_an_hour_of_conversations_with_every_step_takes_seconds() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ran = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=110, env=environment
+        [sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=280, env=environment
     )
     requests, took_s, memory = ran.stdout.split()
     assert float(took_s) * REQUESTS / int(requests) < MOST_S * SLACK

@@ -6,8 +6,8 @@ import pytest
 
 from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.outcome import ClusterRun
-from skymemory.sim.cluster.run import run_cluster
 from skymemory.sim.cluster.setup import ClusterSetup, Failure
+from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 from skymemory.sim.workload import CONVERSATIONS, generate
 

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.presets import preset_named
 from skymemory.errors import InvalidInput, UnknownPreset
-from skymemory.placement.locate import Placement
-from skymemory.placement.migration import server_moves
-from skymemory.sim.cluster.links import Link
-from skymemory.sim.cluster.pool_settings import SkySetup
-from skymemory.sim.cluster.sky_geometry import SkyGeometry
-from skymemory.sim.cluster.sky_tier import SkyTier
+from skymemory.placement.locate import Placement, server_moves
+from skymemory.sim.cluster.pool_base import Link
+from skymemory.sim.cluster.setup import SkySetup
+from skymemory.sim.cluster.sky import SkyGeometry, SkyTier
 from skymemory.testbed.connect import expected_round_trip_s
 
 WIDE = 1e18

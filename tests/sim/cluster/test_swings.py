@@ -8,8 +8,8 @@ import random
 import pytest
 
 from skymemory.errors import InvalidInput
+from skymemory.sim.cluster.cells import swings
 from skymemory.sim.cluster.outcome import LoadSample
-from skymemory.sim.cluster.swings import swings
 
 
 def waves(phase_degrees: float, period_s: float = 32.0, seconds: int = 1_200, noise: float = 0.0) -> list[LoadSample]:

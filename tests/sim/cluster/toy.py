@@ -10,8 +10,8 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Plan, Request
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.conductor.strategies.base import Forgetful, Ranking
-from skymemory.sim.cluster.pool_settings import PoolSettings
 from skymemory.sim.cluster.schedulers import SchedulerFactory, World
+from skymemory.sim.cluster.setup import PoolSettings
 
 TOY = CostModel(
     ModelShape("toy", layers=10, width=10, kv_heads=1, head_dim=5, attention_flops=0.0, weight_flops=1.0),

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.errors import InvalidInput
-from skymemory.sim.mooncake import blocks, coupled, overload, scheduling
-from skymemory.sim.mooncake.base import DECODINGS, Experiment, Setting, Told, plain
-from skymemory.sim.mooncake.blocks import hits, popularity
-from skymemory.sim.mooncake.coupled import unloaded
-from skymemory.sim.mooncake.experiments import EXPERIMENTS, PUBLISHED, chosen
-from skymemory.sim.mooncake.layers import layer_wise
-from skymemory.sim.sources import Source
+from skymemory.reproduce.mooncake import clusters, experiments, overload
+from skymemory.reproduce.mooncake.base import BOTH, DECODINGS, Experiment, Setting, Told, plain
+from skymemory.reproduce.mooncake.clusters import unloaded
+from skymemory.reproduce.mooncake.experiments import EXPERIMENTS, PUBLISHED, chosen, hits, layer_wise, popularity
 from skymemory.sim.trace import TraceRequest
+from skymemory.sim.workload import Source
 
 
 def small_trace(path: Path) -> Path:
@@ -51,7 +50,7 @@ def test_popularity_counts_blocks(setting: Setting) -> None:
 
 
 def test_hits_fall_with_the_capacity(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "CAPACITIES", (200, 100, 60, 20, 5))
+    monkeypatch.setattr(experiments, "CAPACITIES", (200, 100, 60, 20, 5))
     told = hits(setting)
     for row in told.rows[:3]:
         values = [float(str(value)) for value in row[1:]]
@@ -66,9 +65,9 @@ def test_layer_wise_leaves_one_layer_of_eighty() -> None:
 
 
 def test_scheduling_compares_what_ran(setting: Setting) -> None:
-    told = scheduling.scheduling(setting)
+    told = clusters.scheduling(setting)
     rows = {row[0]: row for row in told.rows}
-    assert set(scheduling.SCHEDULERS) < set(rows)
+    assert set(clusters.SCHEDULERS) < set(rows)
     ours = of(told, "mean TTFT, kvcache-centric").ours
     assert ours == rows["kvcache-centric"][1]
     ratio = of(told, "kvcache-centric over random")
@@ -77,9 +76,9 @@ def test_scheduling_compares_what_ran(setting: Setting) -> None:
 
 
 def test_bandwidth_and_ratio_run(setting: Setting) -> None:
-    wide = scheduling.bandwidth(setting)
-    assert [row[0] for row in wide.rows] == list(scheduling.NETWORK_GBIT)
-    shares = scheduling.ratio(setting)
+    wide = clusters.bandwidth(setting)
+    assert [row[0] for row in wide.rows] == list(clusters.NETWORK_GBIT)
+    shares = clusters.ratio(setting)
     splits = [(6, 10), (8, 8), (10, 6)]
     assert [row[:4] for row in shares.rows] == [(name, 1.5, *split) for name in DECODINGS for split in splits]
     met = {row[:3]: row[shares.header.index("met")] for row in shares.rows}
@@ -99,15 +98,33 @@ def test_rejections_come_with_goodput_and_waste(setting: Setting) -> None:
     assert len(loads.series) == len(loads.rows) == len(told.rows)
 
 
-@pytest.mark.slow
-def test_coupled_capacity(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coupled, "QUICK_COUNT", 40)
-    told = coupled.public_datasets(setting)
-    rates = {(row[0], row[1], row[2]): row[3] for row in told.rows}
-    gain = of(told, "arxiv: 3P+1D against 4 coupled, p90")
-    apart, together = (float(str(rates["arxiv", name, "p90"])) for name in ("3P+1D", "4 coupled"))
-    assert gain.ours == pytest.approx(100 * (apart / together - 1))
-    assert gain.published == 20.0
+def test_four_machines_are_compared_with_each_decoding(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "QUICK_COUNT", 20)
+    monkeypatch.setattr(clusters, "RULES", ("p90",))
+    told = clusters.public_datasets(setting)
+    decodings = (*BOTH, "fast contexts")
+    systems = ("2P+2D", "4 coupled", "4 coupled, chunked", "3P+1D")
+    assert [row[:4] for row in told.rows] == list(product(("arxiv", "l-eval"), decodings, systems, ("p90",)))
+    rates = {row[:4]: float(str(row[4])) for row in told.rows}
+    steps_s = {row[:4]: float(str(row[told.header.index("p90_tbt_s")])) for row in told.rows}
+    for decoding in decodings:
+        gain = of(told, f"arxiv, {decoding}: 3P+1D against 4 coupled, p90")
+        apart, together = (rates["arxiv", decoding, name, "p90"] for name in ("3P+1D", "4 coupled"))
+        assert gain.ours == pytest.approx(100 * (apart / together - 1))
+        assert gain.published == 20.0
+    assert steps_s["arxiv", "memory", "2P+2D", "p90"] < 0.02
+    assert steps_s["arxiv", "vllm", "2P+2D", "p90"] > 0.04
+
+
+def test_the_real_workload_is_run_with_each_decoding(setting: Setting) -> None:
+    told = clusters.real(setting)
+    rows = {row[:4]: dict(zip(told.header, row, strict=True)) for row in told.rows if row[2] == "measured"}
+    assert list(rows) == list(product((*BOTH, "turbomind"), clusters.PUBLISHED_SYSTEMS, ("measured",), clusters.RATES))
+    for decoding, step_s in (("memory", 0.009), ("vllm", 0.045), ("turbomind", 0.029)):
+        assert rows[decoding, "10P+10D", "measured", 1.0]["p90_tbt_s"] == pytest.approx(step_s, rel=0.1)
+        ours = of(told, f"{decoding}: mean TBT within 0.1 s, 20 coupled, rate × 1")
+        assert ours.ours == 100 * rows[decoding, "20 coupled", "measured", 1.0]["tbt_met"]
+        assert ours.published == 57.0
 
 
 def test_unloaded_counts_what_came_before() -> None:

@@ -12,22 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from skymemory.cache.blocks import BlockSink, PhaseClock
-from skymemory.cache.chunk_blocks import BlockChunks, ChunksOfParts
-from skymemory.cache.loader import BidirectionalLoader
-from skymemory.cache.loading_session import LoadingSession
-from skymemory.cache.manager import TIER_FAILURES, BlockCache
+from skymemory.cache.blocks import TIER_FAILURES, BlockCache, BlockSink, PhaseClock
+from skymemory.cache.cake.chunks import BlockChunks, ChunksOfParts
+from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk, cut_prompt
+from skymemory.cache.cake.session import LoadingSession
 from skymemory.cache.pace import Pace
 from skymemory.cache.parts import Parts
-from skymemory.cache.prompt_chunks import PromptChunk, cut_prompt
+from skymemory.cache.patience import Usual, worth
 from skymemory.cache.results import LoadResult
-from skymemory.cache.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, patience_s
-from skymemory.cache.tier_workers import Call, TierWorkers
-from skymemory.cache.usual import Usual
+from skymemory.cache.tiers.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, patience_s
+from skymemory.cache.tiers.workers import Call, TierWorkers
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import BlockHash, Tokens
 from skymemory.store.base import Presence
-from skymemory.store.patience import worth
 
 Sides = Literal["both", "compute", "load"]
 """Which of the two pointers move: both, or (to compare with) one. What cannot be loaded is computed in any case."""

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
-from skymemory.cache.blocks import BlockSink
-from skymemory.cache.manager import TIER_FAILURES, BlockCache
-from skymemory.cache.prompt_chunks import PromptChunk
-from skymemory.cache.usual import Usual
+from skymemory.cache.blocks import TIER_FAILURES, BlockCache, BlockSink
+from skymemory.cache.cake.scheduler import PromptChunk
+from skymemory.cache.patience import Usual
 from skymemory.kv.block import BlockHash
 from skymemory.store.base import KeyReport, LoadTicket
 

@@ -15,12 +15,11 @@ in either. Source: "Compute or load KV cache? Why not both?", section 4 and appe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-from skymemory.cache.loader_actions import Actions, ComputeStep, LoaderResult, Origin
-from skymemory.cache.loader_link import FetchQueue
-from skymemory.cache.loader_work import PromptWork
 from skymemory.cache.pace import Pace
-from skymemory.cache.prompt_chunks import PromptChunk
+from skymemory.cache.results import Actions, ComputeStep, LoaderResult, Origin
 from skymemory.errors import InvalidInput
 
 _ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the shell twice for one decision
@@ -288,3 +287,197 @@ class BidirectionalLoader:
         if index in self._link:
             self._wasted_bytes += self._link.cancel(index, now_s)
             self._cancelled.append(index)
+
+
+# A prompt as work: what computing or loading any run of its chunks takes, each from sums made once.
+
+
+class PromptWork:
+    """Sums over the chunks of a prompt: tokens to compute, where they stand, bytes to load."""
+
+    def __init__(self, chunks: Sequence[PromptChunk], loads: bool) -> None:
+        missing = [0 if chunk.resident else chunk.tokens for chunk in chunks]
+        self._first = [chunk.first_token for chunk in chunks]
+        self._tokens = [0, *accumulate(missing)]
+        self._moment = [
+            0.0,
+            *accumulate(n * (c.first_token + c.tokens / 2) for n, c in zip(missing, chunks, strict=True)),
+        ]
+        wanted = [chunk.size_bytes if loads and chunk.loadable and not chunk.resident else 0 for chunk in chunks]
+        self._bytes = [0, *accumulate(wanted)]
+
+    def bytes_between(self, first: int, last: int) -> int:
+        """Bytes of the loadable chunks ``first`` .. ``last``; 0 where there are none."""
+        return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
+
+    def compute_s(self, first: int, computed: int, last: int, pace: Pace, budget_tokens: int) -> float | None:
+        """Seconds to compute chunks ``first`` (but for its ``computed`` tokens) .. ``last`` in steps of our budget.
+
+        None before anything was measured.
+        """
+        line = pace.line()
+        if line is None:
+            return None
+        at_zero_s, slope = line
+        tokens = self._tokens[last + 1] - self._tokens[first] - computed
+        moment = self._moment[last + 1] - self._moment[first] - computed * (self._first[first] + computed / 2)
+        seconds = (at_zero_s * tokens + slope * moment) / budget_tokens
+        if over := tokens % budget_tokens:
+            # The last step is not full, and costs more than its share.
+            filled = over / budget_tokens
+            seconds += (pace.part(filled) - filled) * (at_zero_s + slope * self._first[last])
+        return max(seconds, 0.0)
+
+
+# A prompt cut into prefill steps: the chunks of the Cake paper, each made of several blocks of the store.
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Consecutive tokens that are computed in one step or loaded at once."""
+
+    first_token: int
+    tokens: int
+    size_bytes: int = 0
+    """What loading it would move; 0 is allowed."""
+    loadable: bool = False
+    """All its tokens are in blocks that the store says it has."""
+    resident: bool = False
+    """Already in memory: neither to compute nor to load."""
+
+
+def cut_prompt(
+    prompt_tokens: int,
+    *,
+    step_tokens: int,
+    block_tokens: int,
+    stored_blocks: Sequence[int | None],
+    resident_tokens: int = 0,
+) -> tuple[PromptChunk, ...]:
+    """Chunks of a prompt, in order, covering every token once.
+
+    ``stored_blocks`` has the stored bytes of each full block, None where the store has none (or is shorter).
+    A chunk ends after ``step_tokens``, where the resident prefix ends, and where stored blocks give way to holes,
+    so that a hole costs no chunk beside it. The tokens behind the last full block are always computed.
+    Raises InvalidInput where sizes are not positive or a step is not a whole number of blocks.
+    """
+    if prompt_tokens < 1 or step_tokens < 1 or block_tokens < 1 or step_tokens % block_tokens:
+        raise InvalidInput(
+            f"a prompt of {prompt_tokens} tokens, steps of {step_tokens}, blocks of {block_tokens}: "
+            "all must be positive, and a step a whole number of blocks"
+        )
+    if not 0 <= resident_tokens <= prompt_tokens or resident_tokens % block_tokens:
+        raise InvalidInput(f"resident_tokens is {resident_tokens}: not whole blocks of {block_tokens} in the prompt")
+
+    def block_bytes(token: int) -> int | None:
+        block = token // block_tokens
+        whole = (block + 1) * block_tokens <= prompt_tokens
+        return stored_blocks[block] if whole and block < len(stored_blocks) else None
+
+    chunks: list[PromptChunk] = []
+    first = 0
+    if resident_tokens:
+        chunks.append(PromptChunk(0, resident_tokens, resident=True))
+        first = resident_tokens
+    while first < prompt_tokens:
+        limit = min((first // step_tokens + 1) * step_tokens, prompt_tokens)
+        size = block_bytes(first)
+        loadable, total, end = size is not None, size or 0, min(first + block_tokens, limit)
+        while end < limit and ((size := block_bytes(end)) is not None) == loadable:
+            total += size or 0
+            end = min(end + block_tokens, limit)
+        chunks.append(PromptChunk(first, end - first, total, loadable))
+        first = end
+    return tuple(chunks)
+
+
+# What the loader has asked for and not got: how many bytes, in which order, and when they may be expected.
+
+
+class FetchQueue:
+    """Fetches under way, served in the order in which they were asked for. ``max_bytes`` bounds them, but for one."""
+
+    def __init__(self, pace: Pace, max_bytes: int) -> None:
+        self._pace = pace
+        self._max_bytes = max_bytes
+        self._sizes: dict[int, int] = {}
+        self._bytes = 0
+        self._head_since_s = 0.0
+        self._from_idle: int | None = None  # the fetch that found the link idle
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._sizes
+
+    def indices(self) -> tuple[int, ...]:
+        return tuple(self._sizes)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether one more of this size may be asked for; one always may."""
+        return not self._sizes or self._bytes + size_bytes <= self._max_bytes
+
+    def ask(self, index: int, size_bytes: int, now_s: float) -> None:
+        if not self._sizes:
+            self._head_since_s = now_s
+            self._from_idle = index
+        self._sizes[index] = size_bytes
+        self._bytes += size_bytes
+
+    def came(self, index: int, now_s: float) -> None:
+        """The fetch is there: so much of the link's time has brought so many bytes."""
+        from_idle = index == self._from_idle
+        self._pace.load_took(self._drop(index), now_s - self._head_since_s, from_idle=from_idle)
+        self._head_since_s = now_s
+
+    def failed(self, index: int, now_s: float) -> int:
+        """The fetch will not come; its bytes. The time it took brought nothing."""
+        if index == self._head():
+            self._pace.load_took(0, now_s - self._head_since_s)
+        return self.cancel(index, now_s)
+
+    def cancel(self, index: int, now_s: float) -> int:
+        """Nobody waits for the fetch any more; its bytes."""
+        if index == self._head():
+            self._head_since_s = now_s  # else the oldest is as late as before
+        return self._drop(index)
+
+    def head_s(self, now_s: float) -> float:
+        """Seconds until the oldest fetch is expected; negative if it is late; 0 on an idle link."""
+        rate = self._pace.bytes_per_s
+        if rate is None or not self._sizes:
+            return 0.0
+        latency_s = self._pace.latency_s if self._head() == self._from_idle else 0.0
+        return self._head_since_s + latency_s + self._head_bytes() / rate - now_s
+
+    def idle_after_s(self, more_bytes: int, now_s: float) -> float | None:
+        """Seconds until all that was asked for and ``more_bytes`` asked for now are here; None if no rate is known.
+
+        What is late is expected to be late as long again.
+        """
+        rate = self._pace.bytes_per_s
+        if rate is None:
+            return None
+        asked_s = abs(self.head_s(now_s)) + (self._bytes - self._head_bytes()) / rate
+        return max(asked_s, self._pace.latency_s) + more_bytes / rate if more_bytes else asked_s
+
+    def here_after_s(self, index: int, now_s: float) -> float | None:
+        """Seconds until a fetch under way, and all before it, are here; None if no rate is known."""
+        rate = self._pace.bytes_per_s
+        if rate is None:
+            return None
+        ahead = 0
+        for asked, size in self._sizes.items():
+            ahead += size
+            if asked == index:
+                break
+        return abs(self.head_s(now_s)) + (ahead - self._head_bytes()) / rate
+
+    def _head(self) -> int | None:
+        return next(iter(self._sizes), None)
+
+    def _head_bytes(self) -> int:
+        return next(iter(self._sizes.values()), 0)
+
+    def _drop(self, index: int) -> int:
+        size = self._sizes.pop(index)
+        self._bytes -= size
+        return size

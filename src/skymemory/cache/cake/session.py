@@ -1,6 +1,7 @@
 """One prompt's loader among threads: the engine's thread asks for steps, the workers' threads bring chunks.
 
-The scheduler (``cache.loader``) knows no threads; here every word to it is said under one lock. A chunk's place in the
+The scheduler (``cache.cake.scheduler``) knows no threads; here every word to it is said under one lock. A chunk's place
+in the
 engine's memory is written by one side at a time: while a chunk is computed its load waits for the end of the step, and
 while it is put in place the step waits, and is dropped where the chunk is there then. A fetch that does not end in time
 is given up: its chunk is computed, its thread counts as held up until it comes back, and what it brings is dropped.
@@ -14,13 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
-from skymemory.cache.chunk_source import ChunkSource, FetchedChunk
-from skymemory.cache.fetch import Fetch, starts_after
-from skymemory.cache.loader import BidirectionalLoader
-from skymemory.cache.loader_actions import ComputeStep, LoaderResult
-from skymemory.cache.prompt_chunks import PromptChunk
-from skymemory.cache.tier_workers import TierWorkers
+from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk
+from skymemory.cache.results import ComputeStep, LoaderResult
+from skymemory.cache.tiers.workers import Call, TierWorkers
 
 
 class LoadingSession:
@@ -303,3 +302,63 @@ class LoadingSession:
     def _tell(self, index: int, origin: str) -> None:
         if self._on_settled is not None and self.origin(index) == origin:
             self._on_settled(index, origin)
+
+
+# One chunk being fetched, and when the next one may be.
+
+
+_LEAD_PART = 0.1
+_LEAD_S = 0.02
+
+
+class Fetch:
+    """One of at most two fetches under way: from ``starts_s`` on, given up at ``due_s``. ``work`` is what it does."""
+
+    def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[Fetch], object]) -> None:
+        """``from_s``: when it begins at the latest, or has begun."""
+        self.index, self.starts_s, self.from_s = index, starts_s, from_s
+        self.due_s = math.inf
+        self.call: Call[object] = Call(lambda: work(self))
+
+    def has(self, seconds: float) -> None:
+        """So long it may take."""
+        self.due_s = self.from_s + seconds
+
+
+def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
+    """When the fetch behind ``ahead`` begins, which has begun or begins now and is expected to keep the link busy
+    for ``takes_s`` (None: unknown).
+
+    Shortly before the end of the one ahead, or the link would lie idle between them. Not at once: each would have half
+    of the link, and the first, which is wanted sooner, would come as late as the second. So the first comes late by a
+    twentieth of its time or ten milliseconds at most.
+    """
+    if takes_s is None:
+        return math.inf
+    return min(ahead.starts_s, now_s) + takes_s - max(_LEAD_PART * takes_s, _LEAD_S)
+
+
+# Where the chunks of a prompt come from, as far as a loading session needs to know.
+
+
+class FetchedChunk(Protocol):
+    """A chunk's bytes, here but not yet in their place."""
+
+    def place(self) -> bool:
+        """Verify, decode and put them in place. False: they are not what was asked for. Asks no tier: others wait."""
+
+    def release(self) -> None:
+        """They are not needed any more."""
+
+
+class ChunkSource(Protocol):
+    """Called from several threads at once."""
+
+    def fetch(self, index: int) -> FetchedChunk | None:
+        """Wait for a chunk; None where it does not come whole. Raises nothing that a broken tier raises."""
+
+    def give_up(self, index: int) -> None:
+        """The fetch of this chunk did not end in time. Asks no tier."""
+
+    def close(self) -> None:
+        """Nothing is put in its place any more."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from skymemory.cache.key_guard import KeyGuard
-from skymemory.cache.outbound import Moving, Outbound
-from skymemory.cache.tier import Tier
-from skymemory.cache.tier_writes import note_missed, write
+from skymemory.cache.tiers.outbound import Moving, Outbound
+from skymemory.cache.tiers.tier import Tier
+from skymemory.cache.tiers.workers import KeyGuard
+from skymemory.cache.tiers.write import note_missed, write
 from skymemory.metrics import SharedCounters
 from skymemory.store.base import Presence
 

@@ -7,30 +7,28 @@ copies (``doubts``). ``tier_mover`` does write-back and demotion behind the call
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import Lock
 
-from skymemory.cache.hierarchy_settings import HierarchySettings
-from skymemory.cache.in_flight_budget import InFlightBudget
-from skymemory.cache.key_guard import KeyGuard
-from skymemory.cache.outbound import Moving, Outbound
-from skymemory.cache.tier import Tier, TierSettings, patience_s
-from skymemory.cache.tier_estimates import estimate_load_s
-from skymemory.cache.tier_mover import TierMover
-from skymemory.cache.tier_writes import write
-from skymemory.cache.tiered_load import OUTBOUND, TieredLoad
-from skymemory.cache.tiered_write import TieredWrite
+from skymemory.cache.tiers.load import OUTBOUND, InFlightBudget, TieredLoad
+from skymemory.cache.tiers.mover import TierMover
+from skymemory.cache.tiers.outbound import Moving, Outbound
+from skymemory.cache.tiers.tier import Tier, TierSettings, patience_s
+from skymemory.cache.tiers.workers import KeyGuard
+from skymemory.cache.tiers.write import TieredWrite, write
 from skymemory.errors import InvalidInput
 from skymemory.forks import Owner
 from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters
-from skymemory.store.admission import Sketch
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
     Evicting,
     LoadTicket,
+    OpenTickets,
     Places,
     Presence,
     Store,
@@ -42,7 +40,7 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
-from skymemory.store.tickets import OpenTickets
+from skymemory.store.wrappers import Sketch
 
 
 class TieredStore(TwoPhase):
@@ -291,3 +289,65 @@ class TieredStore(TwoPhase):
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
         return check_keys(keys)
+
+
+# How a hierarchy of tiers behaves as a whole.
+
+
+PROMOTIONS = ("always", "second hit", "never")
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchySettings:
+    """Rules for what moves, and bounds on what is held and waited for."""
+
+    promote: str = "always"
+    """When a value that a farther tier supplied goes to the nearest: "always", on its "second hit", "never"."""
+    demote: bool = True
+    """Whether what a tier evicts is offered to the next one (tiers that can tell, see ``store.base.Evicting``)."""
+    write_back: bool = False
+    """False: a put waits for all tiers. True: for the nearest; the others get it later, from memory."""
+    load_deadline_s: float = 10.0
+    """What has not come by then is a miss."""
+    close_deadline_s: float = 10.0
+    """How long ``close`` waits for what has not been written back. What is left is counted as lost."""
+    outbound_bytes: int = 256 << 20
+    """Values on their way between tiers. With no room for more, a put waits for all tiers again."""
+    in_flight_bytes: int = 256 << 20
+    """Expected bytes being loaded from tiers that are not local, over all threads."""
+
+    def __post_init__(self) -> None:
+        if self.promote not in PROMOTIONS:
+            raise InvalidInput(f"promote={self.promote!r}: expected one of {', '.join(map(repr, PROMOTIONS))}")
+        if self.outbound_bytes < 0 or self.load_deadline_s <= 0 or self.close_deadline_s < 0:
+            raise InvalidInput(f"deadlines and budgets of a hierarchy must not be negative, got {self}")
+
+
+# How long a load over several tiers would take: each tier says it for the keys it is the nearest for.
+
+
+def estimate_load_s(tiers: Sequence[Tier], outbound: Outbound, keys: Sequence[bytes], now_s: float) -> float:
+    """Seconds, summed over tiers; infinite when a key is in none. Reads no values and, as tiers do, asks nobody."""
+    rest = list(dict.fromkeys(keys))
+    total_s = 0.0
+    for tier in tiers:
+        if tier.number == 1 and rest:
+            moving = outbound.get(rest)
+            rest = [key for key in rest if key not in moving]
+        trusted = [key for key in rest if key not in tier.doubts]
+        if not trusted or not tier.usable(trusted):
+            continue
+        told = tier.ask(lambda tier=tier, trusted=trusted: _estimate(tier, trusted, now_s))  # type: ignore[misc]
+        if told is not None:
+            seconds, there = told
+            total_s += seconds
+            rest = [key for key in rest if key not in there]
+    return math.inf if rest else total_s
+
+
+def _estimate(tier: Tier, keys: list[bytes], now_s: float) -> tuple[float, set[bytes]]:
+    """Of those of ``keys`` that the tier does not know to be absent."""
+    if (seconds := tier.store.estimate_load_s(keys, now_s)) < math.inf:
+        return seconds, set(keys)
+    there = [key for key in keys if tier.store.estimate_load_s([key], now_s) < math.inf]
+    return (tier.store.estimate_load_s(there, now_s) if there else 0.0), set(there)

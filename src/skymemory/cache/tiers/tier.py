@@ -3,7 +3,7 @@
 Nothing here raises what a broken tier raises (``TIER_FAILURES``): that becomes a count, a step of the breaker and a
 miss. Programming errors still surface.
 
-Who could do without the tier (``store.patience``) waits for it no longer than its word is worth: a share of that time,
+Who could do without the tier (``cache.patience``) waits for it no longer than its word is worth: a share of that time,
 or twice what such calls usually take. While a call that was given up is not answered the tier is left alone, so that a
 tier that hangs is waited for once; if the answer comes the tier is used again, and what it took is usual from then on:
 so a tier that is slow but sound is learnt, by one call that was given up. If none comes within the deadline of the
@@ -19,16 +19,13 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, TypeVar
 
-from skymemory.cache.doubts import Doubts
-from skymemory.cache.key_guard import KeyGuard
-from skymemory.cache.manager import FAILING_REASONS, TIER_FAILURES
-from skymemory.cache.owed import Owed
-from skymemory.cache.tier_breaker import BreakerConfig, TierBreaker
-from skymemory.cache.tier_workers import Call, TierWorkers
-from skymemory.cache.usual import Usual
+from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
+from skymemory.cache.patience import Usual, worth_s
+from skymemory.cache.tiers.breaker import BreakerConfig, TierBreaker
+from skymemory.cache.tiers.dirty_keys import Doubts, Owed
+from skymemory.cache.tiers.workers import Call, KeyGuard, TierWorkers
 from skymemory.metrics import Counters
 from skymemory.store.base import Presence, Store, keeps
-from skymemory.store.patience import worth_s
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +76,7 @@ class TierSettings:
     threads: int = 2
     """Calls to this tier at once. One that has been given up holds its thread until it ends."""
     verify: Callable[[bytes, memoryview], bool] | None = None
-    """Whether these bytes are a value of this key (for blocks: ``cache.value.is_sound_block``). One that is not is
+    """Whether these bytes are a value of this key (for blocks: ``cache.blocks.is_sound_block``). One that is not is
     deleted, and asked of the next tier; without this it might be promoted before anybody looks at it.
     """
     breaker: BreakerConfig = field(default_factory=BreakerConfig)

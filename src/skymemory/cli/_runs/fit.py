@@ -16,30 +16,28 @@ from typing import Any
 
 import aiohttp
 
-from skymemory.cli._demo_route_processes import service
-from skymemory.cli.replay import ids
+from skymemory.cli._options import token_ids
 from skymemory.conductor.cost_model.fit import (
     DecodePoint,
     Errors,
     PrefillPoint,
     decode_errors,
+    dump,
     fit_decode,
     fit_prefill,
     prefill_errors,
 )
-from skymemory.conductor.cost_model.model import CostModel
-from skymemory.conductor.cost_model.shapes import Machine, ModelShape, shape_of
-from skymemory.conductor.cost_model.written import dump
+from skymemory.conductor.cost_model.model import CostModel, Machine, ModelShape, shape_of
+from skymemory.demo.processes import service
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.errors import InvalidInput
 from skymemory.files import read_bounded
-from skymemory.serving.fitting.grid import DecodeCell, decode_cells, prefill_cells
-from skymemory.serving.fitting.measure import MakePrompt, Measuring, Spent
+from skymemory.serving.fitting import DecodeCell, MakePrompt, Measuring, Spent, decode_cells, prefill_cells
 from skymemory.serving.replay.client import Client, Target, base_url
-from skymemory.serving.replay.engine_counts import samples_of
-from skymemory.serving.replay.prepare import agree, calibrate, look
+from skymemory.serving.replay.play import agree, calibrate, look
 from skymemory.serving.replay.prompts import Prompt
-from skymemory.sim.prompt_text import WORDS
+from skymemory.serving.replay.report import samples_of
+from skymemory.sim.workload import WORDS
 
 _FLOAT32_BYTES = 4
 
@@ -140,7 +138,7 @@ def _spent(session: aiohttp.ClientSession, url: str) -> Spent:
 
 async def _prompts(args: argparse.Namespace, client: Client, context_tokens: int | None) -> MakePrompt:
     if args.prompt_unit == "ids":
-        first, last = ids(args.ids)
+        first, last = token_ids(args.ids)
         await agree(client, [first] * 8, time.perf_counter)
 
         def by_ids(tokens: int, dice: random.Random) -> Prompt:

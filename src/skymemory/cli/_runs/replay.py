@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import signal
 import sys
 import time
@@ -15,22 +16,26 @@ from typing import Any, TextIO
 
 import aiohttp
 
-from skymemory.cli._replay_screen import Progress
-from skymemory.cli.replay import ids
+from skymemory.cli._options import token_ids
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.serving.replay.ask import Asks, asks_of, reusable_share
-from skymemory.serving.replay.calibration import Measure
 from skymemory.serving.replay.client import Client, Target, base_url
-from skymemory.serving.replay.engine_counts import EngineCounts, counts_of
-from skymemory.serving.replay.outcome import Outcome
-from skymemory.serving.replay.play import Player
-from skymemory.serving.replay.prepare import agree, calibrate, look
-from skymemory.serving.replay.prompts import MakePrompt, character_prompts, id_prompts, word_prompts
-from skymemory.serving.replay.report import Report, Slo, as_json, report_of
-from skymemory.serving.replay.report_text import lines_of
-from skymemory.sim.prompt_text import WORDS
+from skymemory.serving.replay.outcome import Outcome, Status
+from skymemory.serving.replay.play import Player, agree, calibrate, look
+from skymemory.serving.replay.prompts import (
+    Ask,
+    Asks,
+    MakePrompt,
+    Measure,
+    asks_of,
+    character_prompts,
+    id_prompts,
+    reusable_share,
+    word_prompts,
+)
+from skymemory.serving.replay.report import EngineCounts, Report, Slo, as_json, counts_of, lines_of, report_of
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, at_rate, jittered, read_trace
-from skymemory.sim.workload import WORKLOADS, generate
+from skymemory.sim.workload import WORDS, WORKLOADS, generate
+from skymemory.stats import spread
 
 _MARGIN = 0.03
 """Of the context, left free where lengths of prompts are only nearly what is wanted."""
@@ -177,7 +182,7 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     prompts: MakePrompt
     room = context
     if args.prompt_unit == "ids":
-        first, last = ids(args.ids)
+        first, last = token_ids(args.ids)
         prompts = id_prompts(first, last, block, args.seed)
         notes = (await agree(client, [first] * 8, clock))[1]
     elif args.prompt_unit == "characters":
@@ -274,3 +279,47 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
         **told,
         "engines": None if counted is None else asdict(counted),
     }
+
+
+# How a replay goes, in one line that is drawn over: on a terminal only.
+
+
+_EVERY_S = 0.5
+_LATEST = 500
+"""Answers whose times are shown: the latest."""
+
+
+class Progress:
+    def __init__(self, stream: TextIO, player: Player, outcomes: Sequence[Outcome], asks: Sequence[Ask]) -> None:
+        self._stream = stream
+        self._player = player
+        self._outcomes = outcomes
+        self._asks = asks
+
+    async def follow(self) -> None:
+        """Until cancelled; the line is gone then."""
+        if not self._stream.isatty():
+            return
+        try:
+            while True:
+                width = shutil.get_terminal_size().columns
+                self._stream.write(f"\r\x1b[K{self.line()[: width - 1]}")
+                self._stream.flush()
+                await asyncio.sleep(_EVERY_S)
+        finally:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def line(self) -> str:
+        latest = self._outcomes[-_LATEST:]
+        ttft = spread(one.ttft_s for one in latest if one.status is Status.COMPLETED)
+        late = spread(one.late_s for one in latest)
+        bad = sum(one.status is not Status.COMPLETED for one in self._outcomes)
+        words = (
+            f"{max(0.0, self._player.clock()):6.1f} of {self._asks[-1].due_s:.1f} s: {self._player.begun:,} of "
+            f"{len(self._asks):,} sent, {self._player.under_way:,} under way, {len(self._outcomes) - bad:,} completed, "
+            f"{bad:,} not"
+        )
+        if ttft.count:
+            words += f"; TTFT p50 {ttft.p50:.3f} s, p90 {ttft.p90:.3f} s; late by {late.p90 * 1000:.1f} ms (p90)"
+        return words

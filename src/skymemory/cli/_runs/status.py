@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.errors import InvalidInput, NoConstellation
 from skymemory.protocol.capabilities import OURS, Capabilities
-from skymemory.store.shared_index import look_at_journal
-from skymemory.testbed.control import Housekeeping, Silence, ping_all, pushed_moves
-from skymemory.testbed.demand import Demand
-from skymemory.testbed.outages import read_outages
+from skymemory.store.sky.shared_index import look_at_journal
+from skymemory.testbed.child import Demand
+from skymemory.testbed.connect import tolerated_skew_s
+from skymemory.testbed.control import Housekeeping, Silence, ping_all, pushed_moves, read_outages
 from skymemory.testbed.plan_file import load_plan
 from skymemory.testbed.supervisor import HostState, inspect
-from skymemory.testbed.wiring import tolerated_skew_s
 from skymemory.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from skymemory.constellation.torus import SatelliteId
-    from skymemory.index.standing import Standing
+    from skymemory.index.journal import Standing
     from skymemory.testbed.control import Rotation
     from skymemory.testbed.plan import ConstellationPlan
     from skymemory.testbed.run_directory import RunDirectory

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skymemory.conductor.admission.base import Case, Refusal, Slo, Unlearning
-from skymemory.conductor.admission.promises import too_late, too_slow
+from skymemory.conductor.admission.base import Case, Refusal, Slo, Unlearning, too_late, too_slow
 
 
 class Baseline(Unlearning):
@@ -24,12 +23,12 @@ class Baseline(Unlearning):
         self.slo = slo
 
     def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
-        return too_late(case.prefill.estimated_ttft_s, self.slo.ttft_s)
+        return too_late(case.prefill.estimated_ttft_s, case.promised(self.slo).ttft_s)
 
     def before_decode(self, case: Case, now_s: float) -> Refusal | None:
         if case.decode is None:
             return None
-        return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, case.outlook, now_s)
+        return too_slow(case.decode.estimated_tbt_s, case.promised(self.slo).tbt_s, case.outlook, now_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,10 @@ class Early(Baseline):
         if refusal is not None or case.decode is None:
             return refusal
         if case.outlook is None or self.settings.promised:
-            return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, case.outlook, now_s)
-        return too_slow(case.outlook.tbt_s(now_s, now_s, case.request), self.slo.tbt_s, case.outlook, now_s)
+            return too_slow(case.decode.estimated_tbt_s, case.promised(self.slo).tbt_s, case.outlook, now_s)
+        return too_slow(
+            case.outlook.tbt_s(now_s, now_s, case.request), case.promised(self.slo).tbt_s, case.outlook, now_s
+        )
 
 
 class Predicted(Baseline):
@@ -76,6 +77,8 @@ class Predicted(Baseline):
         if refusal is not None or case.decode is None:
             return refusal
         if case.outlook is None:
-            return too_slow(case.decode.estimated_tbt_s, self.slo.tbt_s, None, now_s)
+            return too_slow(case.decode.estimated_tbt_s, case.promised(self.slo).tbt_s, None, now_s)
         then_s = now_s + (case.prefill.estimated_ttft_s or 0.0)
-        return too_slow(case.outlook.tbt_s(then_s, now_s, case.request), self.slo.tbt_s, case.outlook, now_s)
+        return too_slow(
+            case.outlook.tbt_s(then_s, now_s, case.request), case.promised(self.slo).tbt_s, case.outlook, now_s
+        )

@@ -3,54 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from skymemory.conductor.admission.base import Admission, AdmitAll, Slo
 from skymemory.conductor.admission.fairness import Fair, FairnessSettings
 from skymemory.conductor.admission.goodput import Goodput, GoodputSettings
-from skymemory.conductor.admission.published import Baseline, Early, EarlySettings, Predicted
-from skymemory.conductor.options import converted, nearest
+from skymemory.conductor.admission.mooncake import Baseline, Early, EarlySettings, Predicted
+from skymemory.config import Entry, NoSettings, Registry, converted, defaults_of, read_options, suggestion
 from skymemory.errors import InvalidInput
 
-
-@dataclass(frozen=True, slots=True)
-class NoSettings:
-    """Of a rule that has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    description: str
-    """One line, for help."""
-    settings: type[Any]
-    """A frozen dataclass: the rule's options, with their defaults."""
-    build: Callable[[Slo, Any], Admission]
-
-
-RULES: Mapping[str, Named] = {
-    "all": Named("nobody is refused", NoSettings, lambda slo, settings: AdmitAll()),
-    "baseline": Named(
-        "on arrival by the first token's time, at decoding by its load (Mooncake's baseline)",
-        NoSettings,
-        lambda slo, settings: Baseline(slo),
-    ),
-    "early": Named(
-        "on arrival by the first token's time and the decoding load of now (Mooncake's early rejection)",
-        EarlySettings,
-        lambda slo, settings: Early(slo, settings),
-    ),
-    "predicted": Named(
-        "on arrival by the first token's time and the decoding load there will be then (Mooncake's, on prediction)",
-        NoSettings,
-        lambda slo, settings: Predicted(slo),
-    ),
-    "goodput": Named(
-        "under overload the requests that cost least, so that most keep their promises (ours)",
-        GoodputSettings,
-        lambda slo, settings: Goodput(slo, settings),
-    ),
-}
+Build = Callable[[Slo, Any], Admission]
+RULES: Registry[Build] = Registry(
+    "admission rule",
+    {
+        "all": Entry("nobody is refused", NoSettings, lambda slo, settings: AdmitAll()),
+        "baseline": Entry(
+            "on arrival by the first token's time, at decoding by its load (Mooncake's baseline)",
+            NoSettings,
+            lambda slo, settings: Baseline(slo),
+        ),
+        "early": Entry(
+            "on arrival by the first token's time and the decoding load of now (Mooncake's early rejection)",
+            EarlySettings,
+            lambda slo, settings: Early(slo, settings),
+        ),
+        "predicted": Entry(
+            "on arrival by the first token's time and the decoding load there will be then (Mooncake's, on prediction)",
+            NoSettings,
+            lambda slo, settings: Predicted(slo),
+        ),
+        "goodput": Entry(
+            "under overload the requests that cost least, so that most keep their promises (ours)",
+            GoodputSettings,
+            lambda slo, settings: Goodput(slo, settings),
+        ),
+    },
+)
 NAMES = tuple(RULES)
 FAIR = "+fair"
 """Behind a rule's name: with priorities and fair shares before it; its options are then ``FairnessSettings`` too."""
@@ -64,14 +53,11 @@ def admission(name: str, slo: Slo, **options: object) -> Admission:
     Raises:
         InvalidInput: no rule or option of that name (with the nearest that there is), or a value it cannot have.
     """
-    known = options_of(name)
-    given: dict[str, Any] = {}
-    for option, value in options.items():
-        if option not in known:
-            there = f"; there are {', '.join(known)}" if known else "; it has none"
-            raise InvalidInput(f"admission rule {name!r} has no option {option!r}{nearest(option, known)}{there}")
-        what = f"option {option!r} of admission rule {name!r}"
-        given[option] = weights_of(what, value) if option == "weights" else converted(what, value, known[option])
+    owner, known = f"admission rule {name!r}", options_of(name)
+    plain = {option: value for option, value in options.items() if option != "weights" or option not in known}
+    given = read_options(owner, plain, known)
+    if plain.keys() != options.keys():  # weights are a table, not of the type of a default
+        given["weights"] = weights_of(f"option 'weights' of {owner}", options["weights"])
     found = RULES[name.removesuffix(FAIR)]
     own = {field.name for field in fields(found.settings)}
     rule = found.build(slo, found.settings(**{option: given[option] for option in given if option in own}))
@@ -86,12 +72,10 @@ def options_of(name: str) -> dict[str, object]:
     Raises:
         InvalidInput: no rule of that name.
     """
-    found = RULES.get(name.removesuffix(FAIR))
-    if found is None:
-        near = nearest(name, (*NAMES, *(rule + FAIR for rule in NAMES)))
-        raise InvalidInput(f"no admission rule {name!r}{near}; there are {', '.join(NAMES)}, each also with {FAIR!r}")
-    settings = [found.settings(), FairnessSettings()] if name.endswith(FAIR) else [found.settings()]
-    return {field.name: getattr(each, field.name) for each in settings for field in fields(each)}
+    rule = name.removesuffix(FAIR)
+    if rule not in RULES:
+        raise InvalidInput(f"no admission rule {name!r}; {suggestion(rule, NAMES)}; each also with {FAIR!r}")
+    return RULES.options_of(rule) | (defaults_of(FairnessSettings) if name.endswith(FAIR) else {})
 
 
 def weights_of(what: str, value: object) -> dict[str, float]:

@@ -1,6 +1,14 @@
 """What prefills, decoding steps and transfers cost, in seconds."""
 
-from skymemory.conductor.cost_model.model import CostModel, LLAMA_70B_8xA800
+from skymemory.conductor.cost_model.model import (
+    EIGHT_A800,
+    LLAMA_70B,
+    CostModel,
+    LLAMA_70B_8xA800,
+    Machine,
+    Medium,
+    ModelShape,
+)
 from skymemory.conductor.cost_model.presets import (
     PRESETS,
     QWEN_7B_L4,
@@ -8,8 +16,6 @@ from skymemory.conductor.cost_model.presets import (
     LLAMA_70B_8xA100,
     LLAMA_70B_8xH800,
 )
-from skymemory.conductor.cost_model.shapes import EIGHT_A800, LLAMA_70B, Machine, ModelShape
-from skymemory.conductor.cost_model.transfer import Medium
 
 __all__ = [
     "EIGHT_A800",

@@ -13,10 +13,101 @@ for each: it takes the longer of the two, beside something fixed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from skymemory.conductor.cost_model.shapes import EIGHT_A800, LLAMA_70B, Machine, ModelShape
 from skymemory.errors import InvalidInput
+
+# What costs depend on: of a transformer its shape, of a serving instance its speeds.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a transformer its costs depend on."""
+
+    name: str
+    layers: int
+    width: int
+    kv_heads: int
+    head_dim: int
+    value_bytes: int = 2
+    """Bytes of one number, of the weights as of the KV cache."""
+    attention_flops: float = 4.0
+    """``a``: per layer, per pair of tokens (halved: each sees those before it) and per unit of width."""
+    weight_flops: float = 22.0
+    """``b``: per layer, per token and per unit of width squared."""
+    parameters: float = 0.0
+    """All weights; 0: half of ``b`` per layer and unit of width squared, as each is multiplied and added once."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """What a decoding step reads whatever its batch."""
+        parameters = self.parameters or self.weight_flops / 2 * self.layers * self.width**2
+        return parameters * self.value_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One serving instance: what its accelerators do together."""
+
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    network_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.flops_per_s > 0 and self.memory_bytes_per_s > 0 and self.network_bytes_per_s > 0):
+            raise InvalidInput(f"machine {self.name!r}: its speeds must be above 0")
+
+
+def shape_of(name: str, config: Mapping[str, Any], value_bytes: int | None = None) -> ModelShape:
+    """The shape that a model's ``config.json`` (of transformers; Llama, Mistral, Qwen and their like) describes.
+
+    ``value_bytes``: of the numbers that it is served in; by default those it was saved in, else 2.
+
+    Raises:
+        InvalidInput: it does not say how many layers, heads, and how wide.
+    """
+    try:
+        layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])
+        heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidInput(f"{name}: a model's config.json is wanted, with its layers, heads and widths") from error
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or width // heads)
+    if min(layers, width, heads, inner, kv_heads, head_dim) < 1:
+        raise InvalidInput(f"{name}: layers, heads and widths are at least 1")
+    of_layer = 2 * width * head_dim * (heads + kv_heads) + 3 * width * inner
+    words = int(config.get("vocab_size") or 0) * width * (1 if config.get("tie_word_embeddings") else 2)
+    stored = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    return ModelShape(
+        name, layers, width, kv_heads, head_dim, value_bytes or stored,
+        attention_flops=2.0 * heads * head_dim / width,
+        weight_flops=2.0 * of_layer / width**2,
+        parameters=float(layers * of_layer + words),
+    )  # fmt: skip
+
+
+LLAMA_70B = ModelShape("LLaMA-70B", layers=80, width=8192, kv_heads=8, head_dim=128, parameters=70e9)
+QWEN_7B = ModelShape(
+    "Qwen2.5-7B", layers=28, width=3584, kv_heads=4, head_dim=128, attention_flops=2.0, weight_flops=254 / 7,
+    parameters=7.615e9,
+)  # fmt: skip
+"""As its ``config.json`` says (``shape_of``)."""
+
+EIGHT_A800 = Machine("8×A800", flops_per_s=8 * 312e12, memory_bytes_per_s=16e12, network_bytes_per_s=4 * 200e9 / 8)
+EIGHT_A100 = Machine("8×A100", flops_per_s=8 * 312e12, memory_bytes_per_s=8 * 2.039e12, network_bytes_per_s=100e9)
+FOUR_A100 = Machine("4×A100", flops_per_s=4 * 312e12, memory_bytes_per_s=4 * 2.039e12, network_bytes_per_s=100e9)
+"""A100-SXM4-80GB. An A800 is one whose NVLink does 400 GB/s instead of 600."""
+EIGHT_H800 = Machine("8×H800", flops_per_s=8 * 989e12, memory_bytes_per_s=8 * 3.35e12, network_bytes_per_s=400e9)
+"""An H100-SXM5-80GB whose NVLink does 400 GB/s instead of 900."""
+ONE_L4 = Machine("L4", flops_per_s=121e12, memory_bytes_per_s=300e9, network_bytes_per_s=2e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +220,67 @@ def _sum(start: float, slope: float, begin: int, end: int) -> float:
 LLAMA_70B_8xA800 = CostModel(LLAMA_70B, EIGHT_A800, mfu=0.5)
 """Mooncake's model and machine. Half of the machine's speed is our choice; the paper does not say its own. Its decoding
 is the least that the memory allows; ``presets`` has machines whose decoding was measured."""
+
+
+# Seconds that KV takes between memories: by medium, and how much of it a prefill hides.
+#
+# Prefills load and store their KV layer by layer, while they compute (Mooncake §5.2). What then remains visible of a
+# transfer is in ``stored_s`` and ``loaded_s``; ``pipelined_s`` is a prefill in chunks over several machines.
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """Where KV can be loaded from, or the way it goes."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+    """Before the first byte."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or not self.latency_s >= 0 or math.isinf(self.latency_s):
+            raise InvalidInput(f"medium {self.name!r} needs a rate above 0 and a latency of 0 or more")
+
+    def seconds(self, size_bytes: float) -> float:
+        """For ``size_bytes``, alone on the way."""
+        return self.latency_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
+
+
+DRAM = Medium("dram", 100e9)
+"""To the accelerators of the same machine: eight of them, each over its own link."""
+SSD = Medium("ssd", 6e9, 1e-4)
+
+
+def network_of(cost: CostModel, latency_s: float = 1e-4) -> Medium:
+    """From one machine's memory to another's."""
+    return Medium("network", cost.machine.network_bytes_per_s * cost.network_share, latency_s)
+
+
+def stored_s(transfer_s: float, compute_s: float, layers: int) -> float:
+    """Seconds by which storing layer by layer lengthens a prefill of ``compute_s``.
+
+    A layer's KV goes as soon as it is computed: what is not hidden behind the other layers, and the last layer's own.
+    """
+    return max(0.0, transfer_s - compute_s * (layers - 1) / layers) + transfer_s / layers
+
+
+def loaded_s(transfer_s: float, compute_s: float, layers: int) -> float:
+    """Seconds of a prefill whose cached part is loaded layer by layer while it computes."""
+    return max(transfer_s, compute_s) + min(transfer_s, compute_s) / layers
+
+
+def pipelined_s(chunks_s: Sequence[float], machines: int) -> float:
+    """Seconds of chunks that go through ``machines``, each with its part of the layers; per chunk, at one of them.
+
+    The first machine works on all chunks in turn, and the last is ``machines - 1`` of the longest behind it.
+    """
+    return sum(chunks_s) + (machines - 1) * max(chunks_s, default=0.0)
+
+
+def reuse_pays_bytes_per_s(cost: CostModel, cached: int) -> float:
+    """The rate above which loading ``cached`` tokens is faster than computing them (Mooncake, FAST'25 §2).
+
+    ``2·d·s / (gqa·(a·p·d + b·d²))`` of the machine's speed, with ``s`` bytes a number and ``gqa`` heads per KV head.
+    """
+    seconds = cost.prefill_flops(cached) / (cost.machine.flops_per_s * cost.mfu)
+    return cost.kv_bytes(cached) / seconds

@@ -10,8 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from skymemory.conductor.cost_model.model import CostModel, LLAMA_70B_8xA800
-from skymemory.conductor.cost_model.shapes import EIGHT_A100, EIGHT_H800, FOUR_A100, LLAMA_70B, ONE_L4, QWEN_7B
+from skymemory.conductor.cost_model.model import (
+    EIGHT_A100,
+    EIGHT_H800,
+    FOUR_A100,
+    LLAMA_70B,
+    ONE_L4,
+    QWEN_7B,
+    CostModel,
+    LLAMA_70B_8xA800,
+)
 
 LLAMA_70B_8xA100 = CostModel(
     replace(LLAMA_70B, attention_flops=24.3), EIGHT_A100, mfu=0.542, fixed_s=0.0466,

@@ -47,11 +47,16 @@ class ApproximatePrefixIndex:
         self.max_match = max_match
         self.secret = secret
 
+    @property
+    def whole_table(self) -> native.PrefixTable | None:
+        """The table, where whole prompts are matched in it."""
+        return self._table if self.max_match is None else None
+
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        return self._table.match(self._chain(blocks).data, slots)
+        return self._table.match(self._chain(blocks), slots)
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        self._table.learn(slot, self._chain(blocks).data)
+        self._table.learn(slot, self._chain(blocks))
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
         chain = self._chain(blocks)

@@ -1,7 +1,7 @@
 """The contract of every index of prefixes.
 
 A prompt is a chain of blocks: uint64 hashes, each of a block and all before it (``native.chain_hashes``, seeded by
-``conductor.seeds``), so that equal hashes mean equal prefixes that may be shared. Servers are the slots of the fleet.
+``conductor.request``), so that equal hashes mean equal prefixes that may be shared. Servers are the slots of the fleet.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ from itertools import islice
 import numpy as np
 
 from skymemory import native
-from skymemory.conductor.prefix_index.events import BlocksRemoved, BlocksStored, EngineHash
-from skymemory.conductor.prefix_index.media import GPU, medium_of
-from skymemory.conductor.seeds import seed
+from skymemory.conductor.prefix_index.events import GPU, BlocksRemoved, BlocksStored, EngineHash, medium_of
+from skymemory.conductor.request import seed
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 
@@ -146,6 +145,9 @@ class EngineBlocks:
             before = seed(self.model, event.adapter, salt)
         if run is None:
             yield from self._chain(medium, before, parent, names, tokens, keys)
+            return
+        if run.rest and event.goes_on:
+            yield from self._left_out(len(names))
             return
         size = event.block_tokens * TOKEN_BYTES
         for at, name in enumerate(names):

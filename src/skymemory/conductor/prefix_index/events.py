@@ -6,10 +6,38 @@ and some events. Whoever reads the socket decodes them into these; nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from skymemory.conductor.prefix_index.media import GPU
+# The media in which engines say that their blocks lie: few, whatever they are called.
+#
+# Names differ: vLLM says ``GPU``, ``CPU`` and ``STORAGE`` (``vllm/distributed/kv_events.py``), its Mooncake connector
+# and
+# LMCache ``cpu``, SGLang ``CPU_TIER1``. They are grouped as Dynamo's router does (``StorageTier::from_kv_medium``),
+# and
+# compared in capitals. A name that is in no group is ``OTHER``: nothing is known of it, so it is taken for the
+# slowest.
+
+
+GPU, CPU, DISK, REMOTE, OTHER = MEDIA = ("GPU", "CPU", "DISK", "REMOTE", "OTHER")
+"""The nearest first."""
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "": GPU,
+        **dict.fromkeys(("GPU", "DEVICE"), GPU),
+        **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), CPU),
+        **dict.fromkeys(("CPU_TIER2", "DISK", "NVME", "STORAGE"), DISK),
+        **dict.fromkeys(("EXTERNAL", "NETWORK", "REMOTE", "SHARED"), REMOTE),
+    }
+)
+
+
+def medium_of(name: str) -> str:
+    """Which of ``MEDIA`` an engine means by ``name``; an engine that says none means the GPU's memory."""
+    found = _NAMES.get(name)
+    return _NAMES.get(name.upper(), OTHER) if found is None else found
+
 
 EngineHash = int | bytes
 """The engine's own name of a block: of this engine only, unless several were given one hash seed."""
@@ -37,6 +65,8 @@ class BlocksStored:
     """Per block what else is in its hash: the adapter's name, images, at the beginning the cache salt."""
     group: int = 0
     """Of models with several kinds of layers, which of their caches."""
+    goes_on: bool = False
+    """The event before was the first part of this one."""
 
 
 @dataclass(frozen=True, slots=True)

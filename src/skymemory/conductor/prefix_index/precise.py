@@ -22,8 +22,19 @@ import numpy as np
 from skymemory import native
 from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.conductor.prefix_index.engine_blocks import Change, EngineBlocks
-from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksStored, Event
-from skymemory.conductor.prefix_index.media import CPU, DISK, GPU, MEDIA, OTHER, REMOTE, medium_of
+from skymemory.conductor.prefix_index.events import (
+    CPU,
+    DISK,
+    GPU,
+    MEDIA,
+    OTHER,
+    REMOTE,
+    AllCleared,
+    Batch,
+    BlocksStored,
+    Event,
+    medium_of,
+)
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 
@@ -88,8 +99,9 @@ class PreciseIndex:
         self.forget(slot)
         self._engines[slot] = _Engine(EngineBlocks(model, self.block_tokens, counters=self.counters))
 
-    def apply(self, slot: int, batch: Batch, replayed: bool = False) -> bool:
-        """Take a batch, live or ``replayed`` on request; False: some are missing from ``missing(slot)`` on.
+    def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> bool:
+        """Take a batch, live or ``replayed`` on request; False: some are missing from ``missing(slot)`` on. With
+        ``more`` it goes on in the next call, under the same number, and must be replayed.
 
         A live number that is not above the last one means that the engine was started anew: it holds nothing.
 
@@ -118,15 +130,15 @@ class PreciseIndex:
                 return False
             else:
                 return False
-        self._take(slot, engine, batch)
+        self._take(slot, engine, batch, more)
         while (held := engine.waiting.pop(engine.expected, None)) is not None:
             self._take(slot, engine, held)
         engine.waiting = {number: one for number, one in engine.waiting.items() if number > engine.expected}
         engine.stale = bool(engine.waiting) or engine.last_live >= engine.expected
         return not engine.stale
 
-    def _take(self, slot: int, engine: _Engine, batch: Batch) -> None:
-        engine.expected = batch.sequence + 1
+    def _take(self, slot: int, engine: _Engine, batch: Batch, more: bool = False) -> None:
+        engine.expected = batch.sequence + (not more)
         try:
             for event in batch.events:
                 self.take(slot, event)

@@ -13,15 +13,19 @@ place of a block of the same server, counted from 0, and blocks stand in the ord
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skymemory import native
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
+from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.errors import InvalidInput, LaterFile
+from skymemory.metrics import Counters
 
 SNAPSHOT_VERSION = 1
 _MAGIC = b"SKYPREFX"
@@ -31,7 +35,6 @@ _SERVER = struct.Struct("<QQ")
 _STORED_ROW = np.dtype([("hash", "<u8"), ("parent", "<u4")])
 _TABLE_ROW = np.dtype([("hash", "=u8"), ("parent", "=u4"), ("zero", "=u4")])
 _MAX_NAME_BYTES = 4096
-NO_PARENT = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Snapshot:
 
 
 def rows_of(dump: bytes) -> NDArray[np.void]:
-    """The rows of a table's dump: fields ``hash`` and ``parent`` (a row's place, or ``NO_PARENT``)."""
+    """The rows of a table's dump: fields ``hash`` and ``parent`` (a row's place; all ones: none)."""
     return np.frombuffer(dump, dtype=_TABLE_ROW)
 
 
@@ -146,3 +149,144 @@ def _read_text(data: bytes, at: int) -> tuple[str, int]:
     if size > _MAX_NAME_BYTES or at + size > len(data):
         raise ValueError(f"a name of {size} bytes")
     return data[at : at + size].decode("utf-8", "surrogatepass"), at + size
+
+
+# An approximate index that keeps a list of what it learnt, for other replicas, and takes in what they learnt.
+#
+# What a replica hears is not told on: everybody hears it from whoever learnt it. That a server left or restarted is
+# not
+# told either, since every replica checks its servers itself.
+
+
+MAX_TOLD = 8192
+"""Deltas kept for others; beyond, the oldest is lost to those who have not had it."""
+
+
+class SharedPrefixIndex(ApproximatePrefixIndex):
+    """``name_of`` gives the name of a slot's server, ``slot_of`` the slot of a name; None where there is none.
+
+    Deltas are numbered from 0, ``told`` being the number of the next.
+    """
+
+    def __init__(
+        self,
+        name_of: Callable[[int], str | None],
+        slot_of: Callable[[str], int | None],
+        blocks_per_server: int,
+        max_match: int | None = None,
+        secret: int | None = None,
+    ) -> None:
+        super().__init__(blocks_per_server, max_match, secret)
+        self.counters = Counters()
+        self.told = 0
+        self._name_of, self._slot_of = name_of, slot_of
+        self._log: deque[Delta] = deque(maxlen=MAX_TOLD)
+
+    def learn(self, slot: int, blocks: Blocks) -> None:
+        super().learn(slot, blocks)
+        if len(blocks):
+            self._tell(slot, lambda name: Learnt(name, self._chain(blocks)))
+
+    def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
+        gone = super().correct(slot, blocks, cached_blocks)
+        if gone:
+            self._tell(slot, lambda name: Dropped(name, int(blocks[cached_blocks])))
+        return gone
+
+    def _tell(self, slot: int, delta: Callable[[str], Delta]) -> None:
+        name = self._name_of(slot)
+        if name is not None:
+            self._log.append(delta(name))
+            self.told += 1
+
+    @property
+    def kept_from(self) -> int:
+        """The number of the oldest delta that is still kept."""
+        return self.told - len(self._log)
+
+    def since(self, number: int) -> list[Delta] | None:
+        """Deltas from ``number`` on; None where some of them are no longer kept, or were never made."""
+        if not self.kept_from <= number <= self.told:
+            return None
+        return list(islice(self._log, number - self.kept_from, None))
+
+    def absorb(self, deltas: Iterable[Delta]) -> None:
+        """What others learnt. Servers that are not in our fleet are left out."""
+        for delta in deltas:
+            slot = self._slot_of(delta.server)
+            if slot is None:
+                self.counters.add("deltas_of_unknown_servers")
+            elif isinstance(delta, Learnt):
+                super().learn(slot, delta.blocks)
+                self.counters.add("deltas_absorbed")
+            else:
+                super().correct(slot, np.array([delta.block], dtype=np.uint64), 0)
+                self.counters.add("deltas_absorbed")
+
+
+# What one replica of a router tells the others of its index, and how it looks as bytes.
+#
+# Servers are named, for slots are each replica's own. A delta, little-endian::
+#
+#     0 kind 1 (1 learnt, 2 dropped)   1 length of the name 2   3 number of blocks 4   7 name, UTF-8   then 8 per block
+
+
+MAX_BLOCKS = 1 << 20
+_DELTA_HEAD = struct.Struct("<BHI")
+_LEARNT, _DROPPED = 1, 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Learnt:
+    """A server answered: it holds this chain."""
+
+    server: str
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A server said that it lacked this block, so that it lacks all behind it too."""
+
+    server: str
+    block: int
+
+
+Delta = Learnt | Dropped
+
+
+def pack_delta(delta: Delta) -> bytes:
+    name = delta.server.encode("utf-8", "surrogatepass")
+    if isinstance(delta, Learnt):
+        hashes = np.ascontiguousarray(delta.blocks, dtype="<u8")
+        return _DELTA_HEAD.pack(_LEARNT, len(name), len(hashes)) + name + hashes.tobytes()
+    return _DELTA_HEAD.pack(_DROPPED, len(name), 1) + name + delta.block.to_bytes(8, "little")
+
+
+def unpack_deltas(data: bytes) -> Iterator[Delta]:
+    """The deltas that stand one after the other in ``data``.
+
+    Raises:
+        InvalidInput: bytes that are none; those before were given.
+    """
+    at = 0
+    while at < len(data):
+        if len(data) - at < _DELTA_HEAD.size:
+            raise InvalidInput("a delta of an index is cut off")
+        kind, name_bytes, count = _DELTA_HEAD.unpack_from(data, at)
+        at += _DELTA_HEAD.size
+        end = at + name_bytes + 8 * count
+        if (
+            kind not in (_LEARNT, _DROPPED)
+            or count > MAX_BLOCKS
+            or (kind == _DROPPED and count != 1)
+            or end > len(data)
+        ):
+            raise InvalidInput(f"no delta of an index: kind {kind}, {count} blocks, {len(data) - at} bytes left")
+        try:
+            server = data[at : at + name_bytes].decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"a delta of an index whose server has no name: {error}") from None
+        hashes = np.frombuffer(data, dtype="<u8", count=count, offset=at + name_bytes).astype(np.uint64)
+        yield Learnt(server, hashes) if kind == _LEARNT else Dropped(server, int(hashes[0]))
+        at = end

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from skymemory.conductor.admission.base import Admission
 from skymemory.conductor.cost_model import CostModel
-from skymemory.conductor.cost_model.transfer import Medium, network_of
+from skymemory.conductor.cost_model.model import Medium, network_of
 from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.options import converted, nearest
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.scheduler import Scheduler
@@ -21,12 +20,13 @@ from skymemory.conductor.scheduling.prefill import (
     UNDER_WAY_BLOCKS,
     Anywhere,
     CacheAware,
+    FarTiers,
     LeastQueue,
     PrefillScheduler,
+    Ways,
 )
-from skymemory.conductor.scheduling.sources import FarTiers, Ways
-from skymemory.conductor.strategies.speeds import PrefillCost
-from skymemory.errors import InvalidInput
+from skymemory.conductor.strategies.estimates import PrefillCost
+from skymemory.config import Entry, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,7 @@ class Parts:
     ways: Ways | None
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    description: str
-    """One line, for help."""
-    settings: type[Any]
-    """A frozen dataclass: its options, with their defaults."""
-    build: Callable[[Parts, Any], PrefillScheduler]
+Build = Callable[[Parts, Any], PrefillScheduler]
 
 
 def _local(kind: type[PrefillScheduler]) -> Callable[[Parts, LocalSettings], PrefillScheduler]:
@@ -78,18 +72,23 @@ def _kvcache_centric(parts: Parts, settings: KvCacheCentricSettings) -> PrefillS
     )
 
 
-SCHEDULERS: Mapping[str, Named] = {
-    "random": Named("at random, from a seed", LocalSettings, _local(Anywhere)),
-    "load-balance": Named("the least estimated waiting, whatever is cached there", LocalSettings, _local(LeastQueue)),
-    "cache-aware": Named(
-        "the least waiting plus computing what is not cached there", LocalSettings, _local(CacheAware)
-    ),
-    "kvcache-centric": Named(
-        "the least time to the first token, where each server computes or loads, or both (Mooncake's)",
-        KvCacheCentricSettings,
-        _kvcache_centric,
-    ),
-}
+SCHEDULERS: Registry[Build] = Registry(
+    "scheduler",
+    {
+        "random": Entry("at random, from a seed", LocalSettings, _local(Anywhere)),
+        "load-balance": Entry(
+            "the least estimated waiting, whatever is cached there", LocalSettings, _local(LeastQueue)
+        ),
+        "cache-aware": Entry(
+            "the least waiting plus computing what is not cached there", LocalSettings, _local(CacheAware)
+        ),
+        "kvcache-centric": Entry(
+            "the least time to the first token, where each server computes or loads, or both (Mooncake's)",
+            KvCacheCentricSettings,
+            _kvcache_centric,
+        ),
+    },
+)
 NAMES = tuple(SCHEDULERS)
 DEFAULT = "kvcache-centric"
 
@@ -116,19 +115,12 @@ def prefill_scorer(
     Raises:
         InvalidInput: no scheduler or option of that name (with the nearest that there is), or a value it cannot have.
     """
-    known = options_of(name)
-    given = {}
-    for option, value in options.items():
-        if option not in known:
-            there = f"; there are {', '.join(known)}"
-            raise InvalidInput(f"scheduler {name!r} has no option {option!r}{nearest(option, known)}{there}")
-        given[option] = converted(f"option {option!r} of scheduler {name!r}", value, known[option])
-    found = SCHEDULERS[name]
+    settings = SCHEDULERS.settings(name, options)
     network = {NETWORK: network_of(cost)} if media is None else media
     parts = Parts(
         prefill_cost or cost, cost.shape.kv_bytes_per_token, cost.shape.layers, holdings, network, far, fleet, ways
     )
-    return found.build(parts, found.settings(**given))
+    return SCHEDULERS[name].build(parts, settings)
 
 
 def build(
@@ -172,16 +164,3 @@ def build(
         return Scheduler(picker, None, admission)
     decoding = LeastTbt(cost, decode, kv_tokens, decode_s)
     return Scheduler(picker, Picker(decode, decoding, seed + 1), admission, decoding)
-
-
-def options_of(name: str) -> dict[str, bool | int | float | str]:
-    """The options of a scheduler, with their defaults.
-
-    Raises:
-        InvalidInput: no scheduler of that name.
-    """
-    found = SCHEDULERS.get(name)
-    if found is None:
-        raise InvalidInput(f"no scheduler {name!r}{nearest(name, NAMES)}; there are {', '.join(NAMES)}")
-    defaults = found.settings()
-    return {field.name: getattr(defaults, field.name) for field in fields(defaults)}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from skymemory import native
 from skymemory.conductor.fleet import PrefillTotals, Server
+from skymemory.errors import InvalidInput
+from skymemory.native.twin.ttft import delays_s
 
 
 class PrefillCost(Protocol):
@@ -70,15 +72,26 @@ class _Hearing(ABC):
 
 
 class GivenSpeeds(_Hearing):
-    """What one cost model says, times the part of it that each server is seen to need: a model may be off."""
+    """What one cost model says, times the part of it that servers are seen to need: a model may be off.
+
+    Servers that are about alike get the same factor. With one each, chance would tell them apart by some thousandths,
+    no two idle ones would tie, and nearly all requests would go to the luckiest while the others are idle.
+    """
 
     KEPT, ENOUGH, MOST = 32, 8, 16.0
+    ALIKE = 0.1
+    """So far from what is usual, as a part of it, a server is like the others."""
+    EVERY = 8
+    """Observations from one comparison of the servers to the next."""
 
     def __init__(self, cost: PrefillCost) -> None:
         super().__init__()
         self.cost = cost
         self._ratios: dict[int, deque[float]] = {}
+        self._own: dict[int, float] = {}
+        """What each server is seen to need."""
         self._factors: dict[int, float] = {}
+        self._count = 0
 
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         if not tokens:
@@ -98,7 +111,11 @@ class GivenSpeeds(_Hearing):
         ratios = self._ratios.setdefault(slot, deque(maxlen=self.KEPT))
         ratios.append(seconds / expected_s)
         if len(ratios) >= self.ENOUGH:
-            self._factors[slot] = min(self.MOST, max(1.0 / self.MOST, median(ratios)))
+            new = slot not in self._own
+            self._own[slot] = min(self.MOST, max(1.0 / self.MOST, median(ratios)))
+            self._count += 1
+            if new or self._count % self.EVERY == 0:
+                self._compare()
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
         pass
@@ -106,15 +123,20 @@ class GivenSpeeds(_Hearing):
     def forget(self, slot: int) -> None:
         super().forget(slot)
         self._ratios.pop(slot, None)
+        self._own.pop(slot, None)
         self._factors.pop(slot, None)
+
+    def _compare(self) -> None:
+        usual = median(self._own.values())
+        near = self.ALIKE * usual
+        self._factors = {slot: usual if abs(own - usual) <= near else own for slot, own in self._own.items()}
 
 
 Line = tuple[float, float, float]
 """Fixed seconds, seconds per computed token, and how much of those again per token that it attends to (twice)."""
 UNKNOWN: Line = (0.02, 1e-4, 0.0)
 """Before anything was observed: 10,000 tokens per second. Only proportions matter then, not the speed."""
-BENDS = (0.0, 5e-6, 1e-5, 2e-5, 4e-5, 8e-5)
-"""Of the last: attention over weights, by the cost model's ``a / (b·d)``: 2.2e-5 for a width of 8192."""
+_NO_LINE: Line = (math.nan, math.nan, math.nan)
 Point = tuple[float, float, float]
 """Tokens of a prompt, how many were cached, and the seconds it took."""
 
@@ -139,6 +161,10 @@ class LearnedSpeeds(_Hearing):
         self._whole: deque[tuple[float, float, float, float]] = deque(maxlen=4 * self.KEPT)
         self._of_whole: Line | None = None
         self._count = 0
+        self.changes = 0
+        """How often a line has become another."""
+        self.curves = array("d", UNKNOWN)
+        """For ``native.TtftRanker``: the line of servers that have none, and that of each slot, or NaNs."""
 
     def line(self, slot: int) -> Line:
         return self._lines.get(slot, self._common)
@@ -154,118 +180,89 @@ class LearnedSpeeds(_Hearing):
         return seconds
 
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
-        point = (float(max(1, tokens)), float(max(0, min(cached, tokens - 1))), seconds)
-        seen = self._seen.setdefault(slot, deque(maxlen=self.KEPT))
+        held = cached if cached < tokens else tokens - 1
+        point = (float(tokens) if tokens > 1 else 1.0, float(held) if held > 0 else 0.0, seconds)
+        seen = self._seen.get(slot)
+        if seen is None:
+            seen = self._seen[slot] = deque(maxlen=self.KEPT)
         seen.append(point)
         self._together.append(point)
         self._count += 1
-        # Every observation while they are few, then one in eight: a fit takes some 0.2 ms.
+        # Every observation while they are few, then one in eight.
         if len(seen) >= self.ENOUGH and (len(seen) < 2 * self.ENOUGH or self._count % 8 == 0):
-            self._lines[slot] = fit(seen, self.line(slot)[2])
+            self._lines[slot] = line = native.fit_prefills(seen, self.line(slot)[2])
+            self._show(slot, line)
+            self._show_common()
         if len(self._together) >= self.ENOUGH and (self._count < self.KEPT or self._count % 32 == 0):
-            self._common = fit(self._together, self._common[2])
+            self._common = native.fit_prefills(self._together, self._common[2])
+            self._show_common()
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
         if self._lines:
             return
+        held = cached if cached < tokens else tokens - 1
         self._whole.append(
-            (float(max(1, tokens)), float(max(0, min(cached, tokens - 1))), float(output_tokens), seconds)
+            (float(tokens) if tokens > 1 else 1.0, float(held) if held > 0 else 0.0, float(output_tokens), seconds)
         )
         self._count += 1
         if len(self._whole) >= 4 * self.ENOUGH and self._count % 8 == 0:
-            self._of_whole = fit_whole(self._whole)
+            self._of_whole = native.fit_whole(self._whole)
+            self._show_common()
 
     def forget(self, slot: int) -> None:
         super().forget(slot)
         self._seen.pop(slot, None)
-        self._lines.pop(slot, None)
+        if self._lines.pop(slot, None) is not None:
+            self._show(slot, _NO_LINE)
+            self._show_common()
+
+    def _show(self, slot: int, line: Line) -> None:
+        self.changes += 1
+        missing = slot + 2 - len(self.curves) // 3
+        if missing > 0:
+            self.curves.extend(_NO_LINE * missing)
+        self.curves[3 * slot + 3 : 3 * slot + 6] = array("d", line)
+
+    def _show_common(self) -> None:
+        self.changes += 1
+        self.curves[:3] = array("d", self._common if self._lines or self._of_whole is None else self._of_whole)
 
 
-def fit(points: Sequence[Point], bend: float = 0.0) -> Line:
-    """The best curve whose bend is ``bend`` or next to it in ``BENDS``; more bend must be better by a twentieth.
-
-    Best is the least mean error, without the worst sixteenth of the points.
-    """
-    tokens, cached, seconds = np.array(points, dtype=np.float64).T
-    at = BENDS.index(bend)
-    tried = BENDS[max(0, at - 1) : at + 2]
-    work = (tokens - cached) * (1.0 + np.array(tried)[:, None] * (tokens + cached))
-    lines = _lines(work, seconds)
-    kept = len(points) - len(points) // 16
-    errors = np.sort(np.abs(seconds - lines[:, :1] - lines[:, 1:] * work), axis=1)[:, :kept].mean(axis=1).tolist()
-    best = 0
-    for other in range(1, len(tried)):
-        if errors[other] < 0.95 * errors[best]:
-            best = other
-    fixed_s, per_token_s = lines[best].tolist()
-    return fixed_s, per_token_s, tried[best]
-
-
-_SURE = 4.0
-"""Standard errors that what a prompt's token takes must be above nothing: it is known within a half then."""
+# What a second of computing at a server costs the requests that will come after it.
+#
+# A server's queue of ``w`` seconds delays, as long as it lasts, everyone who comes behind it: where requests arrive at
+# rate ``r`` and keep the server busy for a part ``b`` of its time, by ``r·w² / (2·(1 − b))`` seconds in all (the value
+# function of such a queue; Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with queue-specific
+# job sizes", 2012). So ``e`` seconds more cost them ``r / (1 − b) · e · (w + e / 2)``. The formula takes later
+# requests
+# to come whatever the queue is; ours look at it and go elsewhere, which makes it less, and estimates of waiting err,
+# which makes caches worth more: so ``weight`` times it counts, as tuned.
+#
+# That they can go elsewhere, and that the queue ends, holds as long as some server is free. Where even the shortest
+# queue
+# is long, all of them last, and a second of work delays those who come later by about as much wherever it is done: by
+# ``q / (q + 1)``, for a shortest queue of ``q`` usual prefills, its length counts in place of the server's own, and
+# the
+# price rises (``CROWDED``).
+#
+# Rate and business are those of the requests sent lately: nothing is configured, and with little traffic the price is
+# nothing.
 
 
-def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Line | None:
-    """The same where what is known is the time of prefill and answer together: tokens, cached, tokens of the answer,
-    and seconds. Each token of an answer is taken to need the same time.
+class DelayPrice(native.DelayPrice):
+    """``window_s``: what was sent so long ago counts for 1/e. ``most_busy``: a business above it is taken for it."""
 
-    None where that does not show what a prompt's token takes: beside long answers, whose times differ by more than a
-    prefill takes, the likeliest figure may be next to nothing, and with it no cache would be worth a detour.
-    """
-    tokens, cached, output, seconds = np.array(points, dtype=np.float64).T
-    best: tuple[float, Line] | None = None
-    for bend in BENDS:
-        work = (tokens - cached) * (1.0 + bend * (tokens + cached))
-        terms = np.stack([work, output], axis=1)
-        near = np.ones(len(points), bool)
-        for _ in range(4):
-            found, *_ = np.linalg.lstsq(terms[near], seconds[near], rcond=None)
-            errors = np.abs(seconds - terms @ found)
-            near = errors <= 3.0 * np.median(errors) + 1e-9
-        error = float(np.sort(errors)[: len(points) * 3 // 4].mean())
-        spread = terms.T @ terms
-        off = float(np.square(errors).sum()) / (len(points) - 2)  # with those far off: they are part of the doubt
-        shows = found[0] > 0 and off * spread[1, 1] <= (found[0] / _SURE) ** 2 * np.linalg.det(spread)
-        if shows and found[1] >= 0 and (best is None or error < 0.95 * best[0]):
-            best = error, (0.0, float(found[0]), bend)
-    return None if best is None else best[1]
+    def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
+        if weight < 0 or not window_s > 0 or not 0 <= most_busy < 1:
+            raise InvalidInput(
+                f"a price of delay of weight {weight:g} over {window_s:g} s, at most {most_busy:g} busy;"
+                " expected 0 or more, more than 0 s, and less than 1"
+            )
+        super().__init__(weight, window_s, most_busy)
 
+    def delays_s(self, waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, now_s: float) -> list[float]:
+        """Seconds that later requests wait longer in all, where this work is put behind the queue of each server.
 
-Columns = NDArray[np.float64]
-"""A row for each bend that is tried."""
-
-
-def _lines(work: Columns, seconds: Columns) -> Columns:
-    """Least squares, then again without points more than three usual errors off the line: fixed, per work.
-
-    An error is usual for the point's size: three seconds are much for a short prompt and little for a long one.
-    """
-    lines = _least_squares(work, seconds, np.ones(work.shape))
-    for _ in range(2):
-        there = lines[:, :1] + lines[:, 1:] * work
-        errors = np.abs(seconds - there) / there
-        near = errors <= 3.0 * _medians(errors) + 1e-9
-        lines = _least_squares(work, seconds, near.astype(np.float64))
-    return lines
-
-
-def _medians(rows: Columns) -> Columns:
-    """As ``np.median``, which takes as long as all else here together."""
-    half = rows.shape[1] // 2
-    ordered = np.sort(rows, axis=1)
-    return (ordered[:, half : half + 1] + ordered[:, (rows.shape[1] - 1) // 2, None]) / 2.0
-
-
-def _least_squares(work: Columns, seconds: Columns, near: Columns) -> Columns:
-    """Never a negative part: prompts of one length only say what a token takes, not what is fixed."""
-    count = near.sum(axis=1)
-    work_mean, seconds_mean = (near * work).sum(axis=1) / count, (near * seconds).sum(axis=1) / count
-    off = (work - work_mean[:, None]) * near
-    spread = (off * off).sum(axis=1) / count
-    lean = (off * (seconds - seconds_mean[:, None])).sum(axis=1) / count
-    wide = spread >= (0.1 * work_mean) ** 2
-    per_work_s = np.where(wide, lean, 0.0) / np.where(wide, spread, 1.0)
-    fixed_s = seconds_mean - per_work_s * work_mean
-    straight = wide & (fixed_s >= 0.0) & (per_work_s > 0.0)
-    through_zero = np.maximum(1e-9, seconds_mean / work_mean)
-    return np.stack([np.where(straight, fixed_s, 0.0), np.where(straight, per_work_s, through_zero)], axis=1)
+        ``usual_s``: what a prefill takes, lately.
+        """
+        return delays_s(waits_s, works_s, usual_s, self.rate(len(waits_s), now_s))

@@ -1,48 +1,251 @@
-"""Hashes of words that are the same on every machine, for strategies that place requests by hashing."""
+"""SimHash: prompts that share most of their blocks go to one server, whatever the order of the blocks.
+
+Source: vLLM production-stack's prefix router, first of its two ways. It hashes the 64-bit signature again onto its
+ring, so that two signatures one bit apart land anywhere: the similarity is lost. Here nearness is kept: a prompt goes
+where the nearest signature was served, if it is near enough and the server is not overloaded; else to least load.
+"""
 
 from __future__ import annotations
 
-from hashlib import blake2b
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import cos, pi
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.request import Request
+from skymemory.conductor.fleet import Server
+from skymemory.conductor.request import HEAD_BYTES, Request
+from skymemory.conductor.strategies.base import (
+    Forgetful,
+    GainThreshold,
+    Ranking,
+    check_factor,
+    hash_words,
+    loads_of,
+    mix,
+    most_allowed,
+    scope_of,
+)
+from skymemory.errors import InvalidInput
 
-_MASK = (1 << 64) - 1
-
-
-def hash_words(*words: bytes) -> int:
-    """64 bits of several words; each with its length, so that no two lists of words are confused."""
-    state = blake2b(digest_size=8)
-    for word in words:
-        state.update(len(word).to_bytes(8, "little"))
-        state.update(word)
-    return int.from_bytes(state.digest(), "little")
-
-
-def scope_of(request: Request) -> tuple[bytes, bytes, bytes]:
-    """What separates caches whatever the text: model, adapter, salt."""
-    return request.model.encode(), request.adapter.encode(), request.salt.encode()
-
-
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each of ``values`` scattered over 64 bits (the finish of splitmix64)."""
-    mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+BITS = 64
+_SET_BITS = (
+    np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8)).reshape(-1, 16).sum(axis=1, dtype=np.uint8)
+)
 
 
-class NameHashes:
-    """Hashes of server names, each computed once."""
+@dataclass(frozen=True, slots=True)
+class SimHashSettings:
+    near_bits: int = 12
+    """Signatures that differ in more bits are strangers. Two unrelated ones differ in 32 ± 4."""
+    remembered: int = 256
+    """Signatures kept per server, the latest."""
+    load_factor: float = 1.25
+    min_match_tokens: int = 0
+    min_match_ratio: float = 0.0
 
-    def __init__(self) -> None:
-        self._of: dict[str, int] = {}
+    def __post_init__(self) -> None:
+        check_factor(self.load_factor)
+        if not 0 <= self.near_bits < BITS // 2:
+            raise InvalidInput(f"near_bits is {self.near_bits}; expected 0 to {BITS // 2 - 1}")
+        if not 1 <= self.remembered <= 65_536:
+            raise InvalidInput(f"remembered is {self.remembered}; expected 1 to 65536")
 
-    def of(self, name: str) -> int:
-        known = self._of.get(name)
-        if known is None:
-            if len(self._of) >= 4096:
-                self._of.clear()
-            known = self._of[name] = hash_words(name.encode())
-        return known
+
+def signature_of(pieces: NDArray[np.uint64]) -> int:
+    """Of each of 64 bits, whether it is set in more than half of ``pieces`` (Charikar's SimHash, equal weights).
+
+    Pieces are hashes seeded by model, adapter and salt, so prompts that may not share caches have unrelated
+    signatures.
+    """
+    bits = np.unpackbits(pieces.view(np.uint8).reshape(len(pieces), 8), axis=1)
+    counts = np.add.reduce(bits, axis=0, dtype=np.uint32)
+    return int.from_bytes(np.packbits(2 * counts > len(pieces)).tobytes(), "little")
+
+
+def distances(signature: int, others: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Bits in which each of ``others`` differs from ``signature``."""
+    differing: NDArray[np.uint64] = np.bitwise_xor(others, np.uint64(signature))
+    if hasattr(np, "bitwise_count"):
+        counted: NDArray[np.uint8] = np.bitwise_count(differing)
+        return counted
+    words = _SET_BITS[np.ascontiguousarray(differing).view(np.uint16)]  # NumPy 1.26 cannot count bits.
+    summed: NDArray[np.uint8] = words.reshape(*others.shape, 4).sum(axis=-1, dtype=np.uint8)
+    return summed
+
+
+def similarity(bits: float) -> float:
+    """Cosine of the angle between two prompts, as sets of pieces, whose signatures differ in ``bits``."""
+    return max(0.0, cos(pi * bits / BITS))
+
+
+class NearestSignature(Forgetful):
+    name = "simhash"
+
+    def __init__(self, settings: SimHashSettings | None = None) -> None:
+        self.settings = settings or SimHashSettings()
+        self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
+        self._kept = np.zeros((0, self.settings.remembered), dtype=np.uint64)
+        """Per slot the latest signatures, as a ring; it begins filled with the first."""
+        self._count: list[int] = []
+        """Per slot, signatures ever put into its ring."""
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        loads = loads_of(servers, now_s)
+        weights: tuple[tuple[str, Sequence[float]], ...] = (("requests there", loads),)
+        prompt = request.prompt
+        by_load = [-load for load in loads]
+        if not len(prompt.pieces):
+            return Ranking(by_load, reasons=("load only: the prompt fills no block",), weights=weights)
+        bits = self._nearest(signature_of(prompt.pieces), servers)
+        best = min(bits)
+        if best > self.settings.near_bits:
+            return Ranking(
+                by_load, reasons=(f"load only: no prompt within {self.settings.near_bits} bits",), weights=weights
+            )
+        promised = similarity(best) * prompt.tokens
+        if not self._gain.worth(promised, prompt.tokens):
+            return Ranking(by_load, reasons=(self._gain.why_not(promised, prompt.tokens),), weights=weights)
+        most = most_allowed(loads, self.settings.load_factor)
+        scores = [
+            float(BITS - far) if far <= self.settings.near_bits and load + 1.0 <= most else load_score
+            for far, load, load_score in zip(bits, loads, by_load, strict=True)
+        ]
+        reason = f"nearest prompt differs in {best} of {BITS} bits"
+        if loads[bits.index(best)] + 1.0 > most:
+            reason += f"; its server has {loads[bits.index(best)]:.0f} requests, and {most} are allowed"
+        return Ranking(scores, reasons=(reason,), weights=(("bits away", bits), *weights))
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        pieces = request.prompt.pieces
+        if not len(pieces):
+            return
+        self._make_room(server.slot)
+        signature = np.uint64(signature_of(pieces))
+        ring, count = self._kept[server.slot], self._count[server.slot]
+        if not count:
+            ring[:] = signature
+        elif not (ring == signature).any():
+            ring[count % len(ring)] = signature
+        else:
+            return
+        self._count[server.slot] = count + 1
+
+    def forget(self, server: Server) -> None:
+        if server.slot < len(self._count):
+            self._count[server.slot] = 0
+
+    def _nearest(self, signature: int, servers: Sequence[Server]) -> list[int]:
+        """Per server, bits to the nearest signature it served; ``BITS`` where it served none."""
+        counts = self._count
+        slots = [server.slot if server.slot < len(counts) and counts[server.slot] else -1 for server in servers]
+        known = [slot for slot in slots if slot >= 0]
+        if not known:
+            return [BITS] * len(servers)
+        nearest = iter(distances(signature, self._kept[known]).min(axis=1).tolist())
+        return [next(nearest) if slot >= 0 else BITS for slot in slots]
+
+    def _make_room(self, slot: int) -> None:
+        if slot >= len(self._count):
+            more = slot + 1 - len(self._count)
+            self._count += [0] * more
+            self._kept = np.concatenate([self._kept, np.zeros((more, self.settings.remembered), dtype=np.uint64)])
+
+
+# Consistent hashing with bounded loads, on the beginning of a prompt.
+#
+# Source: KubeAI's load balancer: the hash of adapter and of the prompt's first 100 characters, 256 virtual nodes per
+# server, clockwise until a server has at most 1.25 × the mean load. Done otherwise: the bound is rounded up
+# (``loads.most_allowed``), the salt and the model are hashed with the adapter, and a prefix that promises less than
+# the
+# gain threshold does not weigh.
+
+
+BYTES_PER_TOKEN = 4
+"""Of text, on average: what a hashed beginning promises in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChwblSettings:
+    prefix_characters: int = 100
+    virtual_nodes: int = 256
+    load_factor: float = 1.25
+    min_match_tokens: int = 0
+    min_match_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_factor(self.load_factor)
+        if not 1 <= self.prefix_characters <= HEAD_BYTES:
+            raise InvalidInput(f"prefix_characters is {self.prefix_characters}; expected 1 to {HEAD_BYTES}")
+        if not 1 <= self.virtual_nodes <= 65_536:
+            raise InvalidInput(f"virtual_nodes is {self.virtual_nodes}; expected 1 to 65536")
+
+
+class BoundedRing(Forgetful):
+    """The first server clockwise of the prompt's hash that is not overloaded; the next are the fallbacks, in order."""
+
+    name = "chwbl"
+
+    def __init__(self, settings: ChwblSettings | None = None) -> None:
+        self.settings = settings or ChwblSettings()
+        self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
+        self._names: frozenset[str] = frozenset()
+        self._points: list[int] = []
+        self._owners: list[str] = []
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        loads = loads_of(servers, now_s)
+        weights = (("requests there", loads),)
+        prompt = request.prompt
+        head = prompt.head[: self.settings.prefix_characters]
+        promised = min(prompt.tokens, len(head) / BYTES_PER_TOKEN)
+        if not self._gain.worth(promised, prompt.tokens):
+            return Ranking(
+                [-load for load in loads], reasons=(self._why_not(promised, prompt.tokens),), weights=weights
+            )
+        order = self._clockwise(hash_words(*scope_of(request), head), servers)
+        most = most_allowed(loads, self.settings.load_factor)
+        scores = [0.0] * len(servers)
+        for place, at in enumerate(order):
+            load = loads[at]
+            scores[at] = float(len(order) - place) if load + 1.0 <= most else -1.0 - load
+        passed = next(place for place, at in enumerate(order) if scores[at] > 0.0)
+        reason = f"by the hash of its first {len(head)} characters"
+        if passed:
+            reason += f", {passed} servers further because of load (at most {most} requests)"
+        return Ranking(scores, reasons=(reason,), weights=weights)
+
+    def forget(self, server: Server) -> None:
+        self._names = frozenset()  # The ring is built anew, without it.
+
+    def _why_not(self, promised: float, tokens: int) -> str:
+        return self._gain.why_not(promised, tokens) if promised else "load only: the prompt has no text to hash"
+
+    def _clockwise(self, key: int, servers: Sequence[Server]) -> list[int]:
+        """Positions in ``servers``, in the order in which the walk from ``key`` meets them."""
+        at_of = {server.name: at for at, server in enumerate(servers)}
+        if not self._names.issuperset(at_of):
+            self._build(self._names.union(at_of))
+        points, owners = self._points, self._owners
+        start = bisect_left(points, key)
+        order: list[int] = []
+        for point in chain(range(start, len(points)), range(start)):
+            at = at_of.pop(owners[point], None)
+            if at is not None:
+                order.append(at)
+                if not at_of:
+                    break
+        return order
+
+    def _build(self, names: frozenset[str]) -> None:
+        """All servers met so far are on the ring; who is not asked about is walked past, as if it were not there."""
+        ordered = sorted(names)
+        nodes = np.arange(self.settings.virtual_nodes, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        points = np.concatenate([mix(nodes + np.uint64(hash_words(name.encode()))) for name in ordered])
+        owners = np.repeat(np.arange(len(ordered)), self.settings.virtual_nodes)
+        order = np.argsort(points, kind="stable")
+        self._names, self._points = names, points[order].tolist()
+        self._owners = [ordered[owner] for owner in owners[order].tolist()]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
+from skymemory import native
+from skymemory.conductor.fleet import LoadReport, Server
+from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.tickets import Tickets
-from skymemory.conductor.strategies.under_way import UnderWay
+from skymemory.conductor.strategies.base import Tickets
 
 MOST_UNDER_WAY = 8192
 """Blocks of a prompt that count from when it is sent."""
@@ -18,6 +19,17 @@ ANSWERING = 4096
 BELIEVABLE = 0.5
 """Part of the blocks believed to be held that a server must confirm; with less, what it lacked is not believed
 elsewhere either. Blocks of characters and an engine's own block size make small differences meaningless."""
+
+
+class Sent(NamedTuple):
+    """What was noted when a request was sent."""
+
+    believed: int
+    """Blocks that the index gave."""
+    under_way: int
+    """Its ticket; 0: none."""
+    estimated: object = None
+    """What a strategy noted besides."""
 
 
 class Indexed:
@@ -30,10 +42,10 @@ class Indexed:
 
     def __init__(self, index: PrefixIndex, under_way_blocks: int = MOST_UNDER_WAY) -> None:
         self.index = index
-        self._under_way = UnderWay(under_way_blocks, getattr(index, "secret", None))
-        self._chains: Tickets[Blocks] = Tickets()
-        self._believed: Tickets[int] = Tickets()
-        """Blocks that the index gave when the request was sent."""
+        self._set_capacity = getattr(index, "set_capacity", None)
+        self._counts_under_way = under_way_blocks > 0
+        self._under_way = under_way(under_way_blocks, getattr(index, "secret", None))
+        self._notes: Tickets[Sent] = Tickets()
         self._answering: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         """The same, with the prompt's last block, for requests that are being answered: some servers say with the end
         what they had cached. Most never do, so requests are not kept alive for it: one is known by its number, and
@@ -57,28 +69,43 @@ class Indexed:
         said.
         """
         held = self.held_blocks(prompt, servers) if held is None else held
-        under_way = self._under_way.depths(prompt.blocks, [server.slot for server in servers])
-        return list(map(max, held, under_way)) if under_way and len(prompt.blocks) else held
+        if not len(prompt.blocks) or not len(self._under_way):
+            return held
+        return list(map(max, held, self._under_way.depths(prompt.blocks, [server.slot for server in servers])))
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
+        self.note(request, server, self.held_blocks(request.prompt, (server,))[0])
+
+    def note(self, request: Request, server: Server, believed: int, estimated: object = None) -> None:
+        """It is sent to a server that is believed to hold so many of its blocks: under way from now on."""
         blocks = request.prompt.blocks
-        self._believed.note(request, server, self.held_blocks(request.prompt, (server,))[0])
-        if self._under_way.most_blocks and len(blocks):
-            self._chains.note(request, server, self._under_way.add(server.slot, blocks))
+        ticket = self._under_way.add(server.slot, blocks) if self._counts_under_way and len(blocks) else 0
+        self._notes.note(request, server, tuple.__new__(Sent, (believed, ticket, estimated)))
+
+    def arrived(self, request: Request, server: Server) -> Sent | None:
+        """It is no longer under way: what was noted, None where nothing was."""
+        sent = self._notes.take(request, server)
+        if sent is not None and sent.under_way:
+            self._under_way.drop(sent.under_way)
+        return sent
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        believed = self._believed.take(request, server)
-        self._arrived(request, server)
+        self.learn(request, server, self.arrived(request, server), cached_tokens)
+
+    def learn(self, request: Request, server: Server, sent: Sent | None, cached_tokens: int | None) -> None:
+        """The server holds it now; ``sent`` is what ``arrived`` gave."""
         prompt = request.prompt
         if not len(prompt.blocks):
             return
-        if believed and cached_tokens is None:
-            self._answering[id(request), server.slot] = believed, prompt.blocks.item(-1)
-            if len(self._answering) > ANSWERING:
-                self._answering.popitem(last=False)
-        elif believed and cached_tokens is not None:
-            self._correct(prompt, server, believed, cached_tokens)
-        self._fit_capacity(prompt, server)
+        if sent is not None and sent.believed:
+            if cached_tokens is None:
+                self._answering[id(request), server.slot] = sent.believed, prompt.blocks.item(-1)
+                if len(self._answering) > ANSWERING:
+                    self._answering.popitem(last=False)
+            else:
+                self._correct(prompt, server, sent.believed, cached_tokens)
+        if server.reported is not None:
+            self._fit_capacity(prompt, server, server.reported)
         self.index.learn(server.slot, prompt.blocks)
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
@@ -93,34 +120,29 @@ class Indexed:
         pass
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
-        self._believed.take(request, server)
-        self._arrived(request, server)
+        self.arrived(request, server)
 
     def forget(self, server: Server) -> None:
-        self._believed.forget(server)
-        self._chains.forget(server)
+        self._notes.forget(server)
         self._under_way.forget(server.slot)
         for key in [key for key in self._answering if key[1] == server.slot]:
             del self._answering[key]
         self.index.forget(server.slot)
-
-    def _arrived(self, request: Request, server: Server) -> None:
-        chain = self._chains.take(request, server)
-        if chain is not None:
-            self._under_way.drop(server.slot, chain)
 
     def _correct(self, prompt: Prompt, server: Server, believed: int, cached_tokens: int) -> bool:
         """What it lacked of ``believed`` blocks it lacks in other prompts too; whether anything was taken back."""
         held = int(cached_tokens / prompt.block_tokens)
         return held + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, held) > 0
 
-    def _fit_capacity(self, prompt: Prompt, server: Server) -> None:
+    def _fit_capacity(self, prompt: Prompt, server: Server, report: LoadReport) -> None:
         """An index that bounds what it believes of a server takes the size that the server tells of its cache.
 
         The endpoint picker's original ignores it: it then believes in blocks that were evicted long ago.
         """
-        report = server.reported
-        set_capacity = getattr(self.index, "set_capacity", None)
-        if set_capacity is not None and report is not None and report.cache_blocks and report.block_tokens:
+        if report.cache_blocks and report.block_tokens and self._set_capacity is not None:
             tokens = report.cache_blocks * report.block_tokens * server.read_per_token
-            set_capacity(server.slot, max(1, int(tokens / prompt.block_tokens)))
+            self._set_capacity(server.slot, max(1, int(tokens / prompt.block_tokens)))
+
+
+def under_way(most_blocks: int, secret: int | None) -> native.UnderWay:
+    return native.UnderWay(most_blocks) if secret is None else native.UnderWay(most_blocks, secret)

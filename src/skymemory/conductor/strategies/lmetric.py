@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Ranking
+from skymemory.conductor.strategies.base import Ranking, loads_of
 from skymemory.conductor.strategies.indexed import Indexed
-from skymemory.conductor.strategies.loads import loads_of
 
 _TIE = 1e-6
 """What a request counts where products tie; they are whole numbers."""

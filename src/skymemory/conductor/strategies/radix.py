@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Ranking
-from skymemory.conductor.strategies.gain import GainThreshold
+from skymemory.conductor.strategies.base import GainThreshold, Ranking, loads_of
 from skymemory.conductor.strategies.indexed import Indexed
-from skymemory.conductor.strategies.loads import loads_of
 from skymemory.errors import InvalidInput
 
 

@@ -1,8 +1,4 @@
-"""Session affinity: requests of one client go to one server.
-
-Source: prefix-aware-routing ("session affinity"). Which server is found by rendezvous hashing, so that nothing is kept
-per session and a server that leaves or comes moves only its own share of sessions.
-"""
+"""Strategies that know nothing of prompts: at random, in turn, least load, and one server per session."""
 
 from __future__ import annotations
 
@@ -13,9 +9,58 @@ import numpy as np
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Forgetful, Ranking
-from skymemory.conductor.strategies.hashing import NameHashes, hash_words, mix
-from skymemory.conductor.strategies.loads import check_factor, loads_of, most_allowed
+from skymemory.conductor.strategies.base import (
+    Forgetful,
+    NameHashes,
+    Ranking,
+    check_factor,
+    hash_words,
+    loads_of,
+    mix,
+    most_allowed,
+)
+
+
+class AtRandom(Forgetful):
+    """All servers tie, and the picker's seeded tie-break chooses."""
+
+    name = "random"
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        return Ranking([0.0] * len(servers))
+
+
+class InTurn(Forgetful):
+    """Round robin: the server whose last turn is longest ago."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._last: dict[int, int] = {}
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        return Ranking([-float(self._last.get(server.slot, 0)) for server in servers])
+
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        self._turn += 1
+        self._last[server.slot] = self._turn
+
+    def forget(self, server: Server) -> None:
+        self._last.pop(server.slot, None)
+
+
+class LeastLoad(Forgetful):
+    """The server with the fewest requests: those we sent and that have not ended, or those it reports, if more."""
+
+    name = "least-load"
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        loads = loads_of(servers, now_s)
+        return Ranking([-load for load in loads], weights=(("requests there", loads),))
+
+
+# --- sessions ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +73,11 @@ class SessionSettings:
 
 
 class SessionAffinity(Forgetful):
-    """The server whose hash with the session is highest, unless it is overloaded; without a session, least load."""
+    """The server whose hash with the session is highest, unless it is overloaded; without a session, least load.
+
+    Source: prefix-aware-routing ("session affinity"). By rendezvous hashing: nothing is kept per session, and a server
+    that leaves or comes moves only its own share of sessions.
+    """
 
     name = "session"
 

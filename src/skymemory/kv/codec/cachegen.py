@@ -19,8 +19,10 @@ A section: a step code (2 bytes) per head · base of the turn (1 byte, 0 for val
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +30,157 @@ import numpy.typing as npt
 from skymemory import native
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
 from skymemory.kv.chunk import Buffer
-from skymemory.kv.codec.entropy import constriction
-from skymemory.kv.codec.grid import MAX_PULL, PULL_LIMIT, Snapped, pack, packed_bytes, snap, unpack, unsnap
-from skymemory.kv.codec.sections import decode_section, encode_section
-from skymemory.kv.codec.steps import MAX_CODE, MIN_CODE, Level, Steps, level_of, step_codes, steps_of
-from skymemory.kv.codec.turning import BASES, best_base, turn
+from skymemory.kv.codec.entropy import (
+    MAX_PULL,
+    PULL_LIMIT,
+    Snapped,
+    constriction,
+    decode_section,
+    encode_section,
+    pack,
+    packed_bytes,
+    snap,
+    unpack,
+    unsnap,
+)
 from skymemory.kv.layout import KVLayout, to_float32
+
+# Keys turned back to where their rotary position embedding found them: a part of ``cachegen``.
+#
+# Rotary embeddings (Su et al., 2021) turn each pair of a key's channels by an angle that grows with the token's
+# position.
+# What a channel has in common with all tokens, its mean, is turned with it, and then looks like change. Turning a
+# block's keys back by their place *in the block* leaves each pair turned by one angle for the whole block, so means
+# are
+# means again. Pairs are channels i and i + head_dim / 2, as Llama and its relatives in transformers have them.
+#
+# A codec knows no model, so the encoder tries the usual bases and takes the one that leaves the least change, if any
+# does; a byte of the payload says which. Turning loses nothing but the last bit of a float32.
+
+
+Floats = npt.NDArray[np.float32]
+
+BASES = (0.0, 1e4, 5e5, 1e6)
+"""By number in the payload. 0: not turned; 1e4: Llama, Llama 2, Mistral 7B v0.1; 5e5: Llama 3; 1e6: Qwen 2, Mistral."""
+_WORTH = 0.95
+"""A base is taken if it brings the sum of the channels' variances below this part of what it is."""
+
+
+def best_base(keys: Floats) -> int:
+    """The number of the base by which ``keys`` (kv_heads, block_tokens, head_dim) vary least once turned back."""
+    _, tokens, head_dim = keys.shape
+    if head_dim % 2 or tokens < 2:
+        return 0
+    exact = keys.astype(np.float64)
+    first, second = exact[..., : head_dim // 2], exact[..., head_dim // 2 :]
+    # Turning keeps the sum of the squares, so what varies is that less what the means have.
+    squares = float(np.square(exact).sum())
+    spreads = [squares - float(np.square(exact.sum(axis=1)).sum()) / tokens]
+    for number in range(1, len(BASES)):
+        cosines, sines = _angles(number, tokens, head_dim)
+        back = _summed(first, cosines) + _summed(second, sines), _summed(second, cosines) - _summed(first, sines)
+        spreads.append(squares - float(sum(np.square(part).sum() for part in back)) / tokens)
+    best = int(np.argmin(spreads))
+    return best if spreads[best] < _WORTH * spreads[0] else 0
+
+
+def _summed(numbers: npt.NDArray[np.float64], factors: Floats) -> npt.NDArray[np.float64]:
+    summed: npt.NDArray[np.float64] = np.einsum("htp,tp->hp", numbers, factors)
+    return summed
+
+
+def turn(keys: Floats, base: int, direction: int) -> Floats:
+    """``keys`` turned forward (direction 1) or back (-1) by the angles of their tokens' places in the block."""
+    if not base:
+        return keys
+    _, tokens, head_dim = keys.shape
+    cosines, sines = _angles(base, tokens, head_dim)
+    first, second = keys[..., : head_dim // 2], keys[..., head_dim // 2 :]
+    sines = sines if direction > 0 else -sines
+    return np.concatenate((first * cosines - second * sines, second * cosines + first * sines), axis=-1)
+
+
+@functools.lru_cache(maxsize=16)
+def _angles(base: int, tokens: int, head_dim: int) -> tuple[Floats, Floats]:
+    rates = BASES[base] ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    angles = np.arange(tokens)[:, None] * rates
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+# How finely the ``cachegen`` codec rounds: a step per layer, key or value and head, chosen by a named level.
+#
+# A step is the distance between neighbouring numbers that can be stored (see ``grid``). It is
+# taken relative to how much the head's channels vary from token to token in this block, on a grid of quarter octaves
+# (2 ** (code / 4)), so that two bytes say it. Steps differ by third of the layers, as CacheGen's do (Liu et al.,
+# SIGCOMM
+# 2024), and between keys and values: keys decide where a token looks, and bear less. ``medium`` was set by how far
+# each
+# layer's rounding moves the predictions of the shipped small model; the others are an eighth, a half and 1.4 of it.
+
+
+Steps = npt.NDArray[np.float32]
+
+MIN_CODE, MAX_CODE = -480, 500
+"""2 ** -120 .. 2 ** 125: normal float32 numbers."""
+MAX_QUOTIENT = 1 << 20
+"""No number is more than this many steps from 0: float32 still tells halves there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Steps of keys and of values in the first, middle and last third of the layers, in standard deviations of a
+    channel over the tokens."""
+
+    name: str
+    number: int
+    keys: tuple[float, float, float]
+    values: tuple[float, float, float]
+
+    def relative_step(self, layer: int, layers: int, part: int) -> float:
+        """The step of keys (part 0) or values (1) of layer ``layer`` of ``layers``, in standard deviations."""
+        return (self.keys, self.values)[part][3 * layer // layers]
+
+
+LEVELS = {
+    level.name: level
+    for level in (
+        Level("finest", 1, (0.125, 0.16, 0.08), (0.15, 0.25, 0.15)),
+        Level("fine", 2, (0.5, 0.65, 0.325), (0.6, 1.0, 0.6)),
+        Level("medium", 3, (1.0, 1.3, 0.65), (1.2, 2.05, 1.2)),
+        Level("coarse", 4, (1.4, 1.8, 0.9), (1.7, 2.9, 1.7)),
+    )
+}
+
+
+def level_of(name: str) -> Level:
+    """The level called ``name``; InvalidInput if there is none."""
+    if name not in LEVELS:
+        raise InvalidInput(f"no cachegen level {name!r}: choose one of {', '.join(LEVELS)}")
+    return LEVELS[name]
+
+
+def step_codes(numbers: npt.NDArray[np.float32], relative_step: float) -> npt.NDArray[np.int16]:
+    """The code of each head's step, for finite ``numbers`` (kv_heads, block_tokens, head_dim)."""
+    exact = numbers.astype(np.float64)
+    tokens = numbers.shape[1]
+    centre = exact.mean(axis=1, keepdims=True) if tokens > 1 else 0.0
+    spread = np.sqrt(np.square(exact - centre).sum(axis=1).mean(axis=1) / max(1, tokens - 1))
+    tiny = 2.0 ** (MIN_CODE / 4)
+    codes = np.floor(4 * np.log2(np.maximum(spread * relative_step, tiny)))
+    # A head that hardly varies beside its largest number is kept to a millionth of that.
+    least = np.ceil(4 * np.log2(np.maximum(np.abs(exact).max(axis=(1, 2)) / MAX_QUOTIENT, tiny)))
+    chosen: npt.NDArray[np.int16] = np.minimum(np.maximum(codes, least), MAX_CODE).astype(np.int16)
+    return chosen
+
+
+def steps_of(codes: npt.NDArray[np.int16]) -> Steps:
+    """2 ** (code / 4), the same on every machine: a power of two times one of four constants."""
+    octaves, quarters = np.divmod(codes.astype(np.int32), 4)
+    return np.ldexp(_QUARTERS[quarters], octaves)
+
+
+_QUARTERS = np.array([1.0, 1.189207115, 1.4142135624, 1.6817928305], np.float32)
+
 
 _MAGIC = b"CGEN"
 _VERSION = 2

@@ -1,8 +1,11 @@
-"""How long a request would wait at each server: the prefills we sent there, and how far they must have come.
+"""How long a request would wait at each server: the twin, and what the compiled queues must do.
 
-The end of a prefill shows where its answer streams. Where the answer comes whole it does not: such a one is *unseen*,
-and believed to end when its estimated work is done, or when the server's report says that fewer wait than we thought,
-or, at the latest, when its answer or that of one behind it is there.
+A *queue* is what we sent to a slot and what has no first byte yet, and how far that must have come. The end of a
+prefill shows where its answer streams. Where the answer comes whole it does not: such a one is *unseen*, and believed
+to end when its estimated work is done, or when the server's report says that fewer wait than we thought, or, at the
+latest, when its answer or that of one behind it is there.
+
+Servers are objects with ``slot`` and ``reported``: None, or an object with ``at_s`` and ``waiting`` that never changes.
 """
 
 from __future__ import annotations
@@ -10,27 +13,48 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
-from skymemory.conductor.fleet import LoadReport, Server
-from skymemory.conductor.strategies.loads import STALE_S
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+
+STALE_S = 5.0
+"""A report older than this says nothing."""
+
+
+class Report(Protocol):
+    @property
+    def at_s(self) -> float: ...
+    @property
+    def waiting(self) -> int: ...
+
+
+class Server(Protocol):
+    @property
+    def slot(self) -> int: ...
+    @property
+    def reported(self) -> Report | None: ...
 
 
 @dataclass(slots=True, eq=False)
-class Prefill:
+class _Prefill:
     """One that was sent: ``work_s`` is what it was estimated to take, alone."""
 
     work_s: float
     routed_s: float
-    drain_s: float = 0.0
+    drain_s: float
     """After ``work_s`` the next begins, and so much later this one is done: in a pipeline of machines."""
-    unseen: bool = False
+    unseen: bool
     """Its end will not show."""
 
 
 @dataclass(slots=True)
 class _Queue:
-    waiting: dict[Prefill, None] = field(default_factory=dict)
-    """In the order of sending; the first is the one being computed."""
+    waiting: dict[int, _Prefill] = field(default_factory=dict)
+    """By ticket, in the order of sending; the first is the one being computed."""
     rest_s: float = 0.0
     """Work of all but the first."""
     first_s: float = 0.0
@@ -39,7 +63,7 @@ class _Queue:
     """Of the first."""
     since_s: float = 0.0
     """When the first began."""
-    others: tuple[float, int] = (-1.0, 0)
+    others: tuple[float, float] = (-1.0, 0.0)
     """When a report was made, and how many requests that we did not send waited by it."""
     ended: deque[tuple[float, float]] = field(default_factory=deque)
     """Of those that ended lately, when they were sent and when they ended."""
@@ -61,14 +85,20 @@ class PrefillQueues:
     def __init__(self, overdue: float) -> None:
         self._overdue = overdue
         self._queues: dict[int, _Queue] = {}
-        self.usual_s = 0.0
-        """What one takes, lately, at any server: for requests that others sent."""
+        self._tickets = 0
+        self._usual_s = 0.0
+
+    @property
+    def usual_s(self) -> float:
+        """What a prefill takes, lately, at any server: for requests that others sent. 0: nothing was sent yet."""
+        return self._usual_s
 
     def waits_s(self, servers: Sequence[Server], now_s: float) -> list[float]:
         """Seconds until each server could begin with a request that is sent now."""
         queues, overdue = self._queues, self._overdue
         waits = []
         for server in servers:
+            _check_slot(server.slot)
             queue = queues.get(server.slot)
             wait = 0.0
             if queue is not None and queue.unseen:
@@ -83,76 +113,83 @@ class PrefillQueues:
                     wait = queue.rest_s + (left if left > least else least)
             report = server.reported
             if report is not None and report.waiting and now_s - report.at_s <= STALE_S:
-                others = report.waiting if queue is None else _of_others(queue, report)
-                wait += others * self.usual_s
+                others = float(report.waiting) if queue is None else _of_others(queue, report)
+                wait += others * self._usual_s
             waits.append(wait)
         return waits
 
-    def add(self, slot: int, work_s: float, now_s: float, drain_s: float = 0.0, unseen: bool = False) -> Prefill:
+    def add(self, slot: int, work_s: float, now_s: float, drain_s: float = 0.0, unseen: bool = False) -> int:
+        """A prefill of ``work_s`` is sent. A ticket for ``remove``; never 0."""
+        _check_slot(slot)
         queue = self._queues.setdefault(slot, _Queue())
         if queue.unseen:
             _pass_unseen(queue, None, now_s)
-        prefill = Prefill(work_s, now_s, drain_s, unseen)
         queue.unseen += unseen
         if queue.waiting:
             queue.rest_s += work_s
         else:
             queue.first_s, queue.rest_s, queue.since_s, queue.drain_s = work_s, 0.0, now_s, drain_s
-        queue.waiting[prefill] = None
-        self.usual_s += (work_s - self.usual_s) * (0.1 if self.usual_s else 1.0)
-        return prefill
+        self._tickets += 1
+        queue.waiting[self._tickets] = _Prefill(work_s, now_s, drain_s, unseen)
+        self._usual_s += (work_s - self._usual_s) * (0.1 if self._usual_s else 1.0)
+        return self._tickets
 
-    def remove(self, slot: int, prefill: Prefill, now_s: float) -> float | None:
+    def remove(self, slot: int, ticket: int, now_s: float) -> float | None:
         """It is done, or failed. Seconds that the server had for it: since it was sent, or since the last one ended;
         None where that did not show.
         """
+        _check_slot(slot)
         queue = self._queues.get(slot)
-        if queue is None or prefill not in queue.waiting:
+        prefill = None if queue is None else queue.waiting.get(ticket)
+        if queue is None or prefill is None:
             return None
         if queue.unseen:
             _pass_unseen(queue, None, now_s)
-            while prefill in queue.waiting and (first := next(iter(queue.waiting))) is not prefill and first.unseen:
+            while ticket in queue.waiting and (first := next(iter(queue.waiting))) != ticket:
+                if not queue.waiting[first].unseen:
+                    break
                 _end(queue, first, now_s, guessed=True)  # who comes behind it is not done before it
-            if prefill not in queue.waiting:
+            if ticket not in queue.waiting:
                 return None
         last_s = queue.ended[-1][1] if queue.ended else prefill.routed_s
         shown = not prefill.unseen and not (queue.guessed and last_s > prefill.routed_s)
-        _end(queue, prefill, now_s, guessed=prefill.unseen)
+        _end(queue, ticket, now_s, guessed=prefill.unseen)
         return now_s - max(prefill.routed_s, last_s) if shown else None
 
     def forget(self, slot: int) -> None:
+        _check_slot(slot)
         self._queues.pop(slot, None)
 
 
-def _pass_unseen(queue: _Queue, report: LoadReport | None, now_s: float) -> None:
+def _pass_unseen(queue: _Queue, report: Report | None, now_s: float) -> None:
     """End the first ones whose end does not show and whose time is over, or that do not wait any more by the report."""
-    surplus = 0
+    surplus = 0.0
     if report is not None and queue.believed_s != report.at_s:
         queue.believed_s = report.at_s
-        ours = sum(prefill.routed_s <= report.at_s for prefill in queue.waiting)
+        ours = sum(prefill.routed_s <= report.at_s for prefill in queue.waiting.values())
         surplus = ours - 1 - report.waiting  # one of ours may be the one that is computed
     while queue.waiting:
-        first = next(iter(queue.waiting))
+        ticket, first = next(iter(queue.waiting.items()))
         end_s = queue.since_s + first.work_s
         if not first.unseen:
             return
         if end_s <= now_s:
-            _end(queue, first, end_s, guessed=True)
+            _end(queue, ticket, end_s, guessed=True)
         elif surplus > 0 and report is not None:
-            _end(queue, first, max(report.at_s, queue.since_s), guessed=True)
+            _end(queue, ticket, max(report.at_s, queue.since_s), guessed=True)
         else:
             return
         surplus -= 1
 
 
-def _end(queue: _Queue, prefill: Prefill, at_s: float, guessed: bool) -> None:
-    first = next(iter(queue.waiting)) is prefill
-    del queue.waiting[prefill]
+def _end(queue: _Queue, ticket: int, at_s: float, guessed: bool) -> None:
+    first = next(iter(queue.waiting)) == ticket
+    prefill = queue.waiting.pop(ticket)
     queue.unseen -= prefill.unseen
     if not first:
         queue.rest_s -= prefill.work_s
     elif queue.waiting:
-        following = next(iter(queue.waiting))
+        following = next(iter(queue.waiting.values()))
         queue.first_s, queue.drain_s = following.work_s, following.drain_s
         queue.since_s = max(following.routed_s, at_s - prefill.drain_s)
         queue.rest_s -= queue.first_s
@@ -162,11 +199,126 @@ def _end(queue: _Queue, prefill: Prefill, at_s: float, guessed: bool) -> None:
         queue.ended.popleft()
 
 
-def _of_others(queue: _Queue, report: LoadReport) -> int:
+def _of_others(queue: _Queue, report: Report) -> float:
     """Requests that wait there, by the server's report, and that we did not send: counted once per report."""
     at_s = report.at_s
     if queue.others[0] != at_s:
-        ours = sum(prefill.routed_s <= at_s for prefill in queue.waiting)
+        ours = sum(prefill.routed_s <= at_s for prefill in queue.waiting.values())
         ours += sum(routed_s <= at_s < ended_s for routed_s, ended_s in queue.ended)
-        queue.others = (at_s, max(0, report.waiting - ours))
+        queue.others = (at_s, max(0.0, float(report.waiting - ours)))
     return queue.others[1]
+
+
+# Prompts that servers are computing: the twin, and what the compiled table must do.
+#
+# A chain of blocks (``twin_hashes``: equal hashes mean that all before them are equal) is *under way* at a slot from
+# ``add`` to ``drop``. Asked is how much of another chain is under way at each slot. The compiled one keeps a tree of
+# the
+# chains' common beginnings, so that a call costs as much as a chain has places where others leave it; the twin counts
+# block by block. Chains that contradict each other, which no prompts make, get answers that mean nothing from either.
+
+
+Blocks: TypeAlias = "Buffer | NDArray[np.uint64]"
+"""Hashes in a row: arrays are taken as they are, since every request brings one."""
+
+MAX_SLOTS = 65_536
+_MASK = (1 << 64) - 1
+
+
+class UnderWay:
+    """``most_blocks``: of one chain, no more count. ``secret`` (odd): as ``twin_prefix.PrefixTable``'s."""
+
+    def __init__(self, most_blocks: int, secret: int = 0x9E3779B97F4A7C15) -> None:
+        if most_blocks < 0:
+            raise ValueError(f"at most {most_blocks} blocks of a chain: expected 0 or more")
+        if not 0 <= secret <= _MASK:
+            raise OverflowError("the secret of a table has 64 bits")
+        if not secret & 1:
+            raise ValueError("the secret of a table must be odd")
+        self.most_blocks = most_blocks
+        self._open: dict[int, tuple[int, list[int]]] = {}
+        """Slot and blocks, by ticket."""
+        self._chains: dict[int, dict[int, int]] = {}
+        """For each block, how many of the chains at a slot have it, by slot; no zeros."""
+        self._tickets = self._changes = 0
+
+    def __len__(self) -> int:
+        """Chains under way."""
+        return len(self._open)
+
+    def blocks(self) -> int:
+        """Different blocks under way."""
+        return len(self._chains)
+
+    def changes(self) -> int:
+        """A number that is another after every change: what was found before may be so no longer."""
+        return self._changes
+
+    def add(self, slot: int, blocks: Blocks) -> int:
+        """The chain is under way at ``slot``. A ticket for ``drop``; never 0."""
+        _check_slot(slot)
+        self._changes += 1
+        self._tickets += 1
+        self._open[self._tickets] = slot, chain = slot, _hashes(blocks)[: self.most_blocks]
+        for block in chain:
+            chains = self._chains.setdefault(block, {})
+            chains[slot] = chains.get(slot, 0) + 1
+        return self._tickets
+
+    def drop(self, ticket: int) -> None:
+        """That chain is done, or failed. Nothing where it was dropped before."""
+        slot, chain = self._open.pop(ticket, (0, None))
+        if chain is None:
+            return
+        self._changes += 1
+        for block in chain:
+            chains = self._chains[block]
+            chains[slot] -= 1
+            if not chains[slot]:
+                del chains[slot]
+                if not chains:
+                    del self._chains[block]
+
+    def forget(self, slot: int) -> None:
+        """Drop every chain at ``slot``."""
+        _check_slot(slot)
+        for ticket in [ticket for ticket, (where, _) in self._open.items() if where == slot]:
+            self.drop(ticket)
+
+    def depths(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
+        """Leading blocks of a chain that are under way at each of ``slots``; none at all if nothing is anywhere."""
+        for slot in slots:
+            _check_slot(slot)
+        asked = _hashes(blocks)
+        if not self._open:
+            return []
+        found = dict.fromkeys(slots, 0)
+        known, at = set(self._chains.get(asked[0], ())) if asked else set[int](), 0
+        while known:  # Slots only become fewer along a chain: the places where they do are found by halving.
+            low, high = at, len(asked) - 1
+            while low < high:
+                middle = (low + high + 1) >> 1
+                if len(self._chains.get(asked[middle], ())) == len(known):
+                    low = middle
+                else:
+                    high = middle - 1
+            at = low + 1
+            further = set(self._chains.get(asked[at], ())) if at < len(asked) else set[int]()
+            for slot in known - further:
+                if slot in found:
+                    found[slot] = at
+            known = further
+        return [found[slot] for slot in slots]
+
+
+def _hashes(blocks: Blocks) -> list[int]:
+    view = memoryview(cast("Buffer", blocks)).cast("B")
+    if len(view) % 8:
+        raise ValueError(f"{len(view)} bytes are not a whole number of 8-byte hashes")
+    hashes: list[int] = view.cast("Q").tolist()
+    return hashes
+
+
+def _check_slot(slot: int) -> None:
+    if not 0 <= slot < MAX_SLOTS:
+        raise ValueError(f"slot {slot}: expected 0 to {MAX_SLOTS - 1}")

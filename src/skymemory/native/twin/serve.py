@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Set
+import struct
+from collections.abc import Callable, Mapping, MutableMapping, Set
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from skymemory.native.twin_macs import check_macs, strip_macs
-from skymemory.native.twin_runs import GET, AnswerTerms, Run, answer_get
-from skymemory.native.twin_segments import COMMAND_BYTES, SET, SKY_BYTES
-from skymemory.native.twin_take import Guard, take_sets
-from skymemory.native.twin_udp import Arrival, recv_batch, send_batch
+from skymemory.native.twin.runs import GET, AnswerTerms, Run, answer_get, answer_prefix, open_runs
+from skymemory.native.twin.segments import (
+    AUTHENTICATED,
+    COMMAND_BYTES,
+    CRC_AT,
+    FLAGS_AT,
+    KEY_ID_AT,
+    MAC_BYTES,
+    REF_BYTES,
+    SET,
+    SKY_BYTES,
+    TELEMETRY_BYTES,
+    UNSEGMENTED,
+    check_macs,
+    header_crc,
+    segments,
+    strip_macs,
+    verify_segments,
+)
+from skymemory.native.twin.udp import Arrival, recv_batch, send_batch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
 
 Rest = tuple[bytearray, list[bytes] | None]
 """Headers (or a whole packet) and payloads that the kernel did not take."""
@@ -115,3 +132,103 @@ def _send(fd: int, host: str, port: int, headers: bytearray, payloads: list[byte
     if sent == count:
         return None, False
     return (headers[sent * width :], payloads[sent:] if payloads is not None else None), False
+
+
+# Python twin of what a satellite does with plain SETs: verified, stored, acknowledged.
+
+
+ACK = 0x41
+_SET_KEY_BYTES, _TAG = 32, slice(56, 72)
+_MOST_BITS = 1 << 16
+_COUNT_AND_LENGTH, _WORD, _STEPS = struct.Struct(">HH"), struct.Struct(">I"), struct.Struct(">III")
+
+_FLAGS, _KEY_ID = COMMAND_BYTES + FLAGS_AT, slice(COMMAND_BYTES + KEY_ID_AT, COMMAND_BYTES + KEY_ID_AT + 2)
+
+Taken = tuple[int, int, int, int, int, bytearray]
+"""Runs and chunks taken, of these replaced, bytes replaced and (without these) added; the acknowledging packet."""
+Guard = tuple[dict[int, bytes], int, int, Callable[[bytes, int, list[int]], bool]]
+"""Of a satellite that asks for MACs: what ``check_macs`` is told (keys by id, microseconds of now, tolerance), and whom
+to ask whether authentic packets are here for the first time. He is given the headers of the first up to the end of the
+SKY header, when they were sent, and their sequence counts; if all are new he remembers them, if not, none.
+"""
+
+
+def take_sets(
+    runs: list[Run], shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]], settled: Set[bytes],
+    room_bytes: int, terms: AnswerTerms, guard: Guard | None = None,
+) -> Taken | None:  # fmt: skip
+    """Store the chunks of the runs that make one request from the first on; None, and nothing done, if they are not
+    plain: SETs, sound, their numbers in equal steps, their tag ``settled``, all within ``room_bytes``. With a ``guard``
+    all have MACs that are right, of one key and one moment, and are here for the first time.
+    """
+    view, signed = memoryview(runs[0][0]).cast("B"), runs
+    ref_at = COMMAND_BYTES + SKY_BYTES
+    if len(view) < ref_at + REF_BYTES or view[COMMAND_BYTES + 1] != SET or bytes(view[ref_at:][_TAG]) not in settled:
+        return None
+    if guard is not None:
+        runs = _plain(runs)
+    opened = open_runs(runs, 0)
+    if opened is not None and not _steps(opened[0]):  # only as far as the numbers go on in equal steps
+        whole = (open_runs(runs[:count], 0) for count in range(opened[3] - 1, 0, -1))
+        opened = next((shorter for shorter in whole if shorter is not None and _steps(shorter[0])), None)
+    if opened is None or opened[2] > room_bytes:
+        return None
+    indices, chunks, size_bytes, taken = opened
+    if guard is not None and not _admitted(signed[:taken], guard):
+        return None
+    key = bytes(view[ref_at : ref_at + _SET_KEY_BYTES])
+    share = shares.setdefault(key, {})
+    old = [share[index] for index in indices if index in share]
+    share.update(zip(indices, chunks, strict=True))
+    replaced_bytes = sum(len(payload) + REF_BYTES for _, payload in old)
+    added_bytes = size_bytes - replaced_bytes
+    return taken, len(indices), len(old), replaced_bytes, added_bytes, _acknowledgement(view, key, indices, terms)
+
+
+def _plain(runs: list[Run]) -> list[Run]:
+    """The first of these runs without their MACs, as far as each packet is sound and has one."""
+    plain: list[Run] = []
+    for data, segment_bytes in runs:
+        packets = segments(data, segment_bytes) if segment_bytes > 0 else []
+        sound = bool(packets) and not any(verify_segments(data, segment_bytes))
+        if not sound or not all(packet[0] & 0x10 and packet[_FLAGS] & AUTHENTICATED for packet in packets):
+            break
+        try:
+            stripped = strip_macs(data, segment_bytes, COMMAND_BYTES, b"\1" * len(packets))
+        except ValueError:
+            break
+        plain.append((memoryview(stripped), segment_bytes - MAC_BYTES))
+    return plain
+
+
+def _admitted(runs: list[Run], guard: Guard) -> bool:
+    keys, now_us, skew_us, is_first = guard
+    packets = [packet for data, segment_bytes in runs for packet in segments(data, segment_bytes)]
+    sent_us = {
+        when
+        for data, segment_bytes in runs
+        for when in check_macs(data, segment_bytes, COMMAND_BYTES, keys, now_us, skew_us)
+    }
+    when = sent_us.pop() if len(sent_us) == 1 else None
+    if when is None or len({bytes(packet[_KEY_ID]) for packet in packets}) > 1:
+        return False
+    sequences = [int.from_bytes(packet[2:4], "big") & 0x3FFF for packet in packets]
+    return is_first(bytes(packets[0][: COMMAND_BYTES + SKY_BYTES]), when, sequences)
+
+
+def _steps(indices: list[int]) -> int:
+    """The step in which these go on; 0 if there is none, or too many for one selection."""
+    step = indices[1] - indices[0] if len(indices) > 1 else 1
+    regular = indices == list(range(indices[0], indices[0] + step * len(indices), step))
+    return step if regular and len(indices) <= _MOST_BITS else 0
+
+
+def _acknowledgement(request: memoryview, key: bytes, indices: list[int], terms: AnswerTerms) -> bytearray:
+    count = len(indices)
+    selection = _STEPS.pack(indices[0] + 1, _steps(indices), count)
+    bitmap = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
+    packet = bytearray(answer_prefix(ACK, request, terms) + key + selection + bitmap)
+    _COUNT_AND_LENGTH.pack_into(packet, 2, UNSEGMENTED << 14 | (terms[5] & 0x3FFF), len(packet) - 7)
+    crc = header_crc(memoryview(packet), TELEMETRY_BYTES, len(packet))
+    _WORD.pack_into(packet, TELEMETRY_BYTES + CRC_AT, crc)
+    return packet

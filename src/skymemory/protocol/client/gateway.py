@@ -13,15 +13,14 @@ more is passed over for a while.
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Iterable
 from typing import Literal, get_args
 
-from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
-from skymemory.protocol.followed_clock import FollowedClock
-from skymemory.protocol.gateways import around, next_gateway
-from skymemory.protocol.motion import SkyMap
-from skymemory.protocol.outbox import Outbox
+from skymemory.protocol.client.outbox import Outbox
+from skymemory.protocol.clock import FollowedClock, SkyMap
 
 Access = Literal["los", "gateway", "onboard", "hybrid"]
 ACCESS_MODES: tuple[Access, ...] = get_args(Access)
@@ -81,3 +80,25 @@ class Pointing:
             self._counters.add("gateway_out_of_sight")
         candidates = seen or (around(centre, self._sky.torus) if self._silent_until_s else [centre])
         return next_gateway(candidates, self._silent_until_s) or centre, seen
+
+
+# Another gateway where the nearest is silent.
+
+
+_MOST_CANDIDATES = 25
+
+
+def next_gateway(candidates: Iterable[SatelliteId], suspects: Container[SatelliteId]) -> SatelliteId | None:
+    """The first candidate (the best come first) that is not suspect; the first of all if all are; None of none."""
+    first = None
+    for candidate in candidates:
+        if candidate not in suspects:
+            return candidate
+        first = first or candidate
+    return first
+
+
+def around(centre: SatelliteId, torus: Torus) -> list[SatelliteId]:
+    """The satellites nearest to ``centre`` by links, itself first: who may stand in for it."""
+    ordered = sorted(torus.satellites(), key=lambda satellite: (torus.hops(centre, satellite), satellite))
+    return ordered[:_MOST_CANDIDATES]

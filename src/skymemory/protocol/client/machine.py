@@ -9,33 +9,37 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.native import Landing, Run, Tally
 from skymemory.placement.locate import Moves
-from skymemory.protocol.answers import Answers, Verdict
-from skymemory.protocol.bursts import Bursts
-from skymemory.protocol.client_config import ClientConfig, Finished
-from skymemory.protocol.dead import Dead
-from skymemory.protocol.followed_clock import FollowedClock
-from skymemory.protocol.gate import ClientGate
-from skymemory.protocol.in_flight import ALWAYS_ASKED, InFlight
-from skymemory.protocol.links import Links
-from skymemory.protocol.messages import Buffer
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.outages import Outages
-from skymemory.protocol.outbox import Operation, Outbox
-from skymemory.protocol.pointing import Pointing
-from skymemory.protocol.replicas import ReplicatedRead, ReplicatedWrite
+from skymemory.protocol.auth import Authority, ClientGate
+from skymemory.protocol.client.answers import Answers, Bursts, Verdict
+from skymemory.protocol.client.gateway import Access, Pointing
+from skymemory.protocol.client.outages import Outages
+from skymemory.protocol.client.outbox import Operation, Outbox
+from skymemory.protocol.client.peers import Links
+from skymemory.protocol.client.requests import ALWAYS_ASKED, InFlight
+from skymemory.protocol.client.transfer import (
+    ReadTransfer,
+    ReplicatedRead,
+    ReplicatedWrite,
+    TransferReport,
+    ValueInfo,
+    Where,
+    WriteTransfer,
+)
+from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
+from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Buffer
+from skymemory.protocol.satellite.retention import Retain, pack_retain
+from skymemory.protocol.satellite.tombstones import WRITING_S, Dead
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.still_writing import StillWriting
-from skymemory.protocol.transfer import ReadTransfer, TransferReport, ValueInfo, Where, WriteTransfer
 from skymemory.protocol.wire import Op
 
-__all__ = ["ClientConfig", "ClientMachine", "Finished"]
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
 _ON_ITS_WAY_S = 1.0
@@ -335,3 +339,103 @@ class ClientMachine:
         if not operation.queued:
             operation.queued = True
             self._waiting.append(operation)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """``window_bytes``: what may be on its way to us (our receive buffer's real size bounds it); ``credit_bytes``:
+    what a satellite is taken to hold before it has said so; ``expected_rtt_s``: round trip by geometry.
+    """
+
+    ground: int
+    access: Access = "los"
+    window_bytes: int = 3 << 20
+    credit_bytes: int = 1 << 20
+    expected_rtt_s: float = 0.0
+    give_up_s: float = 0.8
+    read_burst_chunks: int = 64
+    hedge_round_trips: float = 1.5
+    """Of values with copies: after so many round trips without an answer the next copy is asked too; 0: at once."""
+    authority: Authority | None = field(default=None, repr=False)
+    """Signs what we ask; None where the satellites ask for no MACs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of operation ``number``. For ``ask``, ``body`` is the answer's; for transfers, ``report`` says all."""
+
+    number: int
+    ok: bool
+    report: TransferReport
+    body: bytes = b""
+    info: ValueInfo | None = None
+
+
+# A writer's word that it is still at it, for values that take long to write.
+#
+# A value that is half there looks like one that has lost the other half: to a reader that has no index, and to
+# satellites
+# that ask each other whether their blocks are whole. Those that have their chunks already, or have had none yet,
+# cannot
+# know that more will come, for a write has no longest time. So the writer tells all satellites of such a value each
+# half
+# second (RETAIN with WRITING, unacknowledged): one packet for each satellite, whatever the number of values.
+#
+# A writer that could not say so for too long (its process was stopped, or its computer slept) cannot know what became
+# of
+# what it had stored: then the write has failed, though all may have been acknowledged.
+
+
+_EVERY_S = 0.5
+_LONGEST_SILENCE_S = WRITING_S - 1.0
+"""Between two words: the later may take a second longer on its way, and still comes in time."""
+
+
+class StillWriting:
+    """The writes of one ground host that are under way. ``places``: the satellites that a write concerns, at a time;
+    ``send``: a body of RETAIN, to a satellite, at a time.
+    """
+
+    def __init__(
+        self, places: Callable[[WriteTransfer, float], Iterable[SatelliteId]],
+        send: Callable[[SatelliteId, bytes, float], None],
+    ) -> None:  # fmt: skip
+        self._places = places
+        self._send = send
+        self._writes: dict[int, tuple[WriteTransfer, float]] = {}
+        """By the number of the operation, and when satellites heard of it last."""
+        self.next_s = math.inf
+        """When ``handle_timer`` is to be called; infinite while nothing is being written."""
+
+    def began(self, number: int, transfer: WriteTransfer, now_s: float) -> None:
+        """The first chunks of a write leave; once is enough."""
+        if number not in self._writes:
+            self._writes[number] = transfer, now_s
+            self.next_s = min(self.next_s, now_s + _EVERY_S)
+
+    def ended(self, number: int, now_s: float) -> bool:
+        """Whether satellites may have taken it for ended before."""
+        _, said_s = self._writes.pop(number, (None, now_s))
+        if not self._writes:
+            self.next_s = math.inf
+        return now_s - said_s > _LONGEST_SILENCE_S
+
+    def handle_timer(self, now_s: float) -> list[int]:
+        """Say so of all writes; but of those that it is too late for, return the numbers: they have failed."""
+        late = [number for number, (_, said_s) in self._writes.items() if now_s - said_s > _LONGEST_SILENCE_S]
+        keys: dict[SatelliteId, dict[bytes, None]] = {}
+        for number, (transfer, _) in self._writes.items():
+            if number not in late:
+                self._writes[number] = transfer, now_s
+                for satellite in self._places(transfer, now_s):
+                    keys.setdefault(satellite, {})[transfer.info.key] = None
+        for satellite, its in keys.items():
+            names = list(its)
+            for at in range(0, len(names), MAX_KEYS_PER_PACKET):
+                body = pack_retain(Retain.WRITING, 0.0, names[at : at + MAX_KEYS_PER_PACKET])
+                self._send(satellite, body, now_s)
+        self.next_s = now_s + _EVERY_S if self._writes else math.inf
+        return late
+
+
+__all__ = ["ClientConfig", "ClientMachine", "Finished"]

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
-from skymemory.protocol.authentication import Authority
-from skymemory.protocol.links import Peer
-from skymemory.protocol.pacing import Window
+from skymemory.protocol.auth import Authority
+from skymemory.protocol.client.peers import Peer
+from skymemory.protocol.client.transfer import ReadTransfer, TransferReport, WriteTransfer
+from skymemory.protocol.congestion import Window
+from skymemory.protocol.messages import Selection
 from skymemory.protocol.segments import SegmentBatch, prefixed_batch, single
-from skymemory.protocol.selection import Selection
-from skymemory.protocol.space_packet import COMMAND_FORMAT, command_fields
-from skymemory.protocol.transfer import ReadTransfer, TransferReport, WriteTransfer
 from skymemory.protocol.wire import (
+    COMMAND_FORMAT,
     COMMAND_PREFIX_BYTES,
     CREDIT_UNIT_BYTES,
     GROUND_SHELL,
@@ -26,6 +26,7 @@ from skymemory.protocol.wire import (
     VERSION,
     Op,
     Status,
+    command_fields,
 )
 
 _COMMAND_PREFIX = struct.Struct(COMMAND_FORMAT + SKY.format.removeprefix(">"))

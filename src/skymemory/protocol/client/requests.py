@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from skymemory.constellation.torus import SatelliteId
 from skymemory.native import Landing
 from skymemory.placement.locate import Moves
-from skymemory.protocol.links import Links, Peer
-from skymemory.protocol.outbox import Operation, Outbox, Request
-from skymemory.protocol.pacing import Window
-from skymemory.protocol.replicas import ReplicatedRead
-from skymemory.protocol.transfer import ReadTransfer, WriteTransfer
+from skymemory.protocol.client.outbox import Operation, Outbox, Request
+from skymemory.protocol.client.peers import Links, Peer
+from skymemory.protocol.client.transfer import ReadTransfer, ReplicatedRead, WriteTransfer
+from skymemory.protocol.congestion import Window
 from skymemory.protocol.wire import Op
 
 _LEAST_HEDGE_S = 0.002

@@ -1,19 +1,25 @@
-"""Which of the four ways to evict the remains of a dead block are on: what a constellation's plan says of them.
-
-A block with a chunk gone is dead; its other chunks are *dead bytes* until somebody drops them (SkyMemory paper §3.9):
-
-- ``lazy``: the client that finds the hole evicts the rest;
-- ``gossip``: the satellite that evicts tells the box (``gossip-plane``: only the plane that look-ups ask);
-- ``periodic``: satellites ask each other now and then whether the rest of what they hold is still there;
-- ``migration``: they ask before they hand chunks over, and nothing dead is carried.
-"""
+"""What one satellite is told about itself before it starts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.errors import InvalidInput
+from skymemory.eviction.policies import DEFAULT_REPLACEMENT
+from skymemory.protocol.auth import Authority
+
+# Which of the four ways to evict the remains of a dead block are on: what a constellation's plan says of them.
+#
+# A block with a chunk gone is dead; its other chunks are *dead bytes* until somebody drops them (SkyMemory paper
+# §3.9):
+#
+# - ``lazy``: the client that finds the hole evicts the rest;
+# - ``gossip``: the satellite that evicts tells the box (``gossip-plane``: only the plane that look-ups ask);
+# - ``periodic``: satellites ask each other now and then whether the rest of what they hold is still there;
+# - ``migration``: they ask before they hand chunks over, and nothing dead is carried.
+
 
 EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
 
@@ -65,3 +71,26 @@ def parse_policies(text: str) -> tuple[str, ...]:
     if "gossip" in names and "gossip-plane" in names:
         raise InvalidInput("eviction: gossip tells the whole box, gossip-plane one plane of it; choose one of them")
     return names
+
+
+@dataclass(frozen=True, slots=True)
+class SatelliteConfig:
+    """``credit_bytes`` is what the transport's receive buffer really holds; it is offered to senders."""
+
+    address: SatelliteId
+    memory_bytes: int
+    routing: RoutingMode = "greedy"
+    credit_bytes: int = 1 << 20
+    max_backlog_bytes: int = 64 << 20
+    handover_window_bursts: int = 32
+    handover_timeout_s: float = 0.1
+    handover_grace_s: float = 1.0
+    handover_gap_s: float = 0.002
+    """Seconds a burst of a handover, at least, if all is sent in time that way (0: as fast as they go)."""
+    replacement: str = DEFAULT_REPLACEMENT
+    """One of ``replacement.REPLACEMENTS``: what goes first when the memory is full."""
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    neighbour_patience_s: float = 0.05
+    """How long a neighbour may take to answer a question; the transport knows how long its links are."""
+    authority: Authority | None = field(default=None, repr=False)
+    """Whose commands it obeys; None: anybody's."""

@@ -8,22 +8,18 @@ from collections.abc import Callable
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
-from skymemory.protocol.checks import ANSWER_S, Checks, Settled
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.completeness import Completeness
-from skymemory.protocol.dead import Dead, setting_of
-from skymemory.protocol.departures import Departures
-from skymemory.protocol.handover import Burst, Handover
-from skymemory.protocol.latecomers import Latecomers
-from skymemory.protocol.mending import Mending
+from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Packet
-from skymemory.protocol.motion import SkyMap
-from skymemory.protocol.notices import Notices
-from skymemory.protocol.proofs import Proofs
-from skymemory.protocol.retention import Retention
-from skymemory.protocol.satellite_config import SatelliteConfig
-from skymemory.protocol.share import names_by_tag, told_by
-from skymemory.protocol.whereabouts import Whereabouts
+from skymemory.protocol.satellite.config import SatelliteConfig
+from skymemory.protocol.satellite.gossip import Notices
+from skymemory.protocol.satellite.handover import Burst, Handover
+from skymemory.protocol.satellite.locator import Whereabouts
+from skymemory.protocol.satellite.memory import ChunkStore, names_by_tag, told_by
+from skymemory.protocol.satellite.outbox import Departures
+from skymemory.protocol.satellite.repair import ANSWER_S, Checks, Mending, Settled
+from skymemory.protocol.satellite.retention import Retention
+from skymemory.protocol.satellite.sweep import Completeness, Proofs
+from skymemory.protocol.satellite.tombstones import Dead, Latecomers, setting_of
 from skymemory.protocol.wire import Address, Op
 
 _SWEEP_PAGES = 8

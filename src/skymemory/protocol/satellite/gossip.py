@@ -20,25 +20,24 @@ from dataclasses import dataclass, replace
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
-from skymemory.protocol.checks import Answer, Check, Checks, Found
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.copies import Copies
-from skymemory.protocol.dead import (
+from skymemory.protocol.clock import SkyMap
+from skymemory.protocol.messages import KEY_BYTES, Buffer, Packet
+from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.locator import Whereabouts
+from skymemory.protocol.satellite.memory import ChunkStore
+from skymemory.protocol.satellite.outbox import Departures
+from skymemory.protocol.satellite.repair import Answer, Check, Checks, Copies, Found
+from skymemory.protocol.satellite.sweep import Proofs
+from skymemory.protocol.satellite.tombstones import (
     MAX_DEAD_PER_PACKET,
     Dead,
+    Latecomers,
     drop,
     join_dead,
     pack_dead,
     setting_of,
     split_dead,
 )
-from skymemory.protocol.departures import Departures
-from skymemory.protocol.eviction import EvictionConfig
-from skymemory.protocol.latecomers import Latecomers
-from skymemory.protocol.messages import KEY_BYTES, Buffer, Packet
-from skymemory.protocol.motion import SkyMap
-from skymemory.protocol.proofs import Proofs
-from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import TAG_OFFSET, Address, ChunkRef, Op
 
 _NOTICE = struct.Struct(">IIIHHHHBBH")

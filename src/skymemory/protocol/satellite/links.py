@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import MalformedPacket
 from skymemory.placement.locate import Moves
-from skymemory.protocol.lateness import LATE_S, Lateness
-from skymemory.protocol.link_state import MAX_DECLARATIONS, REFRESH_S, Declaration, LinksBody, LinkState
+from skymemory.protocol.congestion import Throttle
 from skymemory.protocol.messages import Packet
-from skymemory.protocol.throttle import Throttle
+from skymemory.protocol.routing import MAX_DECLARATIONS, REFRESH_S, Declaration, LinksBody, LinkState
+from skymemory.protocol.satellite.overload import LATE_S, Lateness
 from skymemory.protocol.wire import Address
 
 Tell = Callable[[SatelliteId, bytes, float], None]

@@ -6,8 +6,8 @@ import math
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves, Placement
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.throttle import Throttle
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.congestion import Throttle
 from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET
 
 MOST_PUSHED_AT_ONCE = 10_000

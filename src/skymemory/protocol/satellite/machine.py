@@ -16,32 +16,28 @@ from functools import partial
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
+from skymemory.eviction.policies import replacement_named
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.authentication import claims_mac
+from skymemory.protocol.auth import SatelliteGate, claims_mac
 from skymemory.protocol.capabilities import OURS
-from skymemory.protocol.chunk_service import ChunkService
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.departures import Departures
-from skymemory.protocol.forgetting import Forgetting
-from skymemory.protocol.forwarding import LinkEnd, Router, header_start, same_journey
-from skymemory.protocol.gate import SatelliteGate
-from skymemory.protocol.latecomers import Latecomers
-from skymemory.protocol.lateness import Lateness
-from skymemory.protocol.link_state import LinkState
+from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Buffer, Packet
-from skymemory.protocol.migration import Migration, handover_of
-from skymemory.protocol.motion import MoveClock, SkyMap
-from skymemory.protocol.neighbourhood import Neighbourhood
-from skymemory.protocol.plain_cases import PlainCases, PlainRequests
-from skymemory.protocol.postponed import Postponed
-from skymemory.protocol.replacement import replacement_named
-from skymemory.protocol.satellite_config import SatelliteConfig
+from skymemory.protocol.routing import LinkEnd, LinkState, Router, header_start, same_journey
+from skymemory.protocol.satellite.chunks import ChunkService, PlainCases, PlainRequests
+from skymemory.protocol.satellite.config import SatelliteConfig
+from skymemory.protocol.satellite.eviction import Forgetting
+from skymemory.protocol.satellite.links import Neighbourhood
+from skymemory.protocol.satellite.locator import MOST_PUSHED, Whereabouts
+from skymemory.protocol.satellite.memory import ChunkStore
+from skymemory.protocol.satellite.migration import Migration, handover_of
+from skymemory.protocol.satellite.outbox import Departures
+from skymemory.protocol.satellite.overload import Lateness, Postponed
+from skymemory.protocol.satellite.tombstones import Latecomers
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.space_packet import COMMAND_BYTES
-from skymemory.protocol.whereabouts import MOST_PUSHED, Whereabouts
 from skymemory.protocol.wire import (
+    COMMAND_BYTES,
     COMMAND_PREFIX_BYTES,
     SKY_BYTES,
     Address,

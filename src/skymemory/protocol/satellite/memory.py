@@ -7,16 +7,17 @@ grow old together too, and where room is needed the oldest share goes chunk by c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import itemgetter
+from typing import Literal, NamedTuple, TypeVar
 
-from skymemory.protocol.key_order import OrderedKeys
-from skymemory.protocol.ledger import Cause, Ledger
+from skymemory.eviction.policies import LeastRecentlyUsed, Replacement
 from skymemory.protocol.messages import Presence
-from skymemory.protocol.replacement import LeastRecentlyUsed, Replacement
-from skymemory.protocol.share import Chunk, ChunkName, Share, StoredChunk, others_met, size_bytes_of, told_by
-from skymemory.protocol.wire import CHUNK_REF_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef
+from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, TAG_BYTES, TAG_OFFSET, ChunkRef
 
 _VERSION = slice(48, 56)
 """Of a packed reference: length and CRC of the whole value, which tell two values of one key apart."""
@@ -357,3 +358,211 @@ def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
     if last in part and last != ref.index and last not in here:
         short_bytes = min(max(0, full_bytes * ref.chunks - ref.value_bytes), full_bytes)
     return missing * (full_bytes + CHUNK_REF_BYTES) - short_bytes
+
+
+# What one satellite holds of one key, its *share*: chunks by index, with references that say which copy each is.
+
+
+ChunkName = tuple[bytes, int]
+"""(key, 0-based index)."""
+Chunk = tuple[bytes, bytes]
+"""Packed reference and payload, as ``StoredChunk`` but plain: whole runs of them come and go."""
+Share = dict[int, Chunk]
+
+_SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
+_MOVES = struct.Struct(">ii")
+
+
+class StoredChunk(NamedTuple):
+    """``ref`` is the packed ``ChunkRef``, kept as bytes because it is sent as it came."""
+
+    ref: bytes
+    payload: bytes
+
+
+def told_by(share: Share) -> int:
+    """The lowest chunk of the latest placement. A value that was set again after moves of the box, or prefetched,
+    leaves chunks of the earlier placement on the satellites that both have.
+    """
+    settings = {ref[_SET_MOVES] for ref, _ in share.values()}
+    if len(settings) == 1:
+        return min(share)
+    latest = max(settings, key=lambda moves: sum(_MOVES.unpack(moves)))
+    return min(index for index, (ref, _) in share.items() if ref[_SET_MOVES] == latest)
+
+
+def size_bytes_of(share: Share) -> int:
+    """What it counts in memory: payloads and references."""
+    return sum(len(payload) for _, payload in share.values()) + CHUNK_REF_BYTES * len(share)
+
+
+def as_copy(ref: bytes, replica: int) -> bytes:
+    """The packed reference of the same chunk as another copy of it."""
+    return ref[:REPLICA_OFFSET] + bytes([replica]) + ref[REPLICA_OFFSET + 1 :]
+
+
+def others_met(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) -> list[tuple[ChunkName, bytes]]:
+    """Which chunks of a share those that are coming (index and packed reference) are other copies of, with the
+    references of those that are here. Chunks of other values, or of other settings, are no copies.
+    """
+    met = []
+    for index, ref in coming:
+        here = share.get(index)
+        if here is not None and here[0] != ref and here[0] == as_copy(ref, here[0][REPLICA_OFFSET]):
+            met.append(((key, index), here[0]))
+    return met
+
+
+def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
+    """What is held, by packed placement tag: chunks of one tag always move together. Looks at every chunk."""
+    groups: dict[bytes, list[ChunkName]] = {}
+    for key, share in shares.items():
+        tags = {ref[_TAG] for ref, _ in share.values()}
+        if len(tags) == 1:  # nearly always: what a satellite has of one value is one server's part
+            groups.setdefault(tags.pop(), []).extend(zip(repeat(key), share))
+        else:
+            for index, (ref, _) in share.items():
+                groups.setdefault(ref[_TAG], []).append((key, index))
+    return groups
+
+
+# Keys in ascending order while they come and go, so that a page of a listing costs what it holds, not all there is.
+
+
+_MOST = 512
+"""Keys in one block: inserting moves half of so many pointers, which costs less than the search for the place."""
+
+
+class OrderedKeys:
+    """A set of keys in blocks of at most ``_MOST``. O(log keys) to add and remove, O(log keys + limit) for a page."""
+
+    def __init__(self) -> None:
+        self._blocks: list[list[bytes]] = []
+        self._lasts: list[bytes] = []
+        """The greatest key of each block."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, key: bytes) -> None:
+        """The key comes; nothing changes if it is here already."""
+        if not self._blocks:
+            self._blocks, self._lasts, self._count = [[key]], [key], 1
+            return
+        at = min(bisect_left(self._lasts, key), len(self._blocks) - 1)
+        block = self._blocks[at]
+        place = bisect_left(block, key)
+        if place < len(block) and block[place] == key:
+            return
+        self._count += 1
+        block.insert(place, key)
+        if len(block) > _MOST:
+            half = len(block) // 2
+            self._blocks[at : at + 1] = [block[:half], block[half:]]
+            self._lasts[at : at + 1] = [block[half - 1], block[-1]]
+        else:
+            self._lasts[at] = block[-1]
+
+    def remove(self, key: bytes) -> None:
+        """The key, which is here, goes."""
+        at = bisect_left(self._lasts, key)
+        block = self._blocks[at]
+        del block[bisect_left(block, key)]
+        self._count -= 1
+        if block:
+            self._lasts[at] = block[-1]
+        else:
+            del self._blocks[at], self._lasts[at]
+
+    def after(self, key: bytes, limit: int) -> list[bytes]:
+        """Up to ``limit`` keys greater than ``key``, ascending."""
+        at = bisect_right(self._lasts, key)
+        page: list[bytes] = []
+        while at < len(self._blocks) and len(page) < limit:
+            block = self._blocks[at]
+            first = 0 if page else bisect_right(block, key)
+            page += block[first : first + limit - len(page)]
+            at += 1
+        return page
+
+
+# A satellite's books in bytes: what came in is held, or went, and for every byte that went there is a cause.
+#
+# A chunk counts as ``ChunkStore.used_bytes`` counts it: its payload and its 72 bytes of reference. For every
+# satellite,
+# at any moment,
+#
+#     set + migrated in = held + replaced + evicted + deleted + migrated out + lost.
+#
+# Both sides are gross: storing again what is here already counts once as set (or migrated in) and once as replaced. A
+# copy that a handover has made counts at both ends until the old one is deleted, a grace period after its
+# acknowledgement; only then has it migrated out. Lost is what a satellite held when it died and came back empty under
+# the
+# same books; a process that is killed takes its books with it, and the next one opens new ones at nothing.
+
+
+Cause = Literal["replaced", "evicted", "deleted", "migrated_out", "lost"]
+"""``replaced``: by another of the same name. ``evicted``: for room, by age or by a policy. ``deleted``: by command."""
+CAUSES: tuple[Cause, ...] = ("replaced", "evicted", "deleted", "migrated_out", "lost")
+
+Named = TypeVar("Named")
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Monotonic counters of bytes."""
+
+    set_bytes: int = 0
+    migrated_in_bytes: int = 0
+    replaced_bytes: int = 0
+    evicted_bytes: int = 0
+    deleted_bytes: int = 0
+    migrated_out_bytes: int = 0
+    lost_bytes: int = 0
+
+    def came(self, size_bytes: int, migrated: bool) -> None:
+        """A writer, or (``migrated``) another satellite, brought so much."""
+        if migrated:
+            self.migrated_in_bytes += size_bytes
+        else:
+            self.set_bytes += size_bytes
+
+    def went(self, size_bytes: int, cause: Cause) -> None:
+        if cause == "replaced":
+            self.replaced_bytes += size_bytes
+        elif cause == "evicted":
+            self.evicted_bytes += size_bytes
+        elif cause == "deleted":
+            self.deleted_bytes += size_bytes
+        elif cause == "migrated_out":
+            self.migrated_out_bytes += size_bytes
+        else:
+            self.lost_bytes += size_bytes
+
+    def figures(self) -> dict[str, int]:
+        """As ``messages.HOUSEKEEPING_FIELDS`` names them."""
+        return {
+            "bytes_set": self.set_bytes, "bytes_migrated_in": self.migrated_in_bytes,
+            "bytes_replaced": self.replaced_bytes, "bytes_evicted": self.evicted_bytes,
+            "bytes_deleted": self.deleted_bytes, "bytes_migrated_out": self.migrated_out_bytes,
+            "bytes_lost": self.lost_bytes,
+        }  # fmt: skip
+
+
+def unaccounted_bytes(figures: Mapping[str, int]) -> int:
+    """What came in and is neither held nor gone with a cause, by one satellite's housekeeping: 0 if its books close."""
+    came = figures["bytes_set"] + figures["bytes_migrated_in"]
+    return came - figures["memory_used_bytes"] - sum(figures[f"bytes_{cause}"] for cause in CAUSES)
+
+
+def open_books(satellites: Mapping[Named, Mapping[str, int]]) -> dict[Named, int]:
+    """The satellites whose books do not close, with the bytes they cannot account for; empty is as it must be."""
+    gaps = {name: unaccounted_bytes(figures) for name, figures in satellites.items()}
+    return {name: gap for name, gap in gaps.items() if gap}
+
+
+def total(satellites: Mapping[Named, Mapping[str, int]]) -> dict[str, int]:
+    """The books of all satellites together."""
+    names = ["bytes_set", "bytes_migrated_in", "memory_used_bytes", *(f"bytes_{cause}" for cause in CAUSES)]
+    return {name: sum(figures[name] for figures in satellites.values()) for name in names}

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.departures import Departures
-from skymemory.protocol.forgetting import Forgetting
-from skymemory.protocol.handover import Burst, Handover, Leaving
-from skymemory.protocol.lateness import Lateness
-from skymemory.protocol.meetings import Meetings
-from skymemory.protocol.messages import Packet
-from skymemory.protocol.pacer import Pacer, phase_of
-from skymemory.protocol.satellite_config import SatelliteConfig
-from skymemory.protocol.selection import Selection
-from skymemory.protocol.share import Chunk, as_copy
-from skymemory.protocol.throttle import Throttle
-from skymemory.protocol.whereabouts import Whereabouts
-from skymemory.protocol.wire import Address, Status, since_s
+from skymemory.protocol.congestion import Throttle
+from skymemory.protocol.messages import Packet, Selection
+from skymemory.protocol.satellite.config import SatelliteConfig
+from skymemory.protocol.satellite.eviction import Forgetting
+from skymemory.protocol.satellite.handover import Burst, Handover, Leaving, Pacer, phase_of
+from skymemory.protocol.satellite.locator import Whereabouts
+from skymemory.protocol.satellite.memory import Chunk, ChunkName, ChunkStore, as_copy
+from skymemory.protocol.satellite.outbox import Departures
+from skymemory.protocol.satellite.overload import Lateness
+from skymemory.protocol.wire import REPLICA_OFFSET, Address, Status, since_s
 
 
 def handover_of(config: SatelliteConfig, lateness: Lateness | None = None) -> Handover:
@@ -123,3 +119,46 @@ class Migration:
         if chunk is None or len(name) == 2:
             return chunk
         return as_copy(chunk.ref, name[2]), chunk.payload
+
+
+# Two copies of a chunk on one satellite: when the box has moved far at once, one may come before the other has left.
+#
+# A satellite has one place for a chunk, whichever copy it is; the bytes are the same. So it keeps one, as the copy
+# that
+# belongs here, and sends the other on from the same bytes, under its own number.
+
+
+class Meetings:
+    """Settles them for one satellite."""
+
+    def __init__(self, here: SatelliteId, store: ChunkStore, handover: Handover, whereabouts: Whereabouts) -> None:
+        self._here = here
+        self._store = store
+        self._handover = handover
+        self._whereabouts = whereabouts
+
+    def settle(self, due_s: float) -> None:
+        """Chunks were stored in place of other copies of them. What came and belongs elsewhere leaves at ``due_s``."""
+        met, self._store.met = self._store.met, []
+        for name, before in met:
+            chunk = self._store.peek(name)
+            if chunk is None or chunk.ref != as_copy(before, chunk.ref[REPLICA_OFFSET]):
+                continue
+            if self._whereabouts.home(before) == self._here:
+                self._store.relabel(name, before)
+                self._handover.stray((*name, chunk.ref[REPLICA_OFFSET]), due_s)
+            else:
+                self._handover.leave_as(name, before[REPLICA_OFFSET])
+
+    def send_as(self, name: ChunkName, replica: int) -> None:
+        """The chunk, if it is here still, is to be where its copy ``replica`` belongs."""
+        chunk = self._store.peek(name)
+        if chunk is None or chunk.ref[REPLICA_OFFSET] == replica:
+            return
+        copy = as_copy(chunk.ref, replica)
+        home = self._whereabouts.home(copy)
+        if home != self._here:
+            self._handover.enqueue(home, [(*name, replica)])
+        elif self._whereabouts.home(chunk.ref) != self._here:
+            self._store.relabel(name, copy)
+            self._handover.leave_as(name, chunk.ref[REPLICA_OFFSET])

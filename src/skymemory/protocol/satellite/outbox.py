@@ -11,14 +11,14 @@ from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol import messages
 from skymemory.protocol.capabilities import OURS
-from skymemory.protocol.forwarding import LinkEnd, Router
-from skymemory.protocol.satellite_config import SatelliteConfig
+from skymemory.protocol.routing import LinkEnd, Router
+from skymemory.protocol.satellite.config import SatelliteConfig
+from skymemory.protocol.satellite.locator import Whereabouts
+from skymemory.protocol.satellite.memory import Chunk, Share
 from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
-from skymemory.protocol.share import Chunk, Share
-from skymemory.protocol.space_packet import COMMAND_BYTES
-from skymemory.protocol.whereabouts import Whereabouts
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
+    COMMAND_BYTES,
     CREDIT_UNIT_BYTES,
     GROUND_SHELL,
     MOST_CREDIT,

@@ -16,11 +16,10 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol.capabilities import Capabilities
-from skymemory.protocol.chunk_store import ChunkStore
-from skymemory.protocol.departures import Departures
-from skymemory.protocol.latecomers import Latecomers
-from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, Packet
-from skymemory.protocol.verdicts import pack_verdicts, unpack_verdicts
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, Packet, pack_verdicts, unpack_verdicts
+from skymemory.protocol.satellite.memory import ChunkStore
+from skymemory.protocol.satellite.outbox import Departures
+from skymemory.protocol.satellite.tombstones import Latecomers
 from skymemory.protocol.wire import Op
 
 _RETAIN = struct.Struct(">HBBQ")

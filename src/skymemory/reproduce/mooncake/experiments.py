@@ -1,16 +1,23 @@
-"""Which blocks come again (figure 6), and what a cache of so many of them hits (table 1): no cluster is needed."""
+"""Mooncake's experiments by name, and by the figures and tables in which they were published."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from skymemory.sim.mooncake.base import Experiment, Setting, Told
-from skymemory.sim.sources import Source
+from skymemory.conductor.cost_model import LLAMA_70B_8xA800
+from skymemory.conductor.cost_model.model import network_of, stored_s
+from skymemory.errors import InvalidInput
+from skymemory.eviction.policies import policy_named
+from skymemory.reproduce.mooncake.base import Experiment, Setting, Told
+from skymemory.reproduce.mooncake.clusters import bandwidth, public_datasets, ratio, real, scheduling, simulated
+from skymemory.reproduce.mooncake.overload import load_swings, rejections
 from skymemory.sim.sweeps import sweep
-from skymemory.sim.trace import BLOCK_TOKENS, ideal_hits
-from skymemory.sim.trace_statistics import block_uses, shared_above, statistics_of
-from skymemory.store.policies import policy_named
+from skymemory.sim.trace import BLOCK_TOKENS, block_uses, ideal_hits, shared_above, statistics_of
+from skymemory.sim.workload import Source
+
+# Which blocks come again (figure 6), and what a cache of so many of them hits (table 1): no cluster is needed.
+
 
 CAPACITIES = (100_000, 50_000, 30_000, 10_000, 1_000)
 PUBLISHED_HITS = {
@@ -135,3 +142,78 @@ def _compared(table: dict[str, list[float]], most: float) -> list[Told]:
             why = _SMALL if capacity <= 10_000 and policy == "lru" else ""
             told.append(Told(what, "% of the most", 100 * theirs / published[0], 100 * here / most, why, digits=0))
     return told
+
+
+# Storing KV while the next layer is computed, beside storing it afterwards (figure 7).
+
+
+LENGTHS = (8, 16, 32, 64, 128)
+"""Thousand tokens."""
+
+
+def layer_wise(setting: Setting) -> Experiment:
+    """By how much storing a prompt's KV lengthens its prefill."""
+    cost = LLAMA_70B_8xA800
+    network = network_of(cost)
+    rows = []
+    for thousand in LENGTHS:
+        tokens = thousand * 1024
+        compute_s, transfer_s = cost.prefill_s(tokens), network.seconds(cost.kv_bytes(tokens))
+        visible_s = stored_s(transfer_s, compute_s, cost.shape.layers)
+        rows.append((thousand, compute_s, transfer_s * 1e3, visible_s * 1e3, visible_s / transfer_s))
+    worst = max(row[4] for row in rows)
+    return Experiment(
+        name="layer-wise",
+        published_as="arXiv figure 7",
+        title="Latency of storing KV: after the prefill, and layer by layer within it",
+        source="none: lengths alone",
+        assumed=(
+            f"KV goes over the network at {network.bytes_per_s / 1e9:g} GB/s; half of the machine's speed is reached",
+            "the figure's own values are in an image only: shapes are compared",
+        ),
+        header=("thousand_tokens", "prefill_s", "serial_ms", "layer_wise_ms", "left"),
+        rows=tuple(rows),
+        told=(
+            Told("what layer-wise storing leaves of the serial latency, most", "%", "nearly nothing", 100 * worst,
+                 "one layer of 80 has nothing to hide behind", digits=1),
+            Told("serial latency, 128k against 8k tokens", "×", "grows with the length",
+                 rows[-1][2] / rows[0][2], digits=1),
+        ),
+    )  # fmt: skip
+
+
+EXPERIMENTS: Mapping[str, Callable[[Setting], Experiment]] = {
+    "popularity": popularity,
+    "hits": hits,
+    "layer-wise": layer_wise,
+    "scheduling": scheduling,
+    "bandwidth": bandwidth,
+    "ratio": ratio,
+    "datasets": public_datasets,
+    "simulated": simulated,
+    "real": real,
+    "rejections": rejections,
+    "swings": load_swings,
+}
+PUBLISHED = {
+    "5": "scheduling", "6": "popularity", "7": "layer-wise", "8": "scheduling", "9": "swings", "10": "swings",
+    "11": "datasets", "12": "simulated", "13": "real", "table1": "hits", "table3": "rejections",
+}  # fmt: skip
+"""Figure 5 is FAST'25's; all others have the numbers of the report on arXiv."""
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The experiments of these names, figures or tables, each once; all of them where none is named.
+
+    Raises:
+        InvalidInput: one that there is not.
+    """
+    found = []
+    for name in names:
+        key = PUBLISHED.get(name.replace(" ", "").lower(), name)
+        if key not in EXPERIMENTS:
+            raise InvalidInput(
+                f"Mooncake's {name!r} is not reproduced; there are {', '.join(EXPERIMENTS)}, or {', '.join(PUBLISHED)}"
+            )
+        found.append(key)
+    return list(dict.fromkeys(found)) or list(EXPERIMENTS)

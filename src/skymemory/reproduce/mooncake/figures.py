@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.sim.mooncake.base import Experiment
+from skymemory.reproduce.mooncake.base import Experiment
 from skymemory.view.drawing import INK, new_figure, save, save_csv
 
 if TYPE_CHECKING:
@@ -133,44 +133,50 @@ def _ratio(told: Experiment) -> Figure:
 
 def _capacities(told: Experiment) -> Figure:
     records = _records(told)
-    workloads = list(dict.fromkeys(str(r["workload"]) for r in records))
-    rules = list(dict.fromkeys(str(r["rule"]) for r in records))
-    names = list(dict.fromkeys(str(r["system"]) for r in records))
-    figure = new_figure(4.6 * len(rules), 3.8)
-    for axes, rule in zip(figure.subplots(1, len(rules), squeeze=False)[0], rules, strict=True):
-        for offset, (name, colour) in enumerate(zip(names, (BLUE, GREY, AMBER, GREEN, RED), strict=False)):
-            mine = {r["workload"]: r["requests_per_s"] for r in records if r["system"] == name and r["rule"] == rule}
-            at = [x + (offset - len(names) / 2) * 0.19 for x in range(len(workloads))]
-            axes.bar(at, [mine[one] for one in workloads], 0.18, color=colour, label=name)
-        axes.set_xticks(range(len(workloads)), workloads, fontsize=7)
-        axes.set_title(f"TBT: {rule}")
-        axes.set_ylabel("requests/s within both SLOs")
+    workloads, kinds, rules, names = (
+        list(dict.fromkeys(str(r[key]) for r in records)) for key in ("workload", "decoding", "rule", "system")
+    )
+    figure = new_figure(4.6 * len(rules), 3.2 * len(kinds))
+    panels = figure.subplots(len(kinds), len(rules), sharey="col", squeeze=False)
+    for row, kind in zip(panels, kinds, strict=True):
+        for axes, rule in zip(row, rules, strict=True):
+            panel = [r for r in records if r["decoding"] == kind and r["rule"] == rule]
+            for offset, (name, colour) in enumerate(zip(names, (BLUE, GREY, AMBER, GREEN), strict=True)):
+                mine = {r["workload"]: r["requests_per_s"] for r in panel if r["system"] == name}
+                at = [x + (offset - len(names) / 2) * 0.19 for x in range(len(workloads))]
+                axes.bar(at, [mine[one] for one in workloads], 0.18, color=colour, label=name)
+            axes.set_xticks(range(len(workloads)), workloads, fontsize=7)
+            axes.set_title(f"decoding {kind}; TBT: {rule}", fontsize=9)
+            axes.set_ylabel("requests/s within both SLOs", fontsize=8)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=8)
     return figure
 
 
 def _real(told: Experiment) -> Figure:
-    figure = new_figure(9.0, 3.8)
-    left, right = figure.subplots(1, 2)
     records = _records(told)
     kinds = list(dict.fromkeys(r["decoding"] for r in records))
     names = list(dict.fromkeys(r["system"] for r in records))
-    for offset, (kind, colour) in enumerate(zip(kinds, (GREEN, BLUE), strict=False)):
+    figure = new_figure(8.0, 6.0)
+    left, *others = figure.subplots(2, (len(kinds) + 2) // 2).flat
+    width = 0.8 / len(kinds)
+    for offset, (kind, colour) in enumerate(zip(kinds, (GREEN, BLUE, GREY), strict=True)):
         mine = {r["system"]: r["rate"] for r in records if r["decoding"] == kind and r["what"] == "capacity"}
-        at = [x + (offset - 0.5) * 0.4 for x in range(len(names))]
-        left.bar(at, [mine[name] for name in names], 0.38, color=colour, label=f"decoding {kind}")
-    left.set_xticks(range(len(names)), names, rotation=25, fontsize=7)
-    left.set_ylabel("rate at which 90 % keep both SLOs, × the trace")
-    left.legend(fontsize=8)
-    measured = [r for r in records if r["what"] == "measured" and r["decoding"] == kinds[-1]]
-    for name, colour in zip(dict.fromkeys(r["system"] for r in measured), (GREEN, RED, AMBER), strict=False):
-        shown = [r for r in measured if r["system"] == name]
-        rates = [r["rate"] for r in shown]
-        right.plot(rates, [100 * r["tbt_met"] for r in shown], "o-", color=colour, label=name)
-        right.plot(rates, [100 * r["longest_tbt_met"] for r in shown], "o:", color=colour)
-    right.set_ylabel("TBT met, %: mean (line), longest (dotted)")
-    right.set_xlabel(f"times the trace's rate (decoding {kinds[-1]})")
-    right.legend(fontsize=8)
+        at = [x + (offset - (len(kinds) - 1) / 2) * width for x in range(len(names))]
+        left.bar(at, [mine[name] for name in names], 0.95 * width, color=colour, label=f"decoding {kind}")
+    left.set_xticks(range(len(names)), names, rotation=15, fontsize=6)
+    left.set_ylabel("rate with both SLOs for 90 %, × the trace", fontsize=8)
+    left.legend(fontsize=7)
+    for axes, kind in zip(others, kinds, strict=True):
+        measured = [r for r in records if r["what"] == "measured" and r["decoding"] == kind]
+        for name, colour in zip(dict.fromkeys(r["system"] for r in measured), (GREEN, RED, AMBER), strict=True):
+            shown = [r for r in measured if r["system"] == name]
+            rates = [r["rate"] for r in shown]
+            axes.plot(rates, [100 * r["tbt_met"] for r in shown], "o-", color=colour, label=name)
+            axes.plot(rates, [100 * r["longest_tbt_met"] for r in shown], "o:", color=colour)
+        axes.set_ylim(0, 102)
+        axes.set_ylabel("TBT met, %: mean (line), longest (dotted)", fontsize=8)
+        axes.set_xlabel(f"times the trace's rate (decoding {kind})", fontsize=8)
+        axes.legend(fontsize=7)
     return figure
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from skymemory.conductor.admission.base import Slo
+from skymemory.reproduce.mooncake.base import COST, DECODINGS, Experiment, Setting, Told
 from skymemory.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
 from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.mooncake.base import COST, DECODINGS, Experiment, Setting, Told
-from skymemory.sim.sources import Source
 from skymemory.sim.sweeps import sweep
+from skymemory.sim.workload import Source
 
 RULES = ("all", "baseline", "early", "predicted", "predicted, long", "goodput")
 """With ``long`` the usual time of decoding is without end: within the time of a prefill nobody is taken to leave."""

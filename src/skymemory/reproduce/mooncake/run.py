@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TextIO
 
 from skymemory.errors import InvalidInput, MissingExtra
-from skymemory.sim.mooncake.base import Experiment, Setting, Told
-from skymemory.sim.mooncake.experiments import EXPERIMENTS, chosen
-from skymemory.sim.sources import Source
-from skymemory.view.mooncake_figures import write_mooncake_csv, write_mooncake_figure
+from skymemory.reproduce.mooncake.base import Experiment, Setting, Told
+from skymemory.reproduce.mooncake.experiments import EXPERIMENTS, chosen
+from skymemory.reproduce.mooncake.figures import write_mooncake_csv, write_mooncake_figure
+from skymemory.sim.workload import Source
 
 
 def run_mooncake(args: argparse.Namespace) -> int:
@@ -84,7 +84,7 @@ def as_text(told: Experiment) -> list[str]:
 
 
 def as_markdown(told: Experiment) -> list[str]:
-    """The same as a section of a page: how docs/reproduce.md is written."""
+    """The same as a section of a page: how docs/reproduce/mooncake.md is written."""
     lines = ["", f"### {told.title}", "", f"`{told.name}`; published as {told.published_as}. Requests: {told.source}."]
     lines += ["", *(f"- {one}" for one in told.assumed)]
     lines += ["", "| what | published | ours | | why |", "| --- | ---: | ---: | --- | --- |"]

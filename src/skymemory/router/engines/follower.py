@@ -20,9 +20,78 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from skymemory.errors import InvalidInput
-from skymemory.router.kv_feed import Feed
-from skymemory.router.kv_messages import MAX_MESSAGE_BYTES, MalformedEvents, sequence_of
-from skymemory.router.kv_replay import TIMEOUT_S, NoReplay, replay
+from skymemory.router.engines.feed import Feed
+from skymemory.router.engines.wire import MAX_RECEIVED_BYTES, SEQUENCE_BYTES, MalformedEvents, sequence_of
+
+# Messages that an engine still has, asked for again over its replay socket.
+#
+# A ROUTER at the engine's end: asked with an empty frame and a number (8 bytes, big-endian), it sends every message it
+# keeps from that number on, then the number -1 with nothing behind it. It drops what its own queue cannot take, so an
+# answer may have holes: whoever reads it minds the numbers.
+
+
+TIMEOUT_S = 2.0
+"""For the next messages: the engine looks at the socket between two batches, and every 0.1 s when it has none."""
+BETWEEN_S = 0.5
+"""Once it answers, it sends all at once. Its last word may be among what it dropped."""
+QUEUE_MESSAGES = 20_000
+"""More than engines keep: what they send at once should not be dropped for our slowness."""
+AT_ONCE = 64
+END = b"\xff" * SEQUENCE_BYTES
+
+
+class NoReplay(Exception):
+    """The answer did not come, or stopped short of its end."""
+
+
+async def replay(
+    context: zmq.asyncio.Context, endpoint: str, first: int, timeout_s: float = TIMEOUT_S
+) -> AsyncGenerator[list[tuple[int, bytes]], None]:
+    """Numbers and payloads of what the engine at ``endpoint`` keeps from ``first`` on, up to ``AT_ONCE`` together.
+
+    Raises:
+        NoReplay: nothing within ``timeout_s`` of what came last, or an answer that is none.
+    """
+    socket = context.socket(zmq.DEALER)
+    answers: zmq.Socket[bytes] = zmq.Socket(shadow=socket.underlying)
+    try:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
+        socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        try:
+            socket.connect(endpoint)
+            answers.send_multipart([b"", first.to_bytes(SEQUENCE_BYTES, "big")], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise NoReplay(f"{endpoint}: {error}") from error
+        wait_s = timeout_s
+        while True:
+            if not await socket.poll(round(wait_s * 1000)):
+                raise NoReplay(f"{endpoint} did not answer in {wait_s:g} s")
+            wait_s = min(timeout_s, BETWEEN_S)
+            messages, ended = _waiting(answers, endpoint)
+            if messages:
+                yield messages
+            if ended:
+                return
+    finally:
+        socket.close(linger=0)
+
+
+def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, bytes]], bool]:
+    """What is here, and whether that was the end."""
+    messages: list[tuple[int, bytes]] = []
+    while len(messages) < AT_ONCE:
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            break
+        if len(frames) < 2 or len(frames[-2]) != SEQUENCE_BYTES:
+            raise NoReplay(f"{endpoint} answered with {len(frames)} frames that are no message")
+        if frames[-2] == END:
+            return messages, True
+        messages.append((int.from_bytes(frames[-2], "big"), frames[-1]))
+    return messages, False
+
 
 SLICE_S = 0.001
 REPLAYS = 64
@@ -42,8 +111,8 @@ class Pace:
     probe_s: float = 10.0
     """An engine that was silent for so long is asked whether that is so: the last message may have been dropped."""
     replay_timeout_s: float = TIMEOUT_S
-    queue_messages: int = 4096
-    """That may wait in the socket; beyond, the publisher drops."""
+    queue_messages: int = 256
+    """That may wait in the socket, however long each is. More wait at the engine (vLLM keeps 100,000)."""
 
 
 class Follower:
@@ -74,7 +143,7 @@ class Follower:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.RCVHWM, pace.queue_messages),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES),
             (zmq.RECONNECT_IVL, 100),
             (zmq.RECONNECT_IVL_MAX, 2000),
             (zmq.HEARTBEAT_IVL, 5000),
@@ -107,7 +176,7 @@ class Follower:
                 await asyncio.sleep(1.0)
 
     async def _turn(self) -> None:
-        if not self._resume and not self._feed.wiped:
+        if not (self._resume or self._feed.wiped or self._feed.busy):
             wait_s = self._pace.patience_s if self._feed.order.gap else self._pace.probe_s
             await self._poller.poll(round(wait_s * 1000) + 1)
         self._mind_connection()
@@ -132,6 +201,11 @@ class Follower:
         """Some of it. Whether to go on."""
         end_s = time.perf_counter() + SLICE_S
         while time.perf_counter() < end_s:
+            if self._feed.busy:
+                self._feed.go_on(end_s)
+                if self._feed.wiped:
+                    return False
+                continue
             if self._feed.order.crowded:
                 return False
             try:
@@ -149,7 +223,7 @@ class Follower:
             if self._resume:
                 self._early = (number, payload)
                 return False
-            self._feed.offer(number, payload)
+            self._feed.offer(number, payload, end_s)
             if self._feed.wiped:
                 return False
         return True
@@ -180,7 +254,7 @@ class Follower:
             feed.complain("replay", f"no replay: {error}")
             feed.unsure()
         if early is not None:
-            feed.offer(*early)
+            feed.offer(*early, 0.0)
         self._heard_s = time.monotonic()
 
     async def _same_life(self) -> bool:
@@ -211,12 +285,15 @@ class Follower:
     async def _offer_all(self, messages: list[tuple[int, bytes]]) -> None:
         self._feed.counts.replayed += len(messages)
         at = 0
-        while at < len(messages):
+        while at < len(messages) or self._feed.busy:
             async with self._one_at_a_time:
                 end_s = time.perf_counter() + SLICE_S
-                while at < len(messages) and time.perf_counter() < end_s:
-                    self._feed.offer(*messages[at])
-                    at += 1
+                while (at < len(messages) or self._feed.busy) and time.perf_counter() < end_s:
+                    if self._feed.busy:
+                        self._feed.go_on(end_s)
+                    else:
+                        self._feed.offer(*messages[at], end_s)
+                        at += 1
                 await asyncio.sleep(0)
 
     async def _mind_gap(self) -> None:

@@ -9,13 +9,21 @@ Names: vLLM ``vllm/v1/metrics/loggers.py``; SGLang ``docs/references/production_
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+import random
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from skymemory.conductor.fleet import LoadReport, PrefillTotals
+import aiohttp
+
+from skymemory.conductor.fleet import Fleet, LoadReport, PrefillTotals
 from skymemory.errors import SkyMemoryError
+from skymemory.router.deferred import ended
+from skymemory.router.tls import Access
 
 MAX_SERIES = 4096
 """Series of one name that are read; an engine has one per data-parallel rank."""
@@ -247,3 +255,195 @@ def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None
         )
     slots = _by_rank(_first(text, (dialect.adapter_slots,)))
     return frozenset(), round(min(slots)) or None if slots else None
+
+
+# One look at an engine's metrics over HTTP: bounded in time and in bytes.
+
+
+TIMEOUT_S = 2.0
+MAX_BYTES = 4 * 1024 * 1024
+
+
+async def scrape(
+    session: aiohttp.ClientSession,
+    url: str,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    max_bytes: int = MAX_BYTES,
+    clock: Callable[[], float] = time.monotonic,
+) -> LoadReport:
+    """What the engine at ``url`` (its ``/metrics``) says of itself; see ``fetch_metrics``."""
+    return (await fetch_metrics(session, url, timeout_s=timeout_s, max_bytes=max_bytes, clock=clock)).report
+
+
+async def fetch_metrics(
+    session: aiohttp.ClientSession,
+    url: str,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    max_bytes: int = MAX_BYTES,
+    clock: Callable[[], float] = time.monotonic,
+    access: Access = Access(),  # noqa: B008 - it cannot be changed
+) -> EngineMetrics:
+    """One reading, dated by ``clock`` when it was asked for: an answer that took its time is as old as the question.
+
+    Raises:
+        UnreadableMetrics: no answer in ``timeout_s``, no connection, a status other than 200, more than ``max_bytes``,
+            or a text in no dialect that is known.
+    """
+    at_s = clock()
+    try:
+        async with asyncio.timeout(timeout_s):
+            # Compression is not offered: a few bytes could unpack to gigabytes.
+            headers = {"Accept-Encoding": "identity", **access.headers}
+            async with session.get(url, headers=headers, allow_redirects=False, ssl=access.tls or True) as answer:
+                if answer.status != 200:
+                    raise UnreadableMetrics(f"{url} answered {answer.status}")
+                if "Content-Encoding" in answer.headers:
+                    raise UnreadableMetrics(f"{url} answered compressed, which was not asked for")
+                text = bytearray()
+                async for piece in answer.content.iter_chunked(64 * 1024):
+                    text += piece
+                    if len(text) > max_bytes:
+                        raise UnreadableMetrics(f"{url} answered more than {max_bytes} B")
+    except TimeoutError as error:
+        raise UnreadableMetrics(f"{url} did not answer in {timeout_s:g} s") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise UnreadableMetrics(f"{url}: {error or type(error).__name__}") from error
+    return read_metrics(bytes(text), at_s)
+
+
+# Every engine looked at on a schedule of its own, so that one that hangs delays neither another nor a request.
+#
+# What was read is put on ``Server.reported``; what could not be read ages there until ``Server.fresh_report`` no
+# longer
+# hands it out. Reports are dated by the clock that routing asks with (``time.monotonic``).
+
+
+EVERY_S = 0.5
+SLOWEST_S = 10.0
+"""An engine that keeps failing is asked ever more rarely, down to this."""
+JITTER = 0.2
+"""Part of the interval by which each look is put forward or off."""
+_log = logging.getLogger("skymemory.router")
+
+
+@dataclass(slots=True, eq=False)
+class Watched:
+    """One engine's metrics: where they are and how reading them goes."""
+
+    server: str
+    url: str
+    access: Access = field(default=Access(), repr=False)
+    dialect: str = ""
+    """Empty until it was first read."""
+    missing: tuple[str, ...] = ()
+    error: str = ""
+    """Why the last look failed; empty where it did not."""
+    looks: int = 0
+    failures: int = 0
+    failures_in_a_row: int = 0
+    last_s: float | None = None
+    """When what was last read had been asked for."""
+    complained: set[tuple[str, ...]] = field(default_factory=set)
+
+
+class MetricsWatch:
+    """Looks at engines from ``follow`` until ``unfollow`` or ``close``. Lives in one event loop.
+
+    The first look comes at once.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+        *,
+        every_s: float = EVERY_S,
+        timeout_s: float = TIMEOUT_S,
+        max_bytes: int = MAX_BYTES,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        read: Callable[[str], None] = lambda server: None,
+    ) -> None:
+        """``read``: told of each server whose report is new."""
+        self.watched: dict[str, Watched] = {}
+        self._fleet = fleet
+        self._session = session
+        self.every_s = every_s
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._told = read
+        self._dice = random.Random(seed)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def follow(self, server: str, url: str, access: Access = Access()) -> Watched:  # noqa: B008 - it cannot be changed
+        """Look at ``url`` for the server of that name from now on; what was followed for it before is let go."""
+        self.unfollow(server)
+        watched = self.watched[server] = Watched(server, url, access)
+        self._tasks[server] = asyncio.create_task(self._look_on(watched), name=f"metrics of {server}")
+        return watched
+
+    def unfollow(self, server: str) -> None:
+        task = self._tasks.pop(server, None)
+        if task is not None:
+            task.cancel()
+            del self.watched[server]
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for server in list(self._tasks):
+            self.unfollow(server)
+        await ended(tasks)
+
+    async def _look_on(self, watched: Watched) -> None:
+        while True:
+            await self._look(watched)
+            wait_s = self.every_s * 2.0 ** min(watched.failures_in_a_row, 16)
+            wait_s = min(wait_s, max(SLOWEST_S, self.every_s))
+            await asyncio.sleep(wait_s * (1.0 + JITTER * (2.0 * self._dice.random() - 1.0)))
+
+    async def _look(self, watched: Watched) -> None:
+        watched.looks += 1
+        try:
+            metrics = await fetch_metrics(
+                self._session,
+                watched.url,
+                timeout_s=self._timeout_s,
+                max_bytes=self._max_bytes,
+                clock=self._clock,
+                access=watched.access,
+            )
+        except UnreadableMetrics as error:
+            self._failed(watched, str(error))
+        except Exception as error:  # one engine's answer must not end the watch over it
+            self._failed(watched, f"{type(error).__name__}: {error}")
+        else:
+            self._read(watched, metrics)
+
+    def _failed(self, watched: Watched, error: str) -> None:
+        if not watched.failures_in_a_row:
+            _log.warning("metrics of %s cannot be read: %s", watched.server, error)
+        watched.error = error
+        watched.failures += 1
+        watched.failures_in_a_row += 1
+
+    def _read(self, watched: Watched, metrics: EngineMetrics) -> None:
+        if watched.failures_in_a_row:
+            _log.info("metrics of %s can be read again", watched.server)
+        watched.error, watched.failures_in_a_row = "", 0
+        watched.dialect, watched.missing = metrics.dialect, metrics.missing
+        watched.last_s = metrics.report.at_s
+        if metrics.missing and metrics.missing not in watched.complained:
+            watched.complained.add(metrics.missing)
+            _log.warning(
+                "%s speaks %s's dialect without %s: routing does without",
+                watched.server,
+                metrics.dialect,
+                ", ".join(metrics.missing),
+            )
+        server = self._fleet.servers.get(watched.server)
+        if server is not None:
+            server.reported = metrics.report
+            self._told(watched.server)

@@ -8,18 +8,29 @@ passed over. Kinds of events that are not known are counted.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 
-from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored, Event
-from skymemory.conductor.prefix_index.media import GPU, REMOTE, medium_of
+from skymemory.conductor.prefix_index.events import (
+    GPU,
+    REMOTE,
+    AllCleared,
+    Batch,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    medium_of,
+)
 from skymemory.errors import SkyMemoryError
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-"""A prompt of a million tokens takes five; sockets drop what is larger."""
+"""A prompt of a million tokens takes five. What is longer is not read."""
+MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
+"""What is longer than even that the socket does not take, and drops the connection of whoever sends it."""
 MAX_EVENTS = 1 << 16
 """Of one batch, which is one step of an engine."""
 SEQUENCE_BYTES = 8
@@ -31,13 +42,25 @@ class MalformedEvents(SkyMemoryError, ValueError):
     """A message that is no batch of events: what the engine holds is unknown from there on."""
 
 
+class TooLong(MalformedEvents):
+    """More than is read at all."""
+
+
+class Tally(enum.Enum):
+    """Events that tell nothing."""
+
+    UNKNOWN = "unknown"
+    """Of a kind that is not known here."""
+    UNUSABLE = "unusable"
+    """Of stored blocks that cannot be hashed: their tokens are not told, or not all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decoded:
     batch: Batch
     unknown: int
-    """Events of a kind that is not known here."""
     unusable: int
-    """Events of stored blocks that cannot be hashed: their tokens are not told, or not all of them."""
+    """``Tally``."""
 
 
 class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
@@ -120,7 +143,7 @@ _event_row = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow)
 _event_map = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
 _kind_row = msgspec.msgpack.Decoder(_KindRow)
 _kind_map = msgspec.msgpack.Decoder(_KindMap)
-_KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
@@ -135,13 +158,11 @@ def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
 
 
 def decode(sequence: int, payload: bytes) -> Decoded:
-    """The batch in ``payload``.
+    """The batch in ``payload``, whole. ``kv_pieces`` reads long ones.
 
     Raises:
-        MalformedEvents: more than ``MAX_MESSAGE_BYTES``, no msgpack, or no batch.
+        MalformedEvents: no msgpack, or no batch.
     """
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise MalformedEvents(f"a batch of {len(payload)} B; at most {MAX_MESSAGE_BYTES} are read")
     try:
         raws = (_batch_map if _is_map(payload) else _batch_row).decode(payload).events
         events: list[Event] = []
@@ -178,7 +199,7 @@ def _event(raw: bytes) -> _Wire | None:
         return wire
     except msgspec.ValidationError:
         # What stands behind its kind is passed over, not unpacked.
-        if (_kind_map if mapped else _kind_row).decode(raw).type in _KNOWN:
+        if (_kind_map if mapped else _kind_row).decode(raw).type in KNOWN:
             raise
         return None
 
@@ -188,13 +209,18 @@ def _medium(wire: _StoredRow | _StoredMap | _RemovedRow | _RemovedMap) -> str:
     return REMOTE if wire.locality == REMOTE else wire.medium or GPU
 
 
+def token_range(tokens: Sequence[int]) -> bool:
+    """Whether each of them can be a token."""
+    return not tokens or 0 <= min(tokens) <= max(tokens) < _TOKENS
+
+
 def _stored(wire: _StoredRow | _StoredMap) -> BlocksStored | None:
     tokens, medium = wire.token_ids, _medium(wire)
     if not tokens and medium_of(medium) != GPU:
         return BlocksStored(wire.block_hashes, None, (), 0, medium, group=wire.group_idx or 0)
     if wire.block_size < 1 or len(tokens) != len(wire.block_hashes) * wire.block_size:
         return None
-    if tokens and not 0 <= min(tokens) <= max(tokens) < _TOKENS:
+    if not token_range(tokens):
         return None
     if wire.extra_keys is not None and len(wire.extra_keys) != len(wire.block_hashes):
         return None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from skymemory.router.ext_proc_messages import (
+from skymemory.router.envoy.messages import (
     CODE_DETAILS,
     DESTINATION,
     METADATA_NAMESPACE,

@@ -16,10 +16,8 @@ from urllib.parse import urlsplit
 
 from skymemory.errors import InvalidInput
 from skymemory.files import MAX_TABLE_BYTES, read_bounded
-from skymemory.router.picker_settings import PickerSettings
 from skymemory.router.setting_values import texts, yes_or_no
-from skymemory.router.settings import Backend
-from skymemory.router.settings_file import known_keys
+from skymemory.router.settings import Backend, PickerSettings, known_keys
 
 _TRUTH = {"true": True, "false": False}
 

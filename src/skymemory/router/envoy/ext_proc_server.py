@@ -7,7 +7,8 @@ import logging
 import ssl
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from skymemory.errors import InvalidInput, MissingExtra, SkyMemoryError
@@ -16,19 +17,26 @@ try:
     from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
     from google.protobuf.message import DecodeError
 
-    from skymemory.router.grpc_door import INTERNAL, UNKNOWN, Answers, Call, Door
-    from skymemory.router.grpc_health import NOT_SERVING, SERVING, HealthBook
+    from skymemory.router.envoy.grpc.door import INTERNAL, UNKNOWN, Answers, Call, Door
+    from skymemory.router.envoy.grpc.health import NOT_SERVING, SERVING, HealthBook
 except ImportError as error:
     raise MissingExtra("the endpoint picker needs the extra `envoy`: pip install 'skymemory[envoy,router]'") from error
 
+import datetime
+import ipaddress
+from pathlib import Path
+
 from skymemory.conductor.request import Request
-from skymemory.router.desk import Desk, Refusal
-from skymemory.router.ext_proc import Exchange
-from skymemory.router.ext_proc_messages import LIVENESS, READINESS, SERVICE
+from skymemory.files import read_bounded
+from skymemory.router.envoy.ext_proc import Exchange
+from skymemory.router.envoy.messages import LIVENESS, READINESS, SERVICE
+from skymemory.router.envoy.picker_service import Desk, Refusal
 from skymemory.router.setting_values import host_and_port
 
 HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
 log = logging.getLogger("skymemory.router")
+LONG_BODY_BYTES = 1 << 20
+"""Of these one is read at a time: while it is, it takes some five times its length."""
 STREAMS_BEYOND = 1_000
 """Calls of one connection beyond ``most_streams``: those get their 429, and health its answer."""
 
@@ -70,8 +78,12 @@ class PickerServer:
         most = self._desk.settings
         self._tell_ready(False)
         self._health.set(LIVENESS, SERVING)
-        self._desk.after.when = asyncio.get_running_loop().call_soon
-        methods = {**self._health.methods(), f"/{SERVICE}/Process": lambda answers: _Stream(self._desk, answers)}
+        self._desk.open(asyncio.get_running_loop())
+        long_bodies = asyncio.Lock()
+        methods = {
+            **self._health.methods(),
+            f"/{SERVICE}/Process": lambda answers: _Stream(self._desk, answers, long_bodies),
+        }
         # Envoy's pieces are at most what it buffers, 1 MiB unless it is told otherwise.
         door = self._door(methods, most.most_body_bytes + (1 << 16), most.most_streams + STREAMS_BEYOND)
         context = None if self._certificate is None else _context(self._certificate)
@@ -91,11 +103,16 @@ class PickerServer:
         for listener in self._listeners:
             listener.close()
         await asyncio.gather(*(door.close(grace_s) for door in self._doors))
-        self._desk.after.settle()
-        self._desk.after.when = None
+        self._desk.close()
 
     def _door(self, methods: Mapping[str, Callable[[Answers], Call]], most_bytes: int, most_streams: int) -> Door:
-        door = Door(methods, most_bytes, most_streams, lambda: self._desk.counters.add("faults_total"))
+        door = Door(
+            methods,
+            most_bytes,
+            most_streams,
+            faults=lambda: self._desk.counters.add("faults_total"),
+            refused=lambda reason: self._desk.counters.add("door_refusals_total", label=reason),
+        )
         self._doors.append(door)
         return door
 
@@ -121,12 +138,13 @@ class PickerServer:
             self._health.set(name, SERVING if ready else NOT_SERVING)
 
 
-class _Stream:
+class _Stream(Call):
     """An exchange, as a call."""
 
-    def __init__(self, desk: Desk, answers: Answers) -> None:
-        self._desk, self._answers = desk, answers
-        self._exchange: Exchange | None = Exchange(desk)
+    def __init__(self, desk: Desk, answers: Answers, long_bodies: asyncio.Lock | None = None) -> None:
+        """``long_bodies``: whose turn it is with one of ``LONG_BODY_BYTES``."""
+        self._desk, self._answers, self._long_bodies = desk, answers, long_bodies
+        self._exchange: Exchange | None = Exchange(desk, self._send)
         self._reading: asyncio.Task[None] | None = None
 
     def message(self, data: bytes) -> None:
@@ -136,15 +154,21 @@ class _Stream:
             self._answers.finish(INTERNAL, "this is no ProcessingRequest")
             return
         least = self._desk.reads_elsewhere_bytes
-        whole = None if least is None or self._exchange is None else self._exchange.whole_request(message)
-        if least is None or whole is None or len(whole[1]) < least:
+        if least is None or self._exchange is None or not self._exchange.ends_request(message, least):
             self._receive(message, None)
             return
         self._answers.hold()
-        self._reading = asyncio.create_task(self._read_elsewhere(message, whole))
+        self._reading = asyncio.create_task(self._read_elsewhere(self._exchange, message))
 
     def ended(self) -> None:
         self._answers.finish()
+
+    def held_bytes(self) -> int:
+        return 0 if self._exchange is None else self._exchange.held_bytes()
+
+    def too_much(self) -> None:
+        if self._exchange is not None:
+            self._send(self._exchange.too_much())
 
     def gone(self) -> None:
         exchange, self._exchange = self._exchange, None
@@ -155,13 +179,22 @@ class _Stream:
 
     def _receive(self, message: ProcessingRequest, read: Request | Refusal | None) -> None:
         if self._exchange is not None:
-            for answer in self._exchange.receive(message, time.monotonic(), read):
-                self._answers.send(answer.SerializeToString())
+            self._send(self._exchange.receive(message, time.monotonic(), read))
 
-    async def _read_elsewhere(self, message: ProcessingRequest, whole: tuple[Mapping[str, str], bytes]) -> None:
+    def _send(self, answers: Iterable[bytes]) -> None:
+        if isinstance(answers, tuple):
+            if answers:
+                self._answers.send(*answers)
+        else:
+            self._answers.send_all(answers)
+
+    async def _read_elsewhere(self, exchange: Exchange, message: ProcessingRequest) -> None:
         """Of a prompt that takes long to read: others are picked for meanwhile."""
+        many = self._long_bodies is not None and exchange.held_bytes() >= LONG_BODY_BYTES
         try:
-            self._receive(message, await asyncio.to_thread(self._desk.outcome, *whole))
+            async with self._long_bodies if many and self._long_bodies is not None else nullcontext():
+                read = await asyncio.to_thread(lambda: self._desk.outcome(*exchange.whole_request(message)))
+                self._receive(message, read)
         except Exception:
             log.exception("a prompt could not be read")
             self._desk.counters.add("faults_total")
@@ -190,3 +223,69 @@ def _context(certificate: Certificate) -> ssl.SSLContext:
     except (ssl.SSLError, OSError, ValueError) as error:
         raise InvalidInput(f"the certificate and its key cannot be used: {error}") from error
     return context
+
+
+# A certificate for a picker that was given none, signed by itself, good until it stops.
+#
+# Gateways of the inference extension speak TLS with their picker and do not check its name: what they need is that
+# nobody
+# reads along. Whoever wants more gives a certificate of an authority.
+
+
+DAYS = 365
+
+
+def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Certificate:
+    """For ``names``, host names or addresses."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import NameOID
+    except ImportError as error:
+        raise MissingExtra(
+            "a certificate of its own needs the extra `secure`: pip install 'skymemory[secure]'"
+        ) from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    who = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "skymemory endpoint picker")])
+    now = datetime.datetime.now(datetime.UTC)
+    alternatives: list[x509.GeneralName] = []
+    for name in names:
+        try:
+            alternatives.append(x509.IPAddress(ipaddress.ip_address(name)))
+        except ValueError:
+            alternatives.append(x509.DNSName(name))
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(who)
+        .issuer_name(who)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return Certificate(signed.public_bytes(serialization.Encoding.PEM), secret)
+
+
+def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> Certificate:
+    """
+    Raises:
+        InvalidInput: a file cannot be read, or is no PEM.
+    """
+    parts = []
+    for path, word in ((chain, b"CERTIFICATE"), (key, b"PRIVATE KEY"), (clients_ca, b"CERTIFICATE")):
+        if path is None:
+            continue
+        try:
+            parts.append(read_bounded(path))
+        except OSError as error:
+            raise InvalidInput(f"{str(path)!r} cannot be read: {error.strerror}") from error
+        if b"-----BEGIN " not in parts[-1] or word not in parts[-1]:
+            raise InvalidInput(f"{str(path)!r}: expected PEM with a {word.decode().lower()}")
+    return Certificate(*parts)

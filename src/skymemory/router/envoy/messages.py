@@ -1,12 +1,17 @@
-"""What an endpoint picker says to Envoy, message by message, and what it reads out of Envoy's.
+"""What an endpoint picker says to Envoy, message by message as bytes, and what it reads out of Envoy's.
 
 The protocol is the Gateway API inference extension's "endpoint picker protocol" (its proposal 004, v1.0.0) on top of
 Envoy's external processing service (``envoy.service.ext_proc.v3``). Nothing here keeps state.
+
+Most of what is said is always the same, and is encoded once. A piece of a body is put into its message by hand: to
+build that of five objects and encode it took as long as picking a server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
 
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
@@ -57,6 +62,15 @@ def headers_of(headers: HttpHeaders) -> dict[str, str]:
     return found
 
 
+def some_headers(headers: HttpHeaders, names: Collection[str]) -> dict[str, str]:
+    """As ``headers_of``, of headers that are there once, and only those."""
+    return {
+        key: header.raw_value.decode("latin-1") or header.value
+        for header in headers.headers.headers
+        if (key := header.key) in names
+    }
+
+
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
     """The endpoints one of which must be picked; None where all may be. An empty subset is one that allows none.
 
@@ -93,62 +107,64 @@ def _attribute(message: ProcessingRequest, name: str) -> str:
     return str(attributes[ATTRIBUTES_NAMESPACE].fields[name].string_value)
 
 
-def destination(endpoints: str) -> tuple[HeaderMutation, Struct]:
-    """The same ``ip:port[,ip:port]`` as a header and as metadata, for data planes that read the one or the other."""
-    inner = Struct(fields={DESTINATION: Value(string_value=endpoints)})
-    metadata = Struct(fields={METADATA_NAMESPACE: Value(struct_value=inner)})
-    return HeaderMutation(set_headers=[_header(DESTINATION, endpoints)]), metadata
+def request_headers(endpoints: str = "") -> bytes:
+    """``endpoints``: the same ``ip:port[,ip:port]`` goes as a header and as metadata, for data planes that read the one
+    or the other.
+    """
+    return _headers_to(endpoints)
 
 
-def request_headers(mutation: HeaderMutation | None = None, metadata: Struct | None = None) -> ProcessingResponse:
-    return ProcessingResponse(request_headers=_headers(mutation), dynamic_metadata=metadata)
-
-
-def response_headers(added: Mapping[str, str]) -> ProcessingResponse:
-    mutation = HeaderMutation(set_headers=[_header(*item) for item in added.items()]) if added else None
-    return ProcessingResponse(response_headers=_headers(mutation))
-
-
-def request_body(mutation: HeaderMutation | None = None, metadata: Struct | None = None) -> ProcessingResponse:
+def request_body(endpoints: str = "") -> bytes:
     """The answer where Envoy keeps the body itself: it goes on as it came."""
-    return ProcessingResponse(
-        request_body=BodyResponse(response=CommonResponse(header_mutation=mutation)), dynamic_metadata=metadata
-    )
+    return _body_to(endpoints)
 
 
-def response_body() -> ProcessingResponse:
-    return ProcessingResponse(response_body=BodyResponse())
+def response_headers(added: Mapping[str, str] | None = None) -> bytes:
+    if not added:
+        return _RESPONSE_HEADERS
+    mutation = HeaderMutation(set_headers=[_header(*item) for item in added.items()])
+    return _encoded(ProcessingResponse(response_headers=_headers(mutation)))
 
 
-def streamed_request(body: bytes, end: bool) -> Iterator[ProcessingResponse]:
-    return (ProcessingResponse(request_body=piece) for piece in _pieces(body, end))
+def response_body() -> bytes:
+    return _RESPONSE_BODY
 
 
-def streamed_response(body: bytes, end: bool) -> Iterator[ProcessingResponse]:
-    return (ProcessingResponse(response_body=piece) for piece in _pieces(body, end))
+def streamed_request(body: bytes, end: bool) -> Iterator[bytes]:
+    return _pieces(_REQUEST_PIECE, body, end)
 
 
-def request_trailers() -> ProcessingResponse:
-    return ProcessingResponse(request_trailers=TrailersResponse())
+def streamed_response(body: bytes, end: bool) -> Iterator[bytes]:
+    return _pieces(_RESPONSE_PIECE, body, end)
 
 
-def response_trailers() -> ProcessingResponse:
-    return ProcessingResponse(response_trailers=TrailersResponse())
+def request_trailers() -> bytes:
+    return _REQUEST_TRAILERS
 
 
-def immediate(status: int, message: str, retry_after_s: int | None = None) -> ProcessingResponse:
+def response_trailers() -> bytes:
+    return _RESPONSE_TRAILERS
+
+
+def immediate(status: int, message: str, retry_after_s: int | None = None) -> bytes:
     """An answer that goes to the client at once, with an error as the OpenAI API writes it."""
     headers = {"content-type": "application/json"}
     if retry_after_s is not None:
         headers["retry-after"] = str(retry_after_s)
-    return ProcessingResponse(
-        immediate_response=ImmediateResponse(
-            status=HttpStatus(code=status),
-            headers=HeaderMutation(set_headers=[_header(*item) for item in headers.items()]),
-            body=error_body(status, message),
-            details="skymemory_endpoint_picker",
+    return _encoded(
+        ProcessingResponse(
+            immediate_response=ImmediateResponse(
+                status=HttpStatus(code=status),
+                headers=HeaderMutation(set_headers=[_header(*item) for item in headers.items()]),
+                body=error_body(status, message),
+                details="skymemory_endpoint_picker",
+            )
         )
     )
+
+
+def _encoded(response: ProcessingResponse) -> bytes:
+    return bytes(response.SerializeToString())
 
 
 def _headers(mutation: HeaderMutation | None) -> HeadersResponse:
@@ -160,9 +176,74 @@ def _header(name: str, value: str) -> HeaderValueOption:
     return HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
 
 
-def _pieces(body: bytes, end: bool) -> Iterator[BodyResponse]:
+def _destination(endpoints: str) -> tuple[HeaderMutation | None, Struct | None]:
+    if not endpoints:
+        return None, None
+    inner = Struct(fields={DESTINATION: Value(string_value=endpoints)})
+    metadata = Struct(fields={METADATA_NAMESPACE: Value(struct_value=inner)})
+    return HeaderMutation(set_headers=[_header(DESTINATION, endpoints)]), metadata
+
+
+@lru_cache(maxsize=1024)
+def _headers_to(endpoints: str) -> bytes:
+    mutation, metadata = _destination(endpoints)
+    return _encoded(ProcessingResponse(request_headers=_headers(mutation), dynamic_metadata=metadata))
+
+
+@lru_cache(maxsize=1024)
+def _body_to(endpoints: str) -> bytes:
+    mutation, metadata = _destination(endpoints)
+    body = BodyResponse(response=CommonResponse(header_mutation=mutation))
+    return _encoded(ProcessingResponse(request_body=body, dynamic_metadata=metadata))
+
+
+_RESPONSE_HEADERS = _encoded(ProcessingResponse(response_headers=_headers(None)))
+_RESPONSE_BODY = _encoded(ProcessingResponse(response_body=BodyResponse()))
+_REQUEST_TRAILERS = _encoded(ProcessingResponse(request_trailers=TrailersResponse()))
+_RESPONSE_TRAILERS = _encoded(ProcessingResponse(response_trailers=TrailersResponse()))
+
+
+def _tag(message: Any, name: str, wire_type: int = 2) -> bytes:
+    """Of a field: its number and how its value is written (2: bytes behind their length)."""
+    return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | wire_type)
+
+
+def _varint(number: int) -> bytes:
+    coded = bytearray()
+    while number >= 128:
+        coded.append(number & 127 | 128)
+        number >>= 7
+    coded.append(number)
+    return bytes(coded)
+
+
+def _piece_tags(kind: str) -> tuple[bytes, ...]:
+    """Around a piece of a body, from the inside out."""
+    return (
+        _tag(StreamedBodyResponse, "body"),
+        _tag(BodyMutation, "streamed_response"),
+        _tag(CommonResponse, "body_mutation"),
+        _tag(BodyResponse, "response"),
+        _tag(ProcessingResponse, kind),
+    )
+
+
+_REQUEST_PIECE, _RESPONSE_PIECE = _piece_tags("request_body"), _piece_tags("response_body")
+_LAST_PIECE = _tag(StreamedBodyResponse, "end_of_stream", 0) + b"\x01"
+
+
+@lru_cache(maxsize=4096)
+def _before(tags: tuple[bytes, ...], size: int, behind: int) -> bytes:
+    """What a message has before a piece of ``size`` bytes, with ``behind`` of them after it."""
+    innermost, *outer = tags
+    before = innermost + _varint(size) if size else b""  # as protobuf has it: nothing is not written
+    for tag in outer:
+        before = tag + _varint(len(before) + size + behind) + before
+    return before
+
+
+def _pieces(tags: tuple[bytes, ...], body: bytes, end: bool) -> Iterator[bytes]:
     for start in range(0, max(1, len(body)), PIECE_BYTES):
-        piece = body[start : start + PIECE_BYTES]
-        last = end and start + PIECE_BYTES >= len(body)
-        streamed = StreamedBodyResponse(body=piece, end_of_stream=last)
-        yield BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+        piece = body if len(body) <= PIECE_BYTES else body[start : start + PIECE_BYTES]
+        behind = _LAST_PIECE if end and start + PIECE_BYTES >= len(body) else b""
+        yield _before(tags, len(piece), len(behind)) + piece + behind

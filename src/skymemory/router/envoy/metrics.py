@@ -11,7 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from skymemory.errors import SkyMemoryError
-from skymemory.router.desk import Desk
+from skymemory.router.envoy.picker_service import Desk
+from skymemory.router.waiting_room import QueueFigures
 
 PREFIX = "skymemory_epp_"
 COUNTERS = {
@@ -26,7 +27,12 @@ COUNTERS = {
     "responses_total": ("class", "Answers by class of status."),
     "fallbacks_total": ("server", "Requests that a server took after the one chosen did not."),
     "ejections_total": ("server", "Times a server was left alone because it took no requests."),
+    "promises_total": ("outcome", "Answers under a promise: kept, its first token late, or its tokens slow."),
     "reloads_total": ("outcome", "Changed settings: taken or refused."),
+    "door_refusals_total": (
+        "reason",
+        "Streams, calls and connections that were refused or cut off for what their peers did, by what that was.",
+    ),
     "faults_total": ("", "Exceptions of the picker's own that nothing was made of; its log has them."),
 }
 
@@ -76,7 +82,7 @@ class MetricsPage:
     def __init__(self, desk: Desk, listen: str, collectors: Iterable[Collects] = ()) -> None:
         """``collectors``: what else is told there."""
         self._registry = CollectorRegistry()
-        for each in (DeskCollector(desk), *collectors):
+        for each in (DeskCollector(desk), QueueFigures(desk.queue, "skymemory_epp"), *collectors):
             self._registry.register(each)
         self._listen = listen
         self._runner: web.AppRunner | None = None

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import asyncio
+import math
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from skymemory.conductor.admission import base
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Prompt, Request
-from skymemory.conductor.strategies.loads import requests_at
+from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.conductor.strategies.base import requests_at
 from skymemory.metrics import Counters
-from skymemory.router.afterwards import Afterwards
+from skymemory.router.backends import Backends
 from skymemory.router.bad_request import BadRequest
-from skymemory.router.ejection import Ejection
+from skymemory.router.deferred import Afterwards
+from skymemory.router.queue import QueueSettings, RequestQueue
+from skymemory.router.waiting_room import WaitingRoom
 
 PROMPT_PATHS = ("/v1/completions", "/v1/chat/completions")
 """The ends of paths that have prompts: what a gateway strips from their beginning it strips after us."""
@@ -25,7 +32,7 @@ NO_PROMPT = Request(_NOTHING)
 
 
 class ReadsPrompts(Protocol):
-    """``router.prompts.PromptReader``, or a test's."""
+    """``router.prompts.reader.PromptReader``, or a test's."""
 
     def read(self, path: str, headers: Mapping[str, str], body: bytes) -> Request:
         """
@@ -45,6 +52,12 @@ class Refusal(Exception):
         self.retry_after_s = retry_after_s
 
 
+def overloaded(refusal: base.Refusal) -> Refusal:
+    """A refusal of the rule of admission, or of the queue."""
+    retry_after_s = max(1, math.ceil(min(refusal.retry_after_s, 3600.0)))
+    return Refusal(429, f"overloaded: {refusal.reason}; try again later", retry_after_s)
+
+
 @dataclass(frozen=True, slots=True)
 class DeskSettings:
     fallbacks: int = 0
@@ -61,27 +74,45 @@ class DeskSettings:
 
 @dataclass(slots=True)
 class Desk:
-    picker: Picker
+    scheduler: Scheduler
     reader: ReadsPrompts
+    backends: Backends
     settings: DeskSettings = field(default_factory=DeskSettings)
     counters: Counters = field(default_factory=Counters)
-    ejection: Ejection = field(init=False)
     reads_elsewhere_bytes: int | None = None
     """Bodies of as many bytes are read in a thread beside, since a tokenizer takes its time; None: all at once."""
     streams: int = 0
     """Exchanges under way."""
-    serving: Callable[[Request], Collection[str] | None] = lambda _: None
-    """Servers that may have a request, for what it asks of; None: all."""
-
     after: Afterwards = field(init=False)
 
+    queue: RequestQueue = field(default_factory=lambda: RequestQueue(QueueSettings()))
+    room: WaitingRoom | None = None
+    """Where requests wait until a server has room, while the picker runs; None: they are refused."""
+
     def __post_init__(self) -> None:
-        self.ejection = Ejection(self.picker.fleet)
+        self.backends.ejected, self.backends.left = self._ejected, self._left
         self.after = Afterwards(lambda: self.counters.add("faults_total"))
 
-    def forget(self, server: str) -> None:
-        """It left: what was counted of it goes."""
-        self.ejection.forget(server)
+    @property
+    def picker(self) -> Picker:
+        return self.scheduler.prefill
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """It runs in that loop from now on."""
+        self.after.when = loop.call_soon
+        self.room = WaitingRoom(self.queue, self.has_room, loop, self.after.settle)
+
+    def close(self) -> None:
+        self.after.settle()
+        self.after.when = None
+        if self.room is not None:
+            self.room.close()
+
+    def _ejected(self, server: str) -> None:
+        self.counters.add("ejections_total", label=server)
+
+    def _left(self, server: str) -> None:
+        """What was counted of it goes."""
         for name in COUNTED_BY_SERVER:
             self.counters.forget(name, server)
 
@@ -106,28 +137,56 @@ class Desk:
         except Refusal as refusal:
             return refusal
 
-    def choose(self, request: Request, among: Collection[str] | None, now_s: float) -> Decision:
+    def must_wait(self, request: Request, among: frozenset[str] | None, now_s: float) -> WaitingRoom | None:
+        """Where it has to wait, if others do or no server has room."""
+        self.after.settle()
+        room = self.room
+        if room is None or not self.queue.settings.most_requests or self.settings.most_requests is None:
+            return None
+        self.backends.review(now_s)
+        return None if room.is_open_to(request, among) else room
+
+    def look(self) -> None:
+        """A server may have room again: after what was put off, since that says so."""
+        if self.room is not None and len(self.queue):
+            self.after.do(self.room.look)
+
+    def choose(self, request: Request, among: Collection[str] | None, now_s: float) -> Placement:
         """
         Raises:
-            Refusal: no server may have it (503), or all have enough (429).
+            Refusal: no server may have it (503), all have enough or the rule of admission refuses it (429).
         """
-        self.after.settle()
-        self.ejection.review(now_s)
-        serving = self.serving(request)
+        self.backends.review(now_s)
+        serving = self.backends.serving(request)
         if serving is not None:
             among = serving if among is None else [name for name in among if name in serving]
         among = self._with_room(among, now_s)
         try:
-            return self.picker.pick(request, now_s, among)
+            placed = self.scheduler.place(request, now_s, among)
         except NoServer as error:
             raise Refusal(503, str(error), self.settings.retry_after_s) from error
+        if isinstance(placed, base.Refusal):
+            raise overloaded(placed)
+        return placed
 
     def endpoints(self, decision: Decision) -> str:
         """``ip:port`` of the server chosen, then of as many fallbacks as are wanted, best first.
 
         All of them are of the subset that was asked for, since the picker saw no others.
         """
-        return ",".join((decision.server, *decision.fallbacks[: self.settings.fallbacks]))
+        most = self.settings.fallbacks  # They are sorted only for who is told of them.
+        return ",".join((decision.server, *decision.fallbacks[:most])) if most else decision.server
+
+    def has_room(self, request: Request, among: frozenset[str] | None) -> bool:
+        """Whether one that could serve it is not full, or none is there at all: then it is told so at once."""
+        serving, now_s = self.backends.serving(request), time.monotonic()
+        if serving is not None:
+            among = serving if among is None else among & serving
+        try:
+            self._with_room(among, now_s)
+        except Refusal:
+            return False
+        return True
 
     def _with_room(self, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
         most = self.settings.most_requests

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
@@ -15,14 +14,12 @@ import aiohttp
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.named import DEFAULT, named
 from skymemory.errors import InvalidInput
-from skymemory.router.engine_metrics import UnreadableMetrics
-from skymemory.router.kv_events import KvEvents
-from skymemory.router.kv_feed import Feed
-from skymemory.router.kv_follower import Pace
-from skymemory.router.proxy_events import check_events, event_index, strategy_options
-from skymemory.router.scrape import fetch_metrics
+from skymemory.router.engines.events import KvEvents, check_events, event_index, strategy_options
+from skymemory.router.engines.feed import Feed
+from skymemory.router.engines.follower import Pace
+from skymemory.router.engines.metrics import UnreadableMetrics, fetch_metrics
 from skymemory.router.settings import Backend, Settings
-from skymemory.router.tls import Authorities
+from skymemory.router.tls import Access, Authorities
 
 EVENTS_S = 3.0
 """How long an engine's events are waited for."""
@@ -71,11 +68,13 @@ class _Asked:
 
     session: aiohttp.ClientSession
     url: str
-    tls: ssl.SSLContext | None
+    access: Access
     timeout_s: float
 
     def _page(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self.session.get(self.url + path, allow_redirects=False, ssl=self.tls or True)
+        return self.session.get(
+            self.url + path, headers=self.access.headers, allow_redirects=False, ssl=self.access.tls or True
+        )
 
     async def get(self, path: str) -> bytes:
         try:
@@ -97,7 +96,8 @@ class _Asked:
 async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Backend, by_events: bool) -> Found:
     found = Found(backend.name, backend.url)
     try:
-        asked = _Asked(session, backend.url, Authorities().context(backend.url, backend.ca), settings.health.timeout_s)
+        access = Authorities().access(backend.url, backend.ca, backend.api_key_file)
+        asked = _Asked(session, backend.url, access, settings.health.timeout_s)
         await asked.get(settings.health.path)
         found.health = "answers"
     except InvalidInput as error:
@@ -121,7 +121,7 @@ async def _check_metrics(asked: _Asked, settings: Settings, by_events: bool, fou
     if not settings.health.metrics_path:
         return
     try:
-        metrics = await fetch_metrics(asked.session, asked.url + settings.health.metrics_path, tls=asked.tls)
+        metrics = await fetch_metrics(asked.session, asked.url + settings.health.metrics_path, access=asked.access)
     except UnreadableMetrics as error:
         found.metrics = "cannot be read"
         found.notes.append(f"metrics: {error}")

@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from skymemory.conductor.fleet import Fleet
-from skymemory.router.proxy_backends import Backends, Known
-from skymemory.router.tasks import ended
-from skymemory.router.watch import MetricsWatch
+from skymemory.router.backends import Backends, KnownServer
+from skymemory.router.deferred import ended
+from skymemory.router.engines.metrics import MetricsWatch
+from skymemory.router.tls import Access
 
 log = logging.getLogger("skymemory.router")
 
@@ -33,11 +35,21 @@ _models = msgspec.json.Decoder(_Listed)
 class HealthWatch:
     """A task a server, and one for its metrics: a slow page delays no check, and a dead server no other's."""
 
-    def __init__(self, session: aiohttp.ClientSession, backends: Backends, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        backends: Backends,
+        access: Mapping[str, Access],
+        fleet: Fleet,
+        faulted: Callable[[], None],
+    ) -> None:
+        """``access``: how servers are asked, by name. ``faulted``: told of faults of ours."""
         self._session = session
         self._backends = backends
-        self._metrics = MetricsWatch(fleet, session, every_s=backends.health.metrics_every_s)
-        self._tasks: dict[Known, asyncio.Task[None]] = {}
+        self._access = access
+        self._faulted = faulted
+        self._metrics = MetricsWatch(fleet, session, every_s=backends.health.metrics_every_s, read=backends.reported)
+        self._tasks: dict[KnownServer, asyncio.Task[None]] = {}
 
     def follow(self) -> None:
         """Watch the servers there are now, and nobody else."""
@@ -56,8 +68,8 @@ class HealthWatch:
             if not health.metrics_path:
                 self._metrics.unfollow(name)
                 continue
-            wanted_page = known.backend.url + health.metrics_path, known.tls
-            if anew or watched is None or (watched.url, watched.tls) != wanted_page:
+            wanted_page = known.backend.url + health.metrics_path, self._access.get(name, Access())
+            if anew or watched is None or (watched.url, watched.access) != wanted_page:
                 self._metrics.follow(name, *wanted_page)
 
     async def stop(self) -> None:
@@ -66,7 +78,7 @@ class HealthWatch:
         await ended(tasks)
         await self._metrics.close()
 
-    async def _check_for_ever(self, known: Known) -> None:
+    async def _check_for_ever(self, known: KnownServer) -> None:
         models_due_s = 0.0
         while True:
             health = self._backends.health
@@ -77,15 +89,14 @@ class HealthWatch:
                     models_due_s = began_s + health.models_every_s
                     with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
                         self._backends.lists(known.backend.name, await self.models_of(known))
-                self._backends.reported(known.backend.name)
                 if self._backends.let_go():
                     self.follow()
             except Exception:
-                self._backends.faulted("health")
+                self._faulted()
                 log.exception("checking server %s", known.backend.name)
             await asyncio.sleep(max(0.0, health.every_s - (time.monotonic() - began_s)))
 
-    async def _is_well(self, known: Known) -> bool:
+    async def _is_well(self, known: KnownServer) -> bool:
         health, name = self._backends.health, known.backend.name
         try:
             async with asyncio.timeout(health.timeout_s):
@@ -93,21 +104,23 @@ class HealthWatch:
                     if 200 <= answer.status < 300:
                         self._backends.checked(name)
                         return True
-                    self._backends.failed(name, f"{health.path} answered {answer.status}")
+                    self._backends.failed(name, f"{health.path} answered {answer.status}", time.monotonic())
         except TimeoutError:
-            self._backends.failed(name, f"{health.path} gave no answer in {health.timeout_s:g} s")
+            self._backends.failed(name, f"{health.path} gave no answer in {health.timeout_s:g} s", time.monotonic())
         except aiohttp.ClientConnectorError as error:
             # Only who refuses is gone: a name that is not found or a certificate that is wrong says nothing of caches.
             refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
-            self._backends.failed(name, str(error), gone=refused)
+            self._backends.failed(name, str(error), time.monotonic(), gone=refused)
         except (aiohttp.ClientError, OSError) as error:
-            self._backends.failed(name, f"{health.path}: {error}")
+            self._backends.failed(name, f"{health.path}: {error}", time.monotonic())
         return False
 
-    def _get(self, known: Known, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._session.get(known.url(path), allow_redirects=False, ssl=known.tls or True)
+    def _get(self, known: KnownServer, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        url = URL(known.backend.url + path, encoded=True)
+        access = self._access.get(known.backend.name, Access())
+        return self._session.get(url, headers=access.headers, allow_redirects=False, ssl=access.tls or True)
 
-    async def models_of(self, known: Known) -> dict[str, Mapping[str, Any]]:
+    async def models_of(self, known: KnownServer) -> dict[str, Mapping[str, Any]]:
         """What a server lists at /v1/models, by id.
 
         Raises:

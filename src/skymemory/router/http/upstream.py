@@ -1,8 +1,6 @@
-"""Connections to servers: kept, one request at a time on each, parsed by aiohttp's own machinery.
+"""Connections to servers: kept, one request at a time on each, answers parsed by llhttp (through httptools).
 
-aiohttp's ``ClientSession`` does much that a proxy has no use for (cookies, redirects, URLs, a task per body), and costs
-more than all else here together. This is what is left without it: the head as bytes, one write, ``ResponseHandler``
-with the C parser and its flow control, and a pool.
+Whoever asks is told of the answer by calls (``Receiver``), piece by piece as it comes: no task, no queue between.
 """
 
 from __future__ import annotations
@@ -10,55 +8,321 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Sequence
 from time import monotonic
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
-import aiohttp
-from aiohttp import StreamReader
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.http_parser import RawResponseMessage
+import httptools
+
+from skymemory.router.http.headers import Headers
+from skymemory.router.settings import Backend
+from skymemory.router.tls import Access, Authorities
 
 KEEP_S = 4.0
 """How long an unused connection is kept: less than the 5 s after which uvicorn closes it, under most engines."""
-READ_BYTES = 65_536
-MAX_LINE_BYTES = 65_536
+MAX_HEAD_BYTES = 131_072
+"""Of an answer: status line and headers together."""
+MAX_CONNECTING = 64
+"""Connections to one server that are being made at once; further requests wait for one of them, or for one that gets
+free: a burst of a thousand would overflow the queue of whoever listens, and some would wait a second or be refused.
+"""
 JOIN_BYTES = 65_536
 """A body up to this goes out in one write with its head; it is copied for that."""
 
 
-class Answer:
-    """The head of an answer, and its body as it comes. To be closed: one that came whole is kept by then."""
+class UpstreamError(Exception):
+    """No answer, or the rest of one does not come.
 
-    __slots__ = ("_pool", "_protocol", "content", "headers", "reason", "status")
+    ``connected``: a server was there. ``refused``: nobody listens at its address.
+    """
 
-    def __init__(
-        self, message: RawResponseMessage, content: StreamReader, protocol: ResponseHandler, pool: Pool
-    ) -> None:
-        self.status = message.code
-        self.reason = message.reason
-        self.headers = message.headers
-        self.content = content
-        self._protocol: ResponseHandler | None = protocol
+    def __init__(self, why: str, *, connected: bool = True, refused: bool = False, timed_out: bool = False) -> None:
+        super().__init__(why)
+        self.connected = connected
+        self.refused = refused
+        self.timed_out = timed_out
+
+
+class AnswerHead:
+    """Status line and headers of an answer, and how its body is framed."""
+
+    __slots__ = ("chunked", "framed", "headers", "reason", "status")
+
+    def __init__(self, status: int, reason: str, headers: Headers) -> None:
+        self.status = status
+        self.reason = reason
+        self.headers = headers
+        first = headers.first
+        self.chunked = b"chunked" in first.get(b"transfer-encoding", b"").lower()
+        self.framed = self.chunked or bool(first.get(b"content-length")) or status in (204, 304)
+        """Whether it says where it ends; else it ends where the connection does."""
+
+
+class Receiver(Protocol):
+    """Whoever asked. After ``answer_lost``, or the call with ``ended``, nothing more is told."""
+
+    def answer_begins(self, head: AnswerHead) -> None: ...
+
+    def answer_comes(self, piece: bytes, ended: bool) -> None: ...
+
+    def answer_lost(self, error: UpstreamError) -> None: ...
+
+
+class Call:
+    """One request on its way to a server, and its answer on the way back."""
+
+    __slots__ = ("_body", "_has_answer_body", "_head", "_pool", "connection", "receiver")
+
+    def __init__(self, pool: Pool, receiver: Receiver, head: bytes, body: bytes, has_answer_body: bool) -> None:
+        self.receiver: Receiver | None = receiver
+        self.connection: UpstreamConnection | None = None
         self._pool = pool
-        content.on_eof(self._came_whole)
+        self._head = head
+        self._body = body
+        self._has_answer_body = has_answer_body
 
-    def _came_whole(self) -> None:
-        protocol, self._protocol = self._protocol, None
-        if protocol is not None:
-            self._pool.give_back(protocol)
+    def start(self) -> None:
+        kept = self._pool.kept()
+        if kept is not None:
+            self.send(kept, fresh=False)
+        else:
+            self._pool.connect(self)
+
+    def connect(self) -> None:
+        """Over a new connection, where a kept one was closed while nobody used it."""
+        self.connection = None
+        self._pool.connect(self)
+
+    def send(self, connection: UpstreamConnection, fresh: bool) -> None:
+        self.connection = connection
+        connection.ask(self, self._head, self._body, self._has_answer_body, fresh)
+
+    def lost(self, error: UpstreamError) -> None:
+        receiver, self.receiver, self.connection = self.receiver, None, None
+        if receiver is not None:
+            receiver.answer_lost(error)
 
     def close(self) -> None:
         """Its server sees at once that nobody listens, if it was not done."""
-        protocol, self._protocol = self._protocol, None
-        if protocol is not None:
-            protocol.abort()
+        self.receiver = None
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.abort()
+
+    def pause(self) -> None:
+        if self.connection is not None:
+            self.connection.pause()
+
+    def resume(self) -> None:
+        if self.connection is not None:
+            self.connection.resume()
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to one server."""
+
+    __slots__ = (
+        "_begun",
+        "_call",
+        "_ended",
+        "_fresh",
+        "_has_answer_body",
+        "_head",
+        "_head_bytes",
+        "_headers",
+        "_parser",
+        "_paused",
+        "_pieces",
+        "_pool",
+        "_reason",
+        "_transport",
+        "gone",
+    )
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._call: Call | None = None
+        self._transport: asyncio.Transport | None = None
+        self._paused = False
+        self.gone = False
+        """Nothing can be asked on it any more."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def ask(self, call: Call, head: bytes, body: bytes, has_answer_body: bool, fresh: bool) -> None:
+        transport = self._transport
+        if transport is None or self.gone or transport.is_closing():
+            self._failed(call, fresh, UpstreamError("it hung up before the first byte"))
+            return
+        self._call = call
+        self._fresh = fresh
+        self._has_answer_body = has_answer_body
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._reason = b""
+        self._head: AnswerHead | None = None
+        self._head_bytes = 0
+        self._pieces: list[bytes] = []
+        self._begun = self._ended = False
+        if len(body) <= JOIN_BYTES:
+            transport.write(head + body)
+        else:
+            transport.write(head)
+            transport.write(body)
+
+    # -- from the event loop
+
+    def data_received(self, data: bytes) -> None:
+        call = self._call
+        if call is None:
+            self.abort()  # nobody asked
+            return
+        head_before = self._head
+        self._begun = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._broken("it changes to another protocol, which nobody asked for")
+            return
+        except httptools.HttpParserCallbackError as error:
+            self._broken(f"its answer cannot be read: {error.__context__}")
+            return
+        except httptools.HttpParserError as error:
+            if not self._ended:
+                self._broken(f"what came is no answer: {error}")
+                return
+            self.gone = True  # it says more than it was asked
+        if self._head is None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._broken(f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes")
+            return
+        receiver = call.receiver
+        if receiver is None:
+            self.abort()
+            return
+        if head_before is None:
+            receiver.answer_begins(self._head)
+            if self._call is not call:
+                return  # the receiver did not want the rest
+        self._deliver(call, receiver)
+
+    def _deliver(self, call: Call, receiver: Receiver) -> None:
+        pieces, ended = self._pieces, self._ended
+        if not pieces and not ended:
+            return
+        piece = b"" if not pieces else pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._pieces = []
+        if ended:
+            self._release(call)
+        receiver.answer_comes(piece, ended)
+
+    def _release(self, call: Call) -> None:
+        """The answer has come whole: the connection is free for the next request, if it can serve one."""
+        self._call = call.connection = call.receiver = None
+        self.resume()
+        self._pool.give_back(self)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.gone = True
+        call, self._call = self._call, None
+        if call is None:
+            return
+        head, receiver = self._head, call.receiver
+        if head is not None and not head.framed and error is None and receiver is not None:
+            call.receiver = call.connection = None
+            receiver.answer_comes(b"".join(self._pieces), True)
+            return
+        why = "it hung up before the first byte" if head is None else "it hung up in the middle of its answer"
+        self._failed(call, self._fresh or self._begun, UpstreamError(f"{why}: {error}" if error else why))
+
+    def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
+        if not for_good and call.receiver is not None:
+            call.connect()  # closed while nobody used it: that says nothing of the server
+        else:
+            call.lost(error)
+
+    # -- from the parser
+
+    def on_status(self, reason: bytes) -> None:
+        self._reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head is None:  # else it is a trailer: nothing of ours reads them, and no client asked for them
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        headers, self._headers = self._headers, []
+        reason, self._reason = self._reason, b""
+        if status < 200:
+            return  # a hint before the answer
+        self._head = AnswerHead(status, reason.decode("latin-1"), Headers(headers))
+        if not self._has_answer_body:
+            self._ended = True
+            self.gone = True  # the parser would wait for a body
+
+    def on_body(self, piece: bytes) -> None:
+        if not self._ended:
+            self._pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        if self._head is None:
+            return
+        self._ended = True
+        if not self._parser.should_keep_alive():
+            self.gone = True
+
+    # -- from whoever asked
+
+    def pause(self) -> None:
+        if not self._paused and self._transport is not None and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._paused = False
+
+    def abort(self) -> None:
+        self.gone = True
+        self._call = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        self.gone = True
+        if self._transport is not None:
+            self._transport.close()
+
+    @property
+    def is_free(self) -> bool:
+        """A request can be sent on it: it is there, and nothing of the last one is still going out."""
+        transport = self._transport
+        return (
+            not self.gone
+            and transport is not None
+            and not transport.is_closing()
+            and not transport.get_write_buffer_size()  # answered before the request was sent: the rest would go out
+        )
+
+    def _broken(self, why: str) -> None:
+        call = self._call
+        self.abort()
+        if call is not None:
+            call.lost(UpstreamError(why))
 
 
 class Pool:
     """Connections to one server."""
 
-    def __init__(self, url: str, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
-        """``tls``: what an https server's certificate is checked against, if not the system's authorities."""
+    def __init__(self, url: str, connect_s: float, access: Access = Access()) -> None:  # noqa: B008 - never changed
         parts = urlsplit(url)
         self.host = parts.netloc.encode("ascii")
         """As requests name it."""
@@ -67,72 +331,40 @@ class Pool:
         self.connect_s = connect_s
         self._name = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = tls or (ssl.create_default_context() if parts.scheme == "https" else None)
-        self._idle: deque[tuple[float, ResponseHandler]] = deque()
+        self._tls = access.tls or (ssl.create_default_context() if parts.scheme == "https" else None)
+        self.authorization = b"Authorization: Bearer %s\r\n" % access.key.encode("ascii") if access.key else b""
+        """The line with the server's own key; empty: it has none, and gets the client's."""
+        self._idle: deque[tuple[float, UpstreamConnection]] = deque()
         self._reaping: asyncio.TimerHandle | None = None
         self._closed = False
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._waiting: deque[Call] = deque()
+        """Requests for which no connection is there, nor being made."""
 
-    async def request(self, head: bytes, body: bytes, has_answer_body: bool = True) -> Answer:
-        """Send a request (``head`` whole, with the empty line) and wait for the head of its answer.
+    def ask(self, receiver: Receiver, head: bytes, body: bytes, has_answer_body: bool = True) -> Call:
+        """Send a request (``head`` whole, with the empty line); the answer is told to ``receiver``."""
+        call = Call(self, receiver, head, body, has_answer_body)
+        call.start()
+        return call
 
-        Raises:
-            ConnectionRefusedError, OSError: no connection.
-            aiohttp.ConnectionTimeoutError: none in time.
-            aiohttp.ClientError: the server hung up before its answer, or what came is no answer.
-        """
-        kept = self._kept()
-        if kept is not None:
-            try:
-                return await self._ask(kept, head, body, has_answer_body)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                pass  # it was closed while nobody used it; that says nothing of the server
-        return await self._ask(await self._connect(), head, body, has_answer_body)
+    def kept(self) -> UpstreamConnection | None:
+        """The one that was used last, so that others can grow old."""
+        while self._idle:
+            since_s, connection = self._idle.pop()
+            if connection.is_free and monotonic() - since_s < KEEP_S:
+                return connection
+            connection.close()
+        return None
 
-    async def _ask(self, protocol: ResponseHandler, head: bytes, body: bytes, has_answer_body: bool) -> Answer:
-        try:
-            protocol.set_response_params(
-                skip_payload=not has_answer_body,
-                read_until_eof=True,
-                auto_decompress=False,
-                read_bufsize=READ_BYTES,
-                max_line_size=MAX_LINE_BYTES,
-                max_field_size=MAX_LINE_BYTES,
-            )
-            transport = protocol.transport
-            if transport is None:
-                raise aiohttp.ServerDisconnectedError
-            if len(body) <= JOIN_BYTES:
-                transport.write(head + body)
-            else:
-                transport.write(head)
-                transport.write(body)
-            while True:
-                message, content = await protocol.read()
-                if message.code >= 200:
-                    break
-                if message.code == 101:
-                    raise aiohttp.ClientPayloadError("it changes to another protocol, which nobody asked for")
-        except aiohttp.http_exceptions.HttpProcessingError as error:
-            protocol.abort()
-            raise aiohttp.ClientPayloadError(f"what came is no answer: {error.message}") from error
-        except BaseException:
-            protocol.abort()
-            raise
-        return Answer(message, content, protocol, self)
-
-    def give_back(self, protocol: ResponseHandler) -> None:
+    def give_back(self, connection: UpstreamConnection) -> None:
         """Keep it for the next request, if it can serve one."""
-        transport = protocol.transport
-        if (
-            self._closed
-            or transport is None
-            or protocol.should_close
-            or transport.is_closing()
-            or transport.get_write_buffer_size()  # answered before the request was sent: the rest would still go out
-        ):
-            protocol.close()
+        if self._closed or not connection.is_free:
+            connection.close()
             return
-        self._idle.append((monotonic(), protocol))
+        if (call := self._next()) is not None:
+            call.send(connection, fresh=False)
+            return
+        self._idle.append((monotonic(), connection))
         if self._reaping is None:
             self._reaping = asyncio.get_running_loop().call_later(KEEP_S, self._reap)
 
@@ -144,25 +376,45 @@ class Pool:
         while self._idle:
             self._idle.pop()[1].close()
 
-    def _kept(self) -> ResponseHandler | None:
-        """The one that was used last, so that others can grow old."""
-        while self._idle:
-            since_s, protocol = self._idle.pop()
-            if protocol.is_connected() and not protocol.should_close and monotonic() - since_s < KEEP_S:
-                return protocol
-            protocol.close()
+    def connect(self, call: Call) -> None:
+        """Make a connection for a request, now or when fewer are being made."""
+        if len(self._connecting) >= MAX_CONNECTING:
+            self._waiting.append(call)
+            return
+        task = asyncio.get_running_loop().create_task(self._connect(call))
+        self._connecting.add(task)
+        task.add_done_callback(self._connected)
+
+    def _connected(self, task: asyncio.Task[None]) -> None:
+        self._connecting.discard(task)
+        if (call := self._next()) is not None:
+            self.connect(call)
+
+    def _next(self) -> Call | None:
+        """The first of those that wait, unless nobody wants its answer any more."""
+        while self._waiting:
+            call = self._waiting.popleft()
+            if call.receiver is not None:
+                return call
         return None
 
-    async def _connect(self) -> ResponseHandler:
+    async def _connect(self, call: Call) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.connect_s):
-                _, protocol = await loop.create_connection(
-                    lambda: ResponseHandler(loop), self._name, self._port, ssl=self._tls
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(self), self._name, self._port, ssl=self._tls
                 )
-        except TimeoutError as error:
-            raise aiohttp.ConnectionTimeoutError(f"no connection in {self.connect_s:g} s") from error
-        return protocol
+        except TimeoutError:
+            call.lost(UpstreamError(f"no connection in {self.connect_s:g} s", connected=False))
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            call.lost(UpstreamError(f"no connection: {error.strerror or error}", connected=False, refused=refused))
+        else:
+            if call.receiver is None:
+                self.give_back(connection)
+            else:
+                call.send(connection, fresh=True)
 
     def _reap(self) -> None:
         self._reaping = None
@@ -171,3 +423,48 @@ class Pool:
             self._idle.popleft()[1].close()
         if self._idle:
             self._reaping = asyncio.get_running_loop().call_later(KEEP_S, self._reap)
+
+
+class Pools:
+    """Connections to the servers there are, by their names."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, Pool] = {}
+        self._authorities = Authorities()
+        self._backends: dict[str, Backend] = {}
+        self.access: dict[str, Access] = {}
+
+    def __getitem__(self, name: str) -> Pool:
+        return self._pools[name]
+
+    def set(self, backends: Sequence[Backend], connect_s: float) -> None:
+        """Those to these servers too. Who is no longer among them is used until it is ``drop``ped.
+
+        Raises:
+            InvalidInput: certificates or keys that cannot be read; all stays as it was.
+        """
+        access = {
+            backend.name: self._authorities.access(backend.url, backend.ca, backend.api_key_file)
+            for backend in backends
+        }
+        for pool in self._pools.values():
+            pool.connect_s = connect_s
+        for backend in backends:
+            name = backend.name
+            old = self._backends.get(name)
+            if old is None or old.url != backend.url or self.access[name] != access[name]:
+                if name in self._pools:
+                    self._pools[name].close()
+                self._pools[name] = Pool(backend.url, connect_s, access[name])
+            self._backends[name], self.access[name] = backend, access[name]
+
+    def drop(self, name: str) -> None:
+        self._backends.pop(name, None)
+        self.access.pop(name, None)
+        pool = self._pools.pop(name, None)
+        if pool is not None:
+            pool.close()
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

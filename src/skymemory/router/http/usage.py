@@ -52,10 +52,10 @@ class UsageReader:
 
     __slots__ = ("_kept", "_streams", "_tail")
 
-    def __init__(self, content_type: str, content_encoding: str = "") -> None:
+    def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
         """Of an answer that is neither JSON nor a stream of events, or that is packed, nothing is kept."""
-        self._streams = content_type.startswith("text/event-stream")
-        looked_at = not content_encoding and (self._streams or content_type.startswith("application/json"))
+        self._streams = content_type.startswith(b"text/event-stream")
+        looked_at = not content_encoding and (self._streams or content_type.startswith(b"application/json"))
         self._kept: list[bytes] | None = [] if looked_at else None
         self._tail = b""
 

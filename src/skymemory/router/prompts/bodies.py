@@ -82,6 +82,9 @@ def prompts_of(body: Body) -> list[bytes]:
     Raises:
         BadRequest: 400, there is none, or it is neither text nor tokens.
     """
+    raw = bytes(body.prompt)
+    if raw[:1] == b'"' and raw.isascii() and b"\\" not in raw:
+        return [raw[1:-1]]  # nothing is escaped: the text is what stands between the quotes
     return [text_bytes(prompt) if isinstance(prompt, str) else token_bytes(prompt) for prompt in read_prompts(body)]
 
 

@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from skymemory import native
-from skymemory.conductor import seeds
-from skymemory.conductor.request import HEAD_BYTES, Prompt, Request
+from skymemory.conductor import request
+from skymemory.conductor.request import HEAD_BYTES, Prompt, Request, Slo
 from skymemory.router.bad_request import BadRequest
-from skymemory.router.bodies import (
+from skymemory.router.clients import Clients, promised
+from skymemory.router.prompts.bodies import (
     TOKEN_BYTES,
     Body,
     anything,
@@ -26,10 +29,11 @@ from skymemory.router.bodies import (
     read_prompts,
     token_bytes,
 )
+from skymemory.router.settings import AdmissionSettings, Settings
 
 if TYPE_CHECKING:
-    from skymemory.router.clients import Clients
-    from skymemory.router.tokenizing import PromptTokenizer
+    from skymemory.router.prompts.tokenizing import PromptTokenizer
+
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
@@ -60,9 +64,14 @@ class PromptReader:
         session_header: str = SESSION_HEADER,
         session_cookie: str = SESSION_COOKIE,
         clients: Clients | None = None,
+        pieces: bool = True,
+        promises: bool = False,
+        slo: Slo | None = None,
     ) -> None:
         """
         Args:
+            promises: whether headers say what a request is promised; ``slo`` is what all are, where they do not.
+            pieces: whether blocks are hashed each for itself, too: one strategy compares them (simhash).
             clients: where tenants and priorities are said; None: they are not read.
             tokenizer: blocks are ``block_tokens`` of its tokens; without one they are ``block_bytes`` of text.
         """
@@ -75,6 +84,9 @@ class PromptReader:
         self._session_header = session_header.lower()
         self._cookie_begin = f"{session_cookie}="
         self._clients = clients
+        self._pieces = pieces
+        self._promises = promises
+        self._slo = slo
 
     def read(
         self, path: str, headers: Mapping[str, str], body: bytes, client: str = "", most_new: int | None = None
@@ -113,6 +125,7 @@ class PromptReader:
             tenant="" if clients is None else clients.tenant(headers, user),
             streams=bytes(read.stream).strip() == b"true",
             priority=0 if clients is None else clients.priority(headers, bytes(read.priority)),
+            slo=promised(headers, self._slo) if self._promises else None,
         )
 
     def _prompt(self, data: bytes, tokens: int, start: int) -> Prompt:
@@ -121,7 +134,7 @@ class PromptReader:
         )
         return Prompt(
             native.chain_hashes(hashed, self._block_bytes, start),
-            native.piece_hashes(hashed, self._block_bytes, start),
+            native.piece_hashes(hashed, self._block_bytes, start) if self._pieces else _NO_PIECES,
             self._block_tokens,
             max(1, tokens),
             data[:HEAD_BYTES],
@@ -131,7 +144,7 @@ class PromptReader:
         """Bytes of the first prompt (others do not share its place in a cache), tokens of all of them."""
         if self._tokenizer is None:
             prompts = prompts_of(body)
-            return prompts[0], sum(_tokens(prompt) for prompt in prompts)
+            return prompts[0], sum(map(_tokens, prompts))
         packed = [
             self._tokenizer.text_tokens(each, True, salt, most_new) if isinstance(each, str) else token_bytes(each)
             for each in read_prompts(body)
@@ -159,12 +172,12 @@ class PromptReader:
         return tokenizer.text_tokens(text, False, salt, most_new)
 
     def _model_and_adapter(self, body: Body) -> tuple[str, str]:
-        model = body.model or ""
-        for param, name in (("model", model), ("lora_adapter", body.lora_adapter or "")):
-            if len(name) > MAX_NAME_LETTERS:
-                raise BadRequest(400, f"`{param}` has {len(name)} letters; at most {MAX_NAME_LETTERS} are taken", param)
-        if body.lora_adapter:
-            return model, body.lora_adapter
+        model, adapter = body.model or "", body.lora_adapter or ""
+        if len(model) > MAX_NAME_LETTERS or len(adapter) > MAX_NAME_LETTERS:
+            param, name = ("model", model) if len(model) > MAX_NAME_LETTERS else ("lora_adapter", adapter)
+            raise BadRequest(400, f"`{param}` has {len(name)} letters; at most {MAX_NAME_LETTERS} are taken", param)
+        if adapter:
+            return model, adapter
         base = self.adapters.get(model)
         return (model, "") if base is None else (base or model, model)
 
@@ -181,11 +194,45 @@ class PromptReader:
         return client or headers.get("x-forwarded-for", "").partition(",")[0].strip()
 
 
-_seed = lru_cache(maxsize=1024)(seeds.seed)
+_NO_PIECES = np.empty(0, dtype=np.uint64)
+_seed = lru_cache(maxsize=1024)(request.seed)
 
 
 def _tokens(data: bytes) -> int:
     return -(-len(data) // BYTES_PER_TOKEN)
+
+
+# The reader of prompts that a router's settings ask for.
+
+
+def prompt_reader(settings: Settings, adapters: Mapping[str, str]) -> PromptReader:
+    prompts, admission, queues = settings.prompts, settings.admission, settings.queue.most_requests > 0
+    tokenizer = None
+    if prompts.tokenizer is not None:
+        from skymemory.router.prompts.tokenizing import PromptTokenizer
+
+        tokenizer = PromptTokenizer(prompts.tokenizer)
+    return PromptReader(
+        block_bytes=prompts.block_bytes,
+        tokenizer=tokenizer,
+        block_tokens=prompts.block_tokens,
+        max_blocks=prompts.max_blocks,
+        max_body_bytes=settings.limits.max_body_bytes,
+        adapters=adapters,
+        session_header=prompts.session_header,
+        session_cookie=prompts.session_cookie,
+        clients=Clients(admission.tenant_header.lower(), admission.priority_header.lower(), admission.objectives)
+        if admission.fair or queues
+        else None,
+        promises=queues or admission.ttft_s > 0,
+        slo=slo_of(admission),
+        pieces=settings.strategy == "simhash",
+    )
+
+
+def slo_of(said: AdmissionSettings) -> Slo | None:
+    """To all requests; None: nothing is."""
+    return Slo(said.ttft_s, said.tbt_s or math.inf) if said.ttft_s else None
 
 
 __all__ = ["CHAT_COMPLETIONS", "COMPLETIONS", "PROMPT_PATHS", "BadRequest", "PromptReader"]

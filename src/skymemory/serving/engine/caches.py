@@ -15,7 +15,7 @@ from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.kv_cache import SkyCache
 from skymemory.engine.substance import weights_digest
 from skymemory.kv.block import BlockHash, Place
-from skymemory.serving.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, event_hash
+from skymemory.serving.engine.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, event_hash
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -11,60 +12,91 @@ import numpy.typing as npt
 from msgspec import Meta
 from transformers import PreTrainedTokenizerBase
 
-from skymemory.serving.api_errors import ApiError
-from skymemory.serving.chat_template import render_chat
-from skymemory.serving.generation import Generation, Sampling
+from skymemory.errors import SkyMemoryError
+from skymemory.router.bad_request import kind_of
+from skymemory.serving.engine.generation import Generation, Sampling
 
 COMPLETION_TOKENS = 16
 """Generated where a completion does not say, as OpenAI has it; a chat may fill the context."""
 MOST_STOPS = 16
+MOST_CHOICES = 128
+MOST_LOGPROBS = 20
+_MOST_BIAS = 100.0
+"""Of a token's bias; what is beyond counts as this, as in vLLM."""
 _Positive = Annotated[int, Meta(ge=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What both kinds have. Fields that are not here are ignored, as other engines do."""
+    """What both kinds have, OpenAI's fields and then vLLM's. Each is honoured as they define it."""
 
     model: str | None = None
     max_tokens: _Positive | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1 - MOST_CHOICES)] | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
     logit_bias: dict[str, float] | None = None
+
+    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    request_id: Annotated[str, Meta(max_length=256)] | None = None
 
 
 class CompletionBody(_Body, kw_only=True):
     prompt: Any
-    best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
 
 
 class ChatBody(_Body, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
-    tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
 
 
 _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,), "logit_bias": ({},), "tools": ([],), "response_format": ({"type": "text"},),
+    # OpenAI's
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"),
+    "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "audio": (), "reasoning_effort": ("none",), "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM's
+    "use_beam_search": (False,), "bad_words": ([],), "prompt_logprobs": (), "logprob_token_ids": ([],),
+    "prompt_embeds": (), "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "structural_tag": (), "truncate_prompt_tokens": (), "truncation_side": (), "priority": (0,),
+    "spaces_between_special_tokens": (True,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "return_token_offsets": (False,), "return_prompt_text": (False,),
+    "return_mm_kwargs": (False,), "repetition_detection": (), "thinking_token_budget": (), "watermarking": (False,),
+    "stream_interval": (1,),
 }  # fmt: skip
-"""Fields that would change the answer and that this engine does not have, with the values that ask for nothing."""
+"""Fields that would change the answer and that this engine does not have, with the values that ask for nothing.
+
+All others that it does not have are ignored: they are labels (``user``, ``metadata``, ``session_id`` …), hints
+(``prompt_cache_key``, ``service_tier``, ``prediction``), of no effect in vLLM either without what they go with
+(``length_penalty`` without beam search, ``parallel_tool_calls`` without tools, ``kv_transfer_params`` without a
+connector), or unknown to vLLM, which ignores those, too.
+"""
 
 
 class RequestReader:
@@ -76,52 +108,103 @@ class RequestReader:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._completions = msgspec.json.Decoder(CompletionBody)
-        self._chats = msgspec.json.Decoder(ChatBody)
 
     def read(self, raw: bytes, chat: bool) -> Generation:
         """``raw``: a body as it came."""
         try:
-            body = self._chats.decode(raw) if chat else self._completions.decode(raw)
+            fields = msgspec.json.decode(raw)
+            body: ChatBody | CompletionBody
+            body = msgspec.convert(fields, ChatBody) if chat else msgspec.convert(fields, CompletionBody)
         except msgspec.ValidationError as error:
             words, _, where = str(error).partition(" - at `$.")
             raise ApiError(f"the body is not as expected: {words}", param=where.rstrip("`") or None) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(f"the body is not JSON: {error}") from error
         if body.model is not None and body.model != self.model:
-            raise ApiError(
-                f"the model {body.model!r} does not exist; this engine serves {self.model!r}",
-                status=404, kind="not_found_error", param="model", code="model_not_found",
-            )  # fmt: skip
+            raise self.unknown_model(body.model)
+        choices = body.n or 1
         for name, harmless in _AS_IF_ABSENT.items():
-            value = getattr(body, name, None)
-            if value is not None and value not in harmless:
-                raise ApiError(f"{name!r} is not supported by this engine; leave it out", param=name)
+            value = fields.get(name)
+            if value is None or value in harmless or (name == "best_of" and value == choices):
+                continue
+            raise ApiError(f"{name!r} is not supported by this engine; leave it out", param=name)
         if isinstance(body, ChatBody):
             ids, asked = self._chat_ids(body), body.max_completion_tokens or body.max_tokens
         else:
-            ids, asked = self._completion_ids(body.prompt), body.max_tokens or COMPLETION_TOKENS
+            ids, asked = self._completion_ids(body), body.max_tokens or COMPLETION_TOKENS
+        max_tokens = self._room(len(ids), asked, "messages" if chat else "prompt")
+        if (body.min_tokens or 0) > max_tokens:
+            words = f"'min_tokens' is {body.min_tokens}, and the answer has at most {max_tokens}"
+            raise ApiError(words, param="min_tokens")
+        options = body.stream_options
+        if options is not None and not body.stream:
+            raise ApiError("'stream_options' is for streams: set 'stream', or leave it out", param="stream_options")
         return Generation(
             ids=ids,
-            max_tokens=self._room(len(ids), asked),
-            sampling=Sampling(
-                1.0 if body.temperature is None else body.temperature,
-                1.0 if body.top_p is None else body.top_p,
-                body.seed,
-            ),
+            max_tokens=max_tokens,
+            sampling=self._sampling(body),
+            choices=choices,
+            min_tokens=body.min_tokens or 0,
             stops=_stops(body.stop),
+            stop_ids=frozenset(self._known("stop_token_ids", body.stop_token_ids or ())),
+            keep_stop=bool(body.include_stop_str_in_output),
             ignore_eos=bool(body.ignore_eos),
+            skip_special=body.skip_special_tokens is not False,
+            logprobs=_logprobs(body),
             salt=body.cache_salt or "",
             stream=bool(body.stream),
-            include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+            include_usage=options is not None and bool(options.include_usage),
+            usage_in_chunks=options is not None and bool(options.include_usage and options.continuous_usage_stats),
             chat=chat,
+            request_id=body.request_id or "",
         )
 
-    def _completion_ids(self, prompt: Any) -> npt.NDArray[np.int64]:
+    def unknown_model(self, named: str) -> ApiError:
+        return ApiError(
+            f"the model {named!r} does not exist; this engine serves {self.model!r}",
+            status=404, param="model", code="model_not_found",
+        )  # fmt: skip
+
+    def _sampling(self, body: _Body) -> Sampling:
+        allowed = None
+        if body.allowed_token_ids is not None:
+            allowed = frozenset(self._known("allowed_token_ids", body.allowed_token_ids))
+            if not allowed:
+                raise ApiError(
+                    "'allowed_token_ids' allows nothing: name a token, or leave it out", param="allowed_token_ids"
+                )
+        return Sampling(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(0, body.top_k or 0),
+            min_p=body.min_p or 0.0,
+            seed=body.seed,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            logit_bias=self._bias(body.logit_bias or {}),
+            allowed=allowed,
+        )
+
+    def _bias(self, said: dict[str, float]) -> dict[int, float]:
+        try:
+            tokens = self._known("logit_bias", [int(token) for token in said])
+        except ValueError as error:
+            raise ApiError("'logit_bias' names tokens by their ids, in quotes", param="logit_bias") from error
+        biases = (max(-_MOST_BIAS, min(_MOST_BIAS, bias)) for bias in said.values())
+        return dict(zip(tokens, biases, strict=True))
+
+    def _known(self, name: str, tokens: Collection[int]) -> Collection[int]:
+        if not all(0 <= token < self._vocabulary for token in tokens):
+            raise ApiError(f"{name!r} has token ids outside 0 to {self._vocabulary - 1}", param=name)
+        return tokens
+
+    def _completion_ids(self, body: CompletionBody) -> npt.NDArray[np.int64]:
+        prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            return self._tokens(prompt, special=True)
+            return self._tokens(prompt, special=body.add_special_tokens is not False)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise ApiError("'prompt' must be a text or a list of token ids; one prompt a request", param="prompt")
         if not prompt:
@@ -133,7 +216,7 @@ class RequestReader:
     def _chat_ids(self, body: ChatBody) -> npt.NDArray[np.int64]:
         with self._lock:
             text, special = render_chat(self._tokenizer, body.messages)
-        return self._tokens(text, special)
+        return self._tokens(text, special if body.add_special_tokens is None else body.add_special_tokens)
 
     def _tokens(self, text: str, special: bool) -> npt.NDArray[np.int64]:
         with self._lock:  # one tokenizer, which need not bear two threads
@@ -145,15 +228,16 @@ class RequestReader:
             raise ApiError("the prompt is empty: at least one token is needed", param="prompt")
         return np.asarray(ids, dtype=np.int64)
 
-    def _room(self, prompt_tokens: int, asked: int | None) -> int:
+    def _room(self, prompt_tokens: int, asked: int | None, param: str) -> int:
         """Tokens that may be generated."""
         left = self.context_tokens - prompt_tokens
         if left < (asked or 1):
             more = f" and the {asked} asked for in the answer" if asked else ", with no room for an answer"
+            # The first words are OpenAI's and vLLM's: litellm and others tell by them what is too long.
             raise ApiError(
-                f"this model's context has {self.context_tokens} tokens; the prompt has {prompt_tokens}{more}: "
-                "shorten the prompt or ask for less",
-                param="messages" if asked is None else "prompt", code="context_length_exceeded",
+                f"This model's maximum context length is {self.context_tokens} tokens; "
+                f"the prompt has {prompt_tokens}{more}: shorten the prompt or ask for less",
+                param=param, code="context_length_exceeded",
             )  # fmt: skip
         return asked or left
 
@@ -165,3 +249,82 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     if "" in stops:
         raise ApiError("'stop' has an empty text, which every answer contains", param="stop")
     return stops
+
+
+def _logprobs(body: CompletionBody | ChatBody) -> int | None:
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError("'top_logprobs' goes with 'logprobs': set that, too", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+# A chat as one prompt: by the model's own template, or a plain one where it has none.
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> tuple[str, bool]:
+    """The text of the chat up to where the assistant answers, and whether special tokens are still to be added.
+
+    Raises:
+        ApiError: messages that are not text with a role, or that the model's template refuses.
+    """
+    told = [_message(at, message) for at, message in enumerate(messages)]
+    if not told:
+        raise ApiError("'messages' is empty: at least one is needed", param="messages")
+    if not getattr(tokenizer, "chat_template", None):
+        return plain_chat(told), True
+    try:
+        text = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's; it raises what it likes
+        raise ApiError(f"the model's chat template refuses the messages: {error}", param="messages") from error
+    return str(text), False
+
+
+def plain_chat(messages: Sequence[dict[str, str]]) -> str:
+    """``role: text`` in paragraphs. A chat that goes on begins with all of the chat before and its answer."""
+    return "".join(f"{message['role']}: {message['content']}\n\n" for message in messages) + "assistant:"
+
+
+def _message(at: int, message: dict[str, Any]) -> dict[str, str]:
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
+            raise ApiError(f"messages[{at}] has parts that are not text, and this model reads text", param="messages")
+        content = "\n".join(str(part) for part in parts)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ApiError(f"messages[{at}] must have 'role' and 'content', both texts", param="messages")
+    return {"role": role, "content": content}
+
+
+# What a client of the engine is told when its request cannot be served: a status and OpenAI's error object.
+
+
+class ApiError(SkyMemoryError):
+    """``status`` and the fields of OpenAI's error object; ``retry_after_s`` where trying again is worth it.
+
+    ``code`` is a word where there is one, and null else; never the status.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind_of(status)
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def as_json(self) -> dict[str, object]:
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}

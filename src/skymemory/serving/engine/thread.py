@@ -8,13 +8,15 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.serving.generation import Generation, Step
-from skymemory.serving.prefix_caches import PrefixCaches
-from skymemory.serving.sequence import Sequence
-from skymemory.serving.tally import Tally
+from skymemory.engine.prompts import forward_options
+from skymemory.serving.engine.caches import OpenPrompt, PrefixCaches
+from skymemory.serving.engine.generation import Chooser, Generation, Step, TextStream, TokenLogprob
+from skymemory.serving.engine.metrics import Tally
 
 PREFILL_TOKENS = 256
 """Tokens of a prompt between one look at the answers in progress, and at who has gone away, and the next."""
@@ -96,17 +98,18 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
-    def submit(self, job: Job) -> None:
-        """Put it in line. Raises Full where the line is as long as it may be."""
+    def submit(self, *jobs: Job) -> None:
+        """Put all of them in line. Raises Full, and takes none, where the line is as long as it may be."""
         with self._change:
             if len(self._waiting) >= self._most_waiting:
                 raise Full
-            self._waiting.append(job)
+            self._waiting.extend(jobs)
             self._change.notify()
 
-    def cancel(self, job: Job) -> None:
-        """Nobody waits for its answer any more: it ends at the next look, at most a piece of a prompt from now."""
-        job.cancelled = True
+    def cancel(self, *jobs: Job) -> None:
+        """Nobody waits for their answers any more: they end at the next look, at most a piece of a prompt from now."""
+        for job in jobs:
+            job.cancelled = True
         with self._change:
             self._change.notify()
 
@@ -248,3 +251,94 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     if named is None:
         named = getattr(tokenizer, "eos_token_id", None)
     return frozenset([named] if isinstance(named, int) else named or ())
+
+
+# One prompt on its way through the model: computed piece by piece, then continued token by token.
+
+
+_LEAST_LOGPROB = -9999.0
+"""In place of less: JSON has no infinity."""
+
+
+class Sequence:
+    """For the engine's thread alone. ``prefill`` until it gives a step, then ``decode`` until a step is the last."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        prompt: OpenPrompt,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        eos: frozenset[int],
+    ) -> None:
+        self.prompt = prompt
+        self._generation = generation
+        self._model = model
+        self._options: dict[str, Any] = forward_options(model)
+        self._tokenizer = tokenizer
+        self._ends = generation.stop_ids | (frozenset() if generation.ignore_eos else eos)
+        self._chooser = Chooser(generation, self._ends)
+        self._text = TextStream(
+            tokenizer, generation.stops, keep_stop=generation.keep_stop, skip_special=generation.skip_special
+        )
+        self._fed = prompt.cached_tokens
+        """Tokens of the prompt that are in the cache."""
+        self._newest = 0
+        self.generated = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in its cache."""
+        return self._fed + max(0, self.generated - 1)
+
+    def prefill(self, at_most: int) -> Step | None:
+        """Compute up to ``at_most`` more tokens of the prompt; the first step once that was the last of them."""
+        ids = self._generation.ids[self._fed : self._fed + at_most]
+        logits = self._forward(torch.from_numpy(ids)[None])
+        self._fed += len(ids)
+        return self._next(logits) if self._fed == len(self._generation.ids) else None
+
+    def decode(self) -> Step:
+        """One more token."""
+        return self._next(self._forward(torch.tensor([[self._newest]])))
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits behind the last of ``ids``: (vocabulary,)."""
+        with torch.inference_mode():
+            out = self._model(
+                input_ids=ids.to(self._model.device), past_key_values=self.prompt.cache, use_cache=True, **self._options
+            )
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+    def _next(self, logits: torch.Tensor) -> Step:
+        self._newest = token = self._chooser.choose(logits)
+        self.generated += 1
+        logprob = None if self._generation.logprobs is None else self._logprob(logits, self._generation.logprobs)
+        if token in self._ends:
+            text = self._text.add(token) if self._generation.keep_stop else ""
+            return self._step(text + self._text.finish(), "stop", logprob)
+        text = self._text.add(token, may_stop=self.generated > self._generation.min_tokens)
+        if self._text.stopped:
+            return self._step(text, "stop", logprob)
+        if self.generated == self._generation.max_tokens:
+            text += self._text.finish()
+            return self._step(text, "stop" if self._text.stopped else "length", logprob)
+        return self._step(text, None, logprob)
+
+    def _logprob(self, logits: torch.Tensor, likeliest: int) -> TokenLogprob:
+        """Of the newest token, and so many of the ``likeliest`` in its place."""
+        logprobs = logits.float().cpu().log_softmax(-1)
+        best = logprobs.topk(min(likeliest, len(logprobs)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return TokenLogprob(
+            self._word(self._newest),
+            max(_LEAST_LOGPROB, float(logprobs[self._newest])),
+            tuple((self._word(token), max(_LEAST_LOGPROB, logprob)) for token, logprob in pairs),
+        )
+
+    def _word(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
+    def _step(self, text: str, finish: str | None, logprob: TokenLogprob | None) -> Step:
+        return Step(text, self.generated, self.prompt.cached_tokens, finish, logprob=logprob)

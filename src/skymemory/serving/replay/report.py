@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
-from skymemory.serving.replay.figures import Spread, spread
 from skymemory.serving.replay.outcome import Outcome, Status
+from skymemory.stats import Spread, spread
 
 EXAMPLES = 8
 
@@ -222,3 +222,179 @@ def _faults(outcomes: Sequence[Outcome]) -> tuple[tuple[str, int, str], ...]:
 
 def _or_zero(value: float) -> float:
     return 0.0 if math.isnan(value) else value
+
+
+# A replay's report as lines for people.
+
+
+_NAME = 16
+
+
+def lines_of(report: Report) -> list[str]:
+    """All of it; what was not asked or not told is said to be so."""
+    parts = (_counts, _lateness, _times, _slos, _tokens, _answers, _fault_lines)
+    return [line for part in parts for line in part(report)]
+
+
+def _counts(report: Report) -> Iterator[str]:
+    how = f"{report.completed:,} completed, {report.refused:,} refused, {report.failed:,} failed"
+    if report.interrupted or report.unsent:
+        how += f", {report.interrupted:,} interrupted, {report.unsent:,} never sent"
+    yield f"{report.asked:,} requests in {report.seconds:.1f} s: {how}"
+
+
+def _lateness(report: Report) -> Iterator[str]:
+    late = report.late
+    if late.count:
+        words = f"p50 {_time(late.p50)}, p99 {_time(late.p99)}, most {_time(late.most)}"
+        if report.stall.count:
+            words += f"; it saw answers up to {_time(report.stall.most)} late (p99 {_time(report.stall.p99)})"
+        yield _line("client late by", words)
+    if report.held_up:
+        yield _line(
+            "",
+            f"{report.held_up:,} requests were held up by --concurrency, the longest {_time(report.held_up_s)}: "
+            "times from their sending flatter the server",
+        )
+    if not report.sent_in_time:
+        yield _line("", "THE CLIENT DID NOT KEEP UP: it sent late, and times from sending flatter the server")
+    if not report.looked_in_time:
+        yield _line("", "THE CLIENT DID NOT KEEP UP: it saw answers late, and its times are longer than the server's")
+
+
+def _times(report: Report) -> Iterator[str]:
+    yield _line("TTFT", _spread(report.ttft))
+    if not report.sent_in_time or report.held_up:
+        yield _line("TTFT from due", _spread(report.due_ttft))
+    yield _line("TBT of pieces", _spread(report.tbt_gaps))
+    yield _line("TBT of requests", _spread(report.tbt_means))
+
+
+def _slos(report: Report) -> Iterator[str]:
+    slo, sent = report.slo, report.sent
+    if (slo.ttft_s is None and slo.tbt_s is None) or not sent:
+        return
+    words = []
+    if slo.ttft_s is not None:
+        words.append(f"TTFT ≤ {_time(slo.ttft_s)}: {report.within_ttft / sent:.1%}")
+    if slo.tbt_s is not None:
+        words.append(f"TBT ≤ {_time(slo.tbt_s)}: {report.within_tbt / sent:.1%}")
+    if len(words) == 2:
+        words.append(f"both: {report.within_both / sent:.1%}")
+    yield _line("within SLO", f"{', '.join(words)} of {sent:,} sent; goodput {report.goodput_per_s:.3g} requests/s")
+
+
+def _tokens(report: Report) -> Iterator[str]:
+    if report.hit_ratio is None:
+        yield _line("hits", "unknown: no answer told cached_tokens")
+    else:
+        most = "" if math.isnan(report.reusable) else f"; an endless cache: {report.reusable:.1%}"
+        few = "" if report.told_cached == report.completed else f" (told by {report.told_cached} answers)"
+        yield _line(
+            "hits",
+            f"{report.cached_tokens:,} of {report.cached_of_tokens:,} prompt tokens, {report.hit_ratio:.1%}{few}{most}",
+        )
+        if report.already_cached:
+            yield _line("", "MORE THAN THESE PROMPTS SHARE: the server was sent them before; take another --seed")
+    if report.seconds > 0:
+        prompts = (
+            f"{report.prompt_tokens / report.seconds:,.0f} prompt" if report.told_prompts else "unknown of prompts"
+        )
+        yield _line("tokens/s", f"{prompts}, {report.output_tokens / report.seconds:,.0f} answered")
+    off = report.length_errors
+    if off.count:
+        yield _line(
+            "prompt lengths", f"told over wanted: mean {off.mean:+.1%}, p50 {off.p50:+.1%}, most {off.most:+.1%}"
+        )
+
+
+def _answers(report: Report) -> Iterator[str]:
+    if report.completed:
+        words = f"{report.output_tokens:,} tokens in {report.pieces:,} pieces"
+        if report.short:
+            words += f"; {report.short:,} answers shorter than asked for"
+        if report.without_done:
+            words += f"; {report.without_done:,} streams ended without [DONE]"
+        yield _line("answers", words)
+
+
+def _fault_lines(report: Report) -> Iterator[str]:
+    for kind, count, first in report.faults:
+        again = ""
+        if kind.startswith("refused"):
+            again = f"; {report.retry_after:,} of all refusals with Retry-After"
+        yield _line("faults", f"{count:,} × {first[:200]}{again}")
+
+
+def _line(name: str, words: str) -> str:
+    return f"  {name:<{_NAME}}{words}"
+
+
+def _spread(one: Spread) -> str:
+    if not one.count:
+        return "none"
+    figures = (("mean", one.mean), ("p50", one.p50), ("p90", one.p90), ("p99", one.p99), ("most", one.most))
+    return "  ".join(f"{name} {_time(value)}" for name, value in figures) + f"  ({one.count:,})"
+
+
+def _time(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    if abs(seconds) < 1:
+        return f"{seconds * 1000:.3g} ms" if abs(seconds) < 0.1 else f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+# What an engine itself counts in its /metrics, to hold a replay's report against: vLLM's names and SGLang's.
+
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "requests": ("vllm:request_success_total", "sglang:num_requests_total"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    "cached_tokens": ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
+    "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Since the engine began, or between two looks; None: it does not count that."""
+
+    requests: float | None = None
+    prompt_tokens: float | None = None
+    cached_tokens: float | None = None
+    output_tokens: float | None = None
+
+    def since(self, before: EngineCounts) -> EngineCounts:
+        return EngineCounts(*(_both(now, then, -1) for now, then in zip(self.all(), before.all(), strict=True)))
+
+    def plus(self, other: EngineCounts) -> EngineCounts:
+        return EngineCounts(*(_both(one, more, 1) for one, more in zip(self.all(), other.all(), strict=True)))
+
+    def all(self) -> tuple[float | None, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def samples_of(text: str) -> dict[str, float]:
+    """What /metrics says, by name, over all labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+    return samples
+
+
+def counts_of(text: str) -> EngineCounts:
+    """By what /metrics says."""
+    samples = samples_of(text)
+    told = {
+        what: next((samples[name] for name in names if name in samples), None)
+        for what, names in NAMES.items()
+    }  # fmt: skip
+    return EngineCounts(**told)
+
+
+def _both(one: float | None, other: float | None, sign: int) -> float | None:
+    return None if one is None or other is None else one + sign * other

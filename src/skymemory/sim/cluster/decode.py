@@ -1,19 +1,208 @@
-"""An instance that decodes: continuous batching, a queue before it when its memory is full.
-
-Requests join between two steps, in the order of priority and then of coming; the first of the line that does not fit
-holds up those behind it. Steps are planned as far as nothing changes: up to the first end of an answer, or to the end
-of the step in which somebody comes who fits.
-"""
+"""Instances whose batches decode: on machines of their own, or coupled with the prefill."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
 
-from skymemory.sim.cluster.batch import Batch, Stream
+from skymemory.conductor.cost_model import CostModel
 from skymemory.sim.cluster.clock import Clock
-from skymemory.sim.cluster.gaps import Gaps
-from skymemory.sim.cluster.steps import Steps
+from skymemory.sim.cluster.job import Batch, Gaps, Job, Steps, Stream
+from skymemory.sim.cluster.pool_base import Pool
+
+
+class CoupledInstance:
+    """``prefilled`` gives the stream that decodes, None if one token was all; ``ended`` is told."""
+
+    def __init__(
+        self,
+        number: int,
+        clock: Clock,
+        cost: CostModel,
+        pool: Pool,
+        steps: Steps,
+        gaps: Gaps,
+        kv_tokens: int,
+        most_batch: int,
+        mixed_tokens: int,
+        prefilled: Callable[[Job, float], Stream | None],
+        ended: Callable[[Stream, float], None],
+    ) -> None:
+        self.number = number
+        self._clock, self._cost, self._pool, self._steps = clock, cost, pool, steps
+        self._kv_tokens, self._most_batch, self._mixed_tokens = kv_tokens, most_batch, mixed_tokens
+        self._prefilled, self._ended = prefilled, ended
+        self.batch = Batch(steps, gaps)
+        self.waiting: list[tuple[int, int, Job]] = []
+        self.waiting_work_s = 0.0
+        self.busy_s = 0.0
+        """Computing prefills."""
+        self.decode_busy_s = 0.0
+        self._came = 0
+        self._newest: Job | None = None
+        self._underway: list[tuple[Job, int]] = []
+        """Prompts being prefilled, and how far each is."""
+        self._begun_s = 0.0
+        self._planned = 0
+        """Decoding steps in a row; 0: something else, or nothing."""
+        self._idle = True
+        self._version = 0
+
+    def takes(self, job: Job) -> bool:
+        return job.prompt_tokens + job.output_tokens <= self._kv_tokens
+
+    def arrive(self, job: Job, now_s: float) -> None:
+        self._came, self._newest = self._came + 1, job
+        heapq.heappush(self.waiting, (-job.priority, self._came, job))
+        self.waiting_work_s += job.work_s
+        if self._idle:
+            self._next(now_s)
+        elif self._planned and self._fits(self.waiting[0][2]):
+            steps = self.batch.steps_until(now_s - self._begun_s, self._planned)
+            if steps < self._planned:
+                self._decode_until(steps)
+
+    def fail(self, now_s: float) -> tuple[list[Job], list[Stream]]:
+        """It dies: who was there, before the first token and after it."""
+        if self._planned:
+            self.decode_busy_s += now_s - self._begun_s
+        elif self._underway and not self._mixed_tokens:
+            job = self._underway[0][0]
+            self.busy_s += now_s - self._begun_s
+            job.spent_s += now_s - self._begun_s
+        jobs = [job for job, _ in self._underway]
+        jobs += [job for *_, job in sorted(self.waiting, key=lambda entry: entry[:2])]
+        self.waiting, self.waiting_work_s, self._underway, self._newest = [], 0.0, [], None
+        self._planned, self._idle, self._version = 0, True, self._version + 1
+        return jobs, self.batch.clear()
+
+    def predicted_ttft_s(self, now_s: float) -> float:
+        """Of the one that came last: its age, and all the work that waits, as believed."""
+        rest_s = sum(job.work_s for job, _ in self._underway)
+        if not self.waiting:
+            return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + rest_s
+        newest = self._newest
+        if newest is None or newest.begun_s >= 0:  # served before others, for its priority
+            newest = max(self.waiting, key=lambda entry: entry[1])[2]
+        return now_s - newest.at_s + rest_s + self.waiting_work_s
+
+    def step_s(self, now_s: float) -> float:
+        return self.batch.step_s()
+
+    def _fits(self, job: Job) -> bool:
+        """With all whose prefill is under way."""
+        kept = sum(one.prompt_tokens + one.output_tokens for one, _ in self._underway)
+        wanted = self.batch.reserved + kept + job.prompt_tokens + job.output_tokens
+        return wanted <= self._kv_tokens and len(self.batch) + len(self._underway) < self._most_batch
+
+    def _next(self, now_s: float) -> None:
+        """Nothing is being done: what comes now."""
+        self._begun_s, self._idle = now_s, False
+        if self._mixed_tokens and (self._underway or (self.waiting and self._fits(self.waiting[0][2]))):
+            self._mixed(now_s)
+        elif self.waiting and not self._mixed_tokens and self._fits(self.waiting[0][2]):
+            job = self._take(now_s)
+            seconds = self._cost.prefill_s(job.prompt_tokens, job.held_tokens)
+            self._later(now_s + seconds, lambda at_s: self._whole(job, at_s))
+        elif len(self.batch):
+            self._decode_until(self.batch.steps_to_first_end())
+        else:
+            self._idle = True
+
+    def _take(self, now_s: float) -> Job:
+        """The next of the line, with what its prefill finds cached."""
+        job = heapq.heappop(self.waiting)[2]
+        self.waiting_work_s = self.waiting_work_s - job.work_s if self.waiting else 0.0
+        held = self._pool.load(self.number, job.ids, None, now_s).held_tokens
+        job.begun_s, job.held_tokens = now_s, min(held, job.prompt_tokens - 1)
+        job.computed_tokens = job.prompt_tokens - job.held_tokens
+        self._underway.append((job, job.held_tokens))
+        return job
+
+    def _whole(self, job: Job, now_s: float) -> None:
+        seconds = now_s - self._begun_s
+        job.spent_s += seconds
+        self.busy_s += seconds
+        self._underway = []
+        self._first_token(job, now_s)
+        self._next(now_s)
+
+    def _first_token(self, job: Job, now_s: float) -> None:
+        stream = self._prefilled(job, now_s)
+        if stream is not None:
+            self.batch.join(stream)
+
+    def _mixed(self, now_s: float) -> None:
+        """One step of decoding and of chunks."""
+        size = len(self.batch)
+        left = self._mixed_tokens - size
+        fixed_s, read_s, read_per_s, flops_s, flops_per_s = self._cost.decode_parts(size)
+        read_s += read_per_s * self.batch.contexts
+        flops_s += flops_per_s * self.batch.contexts
+        speed = self._cost.machine.flops_per_s * self._cost.mfu
+        done: list[Job] = []
+        at, chunks_s = 0, 0.0
+        while left > 0:
+            if at == len(self._underway):
+                if not (self.waiting and self._fits(self.waiting[0][2])):
+                    break
+                taken = self._take(now_s)
+                beside_s = self._cost.fixed_s + self._cost.cached_token_s * taken.held_tokens
+                fixed_s += beside_s
+                chunks_s += beside_s
+                taken.spent_s += beside_s
+            job, position = self._underway[at]
+            end = min(position + left, job.prompt_tokens)
+            work_s = self._cost.prefill_flops(end, position) / speed
+            flops_s += work_s
+            chunks_s += work_s
+            read_s += read_per_s * position
+            job.spent_s += work_s
+            left -= end - position
+            self._underway[at] = (job, end)
+            if end == job.prompt_tokens:
+                done.append(job)
+            at += 1
+        seconds = fixed_s + max(read_s, flops_s)
+        self._later(now_s + seconds, lambda at_s: self._mixed_done(done, chunks_s, at_s))
+
+    def _mixed_done(self, jobs: list[Job], chunks_s: float, now_s: float) -> None:
+        self.busy_s += chunks_s
+        if len(self.batch):
+            self.decode_busy_s += now_s - self._begun_s - chunks_s
+        gone = self.batch.mixed_step(self._begun_s, now_s)
+        self._underway = [entry for entry in self._underway if entry[0] not in jobs]
+        for stream in gone:
+            self._ended(stream, now_s)
+        for job in jobs:
+            self._first_token(job, now_s)
+        self._next(now_s)
+
+    def _decode_until(self, steps: int) -> None:
+        self._planned = steps
+        self._later(self._begun_s + self.batch.seconds(steps), self._decoded)
+
+    def _decoded(self, now_s: float) -> None:
+        self.decode_busy_s += now_s - self._begun_s
+        gone = self.batch.run(self._begun_s, self._planned, now_s)
+        self._planned = 0
+        for stream in gone:
+            self._ended(stream, now_s)
+        self._next(now_s)
+
+    def _later(self, at_s: float, happens: Callable[[float], None]) -> None:
+        self._version += 1
+        version = self._version
+        self._clock.at(at_s, lambda now_s: happens(now_s) if version == self._version else None)
+
+
+# An instance that decodes: continuous batching, a queue before it when its memory is full.
+#
+# Requests join between two steps, in the order of priority and then of coming; the first of the line that does not fit
+# holds up those behind it. Steps are planned as far as nothing changes: up to the first end of an answer, or to the
+# end
+# of the step in which somebody comes who fits.
+
 
 Told = Callable[[Stream, float], None]
 

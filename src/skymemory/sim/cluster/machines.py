@@ -6,18 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from skymemory.conductor.fleet import Fleet
-from skymemory.sim.cluster.batch import Stream
 from skymemory.sim.cluster.clock import Clock
-from skymemory.sim.cluster.coupled import CoupledInstance
-from skymemory.sim.cluster.decode import DecodeInstance
-from skymemory.sim.cluster.gaps import Gaps
-from skymemory.sim.cluster.job import Job
-from skymemory.sim.cluster.pipeline import Pipeline
+from skymemory.sim.cluster.decode import CoupledInstance, DecodeInstance
+from skymemory.sim.cluster.job import Gaps, Job, Steps, Stream
 from skymemory.sim.cluster.pool import ClusterPool, PoolSettings
 from skymemory.sim.cluster.pool_base import Pool
-from skymemory.sim.cluster.prefill import PrefillInstance
+from skymemory.sim.cluster.prefill import Pipeline, PrefillInstance
 from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.cluster.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)

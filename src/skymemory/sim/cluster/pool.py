@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skymemory.conductor.cost_model import CostModel
-from skymemory.conductor.cost_model.transfer import Medium, network_of
+from skymemory.conductor.cost_model.model import Medium, network_of
 from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.conductor.request import Plan
-from skymemory.sim.cluster.links import Link, streamed_s, transfer_s
 from skymemory.sim.cluster.node_memory import NodeMemory
-from skymemory.sim.cluster.pool_base import LOCAL, NODES, SKY_TIER, SSD_TIER, Far, Loaded
-from skymemory.sim.cluster.pool_settings import PoolSettings
+from skymemory.sim.cluster.pool_base import LOCAL, NODES, SKY_TIER, SSD_TIER, Far, Link, Loaded, streamed_s, transfer_s
+from skymemory.sim.cluster.setup import PoolSettings
 from skymemory.sim.trace import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from skymemory.sim.cluster.sky_tier import SkyTier
+    from skymemory.sim.cluster.sky import SkyTier
 
 __all__ = ["ClusterPool", "PoolSettings"]
 
@@ -49,7 +48,7 @@ class ClusterPool:
         self._tokens = {LOCAL: 0, SSD_TIER: 0, NODES: 0, SKY_TIER: 0}
         self.sky: SkyTier | None = None
         if self.settings.sky is not None:
-            from skymemory.sim.cluster.sky_tier import SkyTier  # pools without one do not wait for its imports
+            from skymemory.sim.cluster.sky import SkyTier  # pools without one do not wait for its imports
 
             self.sky = SkyTier(self.settings.sky, self.block_bytes)
 

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from skymemory.conductor.admission.base import Admission, Refusal
+from skymemory.conductor.admission.base import Admission, Refusal, Slo
+from skymemory.conductor.admission.named import admission as admission_named
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Request
-from skymemory.conductor.scheduler import Placement
-from skymemory.sim.cluster.accounts import Accounts
-from skymemory.sim.cluster.batch import Stream
+from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.clock import Clock
-from skymemory.sim.cluster.estimates import Estimates
-from skymemory.sim.cluster.gaps import Gaps
-from skymemory.sim.cluster.job import Job
-from skymemory.sim.cluster.loads import Loads
+from skymemory.sim.cluster.job import Gaps, Job, Stream
 from skymemory.sim.cluster.machines import Machines, Told, pool_of
-from skymemory.sim.cluster.outcome import ClusterRun
+from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome, Span, Status
 from skymemory.sim.cluster.pool_base import Pool
-from skymemory.sim.cluster.requests import asked as asked_of
-from skymemory.sim.cluster.schedulers import SchedulerFactory, World
+from skymemory.sim.cluster.schedulers import Estimates, SchedulerFactory, World, scheduler_named, timed
+from skymemory.sim.cluster.schedulers import asked as asked_of
 from skymemory.sim.cluster.setup import ClusterSetup, Failure
 from skymemory.sim.trace import TraceRequest
 
@@ -233,3 +230,133 @@ class Simulation:
         if next_s < math.inf and (self._accounts.open or self._arrived < len(self._arrivals)):
             steps = math.ceil((next_s - now_s) / self._setup.sample_s)
             self._clock.at(now_s + (steps if steps > UNEVENTFUL else 1) * self._setup.sample_s, self._sample)
+
+
+# What has become of each request of a run: it is open, or it has ended, once.
+
+
+class Accounts:
+    def __init__(self, spans: bool) -> None:
+        self.open: dict[int, Job] = {}
+        """Requests that have come and are not over, by number."""
+        self.spans: list[Span] = []
+        self._keeps_spans = spans
+        self._ended: dict[int, RequestOutcome] = {}
+
+    def outcomes(self, requests: int) -> list[RequestOutcome]:
+        """Of a run of so many requests that is over."""
+        assert not self.open and len(self._ended) == requests, "every request ends, and ends once"
+        return [self._ended[number] for number in range(requests)]
+
+    def completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
+        """``worst_s``: the longest time between two of its tokens; None where it has but one."""
+        mean_s = (now_s - job.first_token_s) / (job.output_tokens - 1) if job.output_tokens > 1 else None
+        self._close(job, "completed", now_s, job.first_token_s - job.at_s, mean_s, worst_s)
+
+    def not_served(self, job: Job, status: Status, now_s: float) -> None:
+        self._close(job, status, now_s, None, None, None)
+
+    def span(self, instance: str, what: str, begin_s: float, end_s: float, job: Job) -> None:
+        if self._keeps_spans:
+            self.spans.append(Span(instance, what, begin_s, end_s, job.number))
+
+    def _close(
+        self, job: Job, status: Status, now_s: float, ttft_s: float | None, mean_s: float | None, worst_s: float | None
+    ) -> None:
+        assert job.number not in self._ended, "a request ends once"
+        job.over = True
+        del self.open[job.number]
+        began, prefilled = job.begun_s >= 0, job.prefilled
+        if prefilled:
+            cached = job.held_tokens + sum(job.sources.values())
+            assert job.computed_tokens + cached == job.prompt_tokens, "all of a prompt is cached or computed"
+        self._ended[job.number] = RequestOutcome(
+            at_s=job.at_s,
+            status=status,
+            prompt_tokens=job.prompt_tokens,
+            output_tokens=job.output_tokens,
+            prefill=job.prefill if began else None,
+            decode=job.decode if status == "completed" else None,
+            held_tokens=job.held_tokens if prefilled else 0,
+            loaded_tokens=job.sources if prefilled else {},
+            computed_tokens=job.computed_tokens if prefilled else 0,
+            queue_s=job.begun_s - job.at_s if began else 0.0,
+            prefill_s=job.spent_s,
+            ttft_s=ttft_s,
+            end_s=now_s,
+            tbt_mean_s=mean_s,
+            tbt_max_s=worst_s,
+        )
+
+
+# The loads of a simulated cluster over time, as Mooncake defines them: what is predicted, over what was promised.
+
+
+class Loads:
+    def __init__(self, slo: Slo, machines: Machines) -> None:
+        self._slo = slo
+        self._prefills = machines.prefills or machines.coupled
+        self._decodes = machines.decodes or machines.coupled
+        self.samples: list[LoadSample] = []
+
+    def sample(self, now_s: float) -> None:
+        ttfts_s = [instance.predicted_ttft_s(now_s) for instance in self._prefills]
+        steps_s = [instance.step_s(now_s) for instance in self._decodes]
+        self.samples.append(
+            LoadSample(
+                t_s=now_s,
+                prefill=max(ttfts_s) / self._slo.ttft_s,
+                decode=max(steps_s) / self._slo.tbt_s,
+                waiting=sum(len(instance.waiting) for instance in self._prefills),
+                decoding=sum(len(instance.batch) for instance in self._decodes),
+                prefill_mean=sum(ttfts_s) / len(ttfts_s) / self._slo.ttft_s,
+                decode_mean=sum(steps_s) / len(steps_s) / self._slo.tbt_s,
+            )
+        )
+
+
+# A trace through a simulated cluster, from the first arrival to the last token.
+
+
+def run_cluster(
+    requests: Sequence[TraceRequest],
+    setup: ClusterSetup | None = None,
+    scheduler: str | SchedulerFactory = "least-load",
+    admission: str | Admission = "all",
+    *,
+    scheduler_options: Mapping[str, object] | None = None,
+    admission_options: Mapping[str, object] | None = None,
+    asked: Sequence[Request] | None = None,
+    pool: Pool | None = None,
+) -> ClusterRun:
+    """What becomes of ``requests`` (in the order of arrival; outcomes are in the order that jitter leaves).
+
+    ``scheduler``: one of ``schedulers.NAMES``, or what makes one; ``admission`` likewise; options of named ones by
+    name. ``asked``: what the scheduler is told of each, where
+    requests have tenants or priorities; only without jitter. ``pool``: another than the setup's; for one run only.
+
+    Equal arguments give equal runs.
+
+    Raises:
+        InvalidInput: arrivals out of order, or a name that is not known.
+    """
+    setup = setup or ClusterSetup()
+    arriving = timed(requests, setup)
+    before_s = -math.inf
+    for at, request in enumerate(arriving):
+        if request.at_s < before_s:
+            raise InvalidInput(f"request {at} arrives at {request.at_s:g} s, after one at {before_s:g} s; sort them")
+        before_s = request.at_s
+    if asked is not None and (setup.jitter_s or len(asked) != len(arriving)):
+        raise InvalidInput("what is asked is given for each request, and none may be moved by jitter")
+    rule = admission
+    if isinstance(rule, str):
+        rule = admission_named(rule, setup.slo, **(admission_options or {}))
+    factory = scheduler
+    if isinstance(factory, str):
+        name, options = factory, scheduler_options or {}
+
+        def factory(world: World) -> Scheduler:
+            return scheduler_named(name, world, **options)
+
+    return Simulation(setup, factory, rule, pool).run(arriving, asked)

@@ -1,14 +1,40 @@
-"""How values are laid out in the sky, and how large they may be there."""
+"""What the constellation store needs of a transport: a client machine and somebody to carry its datagrams."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
-from skymemory.protocol.motion import STRATEGY_CODES
+from skymemory.protocol.client.machine import ClientMachine, Finished
+from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.wire import CHUNK_REF_BYTES
 from skymemory.units import format_size
+
+
+class ClientDriver(Protocol):
+    """``transport.udp_client.UdpClient`` over sockets, ``transport.simulated.SimulatedClient`` over virtual time."""
+
+    @property
+    def machine(self) -> ClientMachine: ...
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held around beginning operations and running them."""
+
+    def now_s(self) -> float: ...
+
+    def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
+        """Carry datagrams until these operations have ended."""
+
+    def close(self) -> None: ...
+
+
+# How values are laid out in the sky, and how large they may be there.
+
 
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
 _MOST_CHUNKS = 1 << 20

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.errors import CommandsRefused, InvalidInput, MalformedPacket
 from skymemory.index.lookup import PrefixSearch
+from skymemory.kv.value import ValueHeader, unpack_header
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Presence
-from skymemory.protocol.motion import SkyMap
-from skymemory.protocol.transfer import ValueInfo
-from skymemory.protocol.wire import Op
-from skymemory.store.driver import ClientDriver
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.clock import SkyMap
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Presence, Selection
+from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
+from skymemory.store.sky.driver import ClientDriver
 
 _LEFT_BEHIND_S = 1.0
 """So long after a move the box of before is asked, too."""
@@ -160,3 +163,106 @@ def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
         key, presence.chunks, max(presence.length_bytes, 1), presence.value_bytes, presence.value_crc, tag.strategy,
         tag.servers, (tag.slot_moves, tag.plane_moves),
     )  # fmt: skip
+
+
+# What named values the sky holds: the satellites of the box are asked, then the first chunks are read.
+
+
+@dataclass(frozen=True, slots=True)
+class NamedValue:
+    name: str
+    key: bytes
+    size_bytes: int
+    chunks: int
+
+
+def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[NamedValue]:
+    """Values of the general key-value store on ``satellites``, by name; KV blocks, which have no name, are left out.
+
+    A value is listed if its first chunk is there and readable; whether all the others are, only a read can tell.
+
+    Raises:
+        CommandsRefused: all who answered refuse to say what they hold.
+    """
+    first_chunks: dict[bytes, tuple[SatelliteId, Presence]] = {}
+    for satellite, key, presence in _held(driver, satellites):
+        if presence.index == 0:
+            first_chunks[key] = (satellite, presence)
+    now_s = driver.now_s()
+    with driver.lock:
+        asked = {
+            driver.machine.ask(Op.GET, Selection.of(key, [0]).pack(), satellite, now_s): (key, presence)
+            for key, (satellite, presence) in first_chunks.items()
+        }
+        answers = driver.run(asked)
+    found = []
+    for number, answer in answers.items():
+        key, presence = asked[number]
+        header = _header(answer.body[CHUNK_REF_BYTES:]) if answer.ok else None
+        if header is not None and header.name:
+            found.append(NamedValue(header.name, key, header.raw_bytes, presence.chunks))
+    return sorted(found, key=lambda value: value.name)
+
+
+def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple[SatelliteId, bytes, Presence]]:
+    """Every key of each satellite with what it has of it: page after page, of all of them at the same time."""
+    after = dict.fromkeys(satellites, bytes(KEY_BYTES))
+    while after:
+        with driver.lock:
+            asked = {
+                driver.machine.ask(
+                    Op.LIST, messages.pack_list(last, messages.MAX_KEYS_PER_PACKET // 2), satellite, driver.now_s()
+                ): satellite
+                for satellite, last in after.items()
+            }
+            answers = driver.run(asked)
+        if not any(answer.ok for answer in answers.values()) and any(
+            answer.report.failure == "refused" for answer in answers.values()
+        ):
+            raise CommandsRefused()
+        for number, satellite in asked.items():
+            last = after.pop(satellite)
+            try:
+                page = messages.unpack_listed(answers[number].body) if answers[number].ok else []
+            except MalformedPacket:
+                driver.machine.counters.add("packets_malformed")
+                continue
+            if page and page[-1][0] > last:  # neither the end, nor a satellite that would go on for ever
+                after[satellite] = page[-1][0]
+                yield from ((satellite, key, presence) for key, presence in page)
+
+
+def _header(start_of_value: bytes) -> ValueHeader | None:
+    try:
+        return unpack_header(start_of_value)
+    except MalformedPacket:
+        return None
+
+
+# A host that comes into a constellation asks around how far the box has moved, and how far the clocks are apart.
+
+
+_ENOUGH = 3
+"""Satellites that must have answered: one of them may have a wrong clock."""
+
+
+def ask_the_clocks(driver: ClientDriver, sky: SkyMap) -> float | None:
+    """Let the client hear how several satellites count the moves: an operator may have pushed the box on.
+
+    Asked are the box's centre and its four neighbours, all at once; three answers do. Returns by how many seconds the
+    clocks of those that answered are ahead of ours (their median, to within half a round trip); None if none did.
+    """
+    machine = driver.machine
+    with driver.lock:
+        centre = sky.centre_at(machine.moves(driver.now_s()))
+        asked = [
+            machine.ask(Op.PING, b"", satellite, driver.now_s())
+            for satellite in dict.fromkeys([centre, *sky.torus.neighbours(centre)])
+        ]
+        ahead_s: list[float] = []
+        for number in asked:
+            if len(ahead_s) == _ENOUGH:
+                machine.cancel(number)
+            elif (finished := driver.run([number])[number]).ok:
+                ahead_s.append(finished.report.clock_ahead_s)
+    return statistics.median(ahead_s) if ahead_s else None

@@ -4,7 +4,7 @@ Every change is one record appended under a file lock; every reader replays what
 the journal was removed and the constellation started anew, the index begins anew with it. Without a path the index
 lives and dies with the process.
 
-A journal knows whether it is complete (``index.standing``). What is torn or damaged is cut off by the first process
+A journal knows whether it is complete (``index.journal``). What is torn or damaged is cut off by the first process
 that sees it, and that something was lost is written in its place. So it is where a disk is full.
 
 Where most of a journal is about what is gone, its writer puts a new one in its place that says the same in the fewest
@@ -27,9 +27,8 @@ from pathlib import Path
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
 from skymemory.index.block_info import BlockInfo
-from skymemory.index.journal import Record, RecordOp, decode_records, encode_record
+from skymemory.index.journal import Record, RecordOp, Standing, decode_records, encode_record
 from skymemory.index.radix import RadixIndex
-from skymemory.index.standing import Standing
 
 COMPACT_BYTES = 1 << 20
 """A journal smaller than that stays as it is: it is replayed in a tenth of a second."""

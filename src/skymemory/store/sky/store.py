@@ -4,7 +4,7 @@ Where each chunk is follows from the index entry (size, strategy, moves at the s
 lost, or by choice, the box is probed instead.
 
 A read that fails is a miss, and no proof of loss: a chunk may be on its way to where the box is now. Only a value of
-which a chunk is proved to be nowhere (``protocol.transfer``) is forgotten, and its remains are evicted.
+which a chunk is proved to be nowhere (``protocol.client.transfer``) is forgotten, and its remains are evicted.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from skymemory.errors import InvalidInput
 from skymemory.forks import Owner
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
-from skymemory.protocol.client import Finished
-from skymemory.protocol.motion import SkyMap
-from skymemory.protocol.transfer import ValueInfo
+from skymemory.protocol.client.machine import Finished
+from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.clock import SkyMap
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
     KeyReport,
     LoadReport,
     LoadTicket,
+    OpenTickets,
     Places,
     Presence,
     StoreTicket,
@@ -36,17 +37,12 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
-from skymemory.store.catalog import Catalog
-from skymemory.store.clocks import ask_the_clocks
-from skymemory.store.driver import ClientDriver
-from skymemory.store.listing import NamedValue, list_names
-from skymemory.store.prefetch import Prefetcher
-from skymemory.store.probing import Prober
-from skymemory.store.rooms import Rooms
-from skymemory.store.shared_index import SharedIndex
-from skymemory.store.sky_settings import SkySettings
-from skymemory.store.tickets import OpenTickets
-from skymemory.store.upkeep import Upkeep
+from skymemory.store.buffer_pool import Rooms
+from skymemory.store.sky.catalog import Catalog
+from skymemory.store.sky.driver import ClientDriver, SkySettings
+from skymemory.store.sky.maintenance import Prefetcher, Upkeep
+from skymemory.store.sky.probing import NamedValue, Prober, ask_the_clocks, list_names
+from skymemory.store.sky.shared_index import SharedIndex
 
 _TYPICAL_BYTES = 3e6
 _DOUBTFUL = ("corrupt", "other version")

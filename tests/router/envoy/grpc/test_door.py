@@ -8,16 +8,18 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.router.envoy.grpc.frames import REQUEST, frame, setting, word
 
-from skymemory.router.grpc_door import Answers, Call, Door
-from skymemory.router.http2_frames import PREFACE, WINDOW_BYTES
+from skymemory.router.envoy.grpc import http2 as h
+from skymemory.router.envoy.grpc.door import Answers, Call, Door
+from skymemory.router.envoy.grpc.http2 import PREFACE, WINDOW_BYTES
 
 LOOP = asyncio.new_event_loop()
 """One for all tests here: gRPC's client keeps one poller for a process, and it complains of loops that were closed."""
 MOST = 8 << 20
 
 
-class Echo:
+class Echo(Call):
     """Says again what it hears; words that it knows it obeys."""
 
     made: list[Echo]
@@ -216,13 +218,18 @@ def test_http_that_is_no_grpc_is_415_and_no_http2_is_closed() -> None:
 
 def test_who_takes_no_answers_is_not_listened_to_and_others_are() -> None:
     async def test(world: World) -> None:
-        # Pings ask for an answer each, and none is read: what waits here stays bounded.
-        _, writer = await raw(world, PREFACE + bytes(3) + b"\x04" + bytes(5))
-        ping = (b"\0\0\x08\6\0\0\0\0\0" + bytes(8)) * 4000
+        # Each message is said again, the peer's windows have room, and nothing is read.
+        begin = frame(h.SETTINGS, 0, 0, setting(h.SET_INITIAL_WINDOW, h.LARGEST_WINDOW))
+        begin += frame(h.WINDOW_UPDATE, 0, 0, word(h.LARGEST_WINDOW - h.FIRST_WINDOW))
+        call = [(name.encode(), value.encode()) for name, value in REQUEST if name != ":path"]
+        begin += frame(h.HEADERS, h.END_HEADERS, 1, h.literals([(b":path", b"/s/Echo"), *call]))
+        reader, writer = await raw(world, PREFACE + begin)
+        reader._limit = 1  # type: ignore[attr-defined]
+        more = frame(h.DATA, 0, 1, b"\0" + (10_000).to_bytes(4, "big") + bytes(10_000)) * 100
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.7):
                 while True:
-                    writer.write(ping)
+                    writer.write(more)
                     await writer.drain()
         (connection,) = world.door.connections
         assert connection._transport is not None

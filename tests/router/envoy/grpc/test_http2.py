@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import pytest
 from hpack import Decoder, Encoder
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.router.envoy.grpc.frames import REQUEST, Frame, frame, frames, setting, word
 
-from skymemory.router import http2_frames as h
-from skymemory.router.http2 import Http2
-
-REQUEST = [(":method", "POST"), (":path", "/service/Call"), (":scheme", "http"), ("content-type", "application/grpc")]
-Frame = tuple[int, int, int, bytes]
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">HBBBL", len(payload) >> 8, len(payload) & 255, kind, flags, stream) + payload
-
-
-def frames(data: bytes) -> list[Frame]:
-    found, at = [], 0
-    while at < len(data):
-        high, low, kind, flags, stream = h.HEAD.unpack_from(data, at)
-        end = at + 9 + (high << 8 | low)
-        found.append((kind, flags, stream, data[at + 9 : end]))
-        at = end
-    return found
-
-
-def word(value: int) -> bytes:
-    return h.WORD.pack(value)
+from skymemory.router.envoy.grpc import http2 as h
+from skymemory.router.envoy.grpc.http2 import Http2
 
 
 class Peer:
@@ -40,7 +19,9 @@ class Peer:
 
     def __init__(self, most_streams: int = 10, settings: bytes = b"", deals: bool = True) -> None:
         self.told: list[tuple[str, int, object]] = []
+        self.refusals: list[str] = []
         self.deals = deals
+        self.now_s = 0.0
         self.encoder = Encoder()
         self.http2 = Http2(self, most_streams)
         self.first = self.heard()
@@ -61,20 +42,19 @@ class Peer:
     def broke_off(self, stream: int) -> None:
         self.told.append(("broke off", stream, None))
 
+    def refused(self, reason: str) -> None:
+        self.refusals.append(reason)
+
     def say(self, data: bytes) -> None:
         self.http2.receive(data)
+        while self.http2.handle(3, self.now_s):
+            pass
 
     def heard(self) -> list[Frame]:
-        found = frames(bytes(self.http2.out))
-        self.http2.out.clear()
-        return found
+        return frames(self.http2.data_to_send())
 
     def open(self, stream: int = 1, end: bool = False) -> None:
         self.say(frame(h.HEADERS, h.END_HEADERS | (h.END_STREAM if end else 0), stream, self.encoder.encode(REQUEST)))
-
-
-def setting(name: int, value: int) -> bytes:
-    return h.SETTING.pack(name, value)
 
 
 def test_a_call_comes_and_its_answer_goes_in_order() -> None:
@@ -157,17 +137,17 @@ def test_who_does_not_take_its_answer_may_not_send_on() -> None:
     peer.open()
     peer.http2.data(1, bytes(2 * h.MAX_PENDING_BYTES))
     peer.heard()
-    peer.say(frame(h.DATA, 0, 1, bytes(h.MAX_FRAME_BYTES)) * 8)
+    peer.say(frame(h.DATA, 0, 1, bytes(h.MAX_FRAME_BYTES)) * 32)
     assert peer.heard() == []
     peer.say(frame(h.WINDOW_UPDATE, 0, 0, word(1 << 24)) + frame(h.WINDOW_UPDATE, 0, 1, word(1 << 24)))
-    assert peer.heard()[-1] == (h.WINDOW_UPDATE, 0, 1, word(8 * h.MAX_FRAME_BYTES))
+    assert peer.heard()[-1] == (h.WINDOW_UPDATE, 0, 1, word(32 * h.MAX_FRAME_BYTES))
 
 
 def test_all_streams_together_have_a_window_too() -> None:
     peer = Peer(most_streams=100, deals=False)
     for stream in range(1, 35, 2):
         peer.open(stream)
-        peer.say(frame(h.DATA, 0, stream, bytes(h.MAX_FRAME_BYTES)) * 16)
+        peer.say(frame(h.DATA, 0, stream, bytes(h.MAX_FRAME_BYTES)) * 64)
     assert peer.http2.fault is not None and peer.http2.fault.code == h.FLOW_CONTROL_ERROR
 
 
@@ -218,20 +198,22 @@ FAULTS: dict[str, tuple[int, Callable[[], bytes]]] = {
     "too much window": (h.FLOW_CONTROL_ERROR, lambda: frame(h.WINDOW_UPDATE, 0, 0, word(h.LARGEST_WINDOW))),
     "a short window": (h.FRAME_SIZE_ERROR, lambda: frame(h.WINDOW_UPDATE, 0, 0, b"")),
     "too much padding": (h.PROTOCOL_ERROR, lambda: frame(h.DATA, h.PADDED, 1, b"\x09x")),
-    "no padding": (h.PROTOCOL_ERROR, lambda: frame(h.DATA, h.PADDED, 1, b"")),
+    "no padding": (h.FRAME_SIZE_ERROR, lambda: frame(h.DATA, h.PADDED, 1, b"")),
     "headers broken off": (h.PROTOCOL_ERROR, lambda: frame(h.HEADERS, 0, 3, b"") + frame(h.PING, 0, 0, bytes(8))),
     "headers out of nowhere": (h.PROTOCOL_ERROR, lambda: frame(h.CONTINUATION, h.END_HEADERS, 1, b"")),
-    "headers of nothing": (h.ENHANCE_YOUR_CALM, lambda: frame(h.HEADERS, 0, 3) + frame(h.CONTINUATION, 0, 3)),
+    "headers of nothing": (
+        h.ENHANCE_YOUR_CALM,
+        lambda: frame(h.HEADERS, 0, 3) + frame(h.CONTINUATION, 0, 3) * (h.MAX_CONTINUATIONS + 1),
+    ),
     "headers without end": (
         h.ENHANCE_YOUR_CALM,
-        lambda: frame(h.HEADERS, 0, 3, bytes(60_000)) + frame(h.CONTINUATION, 0, 3, bytes(60_000)),
+        lambda: frame(h.HEADERS, 0, 3, bytes(16_000)) + frame(h.CONTINUATION, 0, 3, bytes(16_000)),
     ),
     "headers that are none": (h.COMPRESSION_ERROR, lambda: frame(h.HEADERS, h.END_HEADERS, 3, b"\xff\xff\xff")),
     "headers that swell": (
-        h.COMPRESSION_ERROR,
-        lambda: frame(h.HEADERS, h.END_HEADERS, 3, b"\x40\x01a\x7f\x80\x1f" + b"b" * 4095 + b"\xbe" * 20),
+        h.ENHANCE_YOUR_CALM,
+        lambda: frame(h.HEADERS, h.END_HEADERS, 3, b"\x40\x01a\x7f\xbd\x1d" + b"b" * 3900 + b"\xbe" * 20),
     ),
-    "headers in the middle": (h.PROTOCOL_ERROR, lambda: frame(h.HEADERS, h.END_HEADERS, 1, b"")),
     "a push": (h.PROTOCOL_ERROR, lambda: frame(h.PUSH_PROMISE, 0, 1, bytes(4))),
     "a ping of a stream": (h.PROTOCOL_ERROR, lambda: frame(h.PING, 0, 1, bytes(8))),
     "a short ping": (h.FRAME_SIZE_ERROR, lambda: frame(h.PING, 0, 0, b"")),
@@ -249,7 +231,6 @@ FAULTS: dict[str, tuple[int, Callable[[], bytes]]] = {
             + frame(h.SETTINGS, 0, 0, setting(h.SET_INITIAL_WINDOW, h.LARGEST_WINDOW))
         ),
     ),
-    "settings without end": (h.ENHANCE_YOUR_CALM, lambda: frame(h.SETTINGS, 0, 0) * (h.MAX_SETTINGS + 1)),
 }
 
 
@@ -270,6 +251,7 @@ def test_who_speaks_something_else_is_not_listened_to() -> None:
     peer = Peer()
     other = Http2(peer, 1)
     other.receive(b"GET / HTTP/1.1\r\n")
+    assert not other.handle(10, 0.0)
     assert other.fault is not None and not other.begun
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from skymemory.router.grpc_door import INTERNAL, NOT_FOUND, OK, UNAVAILABLE, Answers, Call
+from skymemory.router.envoy.grpc.door import INTERNAL, NOT_FOUND, OK, UNAVAILABLE, Answers, Call
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN_SERVICE = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -48,7 +48,7 @@ class HealthBook:
         self._watches.discard(watch)
 
 
-class _Check:
+class _Check(Call):
     def __init__(self, book: HealthBook, answers: Answers) -> None:
         self._book, self._answers = book, answers
 
@@ -70,7 +70,7 @@ class _Check:
         pass
 
 
-class _Watch:
+class _Watch(Call):
     name: str | None = None
 
     def __init__(self, book: HealthBook, answers: Answers) -> None:

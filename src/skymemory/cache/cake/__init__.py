@@ -1,0 +1,1 @@
+"""Cake: a prompt loaded from one end and computed from the other."""

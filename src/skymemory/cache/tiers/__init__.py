@@ -1,0 +1,1 @@
+"""Several stores as one, each behind threads, a deadline and a circuit breaker of its own."""

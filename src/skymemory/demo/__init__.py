@@ -1,0 +1,1 @@
+"""What `skymemory demo` runs: each act one file."""

@@ -1,0 +1,104 @@
+/* Headers of HTTP, by their names whatever the case. Twin: twin_http.py. */
+#include "fast.h"
+
+#include <string.h>
+
+/* The header at a place, borrowed; 0 with an exception where there is none. */
+static int header_at(PyObject *headers, Py_ssize_t at, PyObject **name, PyObject **value)
+{
+    PyObject *pair = PySequence_Fast_GET_ITEM(headers, at);
+    if (PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2) {
+        *name = PyTuple_GET_ITEM(pair, 0);
+        *value = PyTuple_GET_ITEM(pair, 1);
+        if (PyBytes_CheckExact(*name) && PyBytes_CheckExact(*value))
+            return 1;
+    }
+    PyErr_SetString(PyExc_TypeError, "headers: expected a sequence of (name, value), both bytes");
+    return 0;
+}
+
+/* As bytes.lower has it: itself where nothing is in capitals. */
+static PyObject *lowered(PyObject *name)
+{
+    const char *from = PyBytes_AS_STRING(name);
+    Py_ssize_t size = PyBytes_GET_SIZE(name), at = 0;
+    while (at < size && !(from[at] >= 'A' && from[at] <= 'Z'))
+        at++;
+    if (at == size)
+        return Py_NewRef(name);
+    PyObject *low = PyBytes_FromStringAndSize(from, size);
+    for (; low && at < size; at++)
+        PyBytes_AS_STRING(low)[at] = Py_TOLOWER(from[at]);
+    return low;
+}
+
+PyObject *sky_py_first_values(PyObject *self, PyObject *given)
+{
+    PyObject *headers = PySequence_Fast(given, "headers: expected a sequence"), *name, *value;
+    PyObject *first = headers ? PyDict_New() : NULL;
+    for (Py_ssize_t at = 0; first && at < PySequence_Fast_GET_SIZE(headers); at++) {
+        PyObject *low = header_at(headers, at, &name, &value) ? lowered(name) : NULL;
+        if (!low || !PyDict_SetDefault(first, low, value))
+            Py_CLEAR(first);
+        Py_XDECREF(low);
+    }
+    Py_XDECREF(headers);
+    return first;
+}
+
+/* Whether a header is passed on; -1 with an exception. */
+static int stays(PyObject *name, PyObject *left_out)
+{
+    PyObject *low = lowered(name);
+    int within = low ? PySet_Contains(left_out, low) : -1;
+    Py_XDECREF(low);
+    return within < 0 ? -1 : !within;
+}
+
+static char *put(char *to, const char *from, Py_ssize_t size)
+{
+    memcpy(to, from, (size_t)size);
+    return to + size;
+}
+
+/* The lines of those in ``headers`` whose places are marked. */
+static PyObject *lines_of(PyObject *headers, const char *marks, Py_ssize_t bytes)
+{
+    PyObject *lines = PyBytes_FromStringAndSize(NULL, bytes), *name, *value;
+    char *to = lines ? PyBytes_AS_STRING(lines) : NULL;
+    for (Py_ssize_t at = 0; lines && at < PySequence_Fast_GET_SIZE(headers); at++) {
+        if (!marks[at] || !header_at(headers, at, &name, &value))
+            continue;
+        to = put(to, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name));
+        to = put(to, ": ", 2);
+        to = put(to, PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value));
+        to = put(to, "\r\n", 2);
+    }
+    return lines;
+}
+
+PyObject *sky_py_header_lines(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    if (given != 2 || !PyAnySet_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "header_lines: expected headers and a set of names");
+        return NULL;
+    }
+    /* A tuple of its own: looking names up in a set may run other code, which could change a list. */
+    PyObject *headers = PySequence_Tuple(args[0]), *lines = NULL, *name, *value;
+    char *marks = headers ? PyMem_Malloc((size_t)PyTuple_GET_SIZE(headers) + 1) : NULL;
+    Py_ssize_t bytes = 0, at = 0;
+    for (; marks && at < PyTuple_GET_SIZE(headers); at++) {
+        int kept = header_at(headers, at, &name, &value) ? stays(name, args[1]) : -1;
+        if (kept < 0)
+            break;
+        marks[at] = (char)kept;
+        bytes += kept ? PyBytes_GET_SIZE(name) + PyBytes_GET_SIZE(value) + 4 : 0;
+    }
+    if (headers && !marks)
+        PyErr_NoMemory();
+    else if (headers && at == PyTuple_GET_SIZE(headers))
+        lines = lines_of(headers, marks, bytes);
+    PyMem_Free(marks);
+    Py_XDECREF(headers);
+    return lines;
+}

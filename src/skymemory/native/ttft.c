@@ -1,0 +1,416 @@
+/* The least time to a first token: what a router does for every request, in one call. Twin and contract: twin_ttft.py,
+ * to the last digit: the same additions in the same order. */
+#include "ttft.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CROWDED 2.0
+#define SET_BACK_S 1e9
+enum { CURVE_BYTES = 24, FIGURES_BYTES = 32 };
+
+typedef struct {
+    double fixed_s, per_token_s, bend;
+} Curve;
+
+/* One server's; ``matched`` in tokens, ``held`` and ``reach`` (with what is under way) in blocks. */
+typedef struct {
+    double wait_s, work_s, score;
+    long long matched;
+    uint32_t held, reach;
+} Row;
+
+typedef struct {
+    PyObject_HEAD
+    Queues *queues;
+    Guard *guard;
+    UnderWay *under_way;
+    double min_tokens, min_ratio;
+    PyObject **heard; /* by slot: the report that was told last, or NULL */
+    size_t slots;
+} Ranker;
+
+typedef struct {
+    PyObject *held, *curves, *hear;
+    Py_buffer blocks;
+    long long tokens;
+    double block_tokens, now_s, rate;
+} Question;
+
+/* Whether a server's report was not told before; it counts as told from now on. -1: no memory. */
+static int is_new(Ranker *self, const Asked *asked)
+{
+    PyObject *report = asked->reports ? sky_queues_report(self->queues, asked->slot) : NULL;
+    if (!report || (asked->slot < self->slots && self->heard[asked->slot] == report))
+        return 0;
+    if (asked->slot >= self->slots) {
+        size_t slots = (asked->slot / 64 + 1) * 64;
+        PyObject **heard = realloc(self->heard, slots * sizeof(PyObject *));
+        if (!heard) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        memset(heard + self->slots, 0, (slots - self->slots) * sizeof(PyObject *));
+        self->heard = heard;
+        self->slots = slots;
+    }
+    PyObject *before = self->heard[asked->slot];
+    self->heard[asked->slot] = Py_NewRef(report);
+    Py_XDECREF(before);
+    return 1;
+}
+
+/* Reads the servers and tells ``hear`` of those whose report it was not told before. -1: an error. */
+static int read_servers(Ranker *self, PyObject *servers, PyObject *hear, Asked *asked)
+{
+    PyObject *told, *new = NULL;
+    if (sky_queues_read(self->queues, servers, asked) < 0)
+        return -1;
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(servers); at++) {
+        int comes = is_new(self, &asked[at]);
+        if (comes < 0 || (comes && ((!new && !(new = PyList_New(0))) ||
+                                    PyList_Append(new, PyTuple_GET_ITEM(servers, at)) < 0))) {
+            Py_XDECREF(new);
+            return -1;
+        }
+    }
+    if (!new)
+        return 0;
+    told = PyObject_CallOneArg(hear, new);
+    Py_DECREF(new);
+    Py_XDECREF(told);
+    return told ? sky_queues_read(self->queues, servers, asked) : -1;
+}
+
+/* Leading blocks that each server holds: from the table, or from a list. -1: an error. */
+static int fill_held(const Question *question, const Asked *asked, Row *rows, Py_ssize_t servers)
+{
+    Table *table = sky_table_of(question->held);
+    size_t count = (size_t)question->blocks.len / 8;
+    if (table) {
+        uint64_t left[MAX_SLOTS / 64];
+        memset(left, 0, table->rows.words * sizeof(uint64_t));
+        for (Py_ssize_t at = 0; at < servers; at++)
+            if (asked[at].slot < table->slots)
+                left[asked[at].slot / 64] |= (uint64_t)1 << asked[at].slot % 64;
+        if (count)
+            sky_table_walk(table, question->blocks.buf, count, left);
+        for (Py_ssize_t at = 0; at < servers; at++)
+            rows[at].held = count && asked[at].slot < table->slots ? table->depths[asked[at].slot] : 0;
+        return 0;
+    }
+    if (!PyList_Check(question->held) || PyList_GET_SIZE(question->held) != servers) {
+        PyErr_Format(PyExc_ValueError, "held: expected a table or a list with a number for each of %zd servers", servers);
+        return -1;
+    }
+    for (Py_ssize_t at = 0; at < servers; at++) {
+        PyObject *number = PyList_GET_ITEM(question->held, at);
+        int overflow = 0;
+        long long held = PyLong_Check(number) ? PyLong_AsLongLongAndOverflow(number, &overflow) : -1;
+        if (overflow || held < 0 || held >= UINT32_MAX) {
+            PyErr_SetString(PyExc_ValueError, "held: expected numbers of blocks");
+            return -1;
+        }
+        rows[at].held = (uint32_t)held;
+    }
+    return 0;
+}
+
+/* Tokens that each server holds or will hold when it comes to this request. -1: no memory. */
+static int fill_matched(const Ranker *self, const Question *question, const Asked *asked, Row *rows, Py_ssize_t servers)
+{
+    size_t slots = 0, count = (size_t)question->blocks.len / 8;
+    for (Py_ssize_t at = 0; at < servers; at++) {
+        rows[at].reach = rows[at].held;
+        slots = asked[at].slot >= slots ? asked[at].slot + 1 : slots;
+    }
+    if (count && sky_under_way_open(self->under_way)) {
+        uint32_t few[64] = {0}, *depths = slots <= 64 ? few : calloc(slots, sizeof(uint32_t));
+        if (!depths)
+            return -1;
+        sky_under_way_walk(self->under_way, question->blocks.buf, count < UINT32_MAX ? count : UINT32_MAX - 1, depths,
+                           slots);
+        for (Py_ssize_t at = 0; at < servers; at++)
+            if (depths[asked[at].slot] > rows[at].reach)
+                rows[at].reach = depths[asked[at].slot];
+        if (depths != few)
+            free(depths);
+    }
+    for (Py_ssize_t at = 0; at < servers; at++) {
+        double tokens = (double)rows[at].reach * question->block_tokens;
+        rows[at].matched = tokens < (double)question->tokens ? (long long)tokens : question->tokens;
+        if (!rows[at].reach)
+            rows[at].matched = 0;
+    }
+    return 0;
+}
+
+static double prefill_s(const Curve *curve, long long tokens, long long cached)
+{
+    return curve->fixed_s +
+           curve->per_token_s * (double)(tokens - cached) * (1.0 + curve->bend * (double)(tokens + cached));
+}
+
+static Curve curve_at(const Py_buffer *curves, size_t at)
+{
+    Curve curve;
+    memcpy(&curve, (const char *)curves->buf + at * CURVE_BYTES, CURVE_BYTES);
+    return curve;
+}
+
+/* What each server would compute, by its curve. The best match where it is not worth following, else 0; -1: an
+ * error. */
+static long long fill_works(const Ranker *self, const Question *question, const Asked *asked, Row *rows,
+                            Py_ssize_t servers)
+{
+    long long best = 0;
+    Py_buffer curves;
+    if (PyObject_GetBuffer(question->curves, &curves, PyBUF_SIMPLE) < 0)
+        return -1;
+    if (curves.len < CURVE_BYTES || curves.len % CURVE_BYTES) {
+        PyErr_Format(PyExc_ValueError, "curves: %zd bytes are none", curves.len);
+        PyBuffer_Release(&curves);
+        return -1;
+    }
+    for (Py_ssize_t at = 0; at < servers; at++)
+        best = rows[at].matched > best ? rows[at].matched : best;
+    if ((double)best > self->min_tokens && (double)best > self->min_ratio * (double)question->tokens)
+        best = 0;
+    Curve common = curve_at(&curves, 0);
+    for (Py_ssize_t at = 0; at < servers; at++) {
+        size_t place = asked[at].slot + 1;
+        Curve curve = place < (size_t)curves.len / CURVE_BYTES ? curve_at(&curves, place) : common;
+        rows[at].work_s =
+            prefill_s(isnan(curve.fixed_s) ? &common : &curve, question->tokens, best ? 0 : rows[at].matched);
+    }
+    PyBuffer_Release(&curves);
+    return best;
+}
+
+static void fill_scores(const Ranker *self, double rate, Row *rows, Py_ssize_t servers)
+{
+    double shortest_s = rows[0].wait_s, usual_s = sky_queues_usual_s(self->queues);
+    for (Py_ssize_t at = 1; at < servers; at++)
+        shortest_s = rows[at].wait_s < shortest_s ? rows[at].wait_s : shortest_s;
+    double crowded = usual_s != 0.0 ? shortest_s / (shortest_s + usual_s) : 0.0;
+    rate *= 1.0 + CROWDED * crowded;
+    for (Py_ssize_t at = 0; at < servers; at++) {
+        double wait_s = rows[at].wait_s, work_s = rows[at].work_s;
+        rows[at].score = -(wait_s + work_s) -
+                         rate * work_s * (wait_s - crowded * (wait_s - shortest_s) + work_s / 2.0);
+    }
+}
+
+static double best_of(const Row *rows, Py_ssize_t servers)
+{
+    double best = rows[0].score;
+    for (Py_ssize_t at = 1; at < servers; at++)
+        best = rows[at].score > best ? rows[at].score : best;
+    return best;
+}
+
+/* Sets servers back that had their share, from the best down, until one is left that has not; their places go into
+ * ``places``. How many; -1: no memory. */
+static Py_ssize_t hold_back(Ranker *self, const Asked *asked, Row *rows, Py_ssize_t servers, double now_s,
+                            uint32_t *places)
+{
+    Py_ssize_t held_back = 0;
+    while (held_back < servers) {
+        Py_ssize_t before = held_back;
+        double best = best_of(rows, servers);
+        if (best < -SET_BACK_S / 2)
+            break;
+        for (Py_ssize_t at = 0; at < servers && held_back < servers; at++) {
+            int over = rows[at].score == best ? sky_guard_over(self->guard, asked[at].slot, servers, now_s) : 0;
+            if (over < 0)
+                return -1;
+            if (over)
+                places[held_back++] = (uint32_t)at;
+        }
+        if (held_back == before)
+            break;
+        for (Py_ssize_t at = before; at < held_back; at++)
+            rows[places[at]].score -= SET_BACK_S;
+    }
+    return held_back;
+}
+
+static PyObject *places_tuple(const uint32_t *places, Py_ssize_t count)
+{
+    PyObject *tuple = PyTuple_New(count);
+    for (Py_ssize_t at = 0; tuple && at < count; at++) {
+        PyObject *place = PyLong_FromUnsignedLong(places[at]);
+        if (place)
+            PyTuple_SET_ITEM(tuple, at, place);
+        else
+            Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+static PyObject *result_of(const Row *rows, Py_ssize_t servers, uint32_t *places, Py_ssize_t held_back,
+                           long long unworthy)
+{
+    PyObject *back = places_tuple(places, held_back);
+    PyObject *scores = PyBytes_FromStringAndSize(NULL, servers * 8);
+    PyObject *figures = PyBytes_FromStringAndSize(NULL, servers * FIGURES_BYTES);
+    double best = best_of(rows, servers);
+    Py_ssize_t tied = 0;
+    for (Py_ssize_t at = 0; scores && figures && at < servers; at++) {
+        char *row = PyBytes_AS_STRING(figures) + at * FIGURES_BYTES;
+        int64_t matched = rows[at].matched, held = rows[at].held;
+        memcpy(PyBytes_AS_STRING(scores) + at * 8, &rows[at].score, 8);
+        memcpy(row, &rows[at].wait_s, 8);
+        memcpy(row + 8, &rows[at].work_s, 8);
+        memcpy(row + 16, &matched, 8);
+        memcpy(row + 24, &held, 8);
+        if (rows[at].score == best)
+            places[tied++] = (uint32_t)at;
+    }
+    PyObject *best_ones = places_tuple(places, tied), *all = NULL;
+    if (back && scores && figures && best_ones)
+        all = Py_BuildValue("(OOLOO)", best_ones, back, unworthy, scores, figures);
+    Py_XDECREF(back);
+    Py_XDECREF(scores);
+    Py_XDECREF(figures);
+    Py_XDECREF(best_ones);
+    return all;
+}
+
+/* Servers are read, and all other code runs, before anything is looked at that it could change. */
+static PyObject *ranked(Ranker *self, const Question *question, PyObject *servers)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(servers), held_back;
+    PyObject *result = NULL;
+    long long unworthy;
+    if (!count) {
+        PyErr_SetString(PyExc_ValueError, "no servers to rank");
+        return NULL;
+    }
+    char *memory = malloc((size_t)count * (sizeof(Row) + sizeof(Asked) + sizeof(uint32_t)));
+    if (!memory)
+        return PyErr_NoMemory();
+    Row *rows = (Row *)memory;
+    Asked *asked = (Asked *)(rows + count);
+    uint32_t *places = (uint32_t *)(asked + count);
+    if (read_servers(self, servers, question->hear, asked) < 0 || fill_held(question, asked, rows, count) < 0) {
+        free(memory);
+        return NULL;
+    }
+    if (fill_matched(self, question, asked, rows, count) < 0)
+        PyErr_NoMemory();
+    else if ((unworthy = fill_works(self, question, asked, rows, count)) >= 0) {
+        for (Py_ssize_t at = 0; at < count; at++)
+            rows[at].wait_s = sky_queues_wait_s(self->queues, &asked[at], question->now_s);
+        fill_scores(self, question->rate, rows, count);
+        if ((held_back = hold_back(self, asked, rows, count, question->now_s, places)) < 0)
+            PyErr_NoMemory();
+        else
+            result = result_of(rows, count, places, held_back, unworthy);
+    }
+    free(memory);
+    return result;
+}
+
+static int number_from(PyObject *given, double *number)
+{
+    *number = PyFloat_AsDouble(given);
+    return !(*number == -1.0 && PyErr_Occurred());
+}
+
+static PyObject *rank(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    Question question;
+    PyObject *result = NULL;
+    if (given != 9) {
+        PyErr_SetString(PyExc_TypeError,
+                        "rank: expected held, blocks, tokens, block_tokens, servers, now_s, rate, curves and hear");
+        return NULL;
+    }
+    question.held = args[0];
+    question.tokens = PyLong_AsLongLong(args[2]);
+    if ((question.tokens == -1 && PyErr_Occurred()) || !number_from(args[3], &question.block_tokens) ||
+        !number_from(args[5], &question.now_s) || !number_from(args[6], &question.rate))
+        return NULL;
+    question.curves = args[7];
+    question.hear = args[8];
+    if (question.tokens < 0 || question.tokens > (long long)1 << 52 ||
+        !(question.block_tokens >= 0 && question.block_tokens <= 1e15)) {
+        PyErr_Format(PyExc_ValueError, "a prompt of %S tokens in blocks of %S", args[2], args[3]);
+        return NULL;
+    }
+    PyObject *servers = PySequence_Tuple(args[4]);
+    if (!servers)
+        return NULL;
+    if (PyObject_GetBuffer(args[1], &question.blocks, PyBUF_SIMPLE) == 0) {
+        if (question.blocks.len % 8)
+            PyErr_Format(PyExc_ValueError, "%zd bytes are not a whole number of 8-byte hashes", question.blocks.len);
+        else
+            result = ranked((Ranker *)object, &question, servers);
+        PyBuffer_Release(&question.blocks);
+    }
+    Py_DECREF(servers);
+    return result;
+}
+
+static PyObject *forget(PyObject *object, PyObject *number)
+{
+    Ranker *self = (Ranker *)object;
+    size_t slot;
+    if (!sky_slot_from(number, &slot))
+        return NULL;
+    if (slot < self->slots)
+        Py_CLEAR(self->heard[slot]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
+{
+    static char *keys[] = {"queues", "guard", "under_way", "min_tokens", "min_ratio", NULL};
+    PyObject *queues, *guard, *under_way;
+    double min_tokens, min_ratio;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!O!O!dd:TtftRanker", keys, &sky_prefill_queues_type, &queues,
+                                     &sky_share_guard_type, &guard, &sky_under_way_type, &under_way, &min_tokens,
+                                     &min_ratio))
+        return NULL;
+    PyObject *object = type->tp_alloc(type, 0);
+    if (object) {
+        Ranker *self = (Ranker *)object;
+        self->queues = (Queues *)Py_NewRef(queues);
+        self->guard = (Guard *)Py_NewRef(guard);
+        self->under_way = (UnderWay *)Py_NewRef(under_way);
+        self->min_tokens = min_tokens;
+        self->min_ratio = min_ratio;
+    }
+    return object;
+}
+
+static void destroy(PyObject *object)
+{
+    Ranker *self = (Ranker *)object;
+    for (size_t slot = 0; slot < self->slots; slot++)
+        Py_CLEAR(self->heard[slot]);
+    free(self->heard);
+    Py_XDECREF((PyObject *)self->queues);
+    Py_XDECREF((PyObject *)self->guard);
+    Py_XDECREF((PyObject *)self->under_way);
+    Py_TYPE(object)->tp_free(object);
+}
+
+static PyMethodDef methods[] = {
+    {"rank", (PyCFunction)(void (*)(void))rank, METH_FASTCALL,
+     "rank(held, blocks, tokens, block_tokens, servers, now_s, rate, curves, hear) -> tuple"},
+    {"forget", forget, METH_O, "forget(slot)"},
+    {NULL, NULL, 0, NULL},
+};
+
+PyTypeObject sky_ttft_ranker_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "skymemory.native._fast.TtftRanker",
+    .tp_basicsize = sizeof(Ranker),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "TtftRanker(queues, guard, under_way, min_tokens, min_ratio): the least time to a first token",
+    .tp_new = make,
+    .tp_dealloc = destroy,
+    .tp_methods = methods,
+};

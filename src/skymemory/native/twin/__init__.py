@@ -1,0 +1,1 @@
+"""The native helper's functions in Python: what runs where nothing was compiled, and what the tests judge C by."""

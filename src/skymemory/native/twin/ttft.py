@@ -1,0 +1,416 @@
+"""The least time to a first token: the twin, and what the compiled ranking must do, to the last digit.
+
+``TtftRanker.rank`` is what ``conductor.strategies.least_ttft`` does for every request: match, see what is under way,
+estimate, price, and guard.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from skymemory.native.twin.prefix import PrefixTable
+from skymemory.native.twin.queues import Blocks, PrefillQueues, Report, Server, UnderWay, _check_slot
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+CROWDED = 2.0
+"""By how much of itself the price of delay rises where all servers have endless queues."""
+SET_BACK_S = 1e9
+"""Taken off the score of a server that had its share: it comes after all others, and they keep their order."""
+FIGURES = struct.Struct("=ddqq")
+"""Of one server: seconds of waiting, seconds of computing, tokens matched, and blocks held."""
+CURVE = struct.Struct("=ddd")
+"""Fixed seconds, seconds per computed token, and how much of those again per token that it attends to (twice)."""
+Ranked = tuple[tuple[int, ...], tuple[int, ...], int, bytes, bytes]
+"""Places of the best; of those set back; the best match where it was not worth following, else 0; scores (doubles);
+and ``FIGURES`` of each."""
+
+
+class DelayPrice:
+    """The rate by which ``delays_s`` counts what later requests wait: of those sent lately (exponentially, over
+    ``window_s``) their number and their work, of which at most ``most_busy`` is taken for business.
+    """
+
+    def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
+        if weight < 0 or not window_s > 0 or not 0 <= most_busy < 1:
+            raise ValueError("a price has a weight of 0 or more, a window over 0 s, and is less than 1 busy")
+        self._weight, self._window_s, self._most_busy = weight, window_s, most_busy
+        self._requests = self._work_s = 0.0
+        self._at_s = -math.inf
+
+    def sent(self, work_s: float, now_s: float) -> None:
+        """A request was sent that takes ``work_s`` to prefill."""
+        kept = self._kept(now_s)
+        self._requests, self._work_s = self._requests * kept + 1.0, self._work_s * kept + work_s
+        self._at_s = max(self._at_s, now_s)
+
+    def rate(self, servers: int, now_s: float) -> float:
+        """Seconds of later requests' delay per second of work and second of queue, at one of so many servers (1/s)."""
+        if servers < 1:
+            raise ValueError("a rate at less than one server")
+        share = self._kept(now_s) / (self._window_s * servers)
+        busy = min(self._work_s * share, self._most_busy)
+        return self._weight * self._requests * share / (1.0 - busy)
+
+    def _kept(self, now_s: float) -> float:
+        return math.exp(-max(0.0, now_s - self._at_s) / self._window_s)
+
+
+class TtftRanker:
+    """``min_tokens``, ``min_ratio``: more than so much of a prompt must match to be worth following."""
+
+    def __init__(
+        self, queues: PrefillQueues, guard: ShareGuard, under_way: UnderWay, min_tokens: int, min_ratio: float
+    ) -> None:
+        self._queues, self._guard, self._under_way = queues, guard, under_way
+        self._min_tokens, self._min_ratio = min_tokens, min_ratio
+        self._heard: dict[int, Report] = {}
+
+    def rank(
+        self, held: PrefixTable | Sequence[int], blocks: Blocks, tokens: int, block_tokens: float,
+        servers: Sequence[Server], now_s: float, rate: float, curves: Buffer,
+        hear: Callable[[list[Any]], object],
+    ) -> Ranked:  # fmt: skip
+        """``held``: the table to match ``blocks`` in, or how many of them each server holds. ``rate``: seconds of later
+        requests' delay per second of work and second of queue. ``curves``: a ``CURVE`` for all slots, then one for each
+        from 0 on, if there are any (a fixed part of NaN: the first holds). ``hear`` is given servers whose report it
+        was not given before.
+        """
+        if not servers:
+            raise ValueError("no servers to rank")
+        if not 0 <= tokens <= 1 << 52 or not 0 <= block_tokens <= 1e15:
+            raise ValueError(f"a prompt of {tokens} tokens in blocks of {block_tokens}")
+        if new := [server for server in servers if self._is_new(server)]:
+            hear(new)
+        slots = [server.slot for server in servers]
+        view = memoryview(cast("Buffer", blocks)).cast("B")
+        count = len(view) // 8
+        if not isinstance(held, PrefixTable):
+            known = list(held)
+            if len(known) != len(slots):
+                raise ValueError(f"{len(known)} numbers of blocks for {len(slots)} servers")
+            if min(known) < 0:
+                raise ValueError("held: expected numbers of blocks")
+        else:
+            known = held.match(view, slots) if count else [0] * len(slots)
+        under_way = self._under_way.depths(view, slots) if count else []
+        reach = list(map(max, known, under_way)) if under_way else known
+        matched = [min(tokens, int(blocks * block_tokens)) if blocks else 0 for blocks in reach]
+        unworthy = 0
+        best_match = max(matched)
+        if best_match and not (best_match > self._min_tokens and best_match > self._min_ratio * tokens):
+            unworthy = best_match
+        lines = list(CURVE.iter_unpack(curves))
+        prefills = [
+            prefill_s(_curve(lines, slot), tokens, 0 if unworthy else cached)
+            for slot, cached in zip(slots, matched, strict=True)
+        ]
+        waits = self._queues.waits_s(servers, now_s)
+        delays = delays_s(waits, prefills, self._queues.usual_s, rate)
+        scores = [-(waits[at] + prefills[at]) - delays[at] for at in range(len(slots))]
+        held_back = self._hold_back(scores, slots, now_s)
+        best = max(scores)
+        tied = tuple(at for at, score in enumerate(scores) if score == best)
+        figures = b"".join(map(FIGURES.pack, waits, prefills, matched, known))
+        return tied, held_back, unworthy, struct.pack(f"={len(scores)}d", *scores), figures
+
+    def forget(self, slot: int) -> None:
+        """What the server of ``slot`` reported is new again."""
+        self._heard.pop(slot, None)
+
+    def _is_new(self, server: Server) -> bool:
+        report = server.reported
+        if report is None or self._heard.get(server.slot) is report:
+            return False
+        self._heard[server.slot] = report
+        return True
+
+    def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> tuple[int, ...]:
+        """Set servers back that had their share, from the best down, until one is left that has not."""
+        held_back: list[int] = []
+        while len(held_back) < len(slots):
+            best = max(scores)
+            if best < -SET_BACK_S / 2:
+                break
+            over = [
+                at
+                for at, score in enumerate(scores)
+                if score == best and self._guard.over(slots[at], len(slots), now_s)
+            ]
+            if not over:
+                break
+            for at in over:
+                scores[at] -= SET_BACK_S
+            held_back += over
+        return tuple(held_back)
+
+
+def _curve(curves: Sequence[Curve], slot: int) -> Curve:
+    own = curves[slot + 1] if slot + 1 < len(curves) else curves[0]
+    return curves[0] if math.isnan(own[0]) else own
+
+
+def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, rate: float) -> list[float]:
+    """Seconds that later requests wait longer in all, where this work is put behind the queue of each server
+    (``conductor.strategies.estimates``).
+    """
+    shortest_s = min(waits_s)
+    crowded = shortest_s / (shortest_s + usual_s) if usual_s else 0.0
+    rate *= 1.0 + CROWDED * crowded
+    return [
+        rate * work_s * (wait_s - crowded * (wait_s - shortest_s) + work_s / 2.0)
+        for wait_s, work_s in zip(waits_s, works_s, strict=True)
+    ]
+
+
+# No server gets much more than its share of requests: the twin, and what the compiled guard must do.
+#
+# The rule holds for every run of consecutive requests that fits into ``window_s`` and has at least ``requests``
+# requests
+# (or ``mean`` per server): of ``n`` servers none has more than ``limit / n`` of the run. It holds even if traffic
+# stops
+# after any of them, so no window can be found later in which it is broken; and it is exact: a server is over only if
+# its next request would end such a run, or a shorter one that the requests missing to its length could not mend.
+#
+# How: a run from a server's own request number ``j`` to its next one, number ``k``, has ``k − j + 1`` of its requests
+# among ``q − p + 1`` of all, and is too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The greatest
+# left side is a sliding maximum over ``j``, so that a request costs constant time, amortised.
+
+
+BARS = 4
+"""Numbers of servers for which a slot keeps a sliding maximum; beyond, all are made anew."""
+
+
+@dataclass(slots=True)
+class _Bar:
+    """The sliding maximum over a server's requests, for one number of servers."""
+
+    highest: deque[tuple[float, float]] = field(default_factory=deque)
+    """When a request was sent, and its bar; of those that a later one outweighs only the later is kept."""
+    judged: int = 0
+    """The server's requests before this number have been through it."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """One server's requests in the window."""
+
+    sent: deque[tuple[float, int]] = field(default_factory=deque)
+    """When, and how many requests to all servers came before it."""
+    first: int = 0
+    """The number of ``sent[0]`` among the server's own requests."""
+    bars: dict[int, _Bar] = field(default_factory=dict)
+
+
+class ShareGuard:
+    """Says whether a server may get the next request."""
+
+    def __init__(self, limit: float, window_s: float, requests: float, mean: float) -> None:
+        if not (limit >= 1 and window_s > 0 and requests >= 1 and mean >= 0):
+            raise ValueError("a guard's limit is 1 or more, its window over 0 s, its requests 1 or more")
+        self._limit, self._window_s, self._requests, self._mean = limit, window_s, requests, mean
+        self._count = 0
+        self._shares: dict[int, _Share] = {}
+
+    def over(self, slot: int, servers: int, now_s: float) -> bool:
+        """Whether the server has had its share, as one of so many. Changes nothing that a caller can see."""
+        _check_slot(slot)
+        share = self._shares.get(slot)
+        if share is None or servers < 1 or self._limit >= servers:
+            return False
+        # A run of less than one request is none.
+        free = max(1, math.floor(self._limit * max(self._requests / servers, self._mean) + 1e-9))
+        if len(share.sent) < free:
+            return False
+        bar = share.bars.get(servers)
+        if bar is None:
+            if len(share.bars) >= BARS:
+                share.bars.clear()
+            bar = share.bars[servers] = _Bar()
+        per_request = servers / self._limit
+        upcoming = share.first + len(share.sent)
+        highest = bar.highest
+        bar.judged = max(bar.judged, share.first)
+        while bar.judged < upcoming + 1 - free:
+            at_s, before = share.sent[bar.judged - share.first]
+            height = before - per_request * bar.judged
+            while highest and highest[-1][1] <= height:
+                highest.pop()
+            highest.append((at_s, height))
+            bar.judged += 1
+        while highest and highest[0][0] <= now_s - self._window_s:
+            highest.popleft()
+        return bool(highest) and highest[0][1] > self._count + 1 - per_request * (upcoming + 1) + 1e-6
+
+    def sent(self, slot: int, now_s: float) -> None:
+        """A request goes to ``slot``."""
+        _check_slot(slot)
+        share = self._shares.setdefault(slot, _Share())
+        share.sent.append((now_s, self._count))
+        self._count += 1
+        while share.sent and share.sent[0][0] <= now_s - self._window_s:
+            share.sent.popleft()
+            share.first += 1
+
+    def forget(self, slot: int) -> None:
+        _check_slot(slot)
+        self._shares.pop(slot, None)
+
+
+# Curves through what prefills took: the twin, and what the compiled fits must do, to the last digit.
+
+
+Curve = tuple[float, float, float]
+"""Fixed seconds, seconds per computed token, and how much of those again per token that it attends to (twice)."""
+
+
+def prefill_s(curve: Curve, tokens: int, cached: int) -> float:
+    """Seconds for a prompt of which so many tokens are cached."""
+    fixed_s, per_token_s, bend = curve
+    return fixed_s + per_token_s * (tokens - cached) * (1.0 + bend * (tokens + cached))
+
+
+BENDS = (0.0, 5e-6, 1e-5, 2e-5, 4e-5, 8e-5)
+"""What is tried: attention over weights, by the cost model's ``a / (b·d)``: 2.2e-5 for a width of 8192."""
+MOST_POINTS = 4096
+
+
+def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0) -> Curve:
+    """The best curve through ``points`` (tokens, how many of them were cached, seconds) whose bend is ``bend`` or next
+    to it in ``BENDS``; more bend must be better by a twentieth.
+
+    Best is the least mean error, without the worst sixteenth of the points.
+    """
+    if not 0 < len(points) <= MOST_POINTS:
+        raise ValueError(f"{len(points)} points: expected 1 to {MOST_POINTS}")
+    if bend not in BENDS:
+        raise ValueError(f"a bend of {bend}: expected one of {BENDS}")
+    if not all(
+        cached >= 0 and tokens - cached >= 1 and tokens <= 1e15 and abs(s) <= 1e15 for tokens, cached, s in points
+    ):
+        raise ValueError("points: expected tuples of tokens, fewer cached tokens, and seconds")
+    at = BENDS.index(bend)
+    seconds = [float(taken) for _, _, taken in points]
+    kept = len(points) - len(points) // 16
+    best: tuple[float, Curve] | None = None
+    for tried in BENDS[max(0, at - 1) : at + 2]:
+        work = [(tokens - cached) * (1.0 + tried * (tokens + cached)) for tokens, cached, _ in points]
+        fixed_s, per_work_s = _line(work, seconds)
+        errors = sorted(abs(taken - fixed_s - per_work_s * done) for done, taken in zip(work, seconds, strict=True))
+        error = _sum(errors[:kept]) / kept
+        if best is None or error < 0.95 * best[0]:
+            best = error, (fixed_s, per_work_s, tried)
+    assert best is not None
+    return best[1]
+
+
+def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Least squares, then again without points more than three usual errors off the line: fixed, per work.
+
+    An error is usual for the point's size: three seconds are much for a short prompt and little for a long one.
+    """
+    fixed_s, per_work_s = _least_squares(work, seconds, [True] * len(work))
+    for _ in range(2):
+        errors = []
+        for done, taken in zip(work, seconds, strict=True):
+            there = fixed_s + per_work_s * done
+            errors.append(abs(taken - there) / there)
+        ordered = sorted(errors)
+        usual = (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2.0
+        fixed_s, per_work_s = _least_squares(work, seconds, [error <= 3.0 * usual + 1e-9 for error in errors])
+    return fixed_s, per_work_s
+
+
+def _least_squares(work: Sequence[float], seconds: Sequence[float], near: Sequence[bool]) -> tuple[float, float]:
+    """Never a negative part: prompts of one length only say what a token takes, not what is fixed."""
+    points = [point for point, counts in zip(zip(work, seconds, strict=True), near, strict=True) if counts]
+    count = float(len(points))
+    work_mean = _sum([done for done, _ in points]) / count
+    seconds_mean = _sum([taken for _, taken in points]) / count
+    spread = _sum([(done - work_mean) * (done - work_mean) for done, _ in points]) / count
+    lean = _sum([(done - work_mean) * (taken - seconds_mean) for done, taken in points]) / count
+    least = 0.1 * work_mean
+    if spread >= least * least and spread > 0.0:
+        per_work_s = lean / spread
+        fixed_s = seconds_mean - per_work_s * work_mean
+        if fixed_s >= 0.0 and per_work_s > 0.0:
+            return fixed_s, per_work_s
+    return 0.0, max(1e-9, seconds_mean / work_mean)
+
+
+def _sum(terms: Sequence[float]) -> float:
+    """One after the other, from the first: ``sum`` adds in other ways in newer Pythons."""
+    total = 0.0
+    for term in terms:
+        total += term
+    return total
+
+
+SURE = 4.0
+"""Standard errors that what a prompt's token takes must be above nothing: it is known within a half then."""
+ROUNDS = 4
+
+
+def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | None:
+    """The same where what is known is the time of prefill and answer together: tokens, cached, tokens of the answer,
+    and seconds. Each token of an answer is taken to need the same time.
+
+    None where that does not show what a prompt's token takes: beside long answers, whose times differ by more than a
+    prefill takes, the likeliest figure may be next to nothing, and with it no cache would be worth a detour.
+    """
+    if not 3 <= len(points) <= MOST_POINTS:
+        raise ValueError(f"{len(points)} points: expected 3 to {MOST_POINTS}")
+    if not all(0 <= held <= tokens - 1 and max(map(abs, rest)) <= 1e15 for tokens, held, *rest in points):
+        raise ValueError("points: expected tuples of tokens, fewer cached tokens, and seconds")
+    outputs = [output for _, _, output, _ in points]
+    seconds = [taken for _, _, _, taken in points]
+    best: tuple[float, Curve] | None = None
+    for bend in BENDS:
+        work = [(tokens - held) * (1.0 + bend * (tokens + held)) for tokens, held, _, _ in points]
+        errors, most, found = [0.0] * len(points), 0.0, None
+        for _ in range(ROUNDS):
+            near = [at for at, error in enumerate(errors) if error <= most]
+            found = _two_parts(*([column[at] for at in near] for column in (work, outputs, seconds)))
+            if found is None:
+                break
+            for at, taken in enumerate(seconds):
+                errors[at] = abs(taken - (work[at] * found[0] + outputs[at] * found[1]))
+            ordered = sorted(errors)
+            most = 3.0 * ((ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2.0) + 1e-9
+        if found is None:
+            continue
+        per_work_s, per_output_s = found
+        kept = len(points) * 3 // 4
+        error = _sum(sorted(errors)[:kept]) / kept
+        both, sums = _product(work, outputs), (_product(work, work), _product(outputs, outputs))
+        off = _product(errors, errors) / (len(points) - 2)  # with those far off: they are part of the doubt
+        sure = per_work_s / SURE
+        shows = per_work_s > 0 and off * sums[1] <= sure * sure * (sums[0] * sums[1] - both * both)
+        if shows and per_output_s >= 0 and (best is None or error < 0.95 * best[0]):
+            best = error, (0.0, per_work_s, bend)
+    return None if best is None else best[1]
+
+
+def _two_parts(work: Sequence[float], outputs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
+    """Least squares: seconds per work and per token of the answer; None where the points do not tell them apart."""
+    works, both, squares = _product(work, work), _product(work, outputs), _product(outputs, outputs)
+    work_seconds, output_seconds = _product(work, seconds), _product(outputs, seconds)
+    if squares == 0.0:
+        return work_seconds / works, 0.0
+    apart = works * squares - both * both
+    if not apart > 1e-12 * works * squares:
+        return None
+    return (work_seconds * squares - output_seconds * both) / apart, (
+        output_seconds * works - work_seconds * both
+    ) / apart
+
+
+def _product(one: Sequence[float], other: Sequence[float]) -> float:
+    return _sum([a * b for a, b in zip(one, other, strict=True)])

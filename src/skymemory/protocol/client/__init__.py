@@ -1,0 +1,1 @@
+"""A ground host's side of the protocol."""

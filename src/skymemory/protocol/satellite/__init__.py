@@ -1,0 +1,1 @@
+"""A satellite's side of the protocol."""

@@ -1,0 +1,1 @@
+"""What `skymemory reproduce` runs: the figures of papers, simulated."""

@@ -1,0 +1,1 @@
+"""Mooncake's experiments, on the simulated cluster."""

@@ -1,0 +1,340 @@
+"""A batch of KV events piece by piece: what takes long, or would be large, is never done or held at once.
+
+A short message is decoded whole (``kv_messages.decode``) and only cut. A long one is walked through where it lies: its
+events one after the other, each by a few blocks at a time, of which only those are decoded. So the memory that a
+message takes is little more than its own, whatever it holds, and whoever reads it can stop after each piece.
+
+    batch     [ts, [event, ...], ...]   or the same as maps
+    stored    [kind, hashes, parent, tokens, block size, ...]
+               where  hashes --+   tokens --+   keys --+      three cursors, which go on by BLOCKS each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from skymemory.conductor.prefix_index.events import (
+    GPU,
+    REMOTE,
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    medium_of,
+)
+from skymemory.router.engines.wire import (
+    KNOWN,
+    MAX_EVENTS,
+    MAX_MESSAGE_BYTES,
+    MalformedEvents,
+    Tally,
+    TooLong,
+    decode,
+    token_range,
+)
+
+SHORT_BYTES = 32 << 10
+"""Of a message that is decoded whole: 0.5 ms."""
+BLOCKS = 64
+"""Of an event, in one piece: 0.6 ms in the index."""
+PIECE_TOKENS = 4096
+"""Likewise, where blocks are long."""
+MAX_BLOCK_TOKENS = 4096
+"""Of one block: LMCache's chunks have 256. Longer ones cannot be cut, and are left out."""
+MAX_BLOCKS = 1 << 18
+"""Of one message, stored and removed: four million tokens in blocks of 16. Each takes some 10 µs, so that it is the
+number that tells how long a message keeps us, and not its length."""
+STEPS = 4096
+"""Values that are walked over between two pauses: 0.5 ms."""
+_FIELDS = (
+    "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+    "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality",
+)  # fmt: skip
+_REMOVED_FIELDS = ("type", "block_hashes", "medium", "group_idx", "locality")
+_Value = TypeVar("_Value")
+_text = msgspec.msgpack.Decoder(str | None)
+_number = msgspec.msgpack.Decoder(int | None)
+_hash = msgspec.msgpack.Decoder(int | bytes | None)
+_hashes = msgspec.msgpack.Decoder(list[int | bytes])
+_tokens = msgspec.msgpack.Decoder(list[int])
+_keys = msgspec.msgpack.Decoder(list[list[Any] | None])
+_timestamp = msgspec.msgpack.Decoder(float)
+
+Piece = Event | Tally | None
+"""An event, or a part of one; an event that tells nothing; nothing yet."""
+
+
+def pieces(payload: bytes) -> Iterator[Piece]:
+    """What is in ``payload``, in order. None where some time was spent and there is nothing to show for it yet.
+
+    Raises:
+        TooLong: more than ``MAX_MESSAGE_BYTES``, seen before anything is read, or more blocks than ``MAX_BLOCKS``.
+        MalformedEvents: no batch. What came before it was told nevertheless.
+    """
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise TooLong(f"a batch of {len(payload)} B; at most {MAX_MESSAGE_BYTES} are read")
+    blocks = 0
+    piece: Piece
+    for piece in _of_short(payload) if len(payload) <= SHORT_BYTES else _Long(payload).pieces():
+        if isinstance(piece, (BlocksStored, BlocksRemoved)):
+            blocks += len(piece.hashes)
+            _check_blocks(blocks)
+        yield piece
+
+
+def _check_blocks(count: int) -> None:
+    if count > MAX_BLOCKS:
+        raise TooLong(f"a batch of more than {MAX_BLOCKS} blocks")
+
+
+def _of_short(payload: bytes) -> Iterator[Piece]:
+    decoded = decode(0, payload)
+    for event in decoded.batch.events:
+        if isinstance(event, AllCleared) or len(event.hashes) <= BLOCKS:
+            yield event
+        elif isinstance(event, BlocksRemoved):
+            for at in range(0, len(event.hashes), BLOCKS):
+                yield replace(event, hashes=event.hashes[at : at + BLOCKS])
+        else:
+            yield from _cut(event)
+    yield from [Tally.UNKNOWN] * decoded.unknown
+    yield from [Tally.UNUSABLE] * decoded.unusable
+
+
+def _cut(event: BlocksStored) -> Iterator[Event]:
+    size, keys = event.block_tokens, event.extra_keys
+    for at in range(0, len(event.hashes), BLOCKS):
+        end = at + BLOCKS
+        yield replace(
+            event,
+            hashes=event.hashes[at:end],
+            parent=event.hashes[at - 1] if at and event.tokens else event.parent,
+            tokens=event.tokens[at * size : end * size],
+            extra_keys=None if keys is None else keys[at:end],
+            goes_on=at > 0,
+        )
+
+
+# How many bytes a value takes, by its first one; 0: it says itself.
+_SIZES = bytes(
+    1 if first < 0x80 or first >= 0xE0 or first in (0xC0, 0xC2, 0xC3)
+    else first - 0xA0 + 1 if 0xA0 <= first < 0xC0
+    else {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,
+          0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}.get(first, 0)
+    for first in range(256)
+)  # fmt: skip
+_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""Of bytes, of extensions (which have a byte more) and of text: bytes of the length behind the first."""
+
+
+class _Long:
+    """One long message, and where in it we are."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        try:
+            yield from self._batch()
+        except (IndexError, msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError) as error:
+            raise MalformedEvents(f"not a batch of KV events: {error}") from error
+
+    def _batch(self) -> Iterator[Piece]:
+        mapped, count = self._container()
+        told = 0
+        for number in range(count):
+            name = self._name() if mapped else ("ts", "events")[number] if number < 2 else ""
+            start = self._at
+            if name == "events":
+                told += 1
+                yield from self._events()
+                continue
+            yield from self._pass_over(1)
+            if name == "ts":
+                told += 1
+                _timestamp.decode(self._data[start : self._at])
+        if told != 2 or self._at != len(self._data):
+            raise MalformedEvents("not a batch of KV events: times and events, and nothing behind them")
+
+    def _events(self) -> Iterator[Piece]:
+        mapped, count = self._container()
+        if mapped or count > MAX_EVENTS:
+            raise MalformedEvents(f"not a batch of KV events: {count} of them")
+        for _ in range(count):
+            yield from self._event()
+
+    def _event(self) -> Iterator[Piece]:
+        """Where each of its fields begins; then what they say."""
+        mapped, count = self._container()
+        spans: dict[str, tuple[int, int]] = {}
+        names: tuple[str, ...] = _FIELDS
+        for number in range(count):
+            name = self._name() if mapped else names[number] if number < len(names) else ""
+            start = self._at
+            yield from self._pass_over(1)
+            spans[name] = (start, self._at)
+            if not mapped and number == 0 and self._get(spans, "type", _text, None) == "BlockRemoved":
+                names = _REMOVED_FIELDS
+        end, kind = self._at, self._get(spans, "type", _text, None)
+        if kind is None:
+            raise MalformedEvents("an event that does not say of which kind it is")
+        if kind not in KNOWN:
+            yield Tally.UNKNOWN
+        elif kind == "AllBlocksCleared":
+            yield AllCleared()
+        elif "block_hashes" not in spans:
+            raise MalformedEvents("an event of blocks without any")
+        else:
+            _check_blocks(self._enter(spans["block_hashes"]))
+            medium = self._get(spans, "medium", _text, None) or GPU
+            locality = self._data[slice(*spans["locality"])] if "locality" in spans else b""
+            medium = REMOTE if locality == _REMOTE else medium
+            group = self._get(spans, "group_idx", _number, None) or 0
+            if kind == "BlockRemoved":
+                yield from self._removed(spans, medium, group)
+            else:
+                yield from self._stored(spans, medium, group, mapped)
+        self._at = end
+
+    def _removed(self, spans: dict[str, tuple[int, int]], medium: str, group: int) -> Iterator[Piece]:
+        left = self._enter(spans["block_hashes"])
+        while left:
+            some = min(left, BLOCKS)
+            hashes = yield from self._take(some, _hashes)
+            left -= some
+            yield BlocksRemoved(hashes, medium, group)
+
+    def _stored(self, spans: dict[str, tuple[int, int]], medium: str, group: int, mapped: bool) -> Iterator[Piece]:
+        if not mapped and not {"parent_block_hash", "token_ids", "block_size"} <= spans.keys():
+            raise MalformedEvents("stored blocks without parent, tokens or size")
+        size = self._get(spans, "block_size", _number, 0)
+        if size is None:
+            raise MalformedEvents("blocks of no size")
+        parent = self._get(spans, "parent_block_hash", _hash, None)
+        number = self._get(spans, "lora_id", _number, None)
+        adapter = self._get(spans, "lora_name", _text, None) or ("" if number is None else f"#{number}")
+        tokens = self._enter(spans["token_ids"]) if "token_ids" in spans else 0
+        tokens_at = self._at
+        keys: int | None = None
+        if "extra_keys" in spans and self._data[spans["extra_keys"][0]] != 0xC0:
+            keys = self._enter(spans["extra_keys"])
+        keys_at = self._at
+        left = blocks = self._enter(spans["block_hashes"])
+        named = not tokens and medium_of(medium) != GPU
+        if not named and (
+            not 1 <= size <= MAX_BLOCK_TOKENS or tokens != blocks * size or (keys is not None and keys != blocks)
+        ):
+            yield Tally.UNUSABLE
+            return
+        most = BLOCKS if named else max(1, min(BLOCKS, PIECE_TOKENS // size))
+        hashes_at = self._at
+        while left:
+            some = min(left, most)
+            self._at = hashes_at
+            hashes = yield from self._take(some, _hashes)
+            hashes_at = self._at
+            if named:
+                left -= some
+                yield BlocksStored(hashes, None, (), 0, medium, group=group)
+                continue
+            self._at = tokens_at
+            told = yield from self._take(some * size, _tokens)
+            tokens_at = self._at
+            own = None
+            if keys is not None:
+                self._at = keys_at
+                own = yield from self._take(some, _keys)
+                keys_at = self._at
+            if not token_range(told):
+                yield Tally.UNUSABLE
+                return
+            yield BlocksStored(hashes, parent, told, size, medium, adapter, own, group, goes_on=left < blocks)
+            parent, left = hashes[-1], left - some
+
+    # Where values begin and end
+
+    def _container(self) -> tuple[bool, int]:
+        """Whether what begins here is a map, and how much is in it."""
+        first = self._data[self._at]
+        self._at += 1
+        if first & 0xF0 in (0x80, 0x90):
+            return first < 0x90, first & 0x0F
+        if 0xDC <= first <= 0xDF:
+            return first >= 0xDE, self._length(2 if first in (0xDC, 0xDE) else 4)
+        raise MalformedEvents(f"byte {self._at - 1}: neither a list nor a map")
+
+    def _length(self, size: int) -> int:
+        at = self._at
+        if at + size > len(self._data):
+            raise IndexError("it ends within a value")
+        self._at = at + size
+        return int.from_bytes(self._data[at : at + size], "big")
+
+    def _name(self) -> str:
+        """The key of a map's next field, in as many bytes as those that we know have."""
+        start = self._at
+        first = self._data[start]
+        if not (0xA0 <= first < 0xC0 or first == 0xD9):
+            raise MalformedEvents("a field without a name")
+        self._at += first - 0xA0 + 1 if first < 0xC0 else 2 + self._data[start + 1]
+        return _text.decode(self._data[start : self._at]) or ""
+
+    def _enter(self, span: tuple[int, int]) -> int:
+        """Stand before the first of a list's values. How many there are."""
+        self._at = span[0]
+        mapped, count = self._container()
+        if mapped:
+            raise MalformedEvents("a map where a list is expected")
+        return count
+
+    def _get(
+        self, spans: dict[str, tuple[int, int]], name: str, decoder: msgspec.msgpack.Decoder[_Value], default: _Value
+    ) -> _Value:
+        return decoder.decode(self._data[slice(*spans[name])]) if name in spans else default
+
+    def _take(self, count: int, decoder: msgspec.msgpack.Decoder[_Value]) -> Generator[None, None, _Value]:
+        """The next ``count`` values as a list."""
+        start = self._at
+        yield from self._pass_over(count)
+        return decoder.decode(b"\xdd" + count.to_bytes(4, "big") + self._data[start : self._at])
+
+    def _pass_over(self, values: int) -> Iterator[None]:
+        """Go behind the next ``values`` values, whatever they are. What a container holds is values that follow it: no
+        stack is needed, and none can overflow.
+        """
+        data, sizes, at, end = self._data, _SIZES, self._at, len(self._data)
+        steps = 0
+        while values:
+            steps += 1
+            if steps % STEPS == 0:
+                yield None
+            first = data[at]
+            if size := sizes[first]:
+                at += size
+                values -= 1
+                continue
+            self._at = at
+            if first in _LENGTHS:
+                self._at += 1
+                length = self._length(_LENGTHS[first])
+                at = self._at + length + (0xC7 <= first <= 0xC9)
+                values -= 1
+            elif first == 0xC1:
+                raise MalformedEvents(f"byte {at}: no value begins so")
+            else:
+                mapped, count = self._container()
+                values += (2 * count if mapped else count) - 1
+                at = self._at
+                if values > end - at:
+                    raise MalformedEvents("more values than bytes")
+        if at > end:
+            raise IndexError("it ends within a value")
+        self._at = at
+
+
+_REMOTE = msgspec.msgpack.encode(REMOTE)

@@ -1,0 +1,1 @@
+"""gRPC, as far as the endpoint picker needs it."""

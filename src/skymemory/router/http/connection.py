@@ -1,0 +1,671 @@
+"""A client's connection: requests in (parsed by llhttp, through httptools), answers out, one after another.
+
+The parser is strict: what two readers could take in two ways is refused. What it lets pass and we do not is checked in
+``_check_head``. Requests that are sent before the answer to the last one (pipelining) wait here, and nothing more is
+read meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
+from itertools import chain
+from typing import Protocol, cast
+
+import httptools
+
+from skymemory.router.api_keys import Tenant
+from skymemory.router.bad_request import BadRequest
+from skymemory.router.http.headers import Headers
+
+log = logging.getLogger("skymemory.router")
+
+MAX_HEAD_BYTES = 32_768
+"""Of a request's line and headers together."""
+LINGER_S = 2.0
+"""How long the rest of a body that was refused is read and thrown away, so that its sender gets to see the refusal."""
+CUT_S = 5.0
+"""For a client to take the last bytes of an answer that was cut; then its connection is broken off."""
+UNREAD_S = 0.05
+"""For the event loop to hand over what came while it was busy."""
+MAX_PIPELINED = 64
+"""Requests that may wait for the answer to the one before them. Event loops hand over at most 256 KiB at once, so this
+bounds what is parsed in one turn, too.
+"""
+
+
+class Listener(Protocol):
+    """Whoever answers a request, while it does."""
+
+    def client_gone(self) -> None: ...
+
+    def client_full(self) -> None:
+        """It does not take what it is sent: nothing should be written until it is ``client_ready``."""
+        ...
+
+    def client_ready(self) -> None: ...
+
+    def stop(self) -> None:
+        """The router stops, and the request has not ended in time."""
+        ...
+
+
+class Application(Protocol):
+    """What stands behind the door."""
+
+    max_body_bytes: int
+    client_s: float
+    keep_alive_s: float
+    draining: bool
+    held_bytes: int
+    """Of bodies that came or are coming, of all requests that have not ended."""
+    most_held_bytes: int
+
+    def refusal(self, request: Incoming) -> BadRequest | None:
+        """Asked when the headers have come, before any of the body is read."""
+        ...
+
+    def handle(self, request: Incoming) -> None:
+        """The whole request has come. To be answered by its connection's ``respond``, or ``begin`` to ``end``."""
+        ...
+
+    def refuse(self, request: Incoming, error: BadRequest) -> None: ...
+
+    def opened(self, connection: Connection) -> None: ...
+
+    def closed(self, connection: Connection) -> None: ...
+
+
+class Incoming:
+    """A request."""
+
+    __slots__ = (
+        "_pieces",
+        "answer_headers",
+        "began_s",
+        "body",
+        "body_bytes",
+        "connection",
+        "expects",
+        "has_come",
+        "headers",
+        "is_preflight",
+        "keep_alive",
+        "listener",
+        "method",
+        "path",
+        "refusal",
+        "speaks_cors",
+        "target",
+        "tenant",
+        "version",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        method: str,
+        target: str,
+        version: str,
+        headers: Headers,
+        keep_alive: bool,
+    ) -> None:
+        self.connection = connection
+        self.method = method
+        self.target = target
+        """Path and query, as they came."""
+        self.path = target.partition("?")[0]
+        self.version = version
+        self.headers = headers
+        self.began_s = time.monotonic()
+        """When its headers had come."""
+        self.body = b""
+        self.body_bytes = 0
+        self.keep_alive = keep_alive
+        self.expects = False
+        """It waits for "100 Continue" before it sends its body."""
+        self.has_come = False
+        self.answer_headers = b""
+        """Lines for its answer, whatever that is."""
+        self.is_preflight = self.speaks_cors = False
+        """A browser asks whether it may ask; browsers are told by us who may, and not by servers."""
+        self.tenant: Tenant | None = None
+        """Whose key it came with."""
+        self.refusal: BadRequest | None = None
+        """Why it is not served, if that was known before it had come whole."""
+        self.listener: Listener | None = None
+        self._pieces: list[bytes] | None = None
+
+    @property
+    def remote(self) -> str:
+        """The client's address."""
+        return self.connection.remote
+
+    def add(self, piece: bytes) -> None:
+        self.body_bytes += len(piece)
+        if self._pieces is not None:
+            self._pieces.append(piece)
+        elif self.body:
+            self._pieces = [self.body, piece]
+        else:
+            self.body = piece
+
+    def drop_body(self) -> None:
+        self.body, self._pieces, self.body_bytes = b"", None, 0
+
+    def close_body(self) -> None:
+        if self._pieces is not None:
+            self.body, self._pieces = b"".join(self._pieces), None
+        self.has_come = True
+
+
+class Connection(asyncio.Protocol):
+    __slots__ = (
+        "__weakref__",
+        "_app",
+        "_current",
+        "_discarding",
+        "_headers",
+        "_in_head",
+        "_loop",
+        "_parser",
+        "_partial_bytes",
+        "_paused_reading",
+        "_reading",
+        "_started",
+        "_target",
+        "_transport",
+        "_waiting",
+        "closing",
+        "deadline",
+        "full",
+        "made",
+        "remote",
+    )
+
+    def __init__(self, app: Application, loop: asyncio.AbstractEventLoop) -> None:
+        self._app = app
+        self._loop = loop
+        self._parser = httptools.HttpRequestParser(self)
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._partial_bytes = 0
+        """Of what came of a head that has not come whole."""
+        self._in_head = False
+        self._reading: Incoming | None = None
+        """The request whose body is coming."""
+        self._current: Incoming | None = None
+        """The request that is being answered."""
+        self._waiting: deque[Incoming] = deque()
+        self._started = False
+        """A request was begun in this turn of the event loop: those behind it wait for the next."""
+        self._paused_reading = False
+        self._discarding = False
+        """Whatever else comes is thrown away: the connection closes behind the present answer."""
+        self.closing = False
+        self.full = False
+        """The client does not take what it is sent."""
+        self.remote = ""
+        self.made = False
+        """The event loop has it, hands shaken where it speaks TLS."""
+
+    # -- from the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.made = True
+        self.deadline = Deadline(self._loop)
+        peer = transport.get_extra_info("peername")
+        self.remote = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        self._app.opened(self)
+        self._await_request()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closing = self._discarding = True
+        self.deadline.close()
+        for request in (self._reading, *self._waiting):
+            self._release(request)
+        self._reading = None
+        self._waiting.clear()
+        current, self._current = self._current, None
+        self._release(current)
+        if current is not None and current.listener is not None:
+            current.listener.client_gone()
+        self._app.closed(self)
+
+    def eof_received(self) -> bool:
+        return False  # whoever stops sending has gone: nobody half-closes and waits for an answer, except to probe
+
+    def pause_writing(self) -> None:
+        self.full = True
+        if self._current is not None and self._current.listener is not None:
+            self._current.listener.client_full()
+
+    def resume_writing(self) -> None:
+        self.full = False
+        if self._current is not None and self._current.listener is not None:
+            self._current.listener.client_ready()
+
+    def data_received(self, data: bytes) -> None:
+        if self._discarding:
+            return
+        self._started = False
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserCallbackError as error:
+            log.error("a connection is broken off", exc_info=error.__context__)
+            self.abort()
+            return
+        except httptools.HttpParserError as error:
+            if not self._discarding:  # behind "Connection: close" anything may come
+                self._refuse(BadRequest(400, f"this is no request that can be read in one way only: {error}"))
+            return
+        if self._in_head:
+            self._partial_bytes += len(data)
+            if self._partial_bytes > MAX_HEAD_BYTES:
+                self._refuse(_head_too_long())
+            elif self._partial_bytes == len(data):
+                self._await_rest()
+        elif self._reading is not None:
+            self._await_rest()
+
+    # -- from the parser
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+
+    def on_url(self, target: bytes) -> None:
+        self._target += target
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading is None:  # else it is a trailer: nothing we know of needs one
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self._discarding:
+            return
+        parser = self._parser
+        raw, target = self._headers, self._target
+        headers = Headers(raw)
+        head_bytes = len(target) + sum(map(len, chain.from_iterable(raw))) + 4 * len(raw)
+        self._headers, self._target, self._partial_bytes = [], b"", 0
+        request = self._reading = Incoming(
+            self,
+            parser.get_method().decode("ascii"),
+            target.decode("ascii", "replace"),
+            parser.get_http_version(),
+            headers,
+            parser.should_keep_alive(),
+        )
+        refusal = (
+            _head_too_long()
+            if head_bytes > MAX_HEAD_BYTES
+            else _check_head(request, self._app.max_body_bytes) or self._app.refusal(request)
+        )
+        if refusal is not None:
+            self._refuse(refusal)
+        elif headers.first.get(b"expect"):
+            request.expects = True
+            if self._current is None:
+                self._say_continue(request)
+
+    def on_body(self, piece: bytes) -> None:
+        request = self._reading
+        if request is None or self._discarding:
+            return
+        app = self._app
+        request.add(piece)
+        app.held_bytes += len(piece)
+        if request.body_bytes > app.max_body_bytes:
+            self._refuse(too_large(app.max_body_bytes))
+        elif app.held_bytes > app.most_held_bytes:
+            self._refuse(BadRequest(503, "the router holds as many bodies as it can; try again soon"))
+
+    def on_message_complete(self) -> None:
+        request = self._reading
+        if request is None or self._discarding:
+            return
+        if request.headers.first.get(b"upgrade") and self._parser.should_upgrade():
+            return  # `_decline_upgrade` reads it again
+        self._reading = None
+        request.close_body()
+        self._enqueue(request)
+
+    # -- requests
+
+    def _enqueue(self, request: Incoming) -> None:
+        if not request.keep_alive:
+            self._discarding = True
+        elif len(self._waiting) == MAX_PIPELINED:
+            request.refusal = BadRequest(429, f"{MAX_PIPELINED} requests wait on this connection already")
+            request.keep_alive, self._discarding = False, True
+        if self._current is None and not self._started and not self._waiting:
+            self._started = True
+            self._start(request)
+            return
+        self._waiting.append(request)
+        if self._current is None and len(self._waiting) == 1:
+            self._loop.call_soon(self._next)
+        self._pause()
+
+    def _start(self, request: Incoming) -> None:
+        self._current = request
+        self.deadline.clear()
+        if request.refusal is not None:
+            self._app.refuse(request, request.refusal)
+        else:
+            self._app.handle(request)
+
+    def _next(self) -> None:
+        self._started = False
+        if self._current is not None or self.closing:
+            return
+        if self._waiting:
+            self._start(self._waiting.popleft())
+        else:
+            self._unpause()
+
+    def _refuse(self, error: BadRequest) -> None:
+        """Answer the request that is coming when it is its turn, and read only what lets its sender see the answer."""
+        request = self._reading
+        if request is None:
+            request = Incoming(self, "", "", "1.1", Headers(()), False)
+        self._reading = None
+        self._release(request)
+        request.refusal = error
+        request.keep_alive = False
+        self._enqueue(request)
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Serve a request that offers another protocol as if it did not: it is one of HTTP/1.1 all the same."""
+        request, self._reading = self._reading, None
+        self._parser = httptools.HttpRequestParser(self)
+        if request is None:  # it was refused
+            return
+        lines = [f"{request.method} {request.target} HTTP/{request.version}\r\n".encode()]
+        for name, value in request.headers.raw:
+            if name.lower() not in (b"upgrade", b"http2-settings"):
+                lines += (name, b": ", value, b"\r\n")
+        self._parse(b"".join((*lines, b"\r\n", rest)))
+
+    def _say_continue(self, request: Incoming) -> None:
+        request.expects = False
+        self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _pause(self) -> None:
+        if not self._paused_reading:
+            self._paused_reading = True
+            self._transport.pause_reading()
+
+    def _unpause(self) -> None:
+        if self._paused_reading:
+            self._paused_reading = False
+            self._transport.resume_reading()
+
+    # -- time
+
+    def _await_request(self) -> None:
+        self.deadline.set(self._app.keep_alive_s, self._close_idle)
+
+    def _close_idle(self) -> None:
+        """No request came in time: close, unless one came that the event loop has not handed over yet."""
+        if _is_readable(self._transport):
+            self.deadline.set(UNREAD_S, self._close_idle)
+        else:
+            self.close()
+
+    def last_call(self) -> None:
+        """The time for another request is another than it was, and runs from now."""
+        if self.is_idle and not self.closing:
+            self._await_request()
+
+    def _await_rest(self) -> None:
+        """The rest of a head, or of a body: in a time that runs from where it began."""
+        if self._current is not None:
+            return
+        if self._reading is None:
+            self.deadline.set(self._app.client_s, self.close)
+            return
+        left_s = self._reading.began_s + self._app.client_s - time.monotonic()
+        self.deadline.set(max(0.0, left_s), self._body_late)
+
+    def _body_late(self) -> None:
+        if self._reading is not None:
+            self._refuse(BadRequest(408, f"the body did not come in {self._app.client_s:g} s"))
+
+    # -- answers
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is asked on it, not even the first words of a request."""
+        return self._current is None and self._reading is None and not self._waiting and not self._in_head
+
+    @property
+    def current(self) -> Incoming | None:
+        return self._current
+
+    def respond(self, status: int, headers: bytes, body: bytes, *, close: bool = False) -> None:
+        """Answer the request at hand with a page of our own. ``headers``: as lines, each with its end."""
+        request = self._current
+        if request is None or self.closing:
+            return
+        keep = self._keeps(request) and not close
+        length = b"" if status == 204 else b"Content-Length: %d\r\n" % len(body)
+        ends = _date(int(time.time())) + length + connection_line(request, keep)
+        head = b"".join((status_line(status), headers, request.answer_headers, ends, b"\r\n"))
+        self._transport.write(head if request.method == "HEAD" else head + body)
+        self.end(keep)
+
+    def keeps(self, framed: bool) -> bool:
+        """Whether the connection is to stay open behind an answer that says where it ends (``framed``) or does not."""
+        return framed and self._current is not None and self._keeps(self._current)
+
+    def _keeps(self, request: Incoming) -> bool:
+        return request.keep_alive and not self._app.draining
+
+    def write(self, data: bytes) -> None:
+        if not self.closing:
+            self._transport.write(data)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def end(self, keep: bool) -> None:
+        """The answer is written, whole."""
+        request, self._current = self._current, None
+        self._release(request)
+        if request is not None:
+            request.listener = None
+        if self.closing:
+            return
+        if not keep or (self._discarding and not self._waiting):
+            self._close_behind(request)
+            return
+        if self._reading is not None and self._reading.expects:
+            self._say_continue(self._reading)
+        if self._reading is not None or self._in_head:
+            self._await_rest()
+        else:
+            self._await_request()
+        if self._waiting or self._paused_reading:
+            self._loop.call_soon(self._next)
+
+    def _close_behind(self, request: Incoming | None) -> None:
+        """Close when what is written has gone out. A client that still sends would get a reset instead of the answer if
+        its bytes were left unread: then they are read for a while.
+        """
+        self._discarding = True
+        if request is None or request.has_come or self._transport.is_closing():
+            self.close()
+            return
+        self._unpause()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self.deadline.set(LINGER_S, self.close)
+
+    def close(self) -> None:
+        """Once what is written has gone out."""
+        self.closing = self._discarding = True
+        self._transport.close()
+        self.deadline.set(CUT_S, self._transport.abort)
+
+    def cut(self) -> None:
+        """End the answer here, incomplete as it is: what was written goes out, the mark of a proper end does not."""
+        self._forget()
+        self.close()
+
+    def abort(self) -> None:
+        """Break off, with what was not yet taken."""
+        self._forget()
+        self.closing = self._discarding = True
+        self._transport.abort()
+
+    def _forget(self) -> None:
+        self._release(self._current)
+        if self._current is not None:
+            self._current.listener = None
+            self._current = None
+
+    def _release(self, request: Incoming | None) -> None:
+        """Its body is needed no more."""
+        if request is not None:
+            self._app.held_bytes -= request.body_bytes
+            request.drop_body()
+
+
+def _check_head(request: Incoming, max_body_bytes: int) -> BadRequest | None:
+    """What the parser lets pass and is refused all the same."""
+    headers, first = request.headers, request.headers.first
+    if request.version not in ("1.1", "1.0"):
+        return BadRequest(505, f"HTTP/{request.version} is not served; 1.1 and 1.0 are")
+    if request.method == "CONNECT":
+        return BadRequest(405, "CONNECT is not served: this is no proxy to anywhere")
+    target = request.target
+    if not target.startswith("/"):
+        scheme, _, rest = target.partition("://")
+        if scheme.lower() not in ("http", "https"):
+            return BadRequest(400, f"{target[:100]!r} is no path")
+        request.target = "/" + rest.partition("/")[2]
+        request.path = request.target.partition("?")[0]
+    if "#" in target:
+        return BadRequest(400, "a path has no fragment (#…)")
+    if b"transfer-encoding" in first:
+        coded = headers.words_of(b"transfer-encoding")
+        if request.version == "1.0" or coded != [b"chunked"]:
+            return BadRequest(400, f"Transfer-Encoding {b', '.join(coded)[:100].decode('latin-1')!r} is not understood")
+    hosts = headers.all_of(b"host")
+    if len(hosts) > 1 or (not hosts and request.version == "1.1"):
+        return BadRequest(400, f"a request names its host once, and this one does {len(hosts)} times")
+    expected = first.get(b"expect")
+    if expected and expected.lower() != b"100-continue":
+        return BadRequest(417, f"Expect: {expected[:100].decode('latin-1')!r} cannot be met; 100-continue can")
+    length = first.get(b"content-length")
+    if length and int(length) > max_body_bytes:
+        return too_large(max_body_bytes)
+    return None
+
+
+def _is_readable(transport: asyncio.Transport) -> bool:
+    """Whether bytes wait in the kernel, or the news that the other side has closed."""
+    found = transport.get_extra_info("socket")
+    if found is None:
+        return False
+    poll = select.poll()
+    poll.register(found.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _head_too_long() -> BadRequest:
+    return BadRequest(431, f"line and headers are too long; at most {MAX_HEAD_BYTES} bytes are taken")
+
+
+def too_large(most_bytes: int) -> BadRequest:
+    return BadRequest(413, f"the body is too large; at most {most_bytes} bytes are taken")
+
+
+@lru_cache(maxsize=128)
+def status_line(status: int, reason: str = "") -> bytes:
+    if not reason:
+        try:
+            reason = HTTPStatus(status).phrase
+        except ValueError:
+            reason = "Unknown"
+    return f"HTTP/1.1 {status} {reason}\r\n".encode("latin-1")
+
+
+def connection_line(request: Incoming, keep: bool) -> bytes:
+    """What tells the client whether it may ask again, where that is not what it would take for granted."""
+    if request.version == "1.0":
+        return b"Connection: keep-alive\r\n" if keep else b""
+    return b"" if keep else b"Connection: close\r\n"
+
+
+@lru_cache(maxsize=2)
+def _date(now_s: int) -> bytes:
+    return b"Date: %s\r\n" % formatdate(now_s, usegmt=True).encode()
+
+
+def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers).encode("latin-1", "replace")
+
+
+# A time limit that is moved at every turn of a connection and almost never reached.
+
+
+class Deadline:
+    """One event-loop timer, renewed only when it fires early: to move or clear a limit costs two assignments."""
+
+    __slots__ = ("_due_s", "_loop", "_reached", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._due_s = 0.0
+        self._reached: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float, reached: Callable[[], None]) -> None:
+        """Call ``reached`` in so many seconds, in place of whatever was to be called before."""
+        due_s = self._loop.time() + seconds
+        self._due_s, self._reached = due_s, reached
+        timer = self._timer
+        if timer is not None:
+            if timer.when() <= due_s:
+                return
+            timer.cancel()
+        self._timer = self._loop.call_at(due_s, self._fire)
+
+    def clear(self) -> None:
+        self._reached = None
+
+    def close(self) -> None:
+        """Nothing is called any more."""
+        self._reached = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fire(self) -> None:
+        self._timer = None
+        reached = self._reached
+        if reached is None:
+            return
+        if self._due_s > self._loop.time():
+            self._timer = self._loop.call_at(self._due_s, self._fire)
+            return
+        self._reached = None
+        reached()

@@ -1,0 +1,1 @@
+"""The prompts of requests, as bytes or tokens."""

@@ -1,0 +1,580 @@
+"""Requests that wait at the router because no server has room: who goes next, and who leaves without having gone.
+
+The rule of admission says who may come in at all; the queue says in which order they go who may. Tenants, priorities,
+weights and refusals are the same there and here. In this order it is decided who goes next:
+
+1. **Priority**, the higher first, strictly. What has the lowest may wait in vain: it leaves when its time is over.
+2. **Tenants of one priority share its service by weight**, in work: prompt tokens to compute and tokens to generate.
+   It is start-time fair queueing (Goyal et al., 1996) with one tag a tenant: the virtual time at which its next request
+   starts. The lowest goes, and rises by work / weight. Between any two tenants that wait all the while, what they got
+   per weight differs by at most one request of each. Who comes new starts at the level's virtual time, which also
+   rises by the work given out over the weight of all who wait (as in weighted fair queueing): so that even endlessly
+   many new tenants cannot keep an old one waiting. What a request took in the end corrects its tenant's tag
+   (``corrected``): ``max_tokens`` is seldom used up.
+3. **Of one tenant, the earliest deadline first**: when its promised first token could no longer come in time, or its
+   time in the queue is over, whichever comes first. All have one, so that nothing waits behind its like for ever.
+
+When more waits than may, in requests or bytes, the least urgent leaves, the arriving one included: of the lowest
+priority, of the tenant with the biggest part of the room per weight, the one with the latest deadline. Deadlines come
+last there, or tenants could push others out by promising themselves less time.
+
+Entries of one ``group`` can go to the same servers. Whether one fits is asked once for a group, and what does not fit
+holds nothing up behind it. All heaps hold numbers of entries, and forget late which of them are gone: nothing is kept
+alive, and every operation costs O(log n), amortised; ``next`` besides O(log n) for every tenant that it skips.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from types import MappingProxyType
+
+from skymemory.conductor.admission.base import LATER_S, Refusal, Slo
+from skymemory.conductor.request import Request
+from skymemory.errors import InvalidInput
+from skymemory.router.setting_values import duration, setting, size, whole
+
+USUAL_OUTPUT_TOKENS = 256
+"""What a request is taken to generate that does not say."""
+_NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
+_RATE_HALF_S = 10.0
+"""How soon half of what is known of the rate of service is forgotten."""
+_MOST_IDLE = 4096
+"""Tenants that do not wait and whose tags are kept."""
+_SLACK = 64
+"""Items of a heap that may be of entries long gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """How many may wait for a server with room, and how long."""
+
+    most_requests: int = setting("max_requests", whole, 0, "requests that may wait; 0: none, they are refused at once")
+    most_bytes: int = setting("max_bytes", size, 256 << 20, "of their bodies, together")
+    most_wait_s: float = setting("max_wait", duration, 30.0, "before one leaves without having been served")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.most_wait_s < math.inf:
+            raise InvalidInput(f"max_wait is {self.most_wait_s:g} s; expected above 0, and an end")
+        if self.most_bytes < 1:
+            raise InvalidInput("max_bytes: expected above 0")
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request that waits. The queue sets what begins with an underscore."""
+
+    request: Request
+    """Of it the queue sees tenant and priority."""
+    work: float
+    """Tokens to compute and to generate (``work_of``)."""
+    size_bytes: int
+    """What is kept in memory for it."""
+    arrived_s: float
+    slo: Slo | None = None
+    """What it was promised. Without: only its time in the queue ends."""
+    need_s: float = 0.0
+    """Estimated, at the least: from leaving the queue to the first token."""
+    group: Hashable = None
+    """Equal for those that can go to the same servers: model, adapter, a subset that was asked for."""
+    item: object = None
+    """The caller's own."""
+
+    _number: int = field(default=0, init=False)
+    _leave_s: float = field(default=math.inf, init=False)
+    _level: _Level | None = field(default=None, init=False, repr=False)
+
+    @property
+    def leave_s(self) -> float:
+        """When it leaves, served or not. Of one that was offered."""
+        return self._leave_s
+
+
+def work_of(request: Request, matched_tokens: int = 0, usual_output_tokens: int = USUAL_OUTPUT_TOKENS) -> float:
+    """Tokens that a server computes and generates for ``request``, having ``matched_tokens`` of its prompt."""
+    output = usual_output_tokens if request.output_tokens is None else request.output_tokens
+    return float(max(0, request.prompt.tokens - matched_tokens) + output)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """It waits."""
+
+    expected_s: float | None
+    """For how long, by the rate of service lately, if nothing more urgent comes. None: nothing is known of that."""
+    turned_away: tuple[tuple[Entry, Refusal], ...] = ()
+    """Less urgent ones that waited, and had to leave for it."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one priority and one class of tenants: for metrics."""
+
+    requests: int = 0
+    """That wait now."""
+    size_bytes: int = 0
+    served: int = 0
+    """That waited and went to a server."""
+    waited_s: float = 0.0
+    """By those, together."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """By the kind of their refusal."""
+    cancelled: int = 0
+
+
+class RequestQueue:
+    """Does no I/O and reads no clock; ``now_s`` must not run back. Not for several threads at once.
+
+    A request that comes while nothing waits (``if not queue``) and a server has room goes past it: that costs a tenth
+    of a microsecond, to wait and to go some twenty.
+    """
+
+    def __init__(
+        self,
+        settings: QueueSettings,
+        weights: Mapping[str, float] = _NO_WEIGHTS,
+        known_tenants: Collection[str] = (),
+    ) -> None:
+        """``weights``: of tenants, where not 1, as fairness has them. ``figures`` name these and ``known_tenants``."""
+        self.settings = settings
+        self.size_bytes = 0
+        self.work = 0.0
+        """Of all that wait."""
+        self._weights = weights
+        self._named = {*weights, *known_tenants}
+        self._waiting: dict[int, Entry] = {}
+        self._levels: dict[int, _Level] = {}
+        self._order: list[int] = []
+        """Priorities in use, negated: the highest first."""
+        self._deadlines: list[tuple[float, int]] = []
+        self._left: list[tuple[Entry, Refusal]] = []
+        """Whose time was seen to be over, until somebody asks for them."""
+        self._numbers = 0
+        self._figures: dict[tuple[int, str], Figures] = {}
+        self._rate = _Rate()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def configure(
+        self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS, known_tenants: Collection[str] = ()
+    ) -> None:
+        """New settings while it runs. Who waits keeps his place; who is too many by them leaves at the next offer."""
+        self.settings, self._weights, self._named = settings, weights, {*weights, *known_tenants}
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When ``expire`` has something to give; infinite: nothing waits."""
+        if self._left:
+            return -math.inf
+        self._drop_stale(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def offer(self, entry: Entry, now_s: float) -> Waits | Refusal:
+        """Let it wait, or turn it away. Others that must leave for it are named in what is returned."""
+        self._sweep(now_s)
+        settings = self.settings
+        entry._leave_s = entry.arrived_s + min(settings.most_wait_s, _promise_s(entry))
+        refusal = self._hopeless(entry, now_s)
+        if refusal is not None:
+            return self._counted(entry, refusal)
+        self._numbers += 1
+        entry._number = self._numbers
+        if not self._waiting:
+            self._rate.begins(now_s)
+        self._put(entry)
+        victims: list[tuple[Entry, float, float]] = []
+        while len(self._waiting) > settings.most_requests or self.size_bytes > settings.most_bytes:
+            victim = self._least_urgent()
+            level, start = self._levels[-victim.request.priority], self._flow(victim).start
+            virtual = level.virtual
+            self._remove(victim)
+            if victim is entry:
+                for each, was_start, was_virtual in reversed(victims):
+                    self._put(each, was_start, was_virtual)
+                words = f"{len(self._waiting)} requests wait already, and it would be the least urgent of them"
+                retry_s = self.retry_after_s(entry.request.priority, now_s)
+                return self._counted(entry, Refusal(words, retry_s, kind="queue"))
+            victims.append((victim, start, virtual))
+        away = tuple((each, self._counted(each, self._pushed_out(each, entry, now_s))) for each, *_ in victims)
+        rate = self._rate.of(now_s)
+        return Waits(self._work_from(entry.request.priority) / rate if rate else None, away)
+
+    def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
+        """The entry that goes now; it waits no longer. None: none that waits ``fits``.
+
+        ``fits`` says whether a server has room for an entry, and so for all of its group.
+        """
+        self._sweep(now_s)
+        if not self._waiting:
+            return None
+        able: dict[Hashable, bool] = {}
+        for negated in self._order:
+            entry = self._first_of(self._levels[negated], fits, able)
+            if entry is not None:
+                break
+        else:
+            return None
+        self._serve(entry, now_s)
+        return entry
+
+    def expire(self, now_s: float) -> list[tuple[Entry, Refusal]]:
+        """Those whose time is over, each with the reason; they wait no longer."""
+        self._sweep(now_s)
+        left, self._left = self._left, []
+        return left
+
+    def cancel(self, entry: Entry) -> bool:
+        """Nobody waits for its answer any more. False: it did not wait."""
+        if self._waiting.get(entry._number) is not entry:
+            return False
+        self._remove(entry)
+        self._figures_of(entry).cancelled += 1
+        return True
+
+    def corrected(self, entry: Entry, work: float) -> None:
+        """What an entry that ``next`` gave took in the end: its tenant has had that, and not what was estimated."""
+        level, tenant = self._levels.get(-entry.request.priority), entry.request.tenant
+        if level is None or level is not entry._level:
+            return  # nothing of that time is waiting any more, and tags began anew
+        by = (work - entry.work) / self._weight(tenant)
+        flow = level.flows.get(tenant)
+        if flow is not None:
+            level.move(flow, flow.start + by)
+        elif tenant in level.idle:
+            level.idle[tenant] += by
+
+    def retry_after_s(self, priority: int, now_s: float) -> float:
+        """Seconds until what waits at this priority and above has gone, at the rate of service lately."""
+        rate = self._rate.of(now_s)
+        return max(LATER_S, self._work_from(priority) / rate) if rate else LATER_S
+
+    def figures(self) -> Mapping[tuple[int, str], Figures]:
+        """By priority and class of tenants: those with a weight or a key by name, ``other``, ``unknown`` (no name).
+
+        So there are as many as priorities times tenants that the operator named, and two.
+        """
+        return MappingProxyType(self._figures)
+
+    # Who goes
+
+    def _first_of(self, level: _Level, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
+        """The first in line of a level that fits. Tenants that are skipped keep their place before who goes."""
+        skipped: list[_Flow] = []
+        entry = None
+        while (flow := level.first()) is not None:
+            entry = self._first_of_flow(flow, fits, able)
+            if entry is not None or all(able.get(group) is False for group in level.groups):
+                break
+            skipped.append(level.skip())
+        for each in skipped:
+            # It could not have used what others now get: it is still first, and saves nothing up.
+            level.move(each, each.start if entry is None or flow is None else max(each.start, flow.start))
+        return entry
+
+    def _first_of_flow(self, flow: _Flow, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
+        best: tuple[float, int] | None = None
+        for group, lane in flow.lanes.items():
+            self._drop_stale(lane)
+            if best is not None and best < lane[0]:
+                continue
+            if group not in able:
+                able[group] = fits(self._waiting[lane[0][1]])
+            if able[group]:
+                best = lane[0]
+        return None if best is None else self._waiting[best[1]]
+
+    def _serve(self, entry: Entry, now_s: float) -> None:
+        level, flow = self._levels[-entry.request.priority], self._flow(entry)
+        work = max(1.0, entry.work)
+        level.virtual = max(flow.start, level.virtual + work / max(level.weight, flow.weight))
+        level.move(flow, flow.start + work / flow.weight)
+        self._remove(entry)
+        self._rate.served(entry.work, now_s)
+        figures = self._figures_of(entry)
+        figures.served += 1
+        figures.waited_s += now_s - entry.arrived_s
+
+    # Who leaves
+
+    def _hopeless(self, entry: Entry, now_s: float) -> Refusal | None:
+        if now_s >= entry._leave_s:
+            return self._over(entry, now_s)
+        settings = self.settings
+        if not settings.most_requests:
+            return Refusal("no server has room, and no request may wait", LATER_S, kind="queue")
+        if entry.size_bytes > settings.most_bytes:
+            words = f"it has {entry.size_bytes:,} bytes; those that wait may have {settings.most_bytes:,} together"
+            return Refusal(words, self.retry_after_s(entry.request.priority, now_s), kind="queue")
+        return None
+
+    def _sweep(self, now_s: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            entry = self._waiting.get(heappop(self._deadlines)[1])
+            if entry is not None:
+                self._remove(entry)
+                self._left.append((entry, self._counted(entry, self._over(entry, now_s))))
+
+    def _over(self, entry: Entry, now_s: float) -> Refusal:
+        retry_s = self.retry_after_s(entry.request.priority, now_s)
+        waited_s = max(0.0, now_s - entry.arrived_s)
+        if entry.slo is not None and _promise_s(entry) <= self.settings.most_wait_s:
+            words = (
+                f"its first token cannot come within the {entry.slo.ttft_s:.3g} s that are promised: "
+                f"it waited {waited_s:.3g} s, and a server needs {entry.need_s:.3g} s"
+            )
+            return Refusal(words, retry_s, kind="ttft")
+        return Refusal(
+            f"it waited {waited_s:.3g} s for a server with room, the longest there is", retry_s, kind="queue"
+        )
+
+    def _least_urgent(self) -> Entry:
+        flow = self._levels[self._order[-1]].largest()
+        while -flow.latest[0][1] not in self._waiting:
+            heappop(flow.latest)
+        return self._waiting[-flow.latest[0][1]]
+
+    def _pushed_out(self, entry: Entry, by: Entry, now_s: float) -> Refusal:
+        kind, why = "queue", "with an earlier deadline"
+        if entry.request.priority != by.request.priority:
+            kind, why = "priority", f"of priority {by.request.priority}"
+        elif entry.request.tenant != by.request.tenant:
+            kind, why = "share", "of a tenant with fewer waiting"
+        words = f"a request {why} took its place: no more than {len(self._waiting)} wait"
+        return Refusal(words, self.retry_after_s(entry.request.priority, now_s), kind=kind)
+
+    # The books
+
+    def _put(self, entry: Entry, start: float | None = None, virtual: float = 0.0) -> None:
+        """``start``, ``virtual``: what tags were before, where it is put back."""
+        request, number, leave_s = entry.request, entry._number, entry._leave_s
+        level = self._levels.get(-request.priority)
+        if level is None:
+            level = self._levels[-request.priority] = _Level(virtual)
+            insort(self._order, -request.priority)
+        entry._level = level
+        flow = level.flows.get(request.tenant)
+        if flow is None:
+            flow = level.join(request.tenant, self._weight(request.tenant), number, start)
+        lane = flow.lanes.get(entry.group)
+        if lane is None:
+            lane = flow.lanes[entry.group] = []
+            flow.counts[entry.group] = 0
+        self._push(lane, flow.counts[entry.group], (leave_s, number))
+        self._push(self._deadlines, len(self._waiting), (leave_s, number))
+        self._push(flow.latest, flow.requests, (-leave_s, -number), -1)
+        self._waiting[number] = entry
+        flow.counts[entry.group] += 1
+        level.groups[entry.group] = level.groups.get(entry.group, 0) + 1
+        level.work += entry.work
+        self.work += entry.work
+        self.size_bytes += entry.size_bytes
+        flow.requests += 1
+        flow.size_bytes += entry.size_bytes
+        level.grown(flow, self._part(flow))
+        figures = self._figures_of(entry)
+        figures.requests += 1
+        figures.size_bytes += entry.size_bytes
+
+    def _remove(self, entry: Entry) -> None:
+        del self._waiting[entry._number]
+        negated = -entry.request.priority
+        level, flow = self._levels[negated], self._flow(entry)
+        figures = self._figures_of(entry)
+        figures.requests -= 1
+        figures.size_bytes -= entry.size_bytes
+        self.work -= entry.work
+        self.size_bytes -= entry.size_bytes
+        level.work -= entry.work
+        flow.requests -= 1
+        flow.size_bytes -= entry.size_bytes
+        flow.counts[entry.group] -= 1
+        level.groups[entry.group] -= 1
+        if not flow.counts[entry.group]:
+            del flow.counts[entry.group], flow.lanes[entry.group]
+        if not level.groups[entry.group]:
+            del level.groups[entry.group]
+        if flow.requests:
+            flow.part = self._part(flow)
+        else:
+            level.leave(flow)
+        if not level.flows:  # tags count only between those that wait at once
+            del self._levels[negated]
+            self._order.remove(negated)
+        if not self._waiting:
+            self.work = 0.0  # what rounding left
+            self._deadlines.clear()
+
+    def _part(self, flow: _Flow) -> float:
+        requests, size_bytes = max(1, self.settings.most_requests), self.settings.most_bytes
+        return max(flow.requests / requests, flow.size_bytes / size_bytes) / flow.weight
+
+    def _flow(self, entry: Entry) -> _Flow:
+        return self._levels[-entry.request.priority].flows[entry.request.tenant]
+
+    def _push(self, heap: list[tuple[float, int]], live: int, item: tuple[float, int], sign: int = 1) -> None:
+        if len(heap) > 2 * live + _SLACK:
+            heap[:] = [each for each in heap if sign * each[1] in self._waiting]
+            heapify(heap)
+        heappush(heap, item)
+
+    def _drop_stale(self, heap: list[tuple[float, int]]) -> None:
+        while heap and heap[0][1] not in self._waiting:
+            heappop(heap)
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def _work_from(self, priority: int) -> float:
+        return sum(level.work for negated, level in self._levels.items() if -negated >= priority)
+
+    def _figures_of(self, entry: Entry) -> Figures:
+        tenant = entry.request.tenant
+        label = tenant if tenant in self._named else "other" if tenant else "unknown"
+        key = (entry.request.priority, label)
+        found = self._figures.get(key)
+        if found is None:
+            found = self._figures[key] = Figures()
+        return found
+
+    def _counted(self, entry: Entry, refusal: Refusal) -> Refusal:
+        refused = self._figures_of(entry).refused
+        refused[refusal.kind] = refused.get(refusal.kind, 0) + 1
+        return refusal
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """What one tenant has waiting at one priority."""
+
+    tenant: str
+    weight: float
+    number: int
+    """Of its first entry: who came first goes first where tags are equal."""
+    start: float
+    """Virtual time at which its next request starts."""
+    lanes: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
+    """Of each group, deadlines and numbers, the earliest first."""
+    counts: dict[Hashable, int] = field(default_factory=dict)
+    """Of each group, how many wait: lanes may have more."""
+    latest: list[tuple[float, int]] = field(default_factory=list)
+    """Both negated, the latest deadline first."""
+    requests: int = 0
+    size_bytes: int = 0
+    part: float = 0.0
+    """Of the queue's room, in requests or bytes, whichever is more, per weight."""
+    listed: float = -1.0
+    """Its part as the level's list of parts has it; never less than it is."""
+    at: int = 0
+    listed_at: int = 0
+    """Serial numbers of the items that count; 0: it does not wait."""
+
+
+class _Level:
+    """The tenants that wait at one priority, from when one does until none does."""
+
+    def __init__(self, virtual: float = 0.0) -> None:
+        self.virtual = virtual
+        self.weight = 0.0
+        self.work = 0.0
+        self.flows: dict[str, _Flow] = {}
+        self.groups: dict[Hashable, int] = {}
+        self.idle: dict[str, float] = {}
+        """Tags of tenants of which nothing waits just now: who comes back soon has had what it had."""
+        self._serial = 0
+        self._order: list[tuple[float, int, int, _Flow]] = []
+        """By tags. An item counts while its flow has its serial number."""
+        self._parts: list[tuple[float, int, int, _Flow]] = []
+        """By parts, negated; likewise."""
+
+    def join(self, tenant: str, weight: float, number: int, start: float | None) -> _Flow:
+        if start is None:
+            start = max(self.virtual, self.idle.get(tenant, self.virtual))
+        self.idle.pop(tenant, None)
+        flow = self.flows[tenant] = _Flow(tenant, weight, number, start)
+        self.weight += weight
+        self.move(flow, start)
+        return flow
+
+    def leave(self, flow: _Flow) -> None:
+        del self.flows[flow.tenant]
+        self.weight -= flow.weight
+        flow.at = flow.listed_at = 0
+        self.idle[flow.tenant] = flow.start
+        if len(self.idle) > _MOST_IDLE:
+            ahead = [(tenant, start) for tenant, start in self.idle.items() if start > self.virtual]
+            self.idle = dict(ahead[-_MOST_IDLE // 2 :])
+        if len(self._order) > 2 * len(self.flows) + _SLACK:
+            self._order = [item for item in self._order if item[3].at == item[2]]
+            heapify(self._order)
+
+    def move(self, flow: _Flow, start: float) -> None:
+        """Into its place by this tag."""
+        self._serial += 1
+        flow.start, flow.at = start, self._serial
+        heappush(self._order, (start, flow.number, self._serial, flow))
+
+    def first(self) -> _Flow | None:
+        order = self._order
+        while order and order[0][3].at != order[0][2]:
+            heappop(order)
+        return order[0][3] if order else None
+
+    def skip(self) -> _Flow:
+        """Take out the first, until it is moved."""
+        return heappop(self._order)[3]
+
+    def grown(self, flow: _Flow, part: float) -> None:
+        flow.part = part
+        if part > flow.listed:
+            self._list(flow)
+            if len(self._parts) > 2 * len(self.flows) + _SLACK:
+                self._parts = [item for item in self._parts if item[3].listed_at == item[2]]
+                heapify(self._parts)
+
+    def largest(self) -> _Flow:
+        """The tenant with the biggest part; of equal ones, who came last."""
+        while True:
+            _, _, serial, flow = self._parts[0]
+            if flow.listed_at == serial and flow.part == flow.listed:
+                return flow
+            heappop(self._parts)
+            if flow.listed_at == serial:
+                self._list(flow)
+
+    def _list(self, flow: _Flow) -> None:
+        self._serial += 1
+        flow.listed, flow.listed_at = flow.part, self._serial
+        heappush(self._parts, (-flow.part, -flow.number, self._serial, flow))
+
+
+class _Rate:
+    """Work per second that leaves the queue, of the last seconds in which something waited."""
+
+    def __init__(self) -> None:
+        self._work = self._seconds = 0.0
+        self._since_s = 0.0
+
+    def begins(self, now_s: float) -> None:
+        """Something waits, and nothing did before."""
+        self._since_s = now_s
+
+    def served(self, work: float, now_s: float) -> None:
+        took_s = now_s - self._since_s
+        keep = 0.5 ** (took_s / _RATE_HALF_S)
+        self._work = self._work * keep + work
+        self._seconds = self._seconds * keep + took_s
+        self._since_s = now_s
+
+    def of(self, now_s: float) -> float:
+        """0: not known."""
+        seconds = self._seconds + max(0.0, now_s - self._since_s)
+        return self._work / seconds if seconds > 0 else 0.0
+
+
+def _promise_s(entry: Entry) -> float:
+    """Seconds it can wait and still have its first token when that is promised."""
+    return math.inf if entry.slo is None else entry.slo.ttft_s - entry.need_s

@@ -1,0 +1,1 @@
+"""A transformers model behind an OpenAI-compatible door."""

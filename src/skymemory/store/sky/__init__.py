@@ -1,0 +1,1 @@
+"""The constellation as a tier."""

@@ -1,0 +1,185 @@
+"""What programs use that were written for OpenAI's API, unchanged and through the whole door: TLS, keys, quotas, CORS.
+
+The Python clients have an environment of their own and the JavaScript one a folder; `make test-clients` makes both.
+The browser is Debian's Chromium, or another by the name of chromium or google-chrome. What is not there is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="an engine needs skymemory[hf]")
+pytest.importorskip("aiohttp", reason="the router needs skymemory[router]")
+pytest.importorskip("cryptography", reason="certificates need skymemory[secure]")
+
+from tests.end_to_end.real_door import Door, real_door, real_engines
+from tests.router.processes import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.clients, pytest.mark.timeout(600)]
+HERE = Path(__file__).parent / "clients"
+PYTHON = ROOT / ".venv-clients/bin/python"
+PACKAGES = ROOT / ".venv-clients/node_modules"
+PATIENCE_S = 240.0
+TENANTS = "[tenants.gold]\nweight = 2.0\n\n[tenants.small]\nrequests_per_minute = 20\n"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def page_server() -> Iterator[PageServer]:
+    with PageServer.running() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory, page_server: PageServer) -> Iterator[Door]:
+    folder = tmp_path_factory.mktemp("door")
+    with (
+        real_engines(2) as engines,
+        real_door(folder, engines, TENANTS, "", "--cors-origin", page_server.origin("localhost")) as door,
+    ):
+        yield door
+
+
+def became(door: Door, *command: str | Path, cwd: Path = HERE) -> dict[str, str]:
+    """What a client's script says of its checks."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
+        "DOOR_URL": f"{door.url}/v1", "DOOR_KEY": door.keys["gold"], "DOOR_SMALL_KEY": door.keys["small"],
+        "SSL_CERT_FILE": str(door.authority.file), "NODE_EXTRA_CA_CERTS": str(door.authority.file),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGCHAIN_TRACING_V2": "false", "NO_PROXY": "*",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout, done.stderr
+    told: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def assert_all_are_ok(told: dict[str, str], least: int) -> None:
+    assert len(told) >= least
+    failed = {name: said for name, said in told.items() if said != "ok"}
+    assert not failed, "\n\n".join(f"{name}\n{said}" for name, said in failed.items())
+
+
+@pytest.mark.parametrize(("script", "checks"), [("openai_python.py", 13), ("litellm_langchain.py", 8)])
+def test_clients_in_python(door: Door, script: str, checks: int) -> None:
+    if not PYTHON.exists():
+        pytest.skip("no .venv-clients: make test-clients makes it")
+    assert_all_are_ok(became(door, PYTHON, script), checks)
+
+
+def test_the_client_in_javascript(door: Door, tmp_path: Path) -> None:
+    node = shutil.which("node")
+    if node is None or not PACKAGES.exists():
+        pytest.skip("no node, or no .venv-clients/node_modules: make test-clients makes them where npm can be had")
+    # Node looks for packages beside the script.
+    shutil.copy(HERE / "openai_client.mjs", tmp_path)
+    (tmp_path / "node_modules").symlink_to(PACKAGES)
+    assert_all_are_ok(became(door, node, "openai_client.mjs", cwd=tmp_path), 9)
+
+
+class PageServer(ThreadingHTTPServer):
+    """Hands out the page, and takes what it says. Its origin is whichever name of this computer it is asked by."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Page)
+        self.asks: dict[str, str] = {}
+        self.told: dict[str, Any] = {}
+        self.has_told = threading.Event()
+
+    @classmethod
+    @contextmanager
+    def running(cls) -> Iterator[PageServer]:
+        with cls() as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            try:
+                yield server
+            finally:
+                server.shutdown()
+                thread.join()
+
+    def origin(self, host: str) -> str:
+        return f"http://{host}:{self.server_port}"
+
+
+class _Page(BaseHTTPRequestHandler):
+    server: PageServer
+
+    def do_GET(self) -> None:
+        if self.path == "/asks":
+            self._answer("application/json", json.dumps(self.server.asks).encode())
+        else:
+            self._answer("text/html; charset=utf-8", (HERE / "page.html").read_bytes())
+
+    def do_POST(self) -> None:
+        self.server.told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._answer("text/plain", b"")
+        self.server.has_told.set()
+
+    def _answer(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def told_by_page(door: Door, pages: PageServer, host: str, profile: Path) -> dict[str, Any]:
+    """What the page could do, asked for from a browser by this name of ours."""
+    if BROWSER is None:
+        pytest.skip("no browser: Debian's package is chromium")
+    pages.asks = {"door": door.url, "key": door.keys["gold"], "smallKey": door.keys["small"]}
+    pages.has_told.clear()
+    browser = subprocess.Popen(
+        [
+            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--ignore-certificate-errors",
+            "--no-proxy-server", f"--user-data-dir={profile}", pages.origin(host),
+        ],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        came = pages.has_told.wait(120)
+    finally:
+        browser.terminate()
+        _, errors = browser.communicate(timeout=30)
+    assert came, errors.decode("utf-8", "replace")[-2000:]
+    return pages.told
+
+
+def test_a_page_of_an_allowed_origin(door: Door, page_server: PageServer, tmp_path: Path) -> None:
+    told = told_by_page(door, page_server, "localhost", tmp_path)
+    assert told["whole"]["status"] == 200 and told["whole"]["text"], told
+    assert "server" in json.loads(told["whole"]["decision"])
+    streamed = told["streamed"]
+    assert streamed["text"] == told["whole"]["text"] and streamed["done"] and not streamed["left"], told
+    assert streamed["reads"] > 1, "it came piece by piece"
+    assert told["left"] == {"status": 200}
+    assert told["wrongKey"] == {"status": 401, "code": "invalid_api_key"}, "a page is shown what is wrong"
+    assert told["models"] == {"status": 200, "models": ["small"]}
+    assert told["overQuota"]["status"] == 429 and int(told["overQuota"]["retryAfter"]) >= 1
+    assert told["overQuota"]["left"] == "0" and told["noPreflight"] == {"status": 200}
+
+
+def test_a_page_of_another_origin_is_shown_nothing(door: Door, page_server: PageServer, tmp_path: Path) -> None:
+    told = told_by_page(door, page_server, "127.0.0.1", tmp_path)
+    assert set(told) >= {"whole", "streamed", "left", "wrongKey", "models", "overQuota", "noPreflight"}
+    assert all(said == "TypeError: Failed to fetch" for said in told.values()), told

@@ -1,0 +1,93 @@
+"""Pages of browsers: who may ask is told as the Fetch standard wants it, and nobody else is told anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from skymemory.errors import InvalidInput
+from skymemory.router.cors import CorsSettings, cors
+from skymemory.router.settings import filled
+
+APP, EVIL = "https://app.example", "https://evil.example"
+ASKS = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, Content-Type"}
+
+
+def test_off_by_default() -> None:
+    told = cors("OPTIONS", {"origin": APP, **ASKS}, CorsSettings())
+    assert told.headers == () and not told.preflight
+
+
+def test_a_page_that_may_ask_is_told_so_and_another_is_not() -> None:
+    settings = CorsSettings(origins=(APP, "http://localhost:3000"))
+    told = cors("POST", {"origin": APP}, settings)
+    headers = dict(told.headers)
+    assert not told.preflight and headers["Access-Control-Allow-Origin"] == APP and headers["Vary"] == "Origin"
+    assert "x-ratelimit-remaining-tokens" in headers["Access-Control-Expose-Headers"].split(", ")
+    assert "Access-Control-Allow-Credentials" not in headers
+    for origin in (EVIL, "null", "https://app.example.evil", "http://app.example", "https://app.example:8443", ""):
+        assert cors("POST", {"origin": origin}, settings).headers == (("Vary", "Origin"),)
+    assert cors("GET", {}, settings).headers == (("Vary", "Origin"),), "else a cache gives this answer to a page"
+
+
+def test_a_preflight_is_answered_whole() -> None:
+    settings = CorsSettings(origins=(APP,), max_age_s=60.0)
+    told = cors("OPTIONS", {"origin": APP, **ASKS}, settings)
+    assert told.preflight and dict(told.headers) == {
+        "Access-Control-Allow-Origin": APP,
+        "Access-Control-Allow-Methods": "GET, HEAD, POST, OPTIONS",
+        "Access-Control-Allow-Headers": "authorization, Content-Type",
+        "Access-Control-Max-Age": "60",
+        "Vary": "Origin, Access-Control-Request-Method, Access-Control-Request-Headers",
+    }
+    refused = cors("OPTIONS", {"origin": EVIL, **ASKS}, settings)
+    assert refused.preflight and [name for name, _ in refused.headers] == ["Vary"]
+    assert not cors("OPTIONS", {"origin": APP}, settings).preflight, "it asks for no method: an OPTIONS like any"
+    assert not cors("OPTIONS", ASKS, settings).preflight
+    assert not cors("POST", {"origin": APP, **ASKS}, settings).preflight
+
+
+def test_headers_that_are_none_are_not_said_again() -> None:
+    asks = {**ASKS, "access-control-request-headers": "x-a, b c, x\r\nset-cookie: z, , x-d;e, x-f"}
+    told = dict(cors("OPTIONS", {"origin": APP, **asks}, CorsSettings(origins=(APP,))).headers)
+    assert told["Access-Control-Allow-Headers"] == "x-a, x-f"
+    asks["access-control-request-headers"] = ",".join(f"x-{number}" for number in range(10_000))
+    told = dict(cors("OPTIONS", {"origin": APP, **asks}, CorsSettings(origins=(APP,))).headers)
+    assert told["Access-Control-Allow-Headers"].count(",") == 63
+    del asks["access-control-request-headers"]
+    told = dict(cors("OPTIONS", {"origin": APP, **asks}, CorsSettings(origins=(APP,))).headers)
+    assert "Access-Control-Allow-Headers" not in told
+    named = CorsSettings(origins=(APP,), headers=("authorization",))
+    assert ("Access-Control-Allow-Headers", "authorization") in cors("OPTIONS", {"origin": APP, **ASKS}, named).headers
+
+
+def test_any_origin_is_a_star_without_credentials() -> None:
+    settings = CorsSettings(origins=("*",))
+    told = dict(cors("POST", {"origin": EVIL}, settings).headers)
+    assert told["Access-Control-Allow-Origin"] == "*" and "Access-Control-Allow-Credentials" not in told
+    assert "Vary" not in told, "all are told the same"
+    assert cors("POST", {}, settings).headers == ()
+    with pytest.raises(InvalidInput, match="name the origins"):
+        CorsSettings(origins=("*",), credentials=True)
+    told = dict(cors("POST", {"origin": APP}, CorsSettings(origins=(APP,), credentials=True)).headers)
+    assert (told["Access-Control-Allow-Origin"], told["Access-Control-Allow-Credentials"]) == (APP, "true")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["app.example", "https://app.example/", "https://App.example", "https://*.example", "https://", "https://a@b.example",
+     "https://app.example/x", "null", "", "https://app.example:0", "https://app.example:x", "https://[::1"],
+)  # fmt: skip
+def test_what_is_no_origin_is_told_when_settings_are_read(origin: str) -> None:
+    with pytest.raises(InvalidInput, match="small letters"):
+        filled(CorsSettings, {"origins": [origin]}, "cors")
+
+
+def test_settings_are_written_like_all_others() -> None:
+    read = filled(CorsSettings, {"origins": ["https://[::1]:3000"], "max_age": "2m", "credentials": True}, "cors")
+    assert read == CorsSettings(("https://[::1]:3000",), (), True, 120.0)
+    with pytest.raises(InvalidInput, match="cors: orgins: there is no such setting; did you mean 'origins'"):
+        filled(CorsSettings, {"orgins": []}, "cors")
+    with pytest.raises(InvalidInput, match="stands alone"):
+        CorsSettings(origins=("*", APP))
+    with pytest.raises(InvalidInput, match="no name of a header"):
+        CorsSettings(headers=("a b",))

@@ -1,0 +1,32 @@
+"""Lower ends of dependencies are read from where they are said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tools.bounds import PROJECT, bounds, lowest
+
+SAID = """[project]
+dependencies = ["numpy>=1.26"]
+
+[project.optional-dependencies]
+one = ["redis[hiredis]>=5,<9", "numpy>=1.26"]
+two = ["uvloop>=0.19; sys_platform != 'win32'", "other~=2.1"]
+"""
+
+
+def test_lower_ends_become_the_version(tmp_path: Path) -> None:
+    file = tmp_path / "pyproject.toml"
+    file.write_text(SAID)
+    assert bounds(file, "lowest", ["one"]) == ["numpy==1.26", "redis[hiredis]==5"]
+    assert bounds(file, "lowest", ["two"]) == ["numpy==1.26", "other==2.1", 'uvloop==0.19; sys_platform != "win32"']
+    assert bounds(file, "newest", ["one"]) == ["numpy>=1.26", "redis[hiredis]>=5,<9"]
+    with pytest.raises(ValueError, match="no lower end"):
+        lowest("anything<3")
+    with pytest.raises(KeyError):
+        bounds(file, "lowest", ["three"])
+
+
+def test_all_that_the_router_needs_has_a_lower_end() -> None:
+    assert len(bounds(PROJECT, "lowest", ["router", "envoy", "fast"])) >= 11

@@ -1,0 +1,490 @@
+"""The tables of the benchmark pages, from the JSON that the benchmarks wrote: ``python -m tools.benchmark_tables``.
+
+A page says where a table stands by ``<!-- benchmark: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from skymemory.eviction.policies import POLICIES, REPLACEMENTS
+from tools.arena_tables import FOLDER, fill, table
+
+PAGES = [*sorted(FOLDER.glob("*.md")), *sorted(FOLDER.parent.glob("*.md"))]
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], str]]
+
+
+def page(path: Path) -> str:
+    """The page as it should be."""
+    if "<!-- benchmark: " not in (text := path.read_text("utf-8")):
+        return text
+    return fill(path, "benchmark", _Tables())
+
+
+class _Tables(Mapping[str, str]):
+    """By name; made when it is asked for."""
+
+    def __getitem__(self, name: str) -> str:
+        return TABLES[name]()
+
+    def __iter__(self) -> Any:
+        return iter(TABLES)
+
+    def __len__(self) -> int:
+        return len(TABLES)
+
+
+def rows_of(name: str) -> list[Row]:
+    rows: list[Row] = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))["rows"]
+    return rows
+
+
+def columns(name: str, *shown: Column, where: Callable[[Row], bool] = lambda row: True) -> str:
+    """One line for each row, one column for each of ``shown``."""
+    heads = [head for head, _ in shown]
+    return table([heads, *([cell(row) for _, cell in shown] for row in rows_of(name) if where(row))])
+
+
+def _text(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row[key])
+
+
+def _number(key: str, digits: int = 0, scale: float = 1.0) -> Callable[[Row], str]:
+    return lambda row: f"{row[key] * scale:,.{digits}f}"
+
+
+def _percent(key: str, digits: int = 1) -> Callable[[Row], str]:
+    return lambda row: f"{row[key]:.{digits}%}"
+
+
+def _ttft() -> str:
+    return columns(
+        "ttft",
+        ("delays", _text("delay")),
+        ("tokens", _number("tokens")),
+        ("without", lambda row: f"{row['without_s']:.3f} s"),
+        ("with", lambda row: f"{row['with_s'] * 1e3:.0f} ms"),
+        ("share", lambda row: f"{100 * row['share']:.1f} %"),
+        ("tail alone", lambda row: f"{row['tail_s'] * 1e3:.0f} ms"),
+        ("fetch", lambda row: f"{row['fetch_s'] * 1e3:.0f} ms"),
+        ("rebuild", lambda row: f"{row['decode_s'] * 1e3:.0f} ms"),
+        ("MB", _number("bytes", scale=1e-6)),
+        ("fetch MB/s", lambda row: f"{row['bytes'] / row['fetch_s'] / 1e6:,.0f}"),
+        ("of bound", lambda row: f"{row['with_s'] / row['bound_s']:.2f}"),
+    )
+
+
+def _data_path() -> str:
+    return columns(
+        "data_path",
+        ("path", _text("path")),
+        *(
+            column
+            for way in ("read", "write")
+            for column in (
+                (f"{way} ms", _number(f"{way}_ms", 2)),
+                ("MB/s", _number(f"{way}_MB_s")),
+                ("× Redis", _number(f"{way}_x", 2)),
+            )
+        ),
+    )
+
+
+def _tiers() -> str:
+    def time(row: Row, key: str) -> str:
+        return f"{row[key] * 1e3:.1f} ms" if row[key] >= 0.01 else f"{row[key] * 1e6:,.0f} µs"
+
+    return columns(
+        "tiers",
+        ("tier", lambda row: f"{row['tier']}, {row['what']}"),
+        ("blocks", _text("blocks")),
+        ("ours", lambda row: time(row, "ours_s")),
+        ("beside", _text("peer")),
+        ("takes", lambda row: time(row, "peer_s")),
+        ("its time by ours", lambda row: f"{row['ratio']:.2f} ({row['ratio_least']:.2f} to {row['ratio_most']:.2f})"),
+        ("goal", lambda row: f"{row['goal'] or ''}"),
+    )
+
+
+def _hung_tiers() -> str:
+    def known(row: Row, key: str) -> str:
+        return f"{row[key]:.0f}" if row["known"] else ""
+
+    return columns(
+        "hung_tiers",
+        ("tier that hangs", _text("tier")),
+        ("", lambda row: "known" if row["known"] else "never asked"),
+        ("computing", _number("computing_ms")),
+        ("healthy", lambda row: known(row, "healthy_ms")),
+        ("usual p99 of a load", lambda row: known(row, "usual_p99_ms")),
+        ("may cost", _number("may_cost_ms")),
+        ("first prompt", _number("first_ms")),
+        ("next five, the most", _number("next_ms", 1)),
+    )
+
+
+def _policies(name: str) -> str:
+    shares = (*POLICIES, "belady")
+    heads = [*(f"`{policy}`" for policy in POLICIES), "Belady"]
+
+    def cell(policy: str) -> Callable[[Row], str]:
+        return _number(policy, 1, 100)
+
+    return columns(
+        name,
+        ("blocks", _number("capacity")),
+        *((head, cell(policy)) for head, policy in zip(heads, shares, strict=True)),
+    )
+
+
+def _replacement() -> str:
+    shares = [(policy, _percent(policy)) for policy in REPLACEMENTS]
+    return columns("replacement", ("memory, blocks", _number("capacity")), *shares, ("Belady", _percent("belady")))
+
+
+def _eviction() -> str:
+    replaced = len(rows_of("eviction")) - 2 * len(REPLACEMENTS)
+    first = rows_of("eviction")[:replaced]
+    return columns(
+        "eviction",
+        ("policies", _text("eviction")),
+        ("dead", _percent("dead")),
+        ("messages", _number("messages")),
+        ("holes", _number("holes")),
+        ("hits", _percent("hits")),
+        ("of seen", _percent("hits_of_seen")),
+        ("moved MB", _number("moved_bytes", 1, 1e-6)),
+        where=lambda row: row in first,
+    )
+
+
+def _eviction_replacement() -> str:
+    last = rows_of("eviction")[-2 * len(REPLACEMENTS) :]
+    return columns(
+        "eviction",
+        ("replacement", _text("replacement")),
+        ("stored from sighting", lambda row: "2nd" if row["admission"] == "second" else "1st"),
+        ("hits", _percent("hits")),
+        ("of seen", _percent("hits_of_seen")),
+        ("stored MB", _number("stored_bytes", 1, 1e-6)),
+        where=lambda row: row in last,
+    )
+
+
+def _codec_quality() -> str:
+    speed = {row["codec"]: row for row in rows_of("codecs") if row["source"] == "small trained model"}
+    return columns(
+        "codecs",
+        ("codec", lambda row: f"`{row['codec']}`"),
+        ("bits per number", _number("bits", 2)),
+        ("× smaller than `quanto8`", _number("times_smaller_than_quanto8", 2)),
+        ("perplexity", _number("perplexity", 2)),
+        ("higher, %", lambda row: f"{row['higher_percent']:.2f} ± {row['error_percent']:.2f}".replace("-", "−")),
+        ("encode MB/s", lambda row: f"{speed[row['codec']]['encode_mb_s']:,}"),
+        ("decode MB/s", lambda row: f"{speed[row['codec']]['decode_mb_s']:,}"),
+        where=lambda row: bool(row["source"] == "quality"),
+    )
+
+
+def _codec_sizes() -> str:
+    correlated = {row["codec"]: row for row in rows_of("codecs") if row["source"] == "drawn, correlation 0.9"}
+    return columns(
+        "codecs",
+        ("codec", lambda row: f"`{row['codec']}`"),
+        ("bits per number", _number("bits", 2)),
+        ("error, %", _number("error_percent", 2)),
+        ("encode MB/s", _number("encode_mb_s")),
+        ("decode MB/s", _number("decode_mb_s")),
+        ("correlated: bits", lambda row: f"{correlated[row['codec']]['bits']:.2f}"),
+        where=lambda row: bool(row["source"] == "TinyLlama's shape, 3 layers" and row["codec"] != "raw"),
+    )
+
+
+def _cake() -> str:
+    rows = rows_of("cake")
+    ratios = sorted({row["ratio"] for row in rows})
+    rates = {row["ratio"]: f"{row['bytes_per_s'] / 1e6:.1f} MB/s" for row in rows}
+    made = [["tokens", "of a step", "compute only", *(rates[ratio] for ratio in ratios)]]
+    for tokens, share in dict.fromkeys((row["tokens"], row["share"]) for row in rows):
+        cells = {row["ratio"]: row for row in rows if (row["tokens"], row["share"]) == (tokens, share)}
+        met = [f"{cells[ratio]['of_hindsight']:.2f} · {cells[ratio]['of_best']:.2f}" for ratio in ratios]
+        made.append([f"{tokens:,}", f"{100 * share:.0f} %", f"{cells[ratios[0]]['compute_s']:.2f} s", *met])
+    return table(made)
+
+
+def _picking() -> str:
+    return columns(
+        "picking",
+        ("strategy", lambda row: f"`{row['strategy']}`"),
+        ("table", _text("table")),
+        ("blocks matched", lambda row: str(row["max_match"] or 512)),
+        ("pick p50", lambda row: f"{row['pick']['p50_us']:.0f}"),
+        ("p99", lambda row: f"{row['pick']['p99_us']:.0f}"),
+        ("match alone p50", lambda row: f"{row['match']['p50_us']:.1f}"),
+        ("learn p50", lambda row: f"{row['learn']['p50_us']:.0f}"),
+        ("B per block and server", _number("bytes_per_pair")),
+        where=lambda row: "strategy" in row,  # the others are accounts of whole requests
+    )
+
+
+def _cluster() -> str:
+    rows = [row for row in rows_of("cluster") if row["part"] == "schedulers"]
+    rates = sorted({row["rate"] for row in rows})
+    made = [["mean TTFT; p90; tokens hit", *(f"{rate:g} ×" for rate in rates)]]
+    for name in dict.fromkeys(row["scheduler"] for row in rows):
+        of = {row["rate"]: row for row in rows if row["scheduler"] == name}
+        cells = [(of[rate]["ttft_mean_s"], of[rate]["ttft_p90_s"], of[rate]["token_hits"]) for rate in rates]
+        made.append([name, *(f"{mean:.2f} s; {p90:.2f} s; {100 * hits:.1f} %" for mean, p90, hits in cells)])
+    return table(made)
+
+
+def _cluster_sky() -> str:
+    rows = rows_of("cluster_sky")
+    sizes = sorted({row["dram_tb"] for row in rows})
+    made = [["behind 8 × DRAM", *(f"{size:g} TB: mean, p90, hits" for size in sizes)]]
+    for behind in dict.fromkeys(row["behind"] for row in rows):
+        of = {row["dram_tb"]: row for row in rows if row["behind"] == behind}
+        cells = [(of[size]["ttft_mean_s"], of[size]["ttft_p90_s"], of[size]["hit_tokens"]) for size in sizes]
+        made.append([behind, *(f"{mean:.2f} s, {p90:.2f} s, {hits:.1%}" for mean, p90, hits in cells)])
+    return table(made)
+
+
+def _cluster_pool() -> str:
+    rows = rows_of("cluster_pool")
+    return table([
+        ["each of 8 nodes", *(row["pool"] for row in rows)],
+        ["processor time, s", *(f"{row['processor_s']:.2f}" for row in rows)],
+        ["blocks that hit", *(f"{row['hit_blocks']:.1%}" for row in rows)],
+    ])  # fmt: skip
+
+
+def _envoy() -> str:
+    return columns(
+        "envoy_picker",
+        ("way", _text("way")),
+        ("p50 ms", _number("p50_ms", 2)),
+        ("p99 ms", _number("p99_ms", 2)),
+        ("× Envoy alone", _number("ratio_p50", 1)),
+        where=lambda row: "ratio_p50" in row,
+    )
+
+
+def _floods() -> str:
+    return columns(
+        "picker_floods",
+        ("flood", _text("flood")),
+        ("p50 ms", _number("p50_ms", 1)),
+        ("p99 ms", _number("p99_ms", 1)),
+        ("most ms", _number("most_ms", 1)),
+        ("MiB more", _number("more_mib", 1)),
+        ("MiB sent", _number("sent_mib")),
+    )
+
+
+def _real() -> list[Row]:
+    return rows_of("real_routing") + rows_of("real_routing_vllm")
+
+
+def _of(row: Row) -> list[str]:
+    return ["vLLM" if row["engine"] == "vllm" else "ours", row["door"], f"{row['whole']:.0%}"]
+
+
+def _real_errors() -> str:
+    made = [[
+        "engine", "behind", "whole answers", "streams, first third", "whole, first third", "streams, last third",
+        "whole, last third", "cached: believed, reported",
+    ]]  # fmt: skip
+    for row in _real():
+        errors = [row["errors"][part][kind] for part in ("first third", "last third") for kind in ("streams", "whole")]
+        cells = [f"{one['median']:.0%}, {one['p90']:.0%}" if one["requests"] else "–" for one in errors]
+        made.append([*_of(row), *cells, f"{row['cached_believed']:.0%}, {row['cached_told']:.0%}"])
+    return table(made)
+
+
+def _real_learned() -> str:
+    made = [[
+        "engine", "behind", "whole answers", "which", "requests", "learned, ms a token", "its own", "of a processor",
+        "learned by its own",
+    ]]  # fmt: skip
+    for row in _real():
+        for which, of in enumerate(row["per_engine"].values()):
+            figures = [of["learned_s"], of["engine_s"], of["processor_s"]]
+            shown = ["–" if each is None else f"{each * 1e3:.3f}" for each in figures]
+            made.append([*_of(row), str(which), str(of["requests"]), *shown, f"{of['ratio']:.2f}"])
+    return table(made)
+
+
+def _messages() -> str:
+    def times(row: Row, what: str) -> str:
+        return f"{row[what] / row[f'least_{what}']:.3g}" if row[f"least_{what}"] else ""
+
+    return columns(
+        "messages",
+        ("access", lambda row: f"`{row['access']}`"),
+        ("", _text("verb")),
+        ("messages", _number("messages")),
+        ("least", _number("least_messages")),
+        ("×", lambda row: times(row, "messages")),
+        ("bytes ×", lambda row: times(row, "bytes")),
+    )
+
+
+def _access() -> str:
+    made = [["access", "gateway", "10 servers: median", "99th", "81 servers: median", "99th", "handovers"]]
+    rows = rows_of("access")
+    for access, gateway in dict.fromkeys((row["access"], row["gateway"]) for row in rows):
+        of = {row["servers"]: row for row in rows if (row["access"], row["gateway"]) == (access, gateway)}
+        times = [f"{of[servers][key]:.1f} ms" for servers in (10, 81) for key in ("median_ms", "p99_ms")]
+        made.append([f"`{access}`", gateway, *times, str(of[10]["handovers"] or "")])
+    return table(made)
+
+
+def _motion() -> str:
+    return columns(
+        "motion",
+        ("delays", lambda row: "real" if row["delay"] else "off"),
+        ("clock", lambda row: f"× {row['scale']:.0f}" if row["scale"] else "still"),
+        ("reads", _number("reads")),
+        ("p50 ms", _number("p50_ms", 2)),
+        ("p99 ms", _number("p99_ms", 2)),
+        ("× still", _number("p99_of_still", 2)),
+        ("hits", _percent("hit_rate", 0)),
+        ("wrong", _text("wrong")),
+        where=lambda row: bool(row["kind"] == "merged"),
+    )
+
+
+def _prediction() -> str:
+    def megabytes(link: str, *kinds: str) -> Callable[[Row], str]:
+        return lambda row: f"{sum(row[link].get(kind, 0) for kind in kinds or row[link]) / 1e6:,.1f}"
+
+    return columns(
+        "prediction",
+        ("values are kept", lambda row: "following the box" if row["scheme"] == "follow" else row["scheme"]),
+        ("reads", _text("reads")),
+        ("near", _text("near")),
+        ("median ms", _number("p50_s", 0, 1e3)),
+        ("99th", _number("p99_s", 0, 1e3)),
+        ("migrated", megabytes("isl_bytes_a_day", "migration")),
+        ("prefetched", megabytes("isl_bytes_a_day", "prefetch")),
+        ("all", megabytes("isl_bytes_a_day")),
+        ("beam", megabytes("beam_bytes_a_day")),
+    )
+
+
+def _loading() -> str:
+    links = {
+        "constant": "constant, 1 to 40 Gbit/s",
+        "distant": "the same, 30 ms away",
+        "satellite": "satellite, handovers",
+        "random": "random, twice a second",
+    }
+    rows = [row for row in rows_of("loading") if "state" in row]
+    made = [["link", "chunk", "cells", "cold: mean", "worst", "above goal", "warm: mean", "worst", "above goal"]]
+    for chunk, link in dict.fromkeys((row["chunk_tokens"], row["link"]) for row in rows):
+        of = {row["state"]: row for row in rows if (row["chunk_tokens"], row["link"]) == (chunk, link)}
+        cells = [
+            cell
+            for state in ("cold", "warm")
+            for cell in (f"{of[state]['mean']:.4f}", f"{of[state]['worst']:.3f}", str(of[state]["above_goal"]))
+        ]
+        made.append([links[link], str(chunk), str(of["cold"]["cells"]), *cells])
+    return table(made)
+
+
+def _loading_in_the_sky() -> str:
+    return columns(
+        "loading",
+        ("channels of 400 MHz", _text("channels")),
+        ("share of the GPU", _percent("share", 0)),
+        ("compute s", _number("compute_s", 2)),
+        ("load s", _number("load_s", 2)),
+        ("Cake s", _number("cake_s", 2)),
+        ("saved of the better", lambda row: f"{1 - row['cake_s'] / min(row['compute_s'], row['load_s']):.1%}"),
+        ("computed", _percent("computed_share", 0)),
+        where=lambda row: "channels" in row,
+    )
+
+
+def _proxy() -> str:
+    """One line for each way, with what it does at each number of connections and size of body beside the peer."""
+    found = {(row["way"], row["connections"], row["body_bytes"]): row for row in rows_of("proxy")}
+    ways = list(dict.fromkeys(way for way, *_ in found))
+    small, large = 8192, 65_536
+
+    def rate(way: str, connections: int, size: int) -> str:
+        row = found[way, connections, size]
+        return f"{row['per_s']:,.0f}" + (f" ({row['per_s_over_peer']:.2f})" if "per_s_over_peer" in row else "")
+
+    def late(way: str, connections: int, size: int) -> str:
+        row = found[way, connections, size]
+        return f"{1e3 * row['p99']:.2f}" + (f" ({row['p99_over_peer']:.2f})" if "p99_over_peer" in row else "")
+
+    heads = ["way", "added p50 ms, 1", "per s, 8", "p99 ms, 8", "per s, 64", "p99 ms, 64", "processor µs, 8"]
+    return table([[*heads, "per s, 8, 64 KB"]] + [
+        [
+            way,
+            f"{1e3 * found[way, 1, small]['added_p50']:.3f}" if way != ways[0] else "",
+            rate(way, 8, small), late(way, 8, small), rate(way, 64, small), late(way, 64, small),
+            f"{1e6 * found[way, 8, small]['processor']:.0f}" if way != ways[0] else "",
+            rate(way, 8, large),
+        ]
+        for way in ways
+    ])  # fmt: skip
+
+
+def _security() -> str:
+    return columns(
+        "security",
+        ("", _text("way")),
+        *(
+            column
+            for way in ("read", "write")
+            for column in (
+                (f"{way} ms", _number(f"{way}_ms", 2)),
+                ("MB/s", _number(f"{way}_MB_s")),
+                ("ratio", _number(f"{way}_x", 2)),
+            )
+        ),
+        where=lambda row: "way" in row,
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "time to first token": _ttft,
+    "data path": _data_path,
+    "tiers": _tiers,
+    "tiers that hang": _hung_tiers,
+    "policies, conversations": lambda: _policies("policies"),
+    "policies, synthetic": lambda: _policies("policies_synthetic"),
+    "replacement": _replacement,
+    "eviction": _eviction,
+    "eviction by replacement": _eviction_replacement,
+    "codecs, quality": _codec_quality,
+    "codecs, sizes": _codec_sizes,
+    "cake": _cake,
+    "picking": _picking,
+    "schedulers": _cluster,
+    "sky behind a cluster": _cluster_sky,
+    "pool": _cluster_pool,
+    "through Envoy": _envoy,
+    "floods": _floods,
+    "real engines, errors": _real_errors,
+    "real engines, speeds": _real_learned,
+    "security": _security,
+    "messages": _messages,
+    "access": _access,
+    "motion": _motion,
+    "prediction": _prediction,
+    "loading": _loading,
+    "loading in the sky": _loading_in_the_sky,
+    "proxy": _proxy,
+}
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(page(path), "utf-8")
