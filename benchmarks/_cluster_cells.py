@@ -52,9 +52,11 @@ def admission_cells(source: Source, time: str, rates: Sequence[float]) -> list[t
                 setup = ClusterSetup(prefill=prefill, decode=decode, rate=rate, slo=slo, cost=cost, seed=source.seed)
                 for rule in GRID_RULES:
                     label = {
-                        "size": f"{prefill}P+{decode}D", "rate": rate, "slo": f"{slo.ttft_s:g} s, {slo.tbt_s:g} s",
+                        "size": f"{prefill}P+{decode}D",
+                        "rate": rate,
+                        "slo": f"{slo.ttft_s:g} s, {slo.tbt_s:g} s",
                         "rule": rule,
-                    }  # fmt: skip
+                    }
                     cell = overload_cell(source, setup, rule)
                     cell = replace(cell, curves=False, begin_part=GRID_BEGINS if time == "report" else 0.0)
                     cells.append((label, timed(cell, time)))
@@ -87,12 +89,19 @@ def speed(source: Source) -> list[dict[str, Any]]:
         for _ in range(2):
             words = [str(source.trace or ""), str(source.seed), "1" if source.quick else "0", name]
             answer = subprocess.run(
-                [sys.executable, "-c", _ALONE, *words], capture_output=True, text=True, check=True,
+                [sys.executable, "-c", _ALONE, *words],
+                capture_output=True,
+                text=True,
+                check=True,
                 env={**os.environ, "PYTHONHASHSEED": "0"},
-            )  # fmt: skip
+            )
             runs.append(answer.stdout.split())
-        rows.append({
-            "scheduler": name, "seconds": round(min(float(run[0]) for run in runs), 3),
-            "mb": round(max(float(run[1]) for run in runs), 1), "same": runs[0][2] == runs[1][2],
-        })  # fmt: skip
+        rows.append(
+            {
+                "scheduler": name,
+                "seconds": round(min(float(run[0]) for run in runs), 3),
+                "mb": round(max(float(run[1]) for run in runs), 1),
+                "same": runs[0][2] == runs[1][2],
+            }
+        )
     return rows

@@ -30,10 +30,20 @@ LEAST_SAMPLES = 100
 OF_A_BUCKET = 500
 TREES = 200
 PARAMETERS = {
-    "max_depth": 6, "learning_rate": 0.05, "subsample": 0.8, "colsample_bytree": 0.8, "min_child_weight": 5,
-    "gamma": 0.2, "reg_alpha": 0.01, "reg_lambda": 0.1, "objective": "reg:squarederror", "tree_method": "hist",
-    "nthread": 1, "seed": 42, "verbosity": 0,
-}  # fmt: skip
+    "max_depth": 6,
+    "learning_rate": 0.05,
+    "subsample": 0.8,
+    "colsample_bytree": 0.8,
+    "min_child_weight": 5,
+    "gamma": 0.2,
+    "reg_alpha": 0.01,
+    "reg_lambda": 0.1,
+    "objective": "reg:squarederror",
+    "tree_method": "hist",
+    "nthread": 1,
+    "seed": 42,
+    "verbosity": 0,
+}
 AFFINITIES = (0.99, 0.80)
 """The prefix cache affinity filters of the published profile, one after the other."""
 EXPLORES = 0.01

@@ -95,8 +95,9 @@ async def main(port: int, connections: int, requests: int, body_bytes: int, seed
         done: asyncio.Future[None] = loop.create_future()
         made = loop.create_connection(
             lambda number=number, done=done: Asker(asked, number, connections, requests // connections, done),  # type: ignore[misc]
-            "127.0.0.1", port,
-        )  # fmt: skip
+            "127.0.0.1",
+            port,
+        )
         askers.append(((await made)[1], done))
     await asyncio.wait_for(asyncio.gather(*(done for _, done in askers)), 120)
     wall_s = time.perf_counter() - began_s

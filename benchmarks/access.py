@@ -19,9 +19,13 @@ from skymemory.testbed.plan import Ground, make_plan
 from skymemory.testbed.virtual import VirtualConstellation
 
 MODES = [
-    ("los", "nearest"), ("hybrid", "nearest"), ("hybrid", "climbing"), ("gateway", "nearest"), ("gateway", "climbing"),
+    ("los", "nearest"),
+    ("hybrid", "nearest"),
+    ("hybrid", "climbing"),
+    ("gateway", "nearest"),
+    ("gateway", "climbing"),
     ("onboard", "nearest"),
-]  # fmt: skip
+]
 READ_EVERY_S = 60.0
 
 
@@ -41,12 +45,17 @@ def run(access: str, rule: str, servers: int, hours: float, value: bytes, mask_d
         sky.simulated.settle(READ_EVERY_S * len(times_s))
     ordered, stats = sorted(times_s), store.stats()
     return {
-        "access": access, "gateway": rule if access in ("gateway", "hybrid") else "-", "servers": servers,
-        "reads": len(times_s), "hits": hits, "median_ms": statistics.median(times_s) * 1e3,
-        "p99_ms": ordered[len(ordered) * 99 // 100] * 1e3, "worst_ms": ordered[-1] * 1e3,
+        "access": access,
+        "gateway": rule if access in ("gateway", "hybrid") else "-",
+        "servers": servers,
+        "reads": len(times_s),
+        "hits": hits,
+        "median_ms": statistics.median(times_s) * 1e3,
+        "p99_ms": ordered[len(ordered) * 99 // 100] * 1e3,
+        "worst_ms": ordered[-1] * 1e3,
         "handovers": int(stats.get("client_gateway_handovers", 0)),
         "out_of_sight": int(stats.get("client_gateway_out_of_sight", 0)),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -66,13 +75,19 @@ def main() -> None:
         ["access", "gateway", "servers", "hits", "median ms", "p99 ms", "worst ms", "handovers", "none seen"],
         [
             [
-                row["access"], row["gateway"], str(row["servers"]), f"{row['hits']}/{row['reads']}",
-                f"{row['median_ms']:.1f}", f"{row['p99_ms']:.1f}", f"{row['worst_ms']:.1f}",
-                str(row["handovers"]), str(row["out_of_sight"]),
+                row["access"],
+                row["gateway"],
+                str(row["servers"]),
+                f"{row['hits']}/{row['reads']}",
+                f"{row['median_ms']:.1f}",
+                f"{row['p99_ms']:.1f}",
+                f"{row['worst_ms']:.1f}",
+                str(row["handovers"]),
+                str(row["out_of_sight"]),
             ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
     write_json(args.json, "access", args.seed, rows)
 
 

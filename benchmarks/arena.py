@@ -81,9 +81,7 @@ def run(one: Run) -> dict[str, float]:
         early = sum(request.at_s < from_s for request in requests)
         from_s = split_at(requests, WARM)
         requests, prompts = requests[:early], prompts[:early]
-    setup = RoutingSetup(
-        servers=SERVERS, cache_blocks=cell.blocks, cost=LLAMA_70B_8xA800, whole=cell.whole, seed=seed
-    )  # fmt: skip
+    setup = RoutingSetup(servers=SERVERS, cache_blocks=cell.blocks, cost=LLAMA_70B_8xA800, whole=cell.whole, seed=seed)
     scorer, events = scorer_of(one.player, setup)
     outcomes = simulate(requests, scorer, setup, events, prompts)
     return measured(outcomes, SERVERS, from_s).as_json()
@@ -123,9 +121,13 @@ def rows_of(runs: Sequence[Run], results: Sequence[dict[str, float]]) -> list[di
     rows = []
     for (cell, player), by_seed in joined.items():
         row: dict[str, Any] = {
-            "family": cell.family, "rate": cell.rate, "blocks": cell.blocks, "whole": cell.whole, "player": player,
+            "family": cell.family,
+            "rate": cell.rate,
+            "blocks": cell.blocks,
+            "whole": cell.whole,
+            "player": player,
             "seeds": list(by_seed),
-        }  # fmt: skip
+        }
         for name in ("mean_s", "p50_s", "p90_s", "p99_s", "token_hits", "worst_share"):
             row[name] = round(statistics.mean(one[name] for one in by_seed.values()), 4)
         row["mean_s_of_seeds"] = [round(one["mean_s"], 4) for one in by_seed.values()]
@@ -171,10 +173,18 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         slow = cells.get(replace(cell, rate=min(RATES)), cells.get(replace(cell, rate=min(RATES), blocks=5_000)))
         saturated = slow is not None and ours["mean_s"] / max(1.0, ratio) > SATURATED * slow[OURS]["mean_s"]
         row = {
-            "family": cell.family, "rate": cell.rate, "blocks": cell.blocks, "whole": cell.whole,
-            "ours_s": ours["mean_s"], "best": best["player"], "ratio": round(ratio, 4), "low": round(low, 4),
-            "high": round(high, 4), "p99_ratio": round(p99, 4), "saturated": saturated,
-        }  # fmt: skip
+            "family": cell.family,
+            "rate": cell.rate,
+            "blocks": cell.blocks,
+            "whole": cell.whole,
+            "ours_s": ours["mean_s"],
+            "best": best["player"],
+            "ratio": round(ratio, 4),
+            "low": round(low, 4),
+            "high": round(high, 4),
+            "p99_ratio": round(p99, 4),
+            "saturated": saturated,
+        }
         if GIVEN in there:
             row["over_given"] = round(interval(ours, there[GIVEN])[0], 4)
         found.append(row)
@@ -228,26 +238,34 @@ def verdict_table(found: Sequence[dict[str, Any]]) -> list[list[str]]:
     header = ["family", "blocks", "rate", "whole", "ours, s", "best rival", "ours / it", "95 %", "p99 / best", ""]
     return [header] + [
         [
-            one["family"], f"{one['blocks']:,}", f"{one['rate']:g}×", f"{one['whole']:.0%}", _figure(one["ours_s"]),
-            one["best"], f"{one['ratio']:.3f}",
+            one["family"],
+            f"{one['blocks']:,}",
+            f"{one['rate']:g}×",
+            f"{one['whole']:.0%}",
+            _figure(one["ours_s"]),
+            one["best"],
+            f"{one['ratio']:.3f}",
             f"{one['low']:.2f} to {one['high']:.2f}" if one["low"] < one["high"] else "one seed",
             f"{one['p99_ratio']:.2f}",
             ("saturated " if one["saturated"] else "") + ("**lost**" if one["ratio"] > 1 else ""),
         ]
         for one in found
-    ]  # fmt: skip
+    ]
 
 
 def originals_table() -> list[list[str]]:
     return [["strategy", "of", "rule read in", "its one setting, swept: the best"]] + [
         [
-            one.strategy, one.of, one.source or "its name says it",
+            one.strategy,
+            one.of,
+            one.source or "its name says it",
             f"{one.setting}, {', '.join(f'{value:g}' for value in one.values)}: "
             + (f"{one.swept:g}" if one.swept is not None else "its authors'")
-            if one.values else "",
+            if one.values
+            else "",
         ]
         for one in ORIGINALS
-    ]  # fmt: skip
+    ]
 
 
 def results(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
@@ -258,9 +276,14 @@ def results(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, A
         shown |= {f"{family} {name}": table for name, table in tables(rows, family).items()}
     kept = [{name: value for name, value in row.items() if name != "p99_s_of_seeds"} for row in rows]
     return {
-        "benchmark": "arena", "seeds": list(seeds), "versions": versions(), "summary": summary(found),
-        "tables": shown, "verdicts": found, "rows": [row | {"seeds": len(row["seeds"])} for row in kept],
-    }  # fmt: skip
+        "benchmark": "arena",
+        "seeds": list(seeds),
+        "versions": versions(),
+        "summary": summary(found),
+        "tables": shown,
+        "verdicts": found,
+        "rows": [row | {"seeds": len(row["seeds"])} for row in kept],
+    }
 
 
 def written(made: dict[str, Any]) -> str:

@@ -104,11 +104,18 @@ class Bench:
         told = cache.result.loader
         assert told is not None and told.computed_tokens + told.loaded_tokens == length
         return {
-            "ttft_s": ttft_s, "loader_s": cache.result.seconds["cake"], "began_s": began_s, "first": first,
-            "computed": told.computed_tokens, "loaded": told.loaded_tokens, "met": told.met_at_token,
-            "scheduling_s": self.kvc.cake.scheduling_s, "wasted_tokens": told.wasted_tokens,
-            "wasted_bytes": told.wasted_bytes, "failed": told.failed_loads,
-        }  # fmt: skip
+            "ttft_s": ttft_s,
+            "loader_s": cache.result.seconds["cake"],
+            "began_s": began_s,
+            "first": first,
+            "computed": told.computed_tokens,
+            "loaded": told.loaded_tokens,
+            "met": told.met_at_token,
+            "scheduling_s": self.kvc.cake.scheduling_s,
+            "wasted_tokens": told.wasted_tokens,
+            "wasted_bytes": told.wasted_bytes,
+            "failed": told.failed_loads,
+        }
 
     def compute(self, length: int, share: float, steps: Steps) -> None:
         """Compute-only: every chunk's time is measured."""
@@ -172,18 +179,28 @@ def row_of(bench: Bench, ratio: float, rate: float, length: int, share: float, s
     step_s = statistics.median(steps.medians())
     scheduling_s = statistics.median([told["scheduling_s"] for told in cake])
     return {
-        "ratio": ratio, "bytes_per_s": rate, "tokens": length, "share": share,
-        "compute_s": compute_s, "load_s": load_s, "cake_s": cake_s, "hindsight_s": hindsight_s,
-        "of_hindsight": cake_s / hindsight_s, "of_best": cake_s / min(compute_s, load_s),
+        "ratio": ratio,
+        "bytes_per_s": rate,
+        "tokens": length,
+        "share": share,
+        "compute_s": compute_s,
+        "load_s": load_s,
+        "cake_s": cake_s,
+        "hindsight_s": hindsight_s,
+        "of_hindsight": cake_s / hindsight_s,
+        "of_best": cake_s / min(compute_s, load_s),
         "cold_of_hindsight": runs["cold"][0]["ttft_s"] / hindsight_s,
-        "computed": statistics.median_low([told["computed"] for told in cake]), "hindsight_computed": split,
-        "step_s": step_s, "scheduling_of_step": scheduling_s / len(steps.chunk_tokens) / step_s,
+        "computed": statistics.median_low([told["computed"] for told in cake]),
+        "hindsight_computed": split,
+        "step_s": step_s,
+        "scheduling_of_step": scheduling_s / len(steps.chunk_tokens) / step_s,
         "scheduling_of_ttft": scheduling_s / cake_s,
         "first_tokens": sorted({told["first"] for kind in runs.values() for told in kind}),
         "wasted_tokens": max(told["wasted_tokens"] for told in cake),
-        "all_compute_s": steps.ttft_s, "all_load_s": [told["ttft_s"] for told in runs["load"]],
+        "all_compute_s": steps.ttft_s,
+        "all_load_s": [told["ttft_s"] for told in runs["load"]],
         "all_cake_s": [told["ttft_s"] for told in cake],
-    }  # fmt: skip
+    }
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -192,15 +209,18 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         ["tokens", "share", "MB/s", "compute", "load", "both", "hindsight", "of it", "of better", "computed", "cold"],
         [
             [
-                str(row["tokens"]), f"{row['share']:.0%}", f"{row['bytes_per_s'] / 1e6:.1f}",
+                str(row["tokens"]),
+                f"{row['share']:.0%}",
+                f"{row['bytes_per_s'] / 1e6:.1f}",
                 *(f"{row[name] * 1e3:.0f} ms" for name in ("compute_s", "load_s", "cake_s", "hindsight_s")),
-                f"{row['of_hindsight']:.3f}", f"{row['of_best']:.3f}",
+                f"{row['of_hindsight']:.3f}",
+                f"{row['of_best']:.3f}",
                 f"{row['computed'] / row['tokens']:.0%} ({row['hindsight_computed'] / row['tokens']:.0%})",
                 f"{row['cold_of_hindsight']:.2f}",
             ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
     worst, best = max(row["of_hindsight"] for row in rows), max(row["of_best"] for row in rows)
     missed = [row for row in rows if row["of_hindsight"] > GOAL_HINDSIGHT or row["of_best"] > GOAL_BEST]
     print(
@@ -253,8 +273,9 @@ def main() -> None:
         steps, runs = measure(bench, rates, length, args.shares, rounds)
         rows += [
             row_of(bench, ratio, rate, length, share, steps[share], runs[rate, share])
-            for share in args.shares for ratio, rate in zip(args.ratios, rates, strict=True)
-        ]  # fmt: skip
+            for share in args.shares
+            for ratio, rate in zip(args.ratios, rates, strict=True)
+        ]
         say(f"{length} tokens done, {rounds} rounds")
         write_json(args.json, f"cake {args.model}", args.seed, rows)
     show(f"time to first token, {args.model} model, medians of {args.rounds} rounds or more", rows)

@@ -40,14 +40,20 @@ def main() -> None:
         ["strategy", "reads", "hits", "median ms", "p99 ms", "worst ms", "farthest", "crossings", "moved", "to least"],
         [
             [
-                row["strategy"], str(row["reads"]), str(row["hits"]), f"{row['median_ms']:.1f}", f"{row['p99_ms']:.1f}",
-                f"{row['worst_ms']:.1f}", f"{row['farthest_hops']} hops", str(row["crossings"]),
+                row["strategy"],
+                str(row["reads"]),
+                str(row["hits"]),
+                f"{row['median_ms']:.1f}",
+                f"{row['p99_ms']:.1f}",
+                f"{row['worst_ms']:.1f}",
+                f"{row['farthest_hops']} hops",
+                str(row["crossings"]),
                 f"{row['moved_bytes'] / 1e6:.1f} MB",
                 f"{row['moved_bytes'] / row['least_bytes']:.3f}" if row["least_bytes"] else "-",
             ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
     write_json(args.json, "cells", args.seed, rows)
 
 

@@ -62,17 +62,24 @@ def schedulers(source: Source, time: str, jobs: int) -> list[dict[str, Any]]:
             ["scheduler", "mean TTFT, s", "p50", "p90", "p99", "over random", "tokens hit", "prefill busy"],
             [
                 [
-                    row["scheduler"], f"{row['ttft_mean_s']:.2f}", f"{row['ttft_p50_s']:.2f}",
-                    f"{row['ttft_p90_s']:.2f}", f"{row['ttft_p99_s']:.2f}", f"{row['over_random']:.3f}",
-                    f"{row['token_hits']:.1%}", f"{row['prefill_utilisation']:.0%}",
+                    row["scheduler"],
+                    f"{row['ttft_mean_s']:.2f}",
+                    f"{row['ttft_p50_s']:.2f}",
+                    f"{row['ttft_p90_s']:.2f}",
+                    f"{row['ttft_p99_s']:.2f}",
+                    f"{row['over_random']:.3f}",
+                    f"{row['token_hits']:.1%}",
+                    f"{row['prefill_utilisation']:.0%}",
                 ]
                 for row in mine
             ],
-        )  # fmt: skip
+        )
         means = [row["ttft_mean_s"] for row in mine[:4]]
         in_order = means == sorted(means, reverse=True)
-        print(f"order random > load-balance > cache-aware > kvcache-centric: {'yes' if in_order else 'NO'}; "
-              f"ours over random {mine[3]['over_random']:.3f} (the paper's best: {PAPERS_BEST:.3f})")  # fmt: skip
+        print(
+            f"order random > load-balance > cache-aware > kvcache-centric: {'yes' if in_order else 'NO'}; "
+            f"ours over random {mine[3]['over_random']:.3f} (the paper's best: {PAPERS_BEST:.3f})"
+        )
     return rows
 
 
@@ -91,13 +98,16 @@ def admission(source: Source, time: str, jobs: int, rates: Sequence[float], draw
         ["cluster", "rate", "SLOs", "requests", *GRID_RULES, "best"],
         [
             [
-                size, f"{rate:g}×", slo, f"{mine[OURS]['requests']:,}",
+                size,
+                f"{rate:g}×",
+                slo,
+                f"{mine[OURS]['requests']:,}",
                 *(f"{mine[rule]['met']:,} ({mine[rule]['wasted_prefill_s']:.0f})" for rule in GRID_RULES),
                 _best(mine),
             ]
             for (size, rate, slo), mine in groups.items()
         ],
-    )  # fmt: skip
+    )
     sums = {rule: sum(mine[rule]["met"] for mine in groups.values()) for rule in GRID_RULES}
     wasted = {rule: sum(mine[rule]["wasted_prefill_s"] for mine in groups.values()) for rule in GRID_RULES}
     print_table(
@@ -105,12 +115,15 @@ def admission(source: Source, time: str, jobs: int, rates: Sequence[float], draw
         ["rule", "within both SLOs", "over baseline", "wasted prefill, s", "over baseline"],
         [
             [
-                rule, f"{sums[rule]:,}", f"{sums[rule] / sums['baseline'] - 1:+.1%}", f"{wasted[rule]:,.0f}",
+                rule,
+                f"{sums[rule]:,}",
+                f"{sums[rule] / sums['baseline'] - 1:+.1%}",
+                f"{wasted[rule]:,.0f}",
                 f"{wasted[rule] / wasted['baseline'] - 1:+.1%}" if wasted["baseline"] else "-",
             ]
             for rule in GRID_RULES
         ],
-    )  # fmt: skip
+    )
     lost = []
     for (size, rate, slo), mine in groups.items():
         best = max((rule for rule in GRID_RULES if rule != OURS), key=lambda rule: mine[rule]["met"])
@@ -163,14 +176,22 @@ def row_of(answer: CellAnswer) -> dict[str, Any]:
     one = answer.metrics
     ttft, tbt = asdict(one.ttft_s), asdict(one.tbt_request_s)
     row: dict[str, Any] = {
-        "requests": one.requests, "completed": one.completed, "met": one.met, "refused": one.refused,
-        "refused_after_prefill": one.refused_after_prefill, "broken": one.completed - one.met,
-        "attainment": one.attainment, "goodput_per_s": one.goodput_per_s, "wasted_prefill_s": one.wasted_prefill_s,
-        "late_prefill_s": one.late_prefill_s, "token_hits": one.hits.tokens,
-        "prefill_utilisation": one.prefill_utilisation, "decode_utilisation": one.decode_utilisation,
+        "requests": one.requests,
+        "completed": one.completed,
+        "met": one.met,
+        "refused": one.refused,
+        "refused_after_prefill": one.refused_after_prefill,
+        "broken": one.completed - one.met,
+        "attainment": one.attainment,
+        "goodput_per_s": one.goodput_per_s,
+        "wasted_prefill_s": one.wasted_prefill_s,
+        "late_prefill_s": one.late_prefill_s,
+        "token_hits": one.hits.tokens,
+        "prefill_utilisation": one.prefill_utilisation,
+        "decode_utilisation": one.decode_utilisation,
         **{f"ttft_{name}_s": value for name, value in ttft.items()},
         **{f"tbt_{name}_s": value for name, value in tbt.items()},
-    }  # fmt: skip
+    }
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in row.items()}
 
 

@@ -52,8 +52,11 @@ class Behind(NamedTuple):
 
 
 BEHIND = [
-    Behind(), *(Behind(rate) for rate in GBIT_S), *(Behind(rate, PACKED) for rate in GBIT_S), Behind(ssd_tb=SSD_TB)
-]  # fmt: skip
+    Behind(),
+    *(Behind(rate) for rate in GBIT_S),
+    *(Behind(rate, PACKED) for rate in GBIT_S),
+    Behind(ssd_tb=SSD_TB),
+]
 
 
 def cell(dram_tb: float, behind: Behind, rate: float, picky_s: float, source: Source) -> ClusterCell:
@@ -131,8 +134,17 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
     print_table(
         title,
         [
-            "DRAM a node", "behind it", "TTFT mean s", "against nothing", "p50 s", "p90 s", "hits", "of the sky",
-            "prefill busy", "up busy", "down busy",
+            "DRAM a node",
+            "behind it",
+            "TTFT mean s",
+            "against nothing",
+            "p50 s",
+            "p90 s",
+            "hits",
+            "of the sky",
+            "prefill busy",
+            "up busy",
+            "down busy",
         ],
         [
             [
@@ -140,13 +152,17 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
                 row["behind"],
                 f"{row['ttft_mean_s']:.2f}",
                 f"{row['ttft_mean_s'] / without[row['dram_tb']]['ttft_mean_s'] - 1:+.0%}",
-                f"{row['ttft_p50_s']:.2f}", f"{row['ttft_p90_s']:.2f}", f"{row['hit_tokens']:.1%}",
-                f"{row['hit_tokens_by_source']['sky']:.1%}", f"{row['prefill_utilisation']:.0%}",
-                f"{row['up_busy']:.0%}" if row["gbit_s"] else "-", f"{row['down_busy']:.0%}" if row["gbit_s"] else "-",
+                f"{row['ttft_p50_s']:.2f}",
+                f"{row['ttft_p90_s']:.2f}",
+                f"{row['hit_tokens']:.1%}",
+                f"{row['hit_tokens_by_source']['sky']:.1%}",
+                f"{row['prefill_utilisation']:.0%}",
+                f"{row['up_busy']:.0%}" if row["gbit_s"] else "-",
+                f"{row['down_busy']:.0%}" if row["gbit_s"] else "-",
             ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
 
 
 def markdown(rows: list[dict[str, Any]]) -> list[str]:
@@ -183,10 +199,15 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
             line = [row for row in rows if row["behind"] == behind.name]
             scale = 100 if measure == "hit_tokens" else 1
             axes.plot(
-                [row["dram_tb"] for row in line], [scale * row[measure] for row in line], marker="o", markersize=4,
-                color="tab:green" if behind.ssd_tb else colours[behind.gbit_s], ls=":" if behind.packing < 1 else "-",
-                lw=1.4 if behind.gbit_s or behind.ssd_tb else 2.4, label=behind.name,
-            )  # fmt: skip
+                [row["dram_tb"] for row in line],
+                [scale * row[measure] for row in line],
+                marker="o",
+                markersize=4,
+                color="tab:green" if behind.ssd_tb else colours[behind.gbit_s],
+                ls=":" if behind.packing < 1 else "-",
+                lw=1.4 if behind.gbit_s or behind.ssd_tb else 2.4,
+                label=behind.name,
+            )
         axes.set_xscale("log")
         axes.set_xticks(DRAM_TB, [f"{size:g}" for size in DRAM_TB])
         axes.minorticks_off()

@@ -149,19 +149,28 @@ def quality_rows(quick: bool) -> list[dict[str, Any]]:
         f"quality: {len(chosen)} windows of {documents} held-out documents, {ready.words}",
         ("codec", "bits", "x quanto8", "perplexity", "higher %", "+- %"),
         [
-            (name, f"{one.bits:.3f}", f"{smaller[name]:.2f}", f"{one.perplexity:.3f}",
-             f"{one.higher_percent:.2f}", f"{one.error_percent:.2f}")
+            (
+                name,
+                f"{one.bits:.3f}",
+                f"{smaller[name]:.2f}",
+                f"{one.perplexity:.3f}",
+                f"{one.higher_percent:.2f}",
+                f"{one.error_percent:.2f}",
+            )
             for name, one in found.items()
         ],
-    )  # fmt: skip
+    )
     return [
         {
-            "source": "quality", "codec": name, "windows": len(chosen), "documents": documents,
+            "source": "quality",
+            "codec": name,
+            "windows": len(chosen),
+            "documents": documents,
             **{field: round(value, 4) for field, value in asdict(one).items()},
             "times_smaller_than_quanto8": round(smaller[name], 2),
         }
         for name, one in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
@@ -192,11 +201,17 @@ def main() -> None:
             f"{source}: {len(blocks)} blocks of {layout.block_bytes:,} bytes, {layout.describe()}",
             ("codec", "bits", "x quanto8", "error %", "encode MB/s", "decode MB/s"),
             [
-                (one["codec"], f"{one['bits']:.3f}", f"{one['times_smaller_than_quanto8']:.2f}",
-                 f"{one['error_percent']:.2f}", f"{one['encode_mb_s']:,}", f"{one['decode_mb_s']:,}")
+                (
+                    one["codec"],
+                    f"{one['bits']:.3f}",
+                    f"{one['times_smaller_than_quanto8']:.2f}",
+                    f"{one['error_percent']:.2f}",
+                    f"{one['encode_mb_s']:,}",
+                    f"{one['decode_mb_s']:,}",
+                )
                 for one in rows[-len(found) :]
             ],
-        )  # fmt: skip
+        )
     write_json(options.json, "codecs", options.seed, rows)
 
 

@@ -112,12 +112,17 @@ def report(
         ("path", "read ms", "MB/s", "x Redis", "write ms", "MB/s", "x Redis"),
         [
             (
-                row["path"], f"{row['read_ms']:.2f}", f"{row['read_MB_s']:.0f}", f"{row.get('read_x', 0):.2f}",
-                f"{row['write_ms']:.2f}", f"{row['write_MB_s']:.0f}", f"{row.get('write_x', 0):.2f}",
+                row["path"],
+                f"{row['read_ms']:.2f}",
+                f"{row['read_MB_s']:.0f}",
+                f"{row.get('read_x', 0):.2f}",
+                f"{row['write_ms']:.2f}",
+                f"{row['write_MB_s']:.0f}",
+                f"{row.get('write_x', 0):.2f}",
             )
             for row in rows
         ],
-    )  # fmt: skip
+    )
     for row in rows:
         if "read_over_least" in row:
             print(

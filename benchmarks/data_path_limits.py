@@ -206,12 +206,15 @@ def main() -> None:
         ("loop", "in use", "GB/s", "twin", "GB/s"),
         [
             (
-                r["loop"], f"{r['used_us']:.1f}", f"{gigabytes / r['used_us']:.1f}",
-                f"{r['twin_us']:.1f}", f"{gigabytes / r['twin_us']:.1f}",
+                r["loop"],
+                f"{r['used_us']:.1f}",
+                f"{gigabytes / r['used_us']:.1f}",
+                f"{r['twin_us']:.1f}",
+                f"{gigabytes / r['twin_us']:.1f}",
             )
             for r in figures
         ],
-    )  # fmt: skip
+    )
     write_json(options.json, "data_path_limits", options.seed, [*paths, *figures])
 
 

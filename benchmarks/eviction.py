@@ -41,13 +41,28 @@ MEMORY_CHUNKS = 300
 """Of one satellite: a box of ten holds some 130 blocks."""
 REQUEST_S, SLOT_MOVE_S, SWEEP_S = 1.0, 40.0, 5.0
 ABOUT_EVICTION = (
-    Op.NOTICE, Op.GONE, Op.HAS, Op.PRESENCE, Op.CHECK, Op.CHECKED, Op.EVICT, Op.EVICTED, Op.FORGET,
-)  # fmt: skip
+    Op.NOTICE,
+    Op.GONE,
+    Op.HAS,
+    Op.PRESENCE,
+    Op.CHECK,
+    Op.CHECKED,
+    Op.EVICT,
+    Op.EVICTED,
+    Op.FORGET,
+)
 
 POLICIES = (
-    "none", "lazy", "gossip-plane", "gossip", "periodic", "migration", "lazy,gossip", "lazy,periodic",
+    "none",
+    "lazy",
+    "gossip-plane",
+    "gossip",
+    "periodic",
+    "migration",
+    "lazy,gossip",
+    "lazy,periodic",
     "lazy,gossip,periodic,migration",
-)  # fmt: skip
+)
 
 
 class Recorder(SimulatedConstellation):
@@ -110,10 +125,13 @@ def run(eviction: str, replacement: str, admission: bool, seed: int, requests: i
     preset = preset_named("testbed-19x5")
     policies = parse_policies(eviction)
     sky = Recorder(
-        SkyMap(preset.torus, preset.centre), MEMORY_CHUNKS * (CHUNK_BYTES + CHUNK_REF_BYTES),
+        SkyMap(preset.torus, preset.centre),
+        MEMORY_CHUNKS * (CHUNK_BYTES + CHUNK_REF_BYTES),
         MoveClock(slot_period_s=SLOT_MOVE_S, plane_period_s=4 * SLOT_MOVE_S, time_scale=1.0),
-        delay_s=lambda sender, receiver: 0.002, replacement=replacement, eviction=EvictionConfig.of(policies, SWEEP_S),
-    )  # fmt: skip
+        delay_s=lambda sender, receiver: 0.002,
+        replacement=replacement,
+        eviction=EvictionConfig.of(policies, SWEEP_S),
+    )
     driver = sky.connect(ClientConfig(1, expected_rtt_s=0.004))
     settings = SkySettings(chunk_bytes=CHUNK_BYTES, lazy_eviction="lazy" in policies)
     bare = ConstellationStore(driver, sky.sky, settings, index=SharedIndex())
@@ -141,12 +159,19 @@ def run(eviction: str, replacement: str, admission: bool, seed: int, requests: i
             now_dead, now_total = dead_bytes(sky)
             dead, total = dead + now_dead, total + now_total
     return {
-        "eviction": eviction, "replacement": replacement, "admission": "second" if admission else "all",
-        "dead": dead / max(1, total), "messages": sum(sky.packets[op] for op in ABOUT_EVICTION), "holes": holes,
-        "hits": hits / asked, "hits_of_seen": hits / max(1, seen_before), "moved_bytes": sky.op_bytes[Op.MIGRATE],
+        "eviction": eviction,
+        "replacement": replacement,
+        "admission": "second" if admission else "all",
+        "dead": dead / max(1, total),
+        "messages": sum(sky.packets[op] for op in ABOUT_EVICTION),
+        "holes": holes,
+        "hits": hits / asked,
+        "hits_of_seen": hits / max(1, seen_before),
+        "moved_bytes": sky.op_bytes[Op.MIGRATE],
         "stored_bytes": sum(machine.store.ledger.set_bytes for machine in sky.satellites.values()),
-        "requests": requests, "seconds": round(time.perf_counter() - began, 1),
-    }  # fmt: skip
+        "requests": requests,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
 
 
 def main() -> None:
@@ -160,22 +185,34 @@ def main() -> None:
         f"eviction, LRU, {options.requests} prompts",
         ["policies", "dead", "messages", "holes", "hits", "of seen", "moved MB"],
         [
-            [row["eviction"], f"{row['dead']:.1%}", f"{row['messages']:,}", f"{row['holes']:,}", f"{row['hits']:.1%}",
-             f"{row['hits_of_seen']:.1%}", f"{row['moved_bytes'] / 1e6:.1f}"]
+            [
+                row["eviction"],
+                f"{row['dead']:.1%}",
+                f"{row['messages']:,}",
+                f"{row['holes']:,}",
+                f"{row['hits']:.1%}",
+                f"{row['hits_of_seen']:.1%}",
+                f"{row['moved_bytes'] / 1e6:.1f}",
+            ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
     kinds = [(name, admission) for admission in (False, True) for name in REPLACEMENTS]
     replaced = [run("lazy,gossip", name, admission, options.seed, options.requests) for name, admission in kinds]
     print_table(
         f"replacement and admission, lazy,gossip, {options.requests} prompts",
         ["replacement", "stored from sighting", "hits", "of seen", "stored MB"],
         [
-            [row["replacement"], "2nd" if row["admission"] == "second" else "1st", f"{row['hits']:.1%}",
-             f"{row['hits_of_seen']:.1%}", f"{row['stored_bytes'] / 1e6:.1f}"]
+            [
+                row["replacement"],
+                "2nd" if row["admission"] == "second" else "1st",
+                f"{row['hits']:.1%}",
+                f"{row['hits_of_seen']:.1%}",
+                f"{row['stored_bytes'] / 1e6:.1f}",
+            ]
             for row in replaced
         ],
-    )  # fmt: skip
+    )
     write_json(options.json, "eviction", options.seed, rows + replaced)
 
 

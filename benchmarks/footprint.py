@@ -34,10 +34,13 @@ def measured(preset: str, hosts: int, idle_s: float) -> dict[str, float]:
         after = [process.cpu_times() for process in processes]
     busy_s = sum(b.user + b.system - a.user - a.system for a, b in zip(before, after, strict=True))
     return {
-        "start_s": start_s, "memory_MB": resident, "own_memory_MB": own,
+        "start_s": start_s,
+        "memory_MB": resident,
+        "own_memory_MB": own,
         "idle_percent": 100 * max(0.0, busy_s) / idle_s,
-        "satellites": float(plan.torus.size), "processes": float(len(processes)),
-    }  # fmt: skip
+        "satellites": float(plan.torus.size),
+        "processes": float(len(processes)),
+    }
 
 
 def main() -> None:

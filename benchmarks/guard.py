@@ -34,9 +34,12 @@ def median_us(call: Callable[[], object]) -> float:
 def step_of(cache: SkyCache) -> dict[str, Any]:
     held = cache.get_seq_length()
     return {
-        "input_ids": torch.tensor([[5]]), "past_key_values": cache, "logits_to_keep": 1,
-        "attention_mask": torch.ones((1, held + 1), dtype=torch.long), "position_ids": torch.tensor([[held]]),
-    }  # fmt: skip
+        "input_ids": torch.tensor([[5]]),
+        "past_key_values": cache,
+        "logits_to_keep": 1,
+        "attention_mask": torch.ones((1, held + 1), dtype=torch.long),
+        "position_ids": torch.tensor([[held]]),
+    }
 
 
 def guard_s(kvc: KVCManager, call: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -58,8 +61,15 @@ def step_s(kvc: KVCManager, cache: SkyCache) -> float:
 
 
 def main() -> None:
-    shape = {**TINYLLAMA_SHAPE, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 512,
-             "max_position_embeddings": 8192, "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
+    shape = {
+        **TINYLLAMA_SHAPE,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     model = build_llama(shape)
     modules = sum(1 for _ in model.modules())
     ids = torch.randint(3, 500, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
@@ -78,9 +88,11 @@ def main() -> None:
         steps = [1e6 * step_s(kvc, cache) for _ in range(RUNS)]
         again = 1e6 * statistics.median(guard_s(kvc, step_of(cache))[0] for _ in range(RUNS))
     first, step = statistics.median(firsts), statistics.median(steps)
-    print(f"{modules} modules, prompts of {PROMPT_TOKENS} tokens: a look at the model {look:.0f} us, at a step "
-          f"{step_look:.0f} us; all of the guard at the first call {first:.0f} us, at a decoding step {step:.0f} us, "
-          f"{again:.0f} us where the one before was just now")  # fmt: skip
+    print(
+        f"{modules} modules, prompts of {PROMPT_TOKENS} tokens: a look at the model {look:.0f} us, at a step "
+        f"{step_look:.0f} us; all of the guard at the first call {first:.0f} us, at a decoding step {step:.0f} us, "
+        f"{again:.0f} us where the one before was just now"
+    )
 
 
 if __name__ == "__main__":

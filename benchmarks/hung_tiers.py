@@ -161,11 +161,16 @@ def measure(
                 waited.append(waited_s(found.seconds))
             put = kvc.add_blocks_ids(dice.integers(5, 900, tokens)).seconds
         return {
-            "tier": name, "known": known, "computing_ms": 1e3 * computing_s,
-            "healthy_ms": 1e3 * statistics.median(healthy or [0.0]), "usual_p99_ms": 1e3 * usual_s,
-            "may_cost_ms": 1e3 * may_s, "first_ms": 1e3 * waited[0], "next_ms": 1e3 * max(waited[1:]),
+            "tier": name,
+            "known": known,
+            "computing_ms": 1e3 * computing_s,
+            "healthy_ms": 1e3 * statistics.median(healthy or [0.0]),
+            "usual_p99_ms": 1e3 * usual_s,
+            "may_cost_ms": 1e3 * may_s,
+            "first_ms": 1e3 * waited[0],
+            "next_ms": 1e3 * max(waited[1:]),
             "put_ms": 1e3 * (put.get("lookup", 0.0) + put.get("store", 0.0)),
-        }  # fmt: skip
+        }
 
 
 def waited_s(seconds: dict[str, float]) -> float:

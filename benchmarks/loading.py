@@ -105,9 +105,18 @@ def cells(seed: int, quick: bool) -> Iterator[Cell]:
                         best_s = best_split_s(chunks, model.step_s, trace, budget_tokens=budget)
                         cold_s, warm_s = (load(model, tokens, trace, budget, size, pace).ttft_s for _ in "12")
                         yield Cell(
-                            gpu.name, share, tokens, size, kind, name, best_s,
-                            cold_s / best_s, warm_s / best_s, (cold_s - best_s) / step_s, (warm_s - best_s) / step_s,
-                        )  # fmt: skip
+                            gpu.name,
+                            share,
+                            tokens,
+                            size,
+                            kind,
+                            name,
+                            best_s,
+                            cold_s / best_s,
+                            warm_s / best_s,
+                            (cold_s - best_s) / step_s,
+                            (warm_s - best_s) / step_s,
+                        )
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,16 @@ def rows_of(preset: str, access: str, value: bytes, folder: Path) -> list[dict[s
 
     def row(verb: str, least_messages: int, least_bytes: int) -> None:
         messages, size = world.spent()
-        rows.append({
-            "access": access, "verb": verb, "messages": messages, "least_messages": least_messages,
-            "bytes": size, "least_bytes": least_bytes,
-        })  # fmt: skip
+        rows.append(
+            {
+                "access": access,
+                "verb": verb,
+                "messages": messages,
+                "least_messages": least_messages,
+                "bytes": size,
+                "least_bytes": least_bytes,
+            }
+        )
 
     stored = world.store.put_many([(key, value)])
     row(f"set, {chunks} chunks", per_chunk + per_server, value_on_links + per_server * ANSWER_BYTES)
@@ -116,16 +122,18 @@ def rows_of(preset: str, access: str, value: bytes, folder: Path) -> list[dict[s
     moved = sum(count for count, _ in hops)
     answers = sum(distance for _, distance in hops)
     row(
-        f"rotation, {moved} chunks move", sum(count * distance for count, distance in hops) + answers,
+        f"rotation, {moved} chunks move",
+        sum(count * distance for count, distance in hops) + answers,
         chunk_bytes * sum(count * distance for count, distance in hops) + answers * ANSWER_BYTES,
-    )  # fmt: skip
+    )
     found += world.store.get_many([key])
     moved_links = world.links(chunks, (1, 0))
     row(
-        "get after the rotation", sum((count + 1) * links for count, links in moved_links),
+        "get after the rotation",
+        sum((count + 1) * links for count, links in moved_links),
         sum(count * links for count, links in moved_links) * len(value) // chunks
         + sum(links for _, links in moved_links) * ASK_BYTES,
-    )  # fmt: skip
+    )
     if stored != [True] or any(one != value for one in found) or any(one is not None for one in missed):
         raise SystemExit("a value was lost or altered, or one that never was came back")
     return rows
@@ -146,14 +154,17 @@ def main() -> None:
         ("what", "messages", "least", "x", "bytes", "least", "x"),
         [
             (
-                f"{row['access']}: {row['verb']}", row["messages"], row["least_messages"],
+                f"{row['access']}: {row['verb']}",
+                row["messages"],
+                row["least_messages"],
                 f"{row['messages'] / row['least_messages']:.2f}" if row["least_messages"] else "-",
-                row["bytes"], row["least_bytes"],
+                row["bytes"],
+                row["least_bytes"],
                 f"{row['bytes'] / row['least_bytes']:.3f}" if row["least_bytes"] else "-",
             )
             for row in rows
         ],
-    )  # fmt: skip
+    )
     write_json(options.json, "messages", options.seed, rows)
 
 

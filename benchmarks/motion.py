@@ -67,9 +67,7 @@ def least_bytes(plan: ConstellationPlan, turns: list[tuple[Moves, Moves]], set_a
     """What the leaving columns and rows weigh, for values set at these moves."""
     placement = sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
     each = CHUNKS // plan.servers * (plan.chunk_bytes + CHUNK_REF_BYTES)
-    return sum(
-        len(locate.server_moves(placement, moves, *turn)) * each for turn in turns for moves in set_at
-    )  # fmt: skip
+    return sum(len(locate.server_moves(placement, moves, *turn)) * each for turn in turns for moves in set_at)
 
 
 def between_moves(plan: ConstellationPlan) -> float:
@@ -117,11 +115,19 @@ def turn(scale: float, blocks: int, seconds: float, every_s: float, delay: float
         turns = steps(plan, began_s, ended_s)
         least = least_bytes(plan, turns, set_at)
         return {
-            "scale": scale, "delay": delay, "seconds": wall_s, "moves": len(turns), "reads": len(reads),
-            "read_seconds": reads, "hits": hits, "wrong": wrong, "moved_bytes": sum(moved),
-            "least_bytes": least, "cpu_share": used_s / wall_s / (os.cpu_count() or 1),
+            "scale": scale,
+            "delay": delay,
+            "seconds": wall_s,
+            "moves": len(turns),
+            "reads": len(reads),
+            "read_seconds": reads,
+            "hits": hits,
+            "wrong": wrong,
+            "moved_bytes": sum(moved),
+            "least_bytes": least,
+            "cpu_share": used_s / wall_s / (os.cpu_count() or 1),
             "link_bytes_s": max(moved) / (ended_s - began_s),
-        }  # fmt: skip
+        }
 
 
 def link_rate(seed: int, blocks: int) -> float:
@@ -169,13 +175,16 @@ def main() -> None:
             ("time scale", "moves", "moved MB", "of the least", "cores", "busiest link"),
             [
                 (
-                    f"x{row['scale']:g}", str(row["moves"]), f"{row['moved_bytes'] / 1e6:.0f}",
-                    f"{row['moved_bytes'] / max(1, row['least_bytes']):.3f}", f"{row['cpu_share']:.1%}",
+                    f"x{row['scale']:g}",
+                    str(row["moves"]),
+                    f"{row['moved_bytes'] / 1e6:.0f}",
+                    f"{row['moved_bytes'] / max(1, row['least_bytes']):.3f}",
+                    f"{row['cpu_share']:.1%}",
                     f"{row['link_share']:.1%}",
                 )
                 for row in rows
             ],
-        )  # fmt: skip
+        )
     for delay in (0.0, 1.0):
         for scale in [0.0, chosen / 4, chosen / 2, chosen] * options.rounds:
             rows.append(
@@ -195,19 +204,36 @@ def report(rows: list[dict[str, Any]], chosen: float, options: argparse.Namespac
             moved, least = (sum(row[name] for row in same) for name in ("moved_bytes", "least_bytes"))
             p50, p99 = percentile(reads, 50), percentile(reads, 99)
             still_p99 = still_p99 or p99
-            merged.append({
-                "kind": "merged", "scale": scale, "delay": delay, "reads": len(reads), "p50_ms": p50 * 1e3,
-                "p99_ms": p99 * 1e3, "p99_of_still": p99 / still_p99,
-                "hit_rate": sum(row["hits"] for row in same) / len(reads),
-                "wrong": sum(row["wrong"] for row in same), "moves": sum(row["moves"] for row in same),
-                "moved_of_least": moved / least if least else None,
-            })  # fmt: skip
+            merged.append(
+                {
+                    "kind": "merged",
+                    "scale": scale,
+                    "delay": delay,
+                    "reads": len(reads),
+                    "p50_ms": p50 * 1e3,
+                    "p99_ms": p99 * 1e3,
+                    "p99_of_still": p99 / still_p99,
+                    "hit_rate": sum(row["hits"] for row in same) / len(reads),
+                    "wrong": sum(row["wrong"] for row in same),
+                    "moves": sum(row["moves"] for row in same),
+                    "moved_of_least": moved / least if least else None,
+                }
+            )
             row = merged[-1]
-            table.append((
-                "real" if delay else "off", f"x{scale:g}" if scale else "still", str(row["moves"]), str(len(reads)),
-                f"{p50 * 1e3:.2f}", f"{p99 * 1e3:.2f}", f"{row['p99_of_still']:.2f}", f"{row['hit_rate']:.3%}",
-                str(row["wrong"]), f"{moved / least:.3f}" if least else "-",
-            ))  # fmt: skip
+            table.append(
+                (
+                    "real" if delay else "off",
+                    f"x{scale:g}" if scale else "still",
+                    str(row["moves"]),
+                    str(len(reads)),
+                    f"{p50 * 1e3:.2f}",
+                    f"{p99 * 1e3:.2f}",
+                    f"{row['p99_of_still']:.2f}",
+                    f"{row['hit_rate']:.3%}",
+                    str(row["wrong"]),
+                    f"{moved / least:.3f}" if least else "-",
+                )
+            )
     print_table(
         f"a read of one of {options.blocks} blocks of 2.95 MB every {options.every_ms:g} ms",
         ("delays", "clock", "moves", "reads", "p50 ms", "p99 ms", "x still", "hits", "wrong", "moved of least"),

@@ -108,13 +108,17 @@ def measure(
     found = [index.match(request.prompt.blocks, slots) for request in requests[:400]]
     turn = len(requests)
     row: dict[str, Any] = {
-        "strategy": strategy, "table": table, "max_match": max_match, "servers": servers,
-        "distinct_blocks": index.distinct_blocks, "pairs": pairs,
+        "strategy": strategy,
+        "table": table,
+        "max_match": max_match,
+        "servers": servers,
+        "distinct_blocks": index.distinct_blocks,
+        "pairs": pairs,
         "bytes_per_pair": round(taken_bytes / pairs, 1),
         "mean_best_match": round(float(np.mean([max(depths) for depths in found])), 1),
         "pick": percentiles_us(lambda at: picker.pick(requests[at % turn], 1.0), picks),
         "match": percentiles_us(lambda at: index.match(requests[at % turn].prompt.blocks, slots), picks),
-    }  # fmt: skip
+    }
     fresh = [chain(dice, head) for _ in range(min(picks, 500))]
     row["learn"] = percentiles_us(lambda at: index.learn(at % servers, fresh[at]), len(fresh))
     text = dice.bytes(BLOCKS * 64)
@@ -185,13 +189,16 @@ def main() -> None:
         ["strategy", "table", "matched", *times, "hash p50", "B per pair"],
         [
             [
-                row["strategy"], row["table"], str(row["max_match"] or "all"),
+                row["strategy"],
+                row["table"],
+                str(row["max_match"] or "all"),
                 *(str(row[what][which]) for what in ("pick", "match", "learn") for which in ("p50_us", "p99_us")),
-                str(row["hash"]["p50_us"]), str(row["bytes_per_pair"]),
+                str(row["hash"]["p50_us"]),
+                str(row["bytes_per_pair"]),
             ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
     accounts = []
     for servers, blocks in ACCOUNTS:
         command = [sys.executable, __file__, *shared, "--account", json.dumps([servers, blocks, options.picks])]

@@ -39,9 +39,15 @@ def main() -> None:
             least, most = min(times_s) / 1.2, max(times_s) * 1.2
             for name, label, colour, style, marker in LINES:
                 axes.plot(
-                    rates, [row[name] for row in cells], linestyle=style, marker=marker, color=colour, label=label,
-                    markersize=11 if marker == "_" else 4, linewidth=1.4,
-                )  # fmt: skip
+                    rates,
+                    [row[name] for row in cells],
+                    linestyle=style,
+                    marker=marker,
+                    color=colour,
+                    label=label,
+                    markersize=11 if marker == "_" else 4,
+                    linewidth=1.4,
+                )
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_xticks(rates, [f"{rate:.1f}" if rate < 10 else f"{rate:.0f}" for rate in rates], fontsize=8)

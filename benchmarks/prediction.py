@@ -140,17 +140,30 @@ def run(scheme: str, days: int, seed: int) -> dict[str, Any]:
     isl = {name: (sky.isl_bytes[name] - started[0][name]) / counted_days for name in ("migration", "prefetch", "read")}
     beam = {name: (sky.beam_bytes[name] - started[1][name]) / counted_days for name in ("prefetch", "read")}
     return {
-        "scheme": scheme, "days": counted_days, "reads": tally["reads"], "right": tally["right"],
-        "near": tally["near"], "mean_s": statistics.mean(seconds), "p50_s": percentile(seconds, 50),
-        "p99_s": percentile(seconds, 99), "prefetched_values": tally["prefetched"],
-        "isl_bytes_a_day": isl, "beam_bytes_a_day": beam,
-    }  # fmt: skip
+        "scheme": scheme,
+        "days": counted_days,
+        "reads": tally["reads"],
+        "right": tally["right"],
+        "near": tally["near"],
+        "mean_s": statistics.mean(seconds),
+        "p50_s": percentile(seconds, 50),
+        "p99_s": percentile(seconds, 99),
+        "prefetched_values": tally["prefetched"],
+        "isl_bytes_a_day": isl,
+        "beam_bytes_a_day": beam,
+    }
 
 
 def ask(
-    sky: Sky, store: ConstellationStore, prompt: str, seed: int, scheduler: PrefetchScheduler | None,
-    seconds: list[float], tally: Counter[str], counts: bool,
-) -> None:  # fmt: skip
+    sky: Sky,
+    store: ConstellationStore,
+    prompt: str,
+    seed: int,
+    scheduler: PrefetchScheduler | None,
+    seconds: list[float],
+    tally: Counter[str],
+    counts: bool,
+) -> None:
     """One request: its blocks read if they are there, else computed and stored."""
     items = blocks_of(prompt, seed)
     keys = [key for key, _ in items]
@@ -177,9 +190,10 @@ def hops_away(sky: Sky, store: ConstellationStore, keys: list[bytes]) -> int:
     centre = sky.sky.centre_at(moves)
     infos = store._catalog.find(keys).values()
     places = {
-        satellite for info in infos
+        satellite
+        for info in infos
         for satellite in sky.sky.servers_at(info.strategy, info.servers, info.set_moves, moves)[: info.chunks]
-    }  # fmt: skip
+    }
     return max(sky.torus.hops(centre, satellite) for satellite in places)
 
 
@@ -208,15 +222,20 @@ def main() -> None:
         [*header, "all MB", "beam MB"],
         [
             [
-                row["scheme"], f"{row['reads']}", f"{row['right']}", f"{row['near']}", f"{row['mean_s'] * 1e3:.0f}",
-                f"{row['p50_s'] * 1e3:.0f}", f"{row['p99_s'] * 1e3:.0f}",
+                row["scheme"],
+                f"{row['reads']}",
+                f"{row['right']}",
+                f"{row['near']}",
+                f"{row['mean_s'] * 1e3:.0f}",
+                f"{row['p50_s'] * 1e3:.0f}",
+                f"{row['p99_s'] * 1e3:.0f}",
                 *(f"{size / 1e6:.1f}" for size in row["isl_bytes_a_day"].values()),
                 f"{sum(row['isl_bytes_a_day'].values()) / 1e6:.1f}",
                 f"{sum(row['beam_bytes_a_day'].values()) / 1e6:.1f}",
             ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
     write_json(options.json, "prediction", options.seed, rows)
 
 

@@ -375,32 +375,42 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     print_table(
         "learned, in the last third, beside what engines say",
         (
-            "behind, whole answers, engine", "requests", "learned ms/token", "engine's ms/token", "of a processor",
-            "ratio", "error, last",
+            "behind, whole answers, engine",
+            "requests",
+            "learned ms/token",
+            "engine's ms/token",
+            "of a processor",
+            "ratio",
+            "error, last",
         ),
         [
             [
-                f"{row['door']}, {row['whole']:.0%}, {name}", str(of["requests"]),
+                f"{row['door']}, {row['whole']:.0%}, {name}",
+                str(of["requests"]),
                 *(
                     "–" if of[key] is None else f"{of[key] * 1e3:.3f}"
                     for key in ("learned_s", "engine_s", "processor_s")
                 ),
-                "–" if of["ratio"] is None else f"{of['ratio']:.2f}", _percent(of["last third"]["median"]),
+                "–" if of["ratio"] is None else f"{of['ratio']:.2f}",
+                _percent(of["last third"]["median"]),
             ]
-            for row in rows for name, of in row["per_engine"].items()
+            for row in rows
+            for name, of in row["per_engine"].items()
         ],
-    )  # fmt: skip
+    )
     print_table(
         "tokens cached, of all",
         ("behind, whole answers", "believed", "told by engines", "tokens, believed by told"),
         [
             [
-                f"{row['door']}, {row['whole']:.0%}", _percent(row["cached_believed"]), _percent(row["cached_told"]),
+                f"{row['door']}, {row['whole']:.0%}",
+                _percent(row["cached_believed"]),
+                _percent(row["cached_told"]),
                 f"{row['tokens_believed']:.2f}",
             ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -68,10 +68,18 @@ def chunks(count: int, there: SatelliteId = HERE) -> bytes:
     """MIGRATE of so many chunks, in one piece."""
     payloads = [random.Random(index).randbytes(CHUNK_BYTES) for index in range(count)]
     refs = b"".join(
-        ChunkRef(bytes(32), index, 1000, CHUNK_BYTES, messages.native.crc32(payload), 1000 * CHUNK_BYTES, 1,
-                 PlacementTag(5, 1, 0, 0, 0)).pack()
+        ChunkRef(
+            bytes(32),
+            index,
+            1000,
+            CHUNK_BYTES,
+            messages.native.crc32(payload),
+            1000 * CHUNK_BYTES,
+            1,
+            PlacementTag(5, 1, 0, 0, 0),
+        ).pack()
         for index, payload in enumerate(payloads)
-    )  # fmt: skip
+    )
     return b"".join(bulk_batch(header(Op.MIGRATE, there), refs, payloads, 0, NOW_S).datagrams())
 
 
@@ -182,9 +190,14 @@ def host_s(satellites: int, times: int = 300) -> float:
         question = SkyHeader(Op.LINKS, Address(*name), Address(*neighbour), 0, 1)
         asked.append((mine[name], messages.build_packet(question, LinksBody(True, (0, 0), 0).pack(), 0, NOW_S), sock))
     spec = HostSpec(
-        mine, everyone, SkyMap(PRESET.torus, HERE), PRESET.shell, MoveClock(), 1 << 20,
+        mine,
+        everyone,
+        SkyMap(PRESET.torus, HERE),
+        PRESET.shell,
+        MoveClock(),
+        1 << 20,
         faults=FaultInjector(corrupt=1e-12),
-    )  # fmt: skip
+    )
 
     async def serve() -> float:
         host = UdpHost(spec, asyncio.get_running_loop())
@@ -217,14 +230,25 @@ def main() -> None:
     alarm = machine()
     alarm_s = best_s(lambda: (alarm.handle_timer(NOW_S), alarm.datagrams_to_send(NOW_S), alarm.next_timer_s()), 1000)
     figures = {
-        "control_s": receive_s(ping), "links_s": links0_s, "declaration_s": (links90_s - links0_s) / 90,
+        "control_s": receive_s(ping),
+        "links_s": links0_s,
+        "declaration_s": (links90_s - links0_s) / 90,
         "links asked, with answer": asked_s,
-        "chunk_s": receive_s(chunks(1)), "run_chunk_s": receive_s(chunks(10), 10) / 10,
-        "forward_s": receive_s(chunks(1, far)), "forward of ten": receive_s(chunks(10, far), 10),
-        "alarm_s": alarm_s, "searched_s": search_s(), "planned_s": plan_s(20), "faulty_s": faulty_s(),
-        "send one": send_small_s, "send ten": send_ten_s, "take one": take_small_s, "take ten": take_ten_s,
-        "host: one asked": host_s(1), "host: 19 asked": host_s(19),
-    }  # fmt: skip
+        "chunk_s": receive_s(chunks(1)),
+        "run_chunk_s": receive_s(chunks(10), 10) / 10,
+        "forward_s": receive_s(chunks(1, far)),
+        "forward of ten": receive_s(chunks(10, far), 10),
+        "alarm_s": alarm_s,
+        "searched_s": search_s(),
+        "planned_s": plan_s(20),
+        "faulty_s": faulty_s(),
+        "send one": send_small_s,
+        "send ten": send_ten_s,
+        "take one": take_small_s,
+        "take ten": take_ten_s,
+        "host: one asked": host_s(1),
+        "host: 19 asked": host_s(19),
+    }
     rows = [{"work": name, "seconds": value} for name, value in figures.items()]
     table = [(name, f"{1e6 * value:.1f}") for name, value in figures.items()]
     print_table("Processor by kind of work", ("work", "µs"), table)

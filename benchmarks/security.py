@@ -34,9 +34,13 @@ from skymemory.testbed.key_file import KeyFollower, new_keys
 
 HERE, FLOOD_S = SatelliteId(2, 9), 1_700_000_000.25
 WAYS = {
-    "nothing": ("off", False), "MAC on commands": ("on", False), "GCM on payloads": ("off", True),
-    "both": ("on", True), "MAC on every packet": ("every", False), "every packet and GCM": ("every", True),
-}  # fmt: skip
+    "nothing": ("off", False),
+    "MAC on commands": ("on", False),
+    "GCM on payloads": ("off", True),
+    "both": ("on", True),
+    "MAC on every packet": ("every", False),
+    "every packet and GCM": ("every", True),
+}
 
 
 def client(folder: Path, tenant: Path | None, value: bytes) -> tuple[Verb, Verb]:
@@ -58,12 +62,15 @@ def forged_packets() -> dict[str, tuple[bytes, int]]:
     signed = by.sign(chunks, FLOOD_S).datagrams()
     wrong = bytes(by.sign(single(evict), FLOOD_S).headers)
     return {
-        "EVICT without a MAC": (evict, len(evict)), "EVICT, wrong key": (wrong, len(wrong)),
-        "EVICT, damaged": (wrong[:-1] + b"x", len(wrong)), "an answer": (answer, len(answer)),
+        "EVICT without a MAC": (evict, len(evict)),
+        "EVICT, wrong key": (wrong, len(wrong)),
+        "EVICT, damaged": (wrong[:-1] + b"x", len(wrong)),
+        "an answer": (answer, len(answer)),
         "SET of 6 KiB, wrong key": (signed[0], len(signed[0])),
         "SETs of 6 KiB in runs of 8": (b"".join(signed), len(signed[0])),
-        "60 bytes of nothing": (bytes(60), 60), "the same in runs of 60": (bytes(3600), 60),
-    }  # fmt: skip
+        "60 bytes of nothing": (bytes(60), 60),
+        "the same in runs of 60": (bytes(3600), 60),
+    }
 
 
 def flood(packets: int) -> list[dict[str, Any]]:
@@ -127,12 +134,17 @@ def report(
         ("way", "read ms", "MB/s", "x", "write ms", "MB/s", "x"),
         [
             (
-                row["way"], f"{row['read_ms']:.2f}", f"{row['read_MB_s']:.0f}", f"{row['read_x']:.2f}",
-                f"{row['write_ms']:.2f}", f"{row['write_MB_s']:.0f}", f"{row['write_x']:.2f}",
+                row["way"],
+                f"{row['read_ms']:.2f}",
+                f"{row['read_MB_s']:.0f}",
+                f"{row['read_x']:.2f}",
+                f"{row['write_ms']:.2f}",
+                f"{row['write_MB_s']:.0f}",
+                f"{row['write_x']:.2f}",
             )
             for row in rows
         ],
-    )  # fmt: skip
+    )
     both = next(row for row in rows if row["way"] == "both")
     print(f"MAC on commands and GCM on payloads cost {1 - both['read_x']:.0%} of the read throughput; goal: under 40 %")
     print_table(

@@ -69,8 +69,10 @@ def measure(kvc: KVCManager, model: torch.nn.Module, ids: torch.Tensor, repeats:
         decode_s.append(cache.result.seconds.get("decode", 0.0))
         size_bytes = cache.result.size_bytes
         del cache
-    middle = {name: statistics.median(times[2:]) for name, times in
-              (("with_s", with_s), ("tail_s", tail_s), ("fetch_s", fetch_s), ("decode_s", decode_s))}  # fmt: skip
+    middle = {
+        name: statistics.median(times[2:])
+        for name, times in (("with_s", with_s), ("tail_s", tail_s), ("fetch_s", fetch_s), ("decode_s", decode_s))
+    }
     return {**middle, "bytes": size_bytes}
 
 
@@ -99,27 +101,39 @@ def main() -> None:
                     without_s = median_s(lambda ids=ids: first_token(model, ids), repeats)
                     found = measure(kvc, model, ids, args.repeats)
                     bound_s = BOUND * (found["tail_s"] + found["bytes"] / rate) if rate else None
-                    rows.append({
-                        "delay": label, "rtt_s": expected_round_trip_s(plan, "los"), "tokens": length,
-                        "without_s": without_s, **found, "bound_s": bound_s,
-                        "share": found["with_s"] / without_s,
-                    })  # fmt: skip
+                    rows.append(
+                        {
+                            "delay": label,
+                            "rtt_s": expected_round_trip_s(plan, "los"),
+                            "tokens": length,
+                            "without_s": without_s,
+                            **found,
+                            "bound_s": bound_s,
+                            "share": found["with_s"] / without_s,
+                        }
+                    )
             store.close()
     print_table(
         f"TTFT, TinyLlama shape, tail of {TAIL_TOKENS} tokens",
         ["delay", "tokens", "without", "with", "share", "tail", "fetch", "rebuild", "MB", "MB/s", "bound", "of bound"],
         [
             [
-                row["delay"], str(row["tokens"]), f"{row['without_s']:.3f} s", f"{row['with_s'] * 1e3:.0f} ms",
-                f"{row['share']:.1%}", f"{row['tail_s'] * 1e3:.0f} ms", f"{row['fetch_s'] * 1e3:.0f} ms",
-                f"{row['decode_s'] * 1e3:.0f} ms", f"{row['bytes'] / 1e6:.0f}",
+                row["delay"],
+                str(row["tokens"]),
+                f"{row['without_s']:.3f} s",
+                f"{row['with_s'] * 1e3:.0f} ms",
+                f"{row['share']:.1%}",
+                f"{row['tail_s'] * 1e3:.0f} ms",
+                f"{row['fetch_s'] * 1e3:.0f} ms",
+                f"{row['decode_s'] * 1e3:.0f} ms",
+                f"{row['bytes'] / 1e6:.0f}",
                 f"{row['bytes'] / row['fetch_s'] / 1e6:.0f}",
                 f"{row['bound_s'] * 1e3:.0f} ms" if row["bound_s"] else "-",
                 f"{row['with_s'] / row['bound_s']:.2f}" if row["bound_s"] else "-",
             ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
     write_json(args.json, "ttft", args.seed, rows)
 
 

@@ -22,10 +22,18 @@ LAYERS, HEAD_DIM, TOKENS, RUNS = 26, 256, 8192, 7
 def model_of(window: int) -> Gemma3ForCausalLM:
     kinds = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(LAYERS)]
     config = Gemma3TextConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=1, num_key_value_heads=1,
-        head_dim=HEAD_DIM, vocab_size=512, max_position_embeddings=2 * TOKENS, sliding_window=window, layer_types=kinds,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=HEAD_DIM,
+        vocab_size=512,
+        max_position_embeddings=2 * TOKENS,
+        sliding_window=window,
+        layer_types=kinds,
         dtype="bfloat16",
-    )  # fmt: skip
+    )
     return Gemma3ForCausalLM(config).to(torch.bfloat16).eval()
 
 

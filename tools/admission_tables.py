@@ -45,10 +45,18 @@ def page() -> str:
             rival = best_rival(there)
             ratios.append(there[OURS]["met"] / there[rival]["met"])
             if ratios[-1] < 1:
-                lost.append([
-                    family, size, f"{rate:g}×", slo, f"`{rival}`", f"{there[rival]['met']:,}",
-                    f"{there[OURS]['met']:,}", f"{ratios[-1]:.3f}",
-                ])  # fmt: skip
+                lost.append(
+                    [
+                        family,
+                        size,
+                        f"{rate:g}×",
+                        slo,
+                        f"`{rival}`",
+                        f"{there[rival]['met']:,}",
+                        f"{there[OURS]['met']:,}",
+                        f"{ratios[-1]:.3f}",
+                    ]
+                )
         kept = {rule: sum(there[rule]["met"] for there in grid.values()) for rule in rules}
         wasted_s = {rule: sum(there[rule]["wasted_prefill_s"] for there in grid.values()) for rule in rules}
         shown = [

@@ -255,11 +255,13 @@ def _cluster_sky() -> str:
 
 def _cluster_pool() -> str:
     rows = rows_of("cluster_pool")
-    return table([
-        ["each of 8 nodes", *(row["pool"] for row in rows)],
-        ["processor time, s", *(f"{row['processor_s']:.2f}" for row in rows)],
-        ["blocks that hit", *(f"{row['hit_blocks']:.1%}" for row in rows)],
-    ])  # fmt: skip
+    return table(
+        [
+            ["each of 8 nodes", *(row["pool"] for row in rows)],
+            ["processor time, s", *(f"{row['processor_s']:.2f}" for row in rows)],
+            ["blocks that hit", *(f"{row['hit_blocks']:.1%}" for row in rows)],
+        ]
+    )
 
 
 def _envoy() -> str:
@@ -294,10 +296,18 @@ def _of(row: Row) -> list[str]:
 
 
 def _real_errors() -> str:
-    made = [[
-        "engine", "behind", "whole answers", "streams, first third", "whole, first third", "streams, last third",
-        "whole, last third", "cached: believed, reported",
-    ]]  # fmt: skip
+    made = [
+        [
+            "engine",
+            "behind",
+            "whole answers",
+            "streams, first third",
+            "whole, first third",
+            "streams, last third",
+            "whole, last third",
+            "cached: believed, reported",
+        ]
+    ]
     for row in _real():
         errors = [row["errors"][part][kind] for part in ("first third", "last third") for kind in ("streams", "whole")]
         cells = [f"{one['median']:.0%}, {one['p90']:.0%}" if one["requests"] else "–" for one in errors]
@@ -306,10 +316,19 @@ def _real_errors() -> str:
 
 
 def _real_learned() -> str:
-    made = [[
-        "engine", "behind", "whole answers", "which", "requests", "learned, ms a token", "its own", "of a processor",
-        "learned by its own",
-    ]]  # fmt: skip
+    made = [
+        [
+            "engine",
+            "behind",
+            "whole answers",
+            "which",
+            "requests",
+            "learned, ms a token",
+            "its own",
+            "of a processor",
+            "learned by its own",
+        ]
+    ]
     for row in _real():
         for which, of in enumerate(row["per_engine"].values()):
             figures = [of["learned_s"], of["engine_s"], of["processor_s"]]
@@ -425,16 +444,22 @@ def _proxy() -> str:
         return f"{1e3 * row['p99']:.2f}" + (f" ({row['p99_over_peer']:.2f})" if "p99_over_peer" in row else "")
 
     heads = ["way", "added p50 ms, 1", "per s, 8", "p99 ms, 8", "per s, 64", "p99 ms, 64", "processor µs, 8"]
-    return table([[*heads, "per s, 8, 64 KB"]] + [
-        [
-            way,
-            f"{1e3 * found[way, 1, small]['added_p50']:.3f}" if way != ways[0] else "",
-            rate(way, 8, small), late(way, 8, small), rate(way, 64, small), late(way, 64, small),
-            f"{1e6 * found[way, 8, small]['processor']:.0f}" if way != ways[0] else "",
-            rate(way, 8, large),
+    return table(
+        [[*heads, "per s, 8, 64 KB"]]
+        + [
+            [
+                way,
+                f"{1e3 * found[way, 1, small]['added_p50']:.3f}" if way != ways[0] else "",
+                rate(way, 8, small),
+                late(way, 8, small),
+                rate(way, 64, small),
+                late(way, 64, small),
+                f"{1e6 * found[way, 8, small]['processor']:.0f}" if way != ways[0] else "",
+                rate(way, 8, large),
+            ]
+            for way in ways
         ]
-        for way in ways
-    ])  # fmt: skip
+    )
 
 
 def _security() -> str:

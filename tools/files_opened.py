@@ -41,9 +41,11 @@ class Seen:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "files": len(self.files), "functions": len(self.functions), "calls": self.calls,
+            "files": len(self.files),
+            "functions": len(self.functions),
+            "calls": self.calls,
             "opened": sorted(self.files),
-        }  # fmt: skip
+        }
 
 
 def warm_get_cache() -> Seen:
@@ -54,9 +56,13 @@ def warm_get_cache() -> Seen:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(0, 256, (1, 513), generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as folder:

@@ -142,16 +142,30 @@ GOOD = {"time_s": 1.0, "day": 3, "first_day": 1, "seen": 5, "keys": ["ab" * 32]}
 @pytest.mark.parametrize(
     "content",
     [
-        "", "not json", "[" * 100_000, "{}", '{"version": 2, "zone": null, "habits": []}',
+        "",
+        "not json",
+        "[" * 100_000,
+        "{}",
+        '{"version": 2, "zone": null, "habits": []}',
         *(
             json.dumps({"version": 1, "zone": None, "habits": [{**GOOD, name: value}]})
             for name, value in [
-                ("time_s", "9"), ("time_s", 1e999), ("day", 1.5), ("day", 1 << 50), ("first_day", 4), ("seen", 4),
-                ("seen", -1), ("seen", 1 << 42 | 1), ("keys", []), ("keys", ["xyz"]), ("keys", [7]), ("keys", "abcd"),
+                ("time_s", "9"),
+                ("time_s", 1e999),
+                ("day", 1.5),
+                ("day", 1 << 50),
+                ("first_day", 4),
+                ("seen", 4),
+                ("seen", -1),
+                ("seen", 1 << 42 | 1),
+                ("keys", []),
+                ("keys", ["xyz"]),
+                ("keys", [7]),
+                ("keys", "abcd"),
             ]
         ),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_not_ours_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "habits.json"
     path.write_text(content)

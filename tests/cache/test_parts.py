@@ -88,9 +88,12 @@ SOME = st.lists(st.tuples(st.integers(0, 2), st.integers(0, BLOCKS - 1)), max_si
 
 @given(windows=WINDOWS, gone=SOME, lost=SOME, spoiled=SOME, limit=st.integers(0, len(TOKENS)))
 def test_what_is_found_has_all_that_is_seen(
-    windows: tuple[int | None, ...], gone: list[tuple[int, int]], lost: list[tuple[int, int]],
-    spoiled: list[tuple[int, int]], limit: int,
-) -> None:  # fmt: skip
+    windows: tuple[int | None, ...],
+    gone: list[tuple[int, int]],
+    lost: list[tuple[int, int]],
+    spoiled: list[tuple[int, int]],
+    limit: int,
+) -> None:
     store = Losing()
     parts = parts_in(store, windows)
     assert save(parts) == BLOCKS

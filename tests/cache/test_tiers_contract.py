@@ -76,7 +76,10 @@ class TestMemoryOverTheSky(StoreContract):
             return store_over(sky, 2, SharedIndex(journal))
 
         yield Tier(
-            store, most_bytes=far.settings.largest_value_bytes, supplied_by=("memory", "constellation", OUTBOUND),
-            another=another, later=later,
-        )  # fmt: skip
+            store,
+            most_bytes=far.settings.largest_value_bytes,
+            supplied_by=("memory", "constellation", OUTBOUND),
+            another=another,
+            later=later,
+        )
         store.close()

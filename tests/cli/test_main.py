@@ -118,6 +118,10 @@ def test_python_m_skymemory_is_the_same_command() -> None:
 def test_a_reader_that_has_gone_is_no_error() -> None:
     ended = subprocess.run(
         [f"{sys.executable} -m skymemory layout --preset starlink-a | head -c 1; exit ${{PIPESTATUS[0]}}"],
-        shell=True, executable="/bin/bash", capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (ended.returncode, ended.stderr) == (0, "")

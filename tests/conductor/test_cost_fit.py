@@ -56,9 +56,7 @@ def test_what_made_the_times_comes_out_again(gflops: float, attention: float, fi
     Also where a cached token takes longer than one that is computed, as from a slow store: 72 times in the example.
     """
     machine = Machine("m", gflops * 1e9, 1e10, 1e9)
-    truth = CostModel(
-        replace(SMALL, attention_flops=attention), machine, 1.0, fixed_s=fixed_s, cached_token_s=cached_s
-    )  # fmt: skip
+    truth = CostModel(replace(SMALL, attention_flops=attention), machine, 1.0, fixed_s=fixed_s, cached_token_s=cached_s)
     fitted = fit_prefill(points_of(truth, LENGTHS), SMALL)
     assert prefill_errors(fitted, points_of(truth, HELD_OUT)).worst < 1e-3
 
@@ -66,7 +64,7 @@ def test_what_made_the_times_comes_out_again(gflops: float, attention: float, fi
 def test_the_parts_are_told_from_each_other() -> None:
     truth = CostModel(
         replace(SMALL, attention_flops=9.0), Machine("m", 8e10, 1e10, 1e9), 0.4, fixed_s=0.004, cached_token_s=2e-6
-    )  # fmt: skip
+    )
     found = fit_prefill(points_of(truth, LENGTHS), SMALL, truth.machine)
     assert found.mfu == pytest.approx(0.4, rel=1e-3)
     assert found.fixed_s == pytest.approx(0.004, rel=1e-3)
@@ -96,9 +94,7 @@ def steps_of(cost: CostModel, batches: tuple[int, ...], contexts: tuple[int, ...
 @pytest.mark.parametrize("memory_share", [0.3, 0.9])
 @pytest.mark.parametrize("per_request_s", [0.0, 1e-4])
 def test_decoding_comes_out_again(memory_share: float, per_request_s: float) -> None:
-    truth = replace(
-        LLAMA_70B_8xA800, memory_share=memory_share, decode_fixed_s=0.004, decode_request_s=per_request_s
-    )  # fmt: skip
+    truth = replace(LLAMA_70B_8xA800, memory_share=memory_share, decode_fixed_s=0.004, decode_request_s=per_request_s)
     known = replace(LLAMA_70B_8xA800, decode_fixed_s=0.0)
     found = fit_decode(steps_of(truth, (1, 4, 16, 64), (512, 4096, 16384)), known)
     assert decode_errors(found, steps_of(truth, (2, 8, 32), (1024, 8192))).worst < 0.02
@@ -173,9 +169,14 @@ def test_a_file_that_is_none_says_why(change: dict[str, object], complaint: str,
 def test_a_shape_out_of_a_models_config() -> None:
     """LLaMA-2-70B's: 69 billion parameters, and the 320 KiB of KV per token that the paper has."""
     config = {
-        "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "intermediate_size": 28672, "vocab_size": 32000, "torch_dtype": "float16",
-    }  # fmt: skip
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "vocab_size": 32000,
+        "torch_dtype": "float16",
+    }
     shape = shape_of("LLaMA-2-70B", config)
     assert shape.kv_bytes_per_token == 320 << 10 == LLAMA_70B.kv_bytes_per_token
     assert shape.parameters == pytest.approx(69e9, rel=0.01)

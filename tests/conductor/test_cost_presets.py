@@ -35,9 +35,20 @@ from skymemory.reproduce.mooncake.base import COST, FAST_CONTEXTS
 from skymemory.router.settings import read_cost
 
 SPLITWISE_CELLS = (
-    (1, 128), (1, 256), (1, 512), (1, 1024), (1, 2048), (1, 4096), (1, 8192),
-    (2, 512), (4, 512), (8, 512), (16, 512), (32, 512), (64, 512),
-)  # fmt: skip
+    (1, 128),
+    (1, 256),
+    (1, 512),
+    (1, 1024),
+    (1, 2048),
+    (1, 4096),
+    (1, 8192),
+    (2, 512),
+    (4, 512),
+    (8, 512),
+    (16, 512),
+    (32, 512),
+    (64, 512),
+)
 """Batch and prompt, 128 tokens of answer each: contexts are 64 tokens longer in the middle."""
 A100_STEPS_MS = (43.03, 43.48, 44.85, 44.97, 45.44, 46.48, 46.51, 44.56, 45.79, 46.47, 50.44, 53.02, 71.61)
 H100_STEPS_MS = (29.87, 28.27, 29.76, 29.74, 31.05, 30.56, 31.41, 30.26, 31.79, 32.50, 34.17, 38.62, 50.16)
@@ -46,8 +57,11 @@ A100_PREFILLS_MS = (65.3, 66.8, 94.3, 154.5, 274.2, 661.2, 1549.8)
 H100_PREFILLS_MS = (58.2, 51.7, 53.4, 77.9, 136.8, 390.3, 844.9)
 
 LMDEPLOY_STEPS_MS = {
-    1: (29, 29, 31, 31, 31), 16: (30, 30, 33, 35, 36), 32: (32, 32, 36, 40, 43), 64: (37, 37, 43, 50, 55),
-}  # fmt: skip
+    1: (29, 29, 31, 31, 31),
+    16: (30, 30, 33, 35, 36),
+    32: (32, 32, 36, 40, 43),
+    64: (37, 37, 43, 50, 55),
+}
 LMDEPLOY_PROMPTS_AND_ANSWERS = ((1, 128), (128, 128), (128, 2048), (2048, 128), (2048, 2048))
 
 L4_SHORT_MS = {1: 58.3, 4: 60.0, 16: 61.8, 32: 67.9, 64: 75.7}
@@ -167,9 +181,15 @@ def test_the_same_cards_with_slower_memory_take_what_another_author_measured() -
 def test_another_model_on_the_l4_takes_what_was_published_of_it() -> None:
     """Qwen3-8B, answers of some 6,500 tokens, one, four and ten at once: contexts thirty times as long as fitted."""
     config = {
-        "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "torch_dtype": "bfloat16",
+    }
     other = replace(QWEN_7B_L4, shape=shape_of("Qwen3-8B", config))
     published = [(1, 6_931, 0.0646), (4, 6_479, 0.0732), (10, 6_554, 0.0810)]
     points = [DecodePoint(batch, batch * (45 + answer / 2), seconds) for batch, answer, seconds in published]
@@ -179,9 +199,14 @@ def test_another_model_on_the_l4_takes_what_was_published_of_it() -> None:
 
 def test_the_shape_is_that_of_the_configuration() -> None:
     config = {
-        "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "intermediate_size": 18944, "vocab_size": 152064, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "torch_dtype": "bfloat16",
+    }
     found = shape_of("Qwen2.5-7B", config)
     assert found == replace(QWEN_7B, parameters=found.parameters, weight_flops=found.weight_flops)
     assert (QWEN_7B.parameters, QWEN_7B.weight_flops) == pytest.approx((found.parameters, found.weight_flops), rel=1e-3)

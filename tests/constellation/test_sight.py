@@ -57,11 +57,16 @@ def test_a_day_over_every_real_preset(name: str) -> None:
 
 
 @given(
-    planes=st.integers(1, 40), slots=st.integers(1, 40), altitude_m=st.floats(2e5, 1.9e6),
-    inclination=st.floats(5, 175), phase=st.integers(0, 5),
-    latitude=st.floats(-90, 90), longitude=st.floats(-180, 180), now_s=st.floats(0, 1e6),
+    planes=st.integers(1, 40),
+    slots=st.integers(1, 40),
+    altitude_m=st.floats(2e5, 1.9e6),
+    inclination=st.floats(5, 175),
+    phase=st.integers(0, 5),
+    latitude=st.floats(-90, 90),
+    longitude=st.floats(-180, 180),
+    now_s=st.floats(0, 1e6),
     mask=st.floats(0, 80),
-)  # fmt: skip
+)
 @settings(max_examples=150)
 def test_any_shell_over_any_place(planes, slots, altitude_m, inclination, phase, latitude, longitude, now_s, mask):
     shell = Shell(planes, slots, altitude_m, inclination, phase)

@@ -85,9 +85,7 @@ def test_opposite_on_a_ring_goes_north_and_west() -> None:
 def test_directions_wrap_and_come_in_the_order_of_the_figures() -> None:
     torus = Torus(planes=5, slots_per_plane=19)
     north, east, south, west = torus.neighbours(SatelliteId(0, 18))
-    assert (north, east, south, west) == (
-        SatelliteId(4, 18), SatelliteId(0, 0), SatelliteId(1, 18), SatelliteId(0, 17)
-    )  # fmt: skip
+    assert (north, east, south, west) == (SatelliteId(4, 18), SatelliteId(0, 0), SatelliteId(1, 18), SatelliteId(0, 17))
     assert SatelliteId(4, 18).label == "sat 19, orb 5"
 
 

@@ -327,11 +327,17 @@ class StoreContract:
         with store, store:
             pass
         calls: list[Callable[[], object]] = [
-            lambda: store.lookup([key(1)]), lambda: store.prefix([key(1)]), lambda: store.get_many([]),
-            lambda: store.complete_load(load), lambda: store.put_many([]), lambda: store.complete_store(put),
-            lambda: store.touch([key(1)]), lambda: store.pin([key(1)], 5.0), lambda: store.delete([key(1)]),
+            lambda: store.lookup([key(1)]),
+            lambda: store.prefix([key(1)]),
+            lambda: store.get_many([]),
+            lambda: store.complete_load(load),
+            lambda: store.put_many([]),
+            lambda: store.complete_store(put),
+            lambda: store.touch([key(1)]),
+            lambda: store.pin([key(1)], 5.0),
+            lambda: store.delete([key(1)]),
             lambda: store.estimate_load_s([key(1)], 0.0),
-        ]  # fmt: skip
+        ]
         for call in calls:
             with pytest.raises(InvalidInput, match="closed"):
                 call()
@@ -477,9 +483,13 @@ class StoreContract:
         assert all(tier.store.put_many(items, places if placed else ()))
         absent = key(99)
         for asked, whole in (
-            ([absent, *keys[1:]], 0), ([keys[0], absent, *keys[2:]], 1), ([*keys[:5], absent, *keys[6:]], 5),
-            ([*keys[4:], *keys[:4]], 8), ([keys[2], keys[1], absent, keys[3]], 2), ([absent] * 8, 0),
-        ):  # fmt: skip
+            ([absent, *keys[1:]], 0),
+            ([keys[0], absent, *keys[2:]], 1),
+            ([*keys[:5], absent, *keys[6:]], 5),
+            ([*keys[4:], *keys[:4]], 8),
+            ([keys[2], keys[1], absent, keys[3]], 2),
+            ([absent] * 8, 0),
+        ):
             assert tier.store.prefix(asked) == whole
 
     def test_to_store_again_heals_what_was_stored_without_places_or_in_others(self, tier: Tier) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/benchmarks.md").read_text("utf-8")
-REACHED = {cells[3].strip().strip("`"): cells[2].strip() for cells in (
-    line.split("|") for line in reversed(PAGE.splitlines()) if line.startswith("| ")
-)}  # fmt: skip
+REACHED = {
+    cells[3].strip().strip("`"): cells[2].strip()
+    for cells in (line.split("|") for line in reversed(PAGE.splitlines()) if line.startswith("| "))
+}
 """By command; the first row of each."""
 
 

@@ -147,10 +147,11 @@ def test_modules_are_where_the_page_says(page: Path) -> None:
     inline = [name for code in INLINE_CODE.findall(FENCE.sub("", text)) for name in DOTTED.findall(code)]
     imported = [
         f"{module}.{name.split()[0]}"
-        for _, _, language, body in FENCE.findall(text) if language == "python"
+        for _, _, language, body in FENCE.findall(text)
+        if language == "python"
         for module, names in re.findall(r"^from (skymemory[\w.]*) import (.+)$", body, re.MULTILINE)
         for name in names.split(", ")
-    ]  # fmt: skip
+    ]
     assert [name for name in inline + imported if not _is_there(name)] == []
 
 
@@ -163,9 +164,10 @@ def test_every_page_can_be_reached_from_the_readme_or_the_index() -> None:
             continue
         reached.add(page)
         waiting += [
-            (page.parent / link.partition("#")[0]).resolve() for link in _links(page)
+            (page.parent / link.partition("#")[0]).resolve()
+            for link in _links(page)
             if link.partition("#")[0].endswith(".md") and ":" not in link
-        ]  # fmt: skip
+        ]
     assert [_name(page) for page in PAGES if page not in reached] == []
 
 

@@ -91,10 +91,18 @@ def at(packed: bytes, rows: list[list[str]], name: str) -> bytes:
 
 def test_the_names_of_the_sky_header_are_at_their_places():
     values = {
-        "flags": 0x11, "hop_limit": 0x12, "hop_count": 0x13, "congestion": 0x1415, "timestamp_us": 0x16171819,
-        "slot_moves": -5, "plane_moves": -6, "credit": 0x1A1B, "key_id": 0x1C1D, "ground": 0x1E1F2021,
+        "flags": 0x11,
+        "hop_limit": 0x12,
+        "hop_count": 0x13,
+        "congestion": 0x1415,
+        "timestamp_us": 0x16171819,
+        "slot_moves": -5,
+        "plane_moves": -6,
+        "credit": 0x1A1B,
+        "key_id": 0x1C1D,
+        "ground": 0x1E1F2021,
         "request_id": 0x22232425,
-    }  # fmt: skip
+    }
     header = SkyHeader(Op.LISTED, Address(0xABC, 0xDEF, 0x12), Address(1, 2, 0xFF), status=Status.NO_ROUTE, **values)
     packed, rows = header.pack(0xCAFEBABE), table("SKY header", "offset")
     for name, value in values.items():
@@ -115,11 +123,23 @@ def test_the_names_of_the_chunk_reference_and_the_presence_are_at_their_places()
     for packed, section in ((ref, "Chunk reference"), (presence, "Presences")):
         rows = table(section, "offset")
         expected = {
-            "number": 0x32, "chunks": 0x32333435, "length": 0x363738, "crc": 0x393A3B3C, "value_bytes": 0x3D3E3F40,
-            "value_crc": 0x41424344, "servers": 0x2223, "server": 0x0406, "strategy": 0x21, "flags": 0, "spare": 0,
+            "number": 0x32,
+            "chunks": 0x32333435,
+            "length": 0x363738,
+            "crc": 0x393A3B3C,
+            "value_bytes": 0x3D3E3F40,
+            "value_crc": 0x41424344,
+            "servers": 0x2223,
+            "server": 0x0406,
+            "strategy": 0x21,
+            "flags": 0,
+            "spare": 0,
             "replica": 0,
-            "slot_moves": -7, "plane_moves": -8, "held": 0x4546, "key": int.from_bytes(bytes(range(32)), "big"),
-        }  # fmt: skip
+            "slot_moves": -7,
+            "plane_moves": -8,
+            "held": 0x4546,
+            "key": int.from_bytes(bytes(range(32)), "big"),
+        }
         for row in rows:
             value = expected[row[2]]
             assert int.from_bytes(at(packed, rows, row[2]), "big", signed=value < 0) == value, row
@@ -165,8 +185,12 @@ def test_limits():
 def test_secondary_headers():
     rows = table("Secondary headers", "kind")
     assert [(row[0], int(row[1]), int(row[2])) for row in rows] == [
-        ("command", 6, 1), ("command", 7, 1), ("telemetry", 6, 4), ("telemetry", 10, 2), ("telemetry", 12, 4),
-    ]  # fmt: skip
+        ("command", 6, 1),
+        ("command", 7, 1),
+        ("telemetry", 6, 4),
+        ("telemetry", 10, 2),
+        ("telemetry", 12, 4),
+    ]
     assert pack_command(0x77, 0, 100)[6:] == b"\x77\0"
 
 

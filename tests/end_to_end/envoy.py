@@ -76,9 +76,21 @@ def running_envoy(config: dict[str, Any], folder: Path, log: str = "warning") ->
     file, admin_file = folder / "envoy.json", folder / "admin"
     file.write_text(json.dumps(config))
     command = [
-        str(envoy_binary()), "-c", str(file), "--use-dynamic-base-id", "--concurrency", "1", "-l", log,
-        "--admin-address-path", str(admin_file), "--drain-time-s", "1", "--parent-shutdown-time-s", "2",
-    ]  # fmt: skip
+        str(envoy_binary()),
+        "-c",
+        str(file),
+        "--use-dynamic-base-id",
+        "--concurrency",
+        "1",
+        "-l",
+        log,
+        "--admin-address-path",
+        str(admin_file),
+        "--drain-time-s",
+        "1",
+        "--parent-shutdown-time-s",
+        "2",
+    ]
     with (folder / "envoy.log").open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, text=True, start_new_session=True)
     try:

@@ -65,13 +65,19 @@ class Authority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), False)
             .add_extension(
                 x509.KeyUsage(
-                    digital_signature=True, key_cert_sign=is_authority, crl_sign=is_authority,
-                    content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
-                    encipher_only=False, decipher_only=False,
+                    digital_signature=True,
+                    key_cert_sign=is_authority,
+                    crl_sign=is_authority,
+                    content_commitment=False,
+                    key_encipherment=False,
+                    data_encipherment=False,
+                    key_agreement=False,
+                    encipher_only=False,
+                    decipher_only=False,
                 ),
                 True,
             )
-        )  # fmt: skip
+        )
         if not is_authority:
             names = [x509.DNSName(NAMES[0]), x509.IPAddress(ipaddress.ip_address(NAMES[1]))]
             building = building.add_extension(x509.SubjectAlternativeName(names), False)
@@ -106,8 +112,12 @@ def new_key(file: Path, tenant: str) -> str:
     """By the command that an operator gives."""
     said = subprocess.run(
         [sys.executable, "-m", "skymemory", "keys", "api", str(file), tenant],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
     return said.stdout.strip()
 
 
@@ -135,9 +145,21 @@ def real_door(folder: Path, engines: list[str], tenants: str, settings: str = ""
     file = folder / "router.toml"
     file.write_text(settings + "".join(f'\n[[backends]]\nurl = "{url}"\n' for url in engines))
     process = Process(
-        "-m", "skymemory", "route", "--listen", "127.0.0.1:0", "--settings", str(file), "--api-keys", str(key_file),
-        "--tls-cert", str(chain), "--tls-key", str(key), *words,
-    )  # fmt: skip
+        "-m",
+        "skymemory",
+        "route",
+        "--listen",
+        "127.0.0.1:0",
+        "--settings",
+        str(file),
+        "--api-keys",
+        str(key_file),
+        "--tls-cert",
+        str(chain),
+        "--tls-key",
+        str(key),
+        *words,
+    )
     try:
         port = int(process.says(r"listening on https://127\.0\.0\.1:(\d+)")[1])
         yield Door(process, port, folder, authority, keys, engines)

@@ -62,9 +62,13 @@ class Load:
             self.serials.add(str(peer["serialNumber"]))
         reader, writer = kept
         body = json.dumps(
-            {"model": "small", "prompt": f"{number} " * 20, "stream": stream,
-             "mock": {"first_byte_s": 0.02, "events": 4, "gap_s": 0.03}}
-        ).encode()  # fmt: skip
+            {
+                "model": "small",
+                "prompt": f"{number} " * 20,
+                "stream": stream,
+                "mock": {"first_byte_s": 0.02, "events": 4, "gap_s": 0.03},
+            }
+        ).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.key()}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

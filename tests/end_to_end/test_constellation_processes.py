@@ -155,9 +155,12 @@ def test_a_dead_host_is_shown_and_down_still_works(sky: Sky) -> None:
     status = sky.status()
     assert not status["healthy"]
     assert {host["name"]: (host["state"], host["answering"]) for host in status["hosts"]} == {
-        "host-0": ("running", 19), "host-1": ("running", 19), "host-2": ("running", 19),
-        "host-3": ("dead", 0), "host-4": ("running", 19),
-    }  # fmt: skip
+        "host-0": ("running", 19),
+        "host-1": ("running", 19),
+        "host-2": ("running", 19),
+        "host-3": ("dead", 0),
+        "host-4": ("running", 19),
+    }
     assert "4 of 5 hosts alive" in sky("constellation", "up", "--base-port", "auto").stderr
     assert sky("constellation", "down").stdout == "stopped 4 host processes\n"
 

@@ -38,8 +38,10 @@ def test_a_plane_dies_and_returns_and_no_byte_is_wrong(tmp_path: Path) -> None:
     assert (one["copies"], one["values"], two["copies"], two["values"]) == (1, 4, 2, 4)
     for kind in (one, two):
         (right, reads), (right_down, reads_down), (right_after, reads_after) = (
-            kind["before"], kind["while_down"], kind["after"]
-        )  # fmt: skip
+            kind["before"],
+            kind["while_down"],
+            kind["after"],
+        )
         assert right + right_down + right_after == kind["right"] > 10
         assert reads + reads_down + reads_after == kind["right"] + kind["missed"]
         assert kind["missed"] == kind["recomputed"] + kind["recompute_refused"]

@@ -21,15 +21,32 @@ def sky(tmp_path: Path) -> Iterator[object]:
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "skymemory", *words], env=environment, cwd=tmp_path, capture_output=True, text=True,
+            [sys.executable, "-m", "skymemory", *words],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
             timeout=240,
-        )  # fmt: skip
+        )
 
     up = run(
-        "constellation", "up", "--base-port", "auto", "--hosts", "1", "--delay", "off",
-        "--memory-per-satellite", "1MiB",
-        "--eviction", "lazy,gossip,periodic,migration", "--replacement", "lfuda", "--sweep", "2s",
-    )  # fmt: skip
+        "constellation",
+        "up",
+        "--base-port",
+        "auto",
+        "--hosts",
+        "1",
+        "--delay",
+        "off",
+        "--memory-per-satellite",
+        "1MiB",
+        "--eviction",
+        "lazy,gossip,periodic,migration",
+        "--replacement",
+        "lfuda",
+        "--sweep",
+        "2s",
+    )
     assert up.returncode == 0, up.stderr
     yield run
     run("constellation", "down")
@@ -73,7 +90,9 @@ def test_wrong_policies_are_refused_before_anything_starts(tmp_path: Path) -> No
     ):
         answer = subprocess.run(
             [sys.executable, "-m", "skymemory", "constellation", "up", "--run-dir", str(tmp_path / "run"), *words],
-            capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
         assert answer.returncode != 0 and expected in answer.stderr
         assert "Traceback" not in answer.stderr

@@ -37,9 +37,13 @@ class Sky:
 
     def python(self, code: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", code], env=self.environment, cwd=self.folder, capture_output=True, text=True,
+            [sys.executable, "-c", code],
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
             timeout=280,
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture
@@ -183,9 +187,13 @@ def test_a_prompt_of_one_process_is_served_to_another_and_survives_a_dead_host(s
 
     shared_prompt.save_tokenizer(sky.folder)
     getter = subprocess.Popen(
-        [sys.executable, "-m", "tests.end_to_end.shared_prompt", str(sky.folder)], env=sky.environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.end_to_end.shared_prompt", str(sky.folder)],
+        env=sky.environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         plain = shared_prompt.add(sky.folder, f"constellation://{sky.run_dir}")  # while the other one loads torch
         assert getter.stdout is not None and getter.stdin is not None

@@ -55,15 +55,25 @@ def became(door: Door, *command: str | Path, cwd: Path = HERE) -> dict[str, str]
     """What a client's script says of its checks."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
-        "DOOR_URL": f"{door.url}/v1", "DOOR_KEY": door.keys["gold"], "DOOR_SMALL_KEY": door.keys["small"],
-        "SSL_CERT_FILE": str(door.authority.file), "NODE_EXTRA_CA_CERTS": str(door.authority.file),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGCHAIN_TRACING_V2": "false", "NO_PROXY": "*",
+        "DOOR_URL": f"{door.url}/v1",
+        "DOOR_KEY": door.keys["gold"],
+        "DOOR_SMALL_KEY": door.keys["small"],
+        "SSL_CERT_FILE": str(door.authority.file),
+        "NODE_EXTRA_CA_CERTS": str(door.authority.file),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LANGCHAIN_TRACING_V2": "false",
+        "NO_PROXY": "*",
         "PYTHONDONTWRITEBYTECODE": "1",
-    }  # fmt: skip
+    }
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and done.stdout, done.stderr
     told: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return told
@@ -150,12 +160,23 @@ def told_by_page(door: Door, pages: PageServer, host: str, profile: Path) -> dic
     pages.has_told.clear()
     browser = subprocess.Popen(
         [
-            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--ignore-certificate-errors",
-            "--no-proxy-server", f"--user-data-dir={profile}", pages.origin(host),
+            BROWSER,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--ignore-certificate-errors",
+            "--no-proxy-server",
+            f"--user-data-dir={profile}",
+            pages.origin(host),
         ],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
     try:
         came = pages.has_told.wait(120)
     finally:

@@ -148,9 +148,7 @@ def test_of_two_tiers_the_far_one_dies_in_mid_load(model: Any, ids: Any, plain: 
     def dies() -> None:
         far.outage = "complete_load"
 
-    tiers = TieredStore(
-        [(near, TierSettings(local=True)), (Breaking(far, dies), TierSettings(verify=is_sound_block))]
-    )  # fmt: skip
+    tiers = TieredStore([(near, TierSettings(local=True)), (Breaking(far, dies), TierSettings(verify=is_sound_block))])
     with cake(model, tiers, "load") as kvc:
         assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
         tokens = kvc.last.hit_tokens

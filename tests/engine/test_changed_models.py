@@ -155,7 +155,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "its configuration": (lambda: build("Mistral 0.1"), lambda model: setattr(model.config, "sliding_window", 5)),
     "an attention of its own": (build_small, attend_otherwise),
     "a forward replaced": (build_small, replace_forward),
-}  # fmt: skip
+}
 
 
 def greedy(model: Any, ids: Any, cache: Any = None) -> list[int]:

@@ -36,17 +36,39 @@ def prompt() -> Any:
 
 
 EACH_KIND = {
-    "Llama", "GPT-2", "Bloom", "Qwen3 MoE", "Gemma 3", "gpt-oss", "Llama 4", "DeepSeek V3", "Qwen3-Next", "Falcon-H1",
+    "Llama",
+    "GPT-2",
+    "Bloom",
+    "Qwen3 MoE",
+    "Gemma 3",
+    "gpt-oss",
+    "Llama 4",
+    "DeepSeek V3",
+    "Qwen3-Next",
+    "Falcon-H1",
     "LFM2",
-}  # fmt: skip
+}
 """One of every kind that differs for a cache."""
 QUICK = {"Llama", "Gemma 3", "DeepSeek V3", "LFM2"}
 """Whole attention, windows, compressed keys, states: all others run with the slow tests."""
 LIKE_THEM = {
-    "Falcon, ALiBi", "GPT-BigCode", "OPT", "Mistral 0.1", "Mistral 0.1, a window shorter than a block", "Phi-3",
-    "Gemma 2", "Gemma 3n", "Bamba", "Qwen2 with a window", "Cohere 2", "DeepSeek V2", "Granite 4", "Nemotron-H",
-    "OLMo hybrid", "Zamba2",
-}  # fmt: skip
+    "Falcon, ALiBi",
+    "GPT-BigCode",
+    "OPT",
+    "Mistral 0.1",
+    "Mistral 0.1, a window shorter than a block",
+    "Phi-3",
+    "Gemma 2",
+    "Gemma 3n",
+    "Bamba",
+    "Qwen2 with a window",
+    "Cohere 2",
+    "DeepSeek V2",
+    "Granite 4",
+    "Nemotron-H",
+    "OLMo hybrid",
+    "Zamba2",
+}
 """The others are in the matrix alone."""
 
 
@@ -136,9 +158,13 @@ def test_what_passes_over_its_states_is_refused_where_rounding_hides_it(name: st
 
 def test_what_the_model_itself_raises_of_a_cache_is_a_refusal() -> None:
     config = transformers.ProphetNetConfig(
-        vocab_size=128, hidden_size=32, num_encoder_layers=2, num_decoder_layers=2, num_decoder_attention_heads=4,
+        vocab_size=128,
+        hidden_size=32,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        num_decoder_attention_heads=4,
         decoder_ffn_dim=64,
-    )  # fmt: skip
+    )
     config.is_decoder, config.is_encoder_decoder = True, False
     with pytest.raises(UnsupportedModel, match="decoder_input_ids"):
         KVCManager(transformers.ProphetNetForCausalLM(config).eval())

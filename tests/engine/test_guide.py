@@ -137,8 +137,20 @@ def test_an_image() -> None:
 
 
 def test_every_block_of_the_guide_is_run_here_or_with_the_documented_examples() -> None:
-    run = ("padding_side", "* 4", "Where?", "num_beams", "prompt_lookup", "apply_chat", "begin()", "LoraConfig",
-           "processor(", "open_store", "describe()", "ready_model")  # fmt: skip
+    run = (
+        "padding_side",
+        "* 4",
+        "Where?",
+        "num_beams",
+        "prompt_lookup",
+        "apply_chat",
+        "begin()",
+        "LoraConfig",
+        "processor(",
+        "open_store",
+        "describe()",
+        "ready_model",
+    )
     assert not [one for one in BLOCKS if not any(words in one for words in run)]
 
 

@@ -112,9 +112,12 @@ def expected_blocks(kvc: KVCManager, ids: Any) -> int:
 
 @settings(max_examples=8)
 @given(
-    name=st.sampled_from(WINDOWED[:3]), window=st.sampled_from([3, 9, 20, 33]), block=st.sampled_from([1, 4, 8, 13]),
-    tokens=st.integers(1, 120), gone=st.lists(st.tuples(st.integers(0, 1), st.floats(0, 1)), max_size=4),
-)  # fmt: skip
+    name=st.sampled_from(WINDOWED[:3]),
+    window=st.sampled_from([3, 9, 20, 33]),
+    block=st.sampled_from([1, 4, 8, 13]),
+    tokens=st.integers(1, 120),
+    gone=st.lists(st.tuples(st.integers(0, 1), st.floats(0, 1)), max_size=4),
+)
 @example(name="Gemma 3", window=20, block=8, tokens=64, gone=[])
 @example(name="Gemma 3", window=9, block=8, tokens=65, gone=[(1, 0.99)])
 @example(name="Mistral 0.1", window=20, block=8, tokens=100, gone=[(0, 0.0)])

@@ -342,9 +342,13 @@ def seeing() -> Any:
     import transformers
 
     text = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=128,
-    )  # fmt: skip
+    )
     vision = transformers.CLIPVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
     )
@@ -385,15 +389,32 @@ def test_another_image_is_another_prompt() -> None:
 
 def counting_positions() -> Any:
     """A small Qwen2.5-VL: it remembers where the last image left its positions."""
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": 128,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}  # fmt: skip
-    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
-              "intermediate_size": 64, "fullatt_block_indexes": [1]}  # fmt: skip
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+        "intermediate_size": 64,
+        "fullatt_block_indexes": [1],
+    }
     config = transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=99, video_token_id=98, vision_start_token_id=97,
+        text_config=text,
+        vision_config=vision,
+        image_token_id=99,
+        video_token_id=98,
+        vision_start_token_id=97,
         vision_end_token_id=96,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
     with torch.no_grad():
@@ -440,9 +461,14 @@ def test_a_token_for_images_that_a_part_of_the_configuration_names() -> None:
     part = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     vision = {**part, "num_hidden_layers": 1, "image_size": 28, "crop_size": 28, "patch_size": 14, "image_token_id": 99}
     audio = {
-        **part, "num_blocks": 1, "input_size": 8, "ext_pw_out_channel": 32, "nemo_conv_channels": 32,
-        "depthwise_separable_out_channel": 32, "audio_token_id": 98,
-    }  # fmt: skip
+        **part,
+        "num_blocks": 1,
+        "input_size": 8,
+        "ext_pw_out_channel": 32,
+        "nemo_conv_channels": 32,
+        "depthwise_separable_out_channel": 32,
+        "audio_token_id": 98,
+    }
     config = transformers.Phi4MultimodalConfig(**text, vision_config=vision, audio_config=audio)
     torch.manual_seed(0)
     with manager(transformers.Phi4MultimodalForCausalLM(config).eval(), None, weights="w") as kvc:
@@ -539,8 +565,10 @@ def test_what_is_no_prompt_is_refused_by_name(kvc: KVCManager, prompt: Any, said
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 def test_a_mask_of_any_kind_leaves_the_padding_out(ids: Any, kvc: KVCManager, kind: Any) -> None:
-    padded = {name: torch.nn.functional.pad(value, (7, 0)) for name, value in
-              {"input_ids": ids, "attention_mask": torch.ones_like(ids).to(kind)}.items()}  # fmt: skip
+    padded = {
+        name: torch.nn.functional.pad(value, (7, 0))
+        for name, value in {"input_ids": ids, "attention_mask": torch.ones_like(ids).to(kind)}.items()
+    }
     assert kvc.get_cache(padded).result.cached_tokens == 320
 
 
@@ -566,9 +594,12 @@ def test_a_processor_is_as_good_as_its_tokenizer(talker: Any, chatty: Any, docum
     words = copy.deepcopy(chatty)
     words.add_special_tokens({"additional_special_tokens": ["<image>"]})
     processor = transformers.LlavaProcessor(
-        transformers.CLIPImageProcessor(), words, patch_size=8, vision_feature_select_strategy="default",
+        transformers.CLIPImageProcessor(),
+        words,
+        patch_size=8,
+        vision_feature_select_strategy="default",
         chat_template=TEMPLATE,
-    )  # fmt: skip
+    )
     messages = [{"role": "user", "content": document[:600]}]
     with manager(talker, words) as kvc, manager(talker, processor, kvc.store) as processing:
         assert processing.context == kvc.context

@@ -25,10 +25,17 @@ _PROMPT = native.chain_hashes(np.arange(12, dtype="<u4").tobytes(), 4 * _BLOCK_T
 def _stored(first: int, last: int, mapped: bool, **more: object) -> object:
     parent = _NAMES[first - 1] if first else None
     fields = {
-        "block_hashes": _NAMES[first:last], "parent_block_hash": parent, "token_ids": list(range(2 * first, 2 * last)),
-        "block_size": _BLOCK_TOKENS, "lora_id": None, "medium": "GPU", "lora_name": None,
-        "extra_keys": [None] * (last - first), "group_idx": 0, **more,
-    }  # fmt: skip
+        "block_hashes": _NAMES[first:last],
+        "parent_block_hash": parent,
+        "token_ids": list(range(2 * first, 2 * last)),
+        "block_size": _BLOCK_TOKENS,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [None] * (last - first),
+        "group_idx": 0,
+        **more,
+    }
     return {"type": "BlockStored", **fields} if mapped else ["BlockStored", *fields.values()]
 
 

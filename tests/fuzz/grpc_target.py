@@ -28,11 +28,16 @@ _MOST_BYTES = 64 << 10
 _MESSAGES = [
     each.SerializeToString()
     for each in (
-        request_headers(), request_headers(GET, end=True), request_body(a_completion()), request_body(b"{", end=False),
-        response_headers(), response_body(b'{"usage": {"prompt_tokens": 3}}'), response_headers(503, end=True),
+        request_headers(),
+        request_headers(GET, end=True),
+        request_body(a_completion()),
+        request_body(b"{", end=False),
+        response_headers(),
+        response_body(b'{"usage": {"prompt_tokens": 3}}'),
+        response_headers(503, end=True),
         health_pb2.HealthCheckRequest(service="readiness"),
     )
-]  # fmt: skip
+]
 
 
 def _headers(path: str) -> bytes:
@@ -44,10 +49,15 @@ _HEADERS = [_headers(f"/{SERVICE}/Process")] * 4 + [
     _headers(path) for path in ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", "/nothing")
 ]
 _OTHERS = [
-    (h.SETTINGS, h.SETTING.pack(h.SET_INITIAL_WINDOW, 10)), (h.SETTINGS, h.SETTING.pack(h.SET_INITIAL_WINDOW, 1 << 20)),
-    (h.WINDOW_UPDATE, h.WORD.pack(5000)), (h.RST_STREAM, h.WORD.pack(8)), (h.PING, bytes(8)), (h.GOAWAY, bytes(8)),
-    (h.CONTINUATION, _HEADERS[0][5:]), (h.PRIORITY, bytes(5)),
-]  # fmt: skip
+    (h.SETTINGS, h.SETTING.pack(h.SET_INITIAL_WINDOW, 10)),
+    (h.SETTINGS, h.SETTING.pack(h.SET_INITIAL_WINDOW, 1 << 20)),
+    (h.WINDOW_UPDATE, h.WORD.pack(5000)),
+    (h.RST_STREAM, h.WORD.pack(8)),
+    (h.PING, bytes(8)),
+    (h.GOAWAY, bytes(8)),
+    (h.CONTINUATION, _HEADERS[0][5:]),
+    (h.PRIORITY, bytes(5)),
+]
 
 
 class _Transport:

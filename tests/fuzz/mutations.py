@@ -12,8 +12,31 @@ import zlib
 from skymemory import native
 from skymemory.protocol.wire import CHUNK_REF_BYTES, COMMAND_BYTES, SKY_BYTES, TELEMETRY_BYTES, Op
 
-AWKWARD = (0, 1, 2, 7, 8, 9, 63, 64, 127, 128, 255, 256, 300, 2500, 4095, 4096, 0x7FFF, 0x8000, 0xFFFF, 1 << 16,
-           (1 << 31) - 1, 1 << 31, (1 << 32) - 1)  # fmt: skip
+AWKWARD = (
+    0,
+    1,
+    2,
+    7,
+    8,
+    9,
+    63,
+    64,
+    127,
+    128,
+    255,
+    256,
+    300,
+    2500,
+    4095,
+    4096,
+    0x7FFF,
+    0x8000,
+    0xFFFF,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+)
 _CHUNK_LENGTH_AT, _CHUNK_CRC_AT = 40, 44
 _BULK = (Op.SET, Op.MIGRATE, Op.DATA)
 

@@ -43,10 +43,20 @@ from skymemory.testbed.plan_file import from_json, to_json
 
 Target = Callable[[random.Random], None]
 _UNPACKERS: tuple[Callable[[bytes], object], ...] = (
-    messages.unpack_keys, messages.unpack_presences, messages.unpack_listed, messages.unpack_list,
-    messages.unpack_moves, messages.unpack_count, messages.unpack_housekeeping, Selection.unpack, ChunkRef.unpack,
-    SkyHeader.unpack, messages.parse_packet, parse_header, Capabilities.unpack_unsupported,
-)  # fmt: skip
+    messages.unpack_keys,
+    messages.unpack_presences,
+    messages.unpack_listed,
+    messages.unpack_list,
+    messages.unpack_moves,
+    messages.unpack_count,
+    messages.unpack_housekeeping,
+    Selection.unpack,
+    ChunkRef.unpack,
+    SkyHeader.unpack,
+    messages.parse_packet,
+    parse_header,
+    Capabilities.unpack_unsupported,
+)
 _TRAFFIC = [*SOUND, *bulk(Op.SET, servers=9), *bulk(Op.MIGRATE)]
 _ANSWERS = [*bulk(Op.DATA, 2), *bulk(Op.DATA, 1), *SOUND]
 _LIFE = 64
@@ -153,10 +163,12 @@ def bodies(dice: random.Random) -> None:
 _HASHES = [bytes([n]) * 32 for n in range(1, 6)]
 _INFOS = [BlockInfo(n + 1, n * 100, n, float(n), n, -n, ("hop", "rotation")[n % 2], 9, b"c") for n in range(5)]
 _LOG = [
-    encode_record(RecordOp.ADD, _HASHES, _INFOS), encode_record(RecordOp.REMOVE, _HASHES[2:4]),
+    encode_record(RecordOp.ADD, _HASHES, _INFOS),
+    encode_record(RecordOp.REMOVE, _HASHES[2:4]),
     encode_record(RecordOp.ADD, _HASHES[2:3], _INFOS[:1], start=2, parent=_HASHES[1]),
-    encode_record(RecordOp.REMOVE_CONTEXT, context=b"c"), encode_record(RecordOp.CLEAR),
-]  # fmt: skip
+    encode_record(RecordOp.REMOVE_CONTEXT, context=b"c"),
+    encode_record(RecordOp.CLEAR),
+]
 
 
 def _sealed(data: bytes, crc_at: int, end: int | None = None) -> bytes:
@@ -234,10 +246,16 @@ def _values(part: object) -> list[object]:
 
 
 TARGETS: dict[str, tuple[Callable[[], Target], float]] = {
-    "satellite": (SatelliteTarget, 0.31), "client": (ClientTarget, 0.23), "bodies": (lambda: bodies, 0.19),
-    "journal": (lambda: journal, 0.08), "snapshot": (lambda: snapshot, 0.07), "plan": (lambda: plan, 0.05),
-    "events": (EventsTarget, 0.03), "metrics": (lambda: metrics, 0.02), "grpc": (GrpcTarget, 0.02),
-}  # fmt: skip
+    "satellite": (SatelliteTarget, 0.31),
+    "client": (ClientTarget, 0.23),
+    "bodies": (lambda: bodies, 0.19),
+    "journal": (lambda: journal, 0.08),
+    "snapshot": (lambda: snapshot, 0.07),
+    "plan": (lambda: plan, 0.05),
+    "events": (EventsTarget, 0.03),
+    "metrics": (lambda: metrics, 0.02),
+    "grpc": (GrpcTarget, 0.02),
+}
 """Each with its share of the inputs."""
 
 

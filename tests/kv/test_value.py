@@ -68,9 +68,20 @@ def test_garbage_is_malformed(garbage: bytes) -> None:
 def forged(**fields: int | bytes) -> bytes:
     """A header with a valid checksum and whatever a hostile sender puts in it."""
     known: dict[str, int | bytes] = {
-        "magic": b"SKYV", "version": 1, "codec": 0, "dtype": 0, "zero": 0, "raw": 0, "payload": 0,
-        "layers": 0, "heads": 0, "dim": 0, "tokens": 0, "name_bytes": 0, "reserved": bytes(18),
-    }  # fmt: skip
+        "magic": b"SKYV",
+        "version": 1,
+        "codec": 0,
+        "dtype": 0,
+        "zero": 0,
+        "raw": 0,
+        "payload": 0,
+        "layers": 0,
+        "heads": 0,
+        "dim": 0,
+        "tokens": 0,
+        "name_bytes": 0,
+        "reserved": bytes(18),
+    }
     name = fields.pop("name", b"")
     assert isinstance(name, bytes)
     front = struct.pack("<4sBBBBQQIIIIH18s", *(known | {"name_bytes": len(name)} | fields).values())

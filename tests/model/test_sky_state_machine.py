@@ -58,9 +58,11 @@ class SkyMachine(RuleBasedStateMachine):
         return not self.dead and self.sim._faults is self.calm
 
     @rule(
-        key=st.sampled_from(KEYS), size=st.sampled_from([0, 1, 400, 401, 1600, 20_000]),
-        strategy=st.sampled_from(sorted(STRATEGY_CODES.values())), servers=st.sampled_from([1, 4, 10]),
-    )  # fmt: skip
+        key=st.sampled_from(KEYS),
+        size=st.sampled_from([0, 1, 400, 401, 1600, 20_000]),
+        strategy=st.sampled_from(sorted(STRATEGY_CODES.values())),
+        servers=st.sampled_from([1, 4, 10]),
+    )
     def put(self, key: bytes, size: int, strategy: int, servers: int) -> None:
         self.written += 1
         value = hashlib.shake_128(bytes([self.written % 256])).digest(size)

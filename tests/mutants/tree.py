@@ -32,8 +32,10 @@ class Tree:
         self._writes = 0
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=checkout, check=True, capture_output=True,
-        )  # fmt: skip
+            cwd=checkout,
+            check=True,
+            capture_output=True,
+        )
         for name in filter(None, listed.stdout.decode().split("\0")):
             if (checkout / name).is_file():
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -69,9 +71,15 @@ class Tree:
         options += ["-o", f"timeout={_TEST_LIMIT_S}"]
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *tests],
-            cwd=self.path, env={**os.environ, "PYTHONPATH": str(self.path / "src")}, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        )  # fmt: skip
+            cwd=self.path,
+            env={**os.environ, "PYTHONPATH": str(self.path / "src")},
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         try:
             said, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:

@@ -44,9 +44,17 @@ def call(impl: ModuleType, data: bytes) -> object:
 def test_it_is_what_the_protocol_builds(impl: ModuleType, indices: list[int], stride: int) -> None:
     key, headers, payloads = call(impl, packet(indices, stride))  # type: ignore[misc]
     answer = SkyHeader(
-        Op.DATA, GET.source, GET.destination, 7, 9, Status.OK, timestamp_us=77, slot_moves=5, plane_moves=-2,
+        Op.DATA,
+        GET.source,
+        GET.destination,
+        7,
+        9,
+        Status.OK,
+        timestamp_us=77,
+        slot_moves=5,
+        plane_moves=-2,
         credit=CREDIT,
-    )  # fmt: skip
+    )
     chunks = [SHARES[KEY][index] for index in indices]
     refs = b"".join(ref for ref, _ in chunks)
     wanted = bulk_batch(answer, refs, [payload for _, payload in chunks], SEQUENCE, NOW_S)
@@ -60,13 +68,19 @@ def test_it_is_what_the_protocol_builds(impl: ModuleType, indices: list[int], st
 def test_what_is_not_plain_is_left_alone(impl: ModuleType) -> None:
     sound = packet([0, 3], 3)
     for data in (
-        b"", sound[:20], sound[:-1], sound + b"\0", packet([0, 21]), packet([0], key=OTHER), packet([0], key=b"?" * 32),
+        b"",
+        sound[:20],
+        sound[:-1],
+        sound + b"\0",
+        packet([0, 21]),
+        packet([0], key=OTHER),
+        packet([0], key=b"?" * 32),
         messages.build_packet(GET._replace(op=Op.HAS), messages.pack_keys([KEY]), 3, 1.0),
         messages.build_packet(GET._replace(status=Status.FULL), Selection.of(KEY, [0]).pack(), 3, 1.0),
         messages.build_packet(GET, KEY + bytes(12) + b"\1", 3, 1.0),
         messages.build_packet(GET, KEY + (1).to_bytes(4, "big") * 2 + (1 << 17).to_bytes(4, "big") + b"\1", 3, 1.0),
         messages.build_packet(GET, KEY + (1).to_bytes(4, "big") * 3 + b"\0", 3, 1.0),
-    ):  # fmt: skip
+    ):
         assert call(impl, data) is None, data
     for at in range(len(sound)):
         if not 28 <= at < 32:  # what forwarders change does not matter
@@ -84,9 +98,12 @@ def test_a_share_that_is_not_as_stored_is_left_alone(fast: ModuleType, chunk: ob
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 @given(
-    first=st.integers(0, 2**32 - 1), stride=st.integers(0, 2**32 - 1), count=st.integers(0, 1 << 17),
-    bitmap=st.binary(max_size=40), small=st.booleans(),
-)  # fmt: skip
+    first=st.integers(0, 2**32 - 1),
+    stride=st.integers(0, 2**32 - 1),
+    count=st.integers(0, 1 << 17),
+    bitmap=st.binary(max_size=40),
+    small=st.booleans(),
+)
 def test_any_selection_is_judged_alike(
     fast: ModuleType, first: int, stride: int, count: int, bitmap: bytes, small: bool
 ) -> None:

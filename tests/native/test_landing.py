@@ -81,9 +81,17 @@ def test_many_requests_have_a_tally_each(impl: ModuleType) -> None:
 def test_what_does_not_answer_one_awaited_request_is_left_alone(impl: ModuleType) -> None:
     to, before = Target(), Target().state()
     one, two = packets(Op.DATA, [1])[0], packets(Op.DATA, [2], 8)[0]
-    for data in (run(one, two), run(one, one[:20]), (memoryview(one[:59]), 200), (memoryview(one), 50), run(b"x"),
-                 (memoryview(b""), 200), (memoryview(one), 0), (memoryview(one), -5),
-                 run(packets(Op.SET, [1])[0])):  # fmt: skip
+    for data in (
+        run(one, two),
+        run(one, one[:20]),
+        (memoryview(one[:59]), 200),
+        (memoryview(one), 50),
+        run(b"x"),
+        (memoryview(b""), 200),
+        (memoryview(one), 0),
+        (memoryview(one), -5),
+        run(packets(Op.SET, [1])[0]),
+    ):
         assert impl.place_runs([data], 0, to.awaited(8, 9)) == []
     assert impl.place_runs([run(one)], 0, {}) == []
     assert to.state() == before
@@ -155,9 +163,7 @@ def test_it_ends_where_something_else_arrives(impl: ModuleType, pair: tuple[sock
         sender.send(packet)
     tallies, others = impl.recv_runs(receiver.fileno(), room, 4, 64, 0, to.awaited(9))
     assert tallies == [(9, 5, 1, 1, 0, 0, 0)]
-    assert [(bytes(view), segment) for view, segment in others] == [
-        (b"", 1), (sent[2], len(sent[2])), (b"else", 4)
-    ]  # fmt: skip
+    assert [(bytes(view), segment) for view, segment in others] == [(b"", 1), (sent[2], len(sent[2])), (b"else", 4)]
     assert all(view.obj is room.obj for view, _ in others)
     assert impl.recv_runs(receiver.fileno(), room, 4, 64, 0, {}) == ([], [(room[: len(sent[4])], len(sent[4]))])
     assert sum(to.arrived) == 1
@@ -198,9 +204,7 @@ def test_a_socket_in_trouble_is_an_error_once(impl: ModuleType) -> None:
     assert caught.value.errno == errno.ENOTSOCK
 
 
-def test_receiving_without_sense_is_refused(
-    impl: ModuleType, pair: tuple[socket.socket, socket.socket]
-) -> None:  # fmt: skip
+def test_receiving_without_sense_is_refused(impl: ModuleType, pair: tuple[socket.socket, socket.socket]) -> None:
     fd = pair[1].fileno()
     for slots, calls in ((0, 1), (-1, 1), (5, 1), (4, 0), (4, -3)):
         with pytest.raises(ValueError):

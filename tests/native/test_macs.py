@@ -108,9 +108,13 @@ def test_a_packet_without_room_for_a_mac_is_said_to_be_so(impl: ModuleType) -> N
         impl.sign_packets(long, width, sky, KEYS[1], 1, NOW_US)
     key = KEYS[1]
     for rows, row_bytes, offset, secret, key_id in (
-        (headers[:-1], width, sky, key, 1), (headers, 20, sky, key, 1), (headers, width, 9, key, 1),
-        (headers, width, sky, b"", 1), (headers, width, sky, key, 0), (headers, width, sky, key, 65_536),
-    ):  # fmt: skip
+        (headers[:-1], width, sky, key, 1),
+        (headers, 20, sky, key, 1),
+        (headers, width, 9, key, 1),
+        (headers, width, sky, b"", 1),
+        (headers, width, sky, key, 0),
+        (headers, width, sky, key, 65_536),
+    ):
         with pytest.raises(ValueError, match=r"rows|SKY header"):
             impl.sign_packets(rows, row_bytes, offset, secret, key_id, NOW_US)
     with pytest.raises(ValueError, match="without a MAC"):

@@ -51,8 +51,11 @@ def test_packets_that_cannot_be_are_refused(impl: ModuleType) -> None:
 
 
 @_settings
-@given(st.binary(min_size=52, max_size=52), st.integers(0, 2**20),
-       st.lists(st.tuples(_words, _words, _words, st.binary(max_size=200)), max_size=4))  # fmt: skip
+@given(
+    st.binary(min_size=52, max_size=52),
+    st.integers(0, 2**20),
+    st.lists(st.tuples(_words, _words, _words, st.binary(max_size=200)), max_size=4),
+)
 def test_any_packets_are_made_alike(fast: ModuleType, prefix: bytes, sequence: int, rows: list) -> None:
     assert fast.command_packets(prefix, sequence, rows) == backend.command_packets(prefix, sequence, rows)
 
@@ -82,14 +85,28 @@ def test_any_other_packet_is_not_read_as_a_plain_ack(impl: ModuleType) -> None:
     sound = ack(body)
     assert impl.open_ack(sound) is not None
     for packet in (
-        b"", b"x", sound[:60], sound[:-1], sound + b"x", sound[:30] + b"\x77" + sound[31:],
-        ack(body, Status.FULL), ack(body, op=Op.MISS), ack(body, op=Op.BUSY), ack(body, slot_moves=2**30 + 1),
-        ack(body, plane_moves=-(2**30) - 1), ack(body[:-1] + b"\x7f"), ack(body + b"\xff"), ack(body[:-1]),
-        ack(Selection.of(KEY, [0, 2]).pack()), ack(body[:43] + b"\x07" + body[44:]),
-        ack(body[:32] + bytes(4) + body[36:]), ack(body[:36] + bytes(4) + body[40:]), ack(body[:40] + bytes(4)),
+        b"",
+        b"x",
+        sound[:60],
+        sound[:-1],
+        sound + b"x",
+        sound[:30] + b"\x77" + sound[31:],
+        ack(body, Status.FULL),
+        ack(body, op=Op.MISS),
+        ack(body, op=Op.BUSY),
+        ack(body, slot_moves=2**30 + 1),
+        ack(body, plane_moves=-(2**30) - 1),
+        ack(body[:-1] + b"\x7f"),
+        ack(body + b"\xff"),
+        ack(body[:-1]),
+        ack(Selection.of(KEY, [0, 2]).pack()),
+        ack(body[:43] + b"\x07" + body[44:]),
+        ack(body[:32] + bytes(4) + body[36:]),
+        ack(body[:36] + bytes(4) + body[40:]),
+        ack(body[:40] + bytes(4)),
         ack(body[:36] + b"\xff" * 4 + body[40:]),
         messages.build_packet(headers(Address(1, 2), Address(3, 4), 9), body, 0, 0),
-    ):  # fmt: skip
+    ):
         assert impl.open_ack(packet) is None, packet
 
 
@@ -139,11 +156,14 @@ def test_sending_without_sense_is_refused(impl: ModuleType) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         fine = (b"x", "127.0.0.1", 9)
         for bad, error in (
-            ((b"x", "localhost", 9), ValueError), ((b"x", "127.0.0.1", 65_536), OverflowError),
-            ((b"x", "127.0.0.1", -1), OverflowError), ((bytes(65_508), "127.0.0.1", 9), ValueError),
-            (("text", "127.0.0.1", 9), TypeError), ("row", (TypeError, ValueError)),
+            ((b"x", "localhost", 9), ValueError),
+            ((b"x", "127.0.0.1", 65_536), OverflowError),
+            ((b"x", "127.0.0.1", -1), OverflowError),
+            ((bytes(65_508), "127.0.0.1", 9), ValueError),
+            (("text", "127.0.0.1", 9), TypeError),
+            ("row", (TypeError, ValueError)),
             ((b"x", 9), (TypeError, ValueError)),
-        ):  # fmt: skip
+        ):
             with pytest.raises(error):
                 impl.send_each(sender.fileno(), [fine, bad], 0)
         with pytest.raises(ValueError, match="first packet"):

@@ -29,7 +29,7 @@ def packets(op: Op, indices: list[int], request_id: int = 9, timestamp_us: int =
     header = SkyHeader(op, Address(1, 2), Address(3, 4), 7, request_id, timestamp_us=timestamp_us)
     refs = pack_refs(
         KEY, indices, backend.crc32_chunks(VALUE, CHUNK), CHUNK, VALUE_BYTES, VALUE_CRC, SERVERS, 1, (5, -2)
-    )  # fmt: skip
+    )
     payloads = [VALUE[index * CHUNK : (index + 1) * CHUNK] for index in indices]
     return bulk_batch(header, refs, payloads, 0x3FFE, 12.5).datagrams()
 
@@ -110,10 +110,20 @@ def test_whatever_is_not_one_run_is_left_alone(impl: ModuleType) -> None:
     other = packets(Op.SET, [7], request_id=10)[0]
     last = packets(Op.SET, [10])[0]
     for run in (
-        b"", one[:40], one[:-1], one + one, four + one, one + four[:-1], one + other, packets(Op.DATA, [1])[0],
-        one + packets(Op.MIGRATE, [4])[0], one + packets(Op.SET, [5])[0], last + seven,
-        one + four[:-1] + bytes([four[-1] ^ 1]), one[:20] + b"\x99" + one[21:],
-    ):  # fmt: skip
+        b"",
+        one[:40],
+        one[:-1],
+        one + one,
+        four + one,
+        one + four[:-1],
+        one + other,
+        packets(Op.DATA, [1])[0],
+        one + packets(Op.MIGRATE, [4])[0],
+        one + packets(Op.SET, [5])[0],
+        last + seven,
+        one + four[:-1] + bytes([four[-1] ^ 1]),
+        one[:20] + b"\x99" + one[21:],
+    ):
         assert one_run(impl, run) is None, run
     assert one_run(impl, one + last) is not None
     forwarded = four[:28] + b"\x3e\x02\x00\x07" + four[32:]

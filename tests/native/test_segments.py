@@ -22,9 +22,7 @@ KEY = bytes(range(32))
 CHUNK, CHUNKS, VALUE_BYTES = 48, 5, 48 * 4 + 17
 VALUE = bytes(n * 7 % 251 for n in range(VALUE_BYTES))
 VALUE_CRC = zlib.crc32(VALUE)
-_settings = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300
-)  # fmt: skip
+_settings = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 
 
 @dataclass
@@ -82,8 +80,9 @@ def test_the_twin_restates_the_frozen_bytes() -> None:
     assert segments.SKY_APID == space_packet.SKY_APID
     assert segments.UNSEGMENTED == space_packet.UNSEGMENTED
     assert (segments.COMMAND_BYTES, segments.TELEMETRY_BYTES) == (
-        space_packet.COMMAND_BYTES, space_packet.TELEMETRY_BYTES,
-    )  # fmt: skip
+        space_packet.COMMAND_BYTES,
+        space_packet.TELEMETRY_BYTES,
+    )
     assert (segments.SKY_BYTES, segments.REF_BYTES) == (wire.SKY_BYTES, wire.CHUNK_REF_BYTES)
     assert segments.CRC_AT == wire.CRC_OFFSET
     assert segments.MUTABLE_AT == wire.MUTABLE_OFFSET
@@ -182,9 +181,16 @@ def test_a_chunk_of_another_version_of_the_value_is_foreign(impl: ModuleType, ch
     """Its own checksums are right, and so is its place: only what it says of the whole tells."""
     header = SkyHeader(Op.DATA, Address(1, 2), Address(3, 4), ground=7, request_id=9)
     refs = pack_refs(
-        KEY, [1], backend.crc32_chunks(VALUE, CHUNK), CHUNK, changed.get("value_bytes", VALUE_BYTES),
-        changed.get("value_crc", VALUE_CRC), 3, 1, (5, -2),
-    )  # fmt: skip
+        KEY,
+        [1],
+        backend.crc32_chunks(VALUE, CHUNK),
+        CHUNK,
+        changed.get("value_bytes", VALUE_BYTES),
+        changed.get("value_crc", VALUE_CRC),
+        3,
+        1,
+        (5, -2),
+    )
     if "chunks" in changed:
         refs[:, 36:40] = np.frombuffer(struct.pack(">I", changed["chunks"]), np.uint8)
     (packet,) = bulk_batch(header, refs, [VALUE[CHUNK : 2 * CHUNK]], 77, 12.5).datagrams()
@@ -204,17 +210,34 @@ def test_a_value_without_bytes_has_one_empty_chunk(impl: ModuleType) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"segment": 0}, {"segment": -1}, {"key": b"short"}, {"chunks": 4}, {"chunks": 6}, {"chunk_bytes": 0},
-        {"chunk_bytes": -5}, {"value_bytes": -1}, {"out": bytearray(VALUE_BYTES - 1)}, {"arrived": bytearray(4)},
-        {"crcs": np.zeros(4, dtype=np.uint32)}, {"out": bytes(VALUE_BYTES)}, {"value_bytes": 2**40},
+        {"segment": 0},
+        {"segment": -1},
+        {"key": b"short"},
+        {"chunks": 4},
+        {"chunks": 6},
+        {"chunk_bytes": 0},
+        {"chunk_bytes": -5},
+        {"value_bytes": -1},
+        {"out": bytearray(VALUE_BYTES - 1)},
+        {"arrived": bytearray(4)},
+        {"crcs": np.zeros(4, dtype=np.uint32)},
+        {"out": bytes(VALUE_BYTES)},
+        {"value_bytes": 2**40},
     ],
-)  # fmt: skip
+)
 def test_a_target_that_cannot_hold_the_value_is_refused(impl: ModuleType, wrong: dict[str, object]) -> None:
     arguments: dict[str, object] = {
-        "data": packets(Op.DATA, [0])[0], "segment": WIDTH, "key": KEY, "chunks": CHUNKS, "chunk_bytes": CHUNK,
-        "value_bytes": VALUE_BYTES, "value_crc": VALUE_CRC, "out": bytearray(VALUE_BYTES),
-        "arrived": bytearray(CHUNKS), "crcs": np.zeros(CHUNKS, dtype=np.uint32),
-    }  # fmt: skip
+        "data": packets(Op.DATA, [0])[0],
+        "segment": WIDTH,
+        "key": KEY,
+        "chunks": CHUNKS,
+        "chunk_bytes": CHUNK,
+        "value_bytes": VALUE_BYTES,
+        "value_crc": VALUE_CRC,
+        "out": bytearray(VALUE_BYTES),
+        "arrived": bytearray(CHUNKS),
+        "crcs": np.zeros(CHUNKS, dtype=np.uint32),
+    }
     with pytest.raises((ValueError, BufferError, TypeError)):
         impl.place_segments(*(arguments | wrong).values())
 

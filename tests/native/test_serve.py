@@ -135,9 +135,13 @@ def test_sets_and_gets_are_served_as_the_machine_would(pair: tuple[Satellite, Sa
     first = [set_batch(KEYS[0], [0], 1, 1)]
     assert quick.hear(first) == slow.hear(first) and quick.served == 0, "this placement has yet to be looked at"
     rounds = [
-        [set_batch(KEYS[0], [0, 1, 2, 3], 2, 1)], [get_batch(KEYS[0], [0, 2], 3)], [set_batch(KEYS[1], [5], 4, 2)],
-        [get_batch(KEYS[1], [5], 5)], [set_batch(KEYS[0], [1, 3], 6, 9)], [get_batch(KEYS[0], [1], 7)],
-    ]  # fmt: skip
+        [set_batch(KEYS[0], [0, 1, 2, 3], 2, 1)],
+        [get_batch(KEYS[0], [0, 2], 3)],
+        [set_batch(KEYS[1], [5], 4, 2)],
+        [get_batch(KEYS[1], [5], 5)],
+        [set_batch(KEYS[0], [1, 3], 6, 9)],
+        [get_batch(KEYS[0], [1], 7)],
+    ]
     for number, batches in enumerate(rounds, 1):
         assert quick.hear(batches) == slow.hear(batches) != []
         assert quick.memory() == slow.memory()
@@ -151,11 +155,15 @@ def test_what_is_not_plain_is_left_to_the_machine(pair: tuple[Satellite, Satelli
     bent = bytearray(set_batch(KEYS[0], [4], 2, 1).datagrams()[0])
     bent[-1] ^= 1
     for batch in (
-        set_batch(KEYS[0], [0, 1, 3], 3, 1), set_batch(KEYS[1], list(range(6)), 4, 1, SatelliteId(2, 8)),
-        get_batch(KEYS[0], [5], 5), get_batch(KEYS[2], [0], 6), get_batch(KEYS[0], [0], 7, SatelliteId(2, 8)),
-        SegmentBatch(bent, len(bent)), SegmentBatch(bytes(30), 30),
+        set_batch(KEYS[0], [0, 1, 3], 3, 1),
+        set_batch(KEYS[1], list(range(6)), 4, 1, SatelliteId(2, 8)),
+        get_batch(KEYS[0], [5], 5),
+        get_batch(KEYS[2], [0], 6),
+        get_batch(KEYS[0], [0], 7, SatelliteId(2, 8)),
+        SegmentBatch(bent, len(bent)),
+        SegmentBatch(bytes(30), 30),
         SegmentBatch(messages.build_packet(header(Op.PING, 8), b"", 0, 0.0), 99),
-    ):  # fmt: skip
+    ):
         assert quick.hear([batch]) == slow.hear([batch])
         assert quick.memory() == slow.memory() and quick.served == 0, batch
     full = [set_batch(key, list(range(6)), 10 + number, number) for number, key in enumerate(KEYS)]
@@ -236,13 +244,22 @@ def test_what_the_kernel_does_not_take_is_handed_back(fast: ModuleType) -> None:
 requests_of = st.lists(
     st.one_of(
         st.builds(
-            set_batch, st.sampled_from(KEYS), st.lists(st.integers(0, 5), min_size=1, unique=True).map(sorted),
-            st.integers(1, 3), st.integers(0, 1),
+            set_batch,
+            st.sampled_from(KEYS),
+            st.lists(st.integers(0, 5), min_size=1, unique=True).map(sorted),
+            st.integers(1, 3),
+            st.integers(0, 1),
         ),
-        st.builds(get_batch, st.sampled_from(KEYS), st.lists(st.integers(0, 5), min_size=1, unique=True).map(sorted),
-                  st.integers(1, 3)),
-    ), min_size=1, max_size=6,
-)  # fmt: skip
+        st.builds(
+            get_batch,
+            st.sampled_from(KEYS),
+            st.lists(st.integers(0, 5), min_size=1, unique=True).map(sorted),
+            st.integers(1, 3),
+        ),
+    ),
+    min_size=1,
+    max_size=6,
+)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)

@@ -81,7 +81,7 @@ def test_sets_with_macs_are_taken_on_the_short_way_and_refused_on_both(pair: tup
     early, late = (signed(set_batch(KEY, [step], 5, 5), late_s=0.001 * step) for step in (4, 5))
     in_one_run = SegmentBatch(
         bytes(early.headers + late.headers), early.header_bytes, [*early.payloads, *late.payloads]
-    )  # fmt: skip
+    )
     steps = [
         ([first], [Op.ACK], 0),  # this placement has yet to be looked at
         ([again], [Op.ACK], 1),  # repeated by its writer

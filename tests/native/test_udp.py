@@ -53,10 +53,22 @@ def check(impl: ModuleType, sender: socket.socket, receiver: socket.socket, expe
     assert {(host, port) for _, host, port in found} <= {sender.getsockname()}
 
 
-@pytest.mark.parametrize("sizes", [
-    [6144] * 25, [6144] * 24 + [5], [6144, 5, 6144], [5, 6144], [0, 0, 7, 7, 0], [1] * 200, [65_000, 65_000], [9], [],
-    [30_000, 30_000, 30_000], [100] * 10 + [200] * 10 + [100],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [6144] * 25,
+        [6144] * 24 + [5],
+        [6144, 5, 6144],
+        [5, 6144],
+        [0, 0, 7, 7, 0],
+        [1] * 200,
+        [65_000, 65_000],
+        [9],
+        [],
+        [30_000, 30_000, 30_000],
+        [100] * 10 + [200] * 10 + [100],
+    ],
+)
 def test_headers_and_payloads_arrive_joined(
     impl: ModuleType, sender: socket.socket, receiver: socket.socket, sizes: list[int]
 ) -> None:
@@ -68,14 +80,29 @@ def test_headers_and_payloads_arrive_joined(
     check(impl, sender, receiver, expected, sent)
 
 
-@pytest.mark.parametrize(("value_bytes", "chunk", "first", "step", "count"), [
-    (480 * 600, 600, 0, 10, 48), (480 * 600 - 1, 600, 9, 10, 48), (100, 7, 14, 3, 1), (100, 7, 0, 1, 15),
-    (98, 7, 14, 1, 1), (0, 6144, 0, 1, 1), (0, 6144, 0, 5, 0), (10, 60_000, 0, 2**40, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value_bytes", "chunk", "first", "step", "count"),
+    [
+        (480 * 600, 600, 0, 10, 48),
+        (480 * 600 - 1, 600, 9, 10, 48),
+        (100, 7, 14, 3, 1),
+        (100, 7, 0, 1, 15),
+        (98, 7, 14, 1, 1),
+        (0, 6144, 0, 1, 1),
+        (0, 6144, 0, 5, 0),
+        (10, 60_000, 0, 2**40, 1),
+    ],
+)
 def test_chunks_are_sent_from_where_they_lie(
-    impl: ModuleType, sender: socket.socket, receiver: socket.socket, value_bytes: int, chunk: int, first: int,
-    step: int, count: int,
-) -> None:  # fmt: skip
+    impl: ModuleType,
+    sender: socket.socket,
+    receiver: socket.socket,
+    value_bytes: int,
+    chunk: int,
+    first: int,
+    step: int,
+    count: int,
+) -> None:
     value = bytes(n * 31 % 251 for n in range(value_bytes))
     headers = b"".join(b"header %05d" % n for n in range(count))
     starts = [(first + n * step) * chunk for n in range(count)]
@@ -85,12 +112,24 @@ def test_chunks_are_sent_from_where_they_lie(
     check(impl, sender, receiver, expected, sent)
 
 
-@pytest.mark.parametrize(("headers", "width", "value_bytes", "chunk", "first", "step"), [
-    (24, 0, 100, 10, 0, 1), (24, -1, 100, 10, 0, 1), (25, 12, 100, 10, 0, 1), (24, 12, 100, 0, 0, 1),
-    (24, 12, 100, -10, 0, 1), (24, 12, 100, 10, -1, 1), (24, 12, 100, 10, 0, 0), (24, 12, 100, 10, 10, 1),
-    (24, 12, 100, 10, 11, 1), (24, 12, 100, 10, 0, 2**62), (24, 12, 100, 10, 2**62, 1), (24, 12, 100, 65_496, 0, 1),
-    (24, 12, 2**17, 65_496, 0, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("headers", "width", "value_bytes", "chunk", "first", "step"),
+    [
+        (24, 0, 100, 10, 0, 1),
+        (24, -1, 100, 10, 0, 1),
+        (25, 12, 100, 10, 0, 1),
+        (24, 12, 100, 0, 0, 1),
+        (24, 12, 100, -10, 0, 1),
+        (24, 12, 100, 10, -1, 1),
+        (24, 12, 100, 10, 0, 0),
+        (24, 12, 100, 10, 10, 1),
+        (24, 12, 100, 10, 11, 1),
+        (24, 12, 100, 10, 0, 2**62),
+        (24, 12, 100, 10, 2**62, 1),
+        (24, 12, 100, 65_496, 0, 1),
+        (24, 12, 2**17, 65_496, 0, 1),
+    ],
+)
 def test_chunks_beyond_the_value_are_refused(
     impl: ModuleType,
     sender: socket.socket,

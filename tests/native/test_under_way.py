@@ -50,8 +50,10 @@ def test_prompts_under_way_are_forgotten_by_slot_and_bounded(impl: ModuleType) -
 def test_prompts_under_way_against_counting(impl: ModuleType) -> None:
     """Against a count per block and slot, over random additions and ends."""
     dice = np.random.default_rng(7)
-    prompts = [a_prompt((int(a), 5), (int(b), 5), (number, 3)).blocks for number, (a, b) in enumerate(
-        zip(dice.integers(0, 3, 30), dice.integers(0, 3, 30), strict=True))]  # fmt: skip
+    prompts = [
+        a_prompt((int(a), 5), (int(b), 5), (number, 3)).blocks
+        for number, (a, b) in enumerate(zip(dice.integers(0, 3, 30), dice.integers(0, 3, 30), strict=True))
+    ]
     under_way, open_now = impl.UnderWay(1000), []
     for _ in range(400):
         if open_now and dice.random() < 0.5:

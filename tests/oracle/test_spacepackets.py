@@ -49,9 +49,13 @@ def test_the_library_reads_our_telemetry(apid, count, size, time_s):
 
 
 @given(
-    kind=st.sampled_from(PacketType), apid=st.integers(0, 0x7FF), count=st.integers(0, 0x3FFF),
-    flags=st.sampled_from(SequenceFlags), secondary=st.booleans(), data=st.binary(min_size=1, max_size=40),
-)  # fmt: skip
+    kind=st.sampled_from(PacketType),
+    apid=st.integers(0, 0x7FF),
+    count=st.integers(0, 0x3FFF),
+    flags=st.sampled_from(SequenceFlags),
+    secondary=st.booleans(),
+    data=st.binary(min_size=1, max_size=40),
+)
 def test_we_read_the_librarys_headers(kind, apid, count, flags, secondary, data):
     header = SpacePacketHeader(kind, apid, count, len(data) - 1, secondary, flags)
     packet = bytes(header.pack()) + data

@@ -56,8 +56,15 @@ def test_even_sides_take_their_extra_column_west_and_their_extra_row_south() -> 
 def test_the_box_of_the_testbed_is_as_wide_as_its_few_planes_demand() -> None:
     torus = PRESETS["testbed-19x5"].torus
     assert [box_shape(servers, torus) for servers in (1, 2, 9, 10, 25, 26, 60, 95)] == [
-        (1, 1), (2, 1), (3, 3), (4, 3), (5, 5), (6, 5), (12, 5), (19, 5),
-    ]  # fmt: skip
+        (1, 1),
+        (2, 1),
+        (3, 3),
+        (4, 3),
+        (5, 5),
+        (6, 5),
+        (12, 5),
+        (19, 5),
+    ]
 
 
 def test_cost_on_starlink_a_drops_the_worst_delay_from_34_to_23_ms() -> None:

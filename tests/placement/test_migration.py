@@ -26,8 +26,10 @@ def placements(draw: st.DrawFn) -> Placement:
 def test_figure_8_as_handovers() -> None:
     placement = Placement.of("rotation_hop", 9, Torus(5, 7), SatelliteId(2, 3))
     assert [(cell, source.slot, target.slot) for cell, source, target in moves(placement, (0, 0), (1, 0))] == [
-        ((1, -1), 4, 1), ((1, 0), 4, 1), ((1, 1), 4, 1)
-    ]  # fmt: skip
+        ((1, -1), 4, 1),
+        ((1, 0), 4, 1),
+        ((1, 1), 4, 1),
+    ]
     assert [server + 1 for server, _, _ in server_moves(placement, (0, 0), (0, 0), (1, 0))] == [3, 6, 8]
 
 

@@ -98,10 +98,11 @@ def test_hostile_packets_at_a_client(packets, batched):
 @given(
     runs=st.lists(
         st.lists(st.sampled_from([*bulk(Op.DATA), *bulk(Op.DATA), *SOUND[-4:]]), min_size=1, max_size=5),
-        min_size=1, max_size=4,
+        min_size=1,
+        max_size=4,
     ),
     damage=st.lists(st.integers(0, 10**6), max_size=2),
-)  # fmt: skip
+)
 def test_runs_at_a_client_do_what_their_packets_do(runs, damage):
     joined = [bytearray(b"".join(run)) for run in runs]
     for bit in damage:

@@ -39,17 +39,34 @@ tags = st.integers(1, 0xFFFF).flatmap(
 
 
 @given(
-    op=st.sampled_from(Op), status=st.sampled_from(Status), ground=u32, request_id=u32, body=st.binary(max_size=50),
-    numbers=st.tuples(u8, u8, u16, u32, u16, u16, u8), moves=st.tuples(*[st.integers(-MAX_MOVES, MAX_MOVES)] * 2),
+    op=st.sampled_from(Op),
+    status=st.sampled_from(Status),
+    ground=u32,
+    request_id=u32,
+    body=st.binary(max_size=50),
+    numbers=st.tuples(u8, u8, u16, u32, u16, u16, u8),
+    moves=st.tuples(*[st.integers(-MAX_MOVES, MAX_MOVES)] * 2),
     places=st.lists(st.builds(Address, *[st.integers(0, 4095)] * 2, u8), min_size=2, max_size=2),
-    count=u16, time_s=st.floats(0, 2**32 - 1),
-)  # fmt: skip
+    count=u16,
+    time_s=st.floats(0, 2**32 - 1),
+)
 def test_every_header_round_trips(op, status, ground, request_id, body, numbers, moves, places, count, time_s):
     hop_limit, hop_count, congestion, timestamp_us, credit, key_id, flags = numbers
     said = SkyHeader(
-        op, *places, ground, request_id, status, hop_limit, hop_count, congestion, timestamp_us, *moves, credit,
-        key_id, flags & 0xFE,  # what is authenticated is not built here
-    )  # fmt: skip
+        op,
+        *places,
+        ground,
+        request_id,
+        status,
+        hop_limit,
+        hop_count,
+        congestion,
+        timestamp_us,
+        *moves,
+        credit,
+        key_id,
+        flags & 0xFE,  # what is authenticated is not built here
+    )
     packet = messages.build_packet(said, body, count, time_s)
     if op not in (Op.SET, Op.MIGRATE, Op.DATA):
         assert native.verify_segments(packet, len(packet)) == b"\0"
@@ -101,7 +118,7 @@ def test_a_grid_is_one_selection(first, stride, steps):
     values=st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * len(HOUSEKEEPING_FIELDS)),
     moves=st.tuples(*[st.integers(-MAX_MOVES, MAX_MOVES)] * 2),
     limit=st.integers(0, 90),
-)  # fmt: skip
+)
 def test_bodies_round_trip(entries, values, moves, limit):
     presences = [presence for _, presence in entries] + [None]
     assert messages.unpack_presences(messages.pack_presences(presences)) == presences
@@ -120,10 +137,18 @@ def test_bodies_round_trip(entries, values, moves, limit):
 def test_bodies_of_garbage_are_malformed_or_sound(body, count):
     for garbage in (body, struct.pack(">HH", count, 0) + body):
         for unpack in (
-            messages.unpack_keys, messages.unpack_presences, messages.unpack_listed, messages.unpack_list,
-            messages.unpack_moves, messages.unpack_count, messages.unpack_housekeeping, Selection.unpack,
-            ChunkRef.unpack, SkyHeader.unpack, messages.parse_packet,
-        ):  # fmt: skip
+            messages.unpack_keys,
+            messages.unpack_presences,
+            messages.unpack_listed,
+            messages.unpack_list,
+            messages.unpack_moves,
+            messages.unpack_count,
+            messages.unpack_housekeeping,
+            Selection.unpack,
+            ChunkRef.unpack,
+            SkyHeader.unpack,
+            messages.parse_packet,
+        ):
             try:
                 unpack(garbage)
             except MalformedPacket:

@@ -62,23 +62,41 @@ def bulk(op: Op, request_id: int = 1, servers: int = 1) -> list[bytes]:
 DEAD = (KEY, pack_setting(zlib.crc32(VALUE), 0, 0))
 SELECTED = Selection.of(KEY, list(range(9))).pack()
 SOUND = [
-    *bulk(Op.SET), *bulk(Op.DATA)[:2],
-    *(messages.build_packet(header(op), body, 1, 0.0) for op, body in [
-        (Op.GET, SELECTED), (Op.HAS, messages.pack_keys([KEY])), (Op.EVICT, messages.pack_keys([KEY])),
-        (Op.PING, b""), (Op.LIST, messages.pack_list(bytes(32), 9)), (Op.ADVANCE, messages.pack_moves(1, 1)),
-        (Op.ACK, SELECTED), (Op.MISS, SELECTED), (Op.PONG, messages.pack_housekeeping({})), (Op.UNREACHABLE, b""),
-        (Op.RETAIN, pack_retain(Retain.PIN, 60.0, [KEY])), (Op.RETAIN, pack_retain(Retain.EXPIRE, 60.0, [KEY])),
-        (Op.RETAIN, pack_retain(Retain.TOUCH, 0.0, [KEY])), (Op.RETAINED, pack_retained([Kept.DONE])),
-        (Op.PRESENCE, messages.pack_presences([None])), (Op.GONE, pack_dead([DEAD])),
-        (Op.CHECK, pack_checks([Check(*DEAD, 1, 0, 9, CHUNK_BYTES)])), (Op.CHECKED, pack_found([Found.LACKING])),
-        (Op.FORGET, pack_forget([DEAD], 1.3)),
-        (Op.UNSUPPORTED, OURS.pack_unsupported(Op.HAS)), (Op.PONG, messages.pack_housekeeping(OURS.figures())),
-    ]),
+    *bulk(Op.SET),
+    *bulk(Op.DATA)[:2],
+    *(
+        messages.build_packet(header(op), body, 1, 0.0)
+        for op, body in [
+            (Op.GET, SELECTED),
+            (Op.HAS, messages.pack_keys([KEY])),
+            (Op.EVICT, messages.pack_keys([KEY])),
+            (Op.PING, b""),
+            (Op.LIST, messages.pack_list(bytes(32), 9)),
+            (Op.ADVANCE, messages.pack_moves(1, 1)),
+            (Op.ACK, SELECTED),
+            (Op.MISS, SELECTED),
+            (Op.PONG, messages.pack_housekeeping({})),
+            (Op.UNREACHABLE, b""),
+            (Op.RETAIN, pack_retain(Retain.PIN, 60.0, [KEY])),
+            (Op.RETAIN, pack_retain(Retain.EXPIRE, 60.0, [KEY])),
+            (Op.RETAIN, pack_retain(Retain.TOUCH, 0.0, [KEY])),
+            (Op.RETAINED, pack_retained([Kept.DONE])),
+            (Op.PRESENCE, messages.pack_presences([None])),
+            (Op.GONE, pack_dead([DEAD])),
+            (Op.CHECK, pack_checks([Check(*DEAD, 1, 0, 9, CHUNK_BYTES)])),
+            (Op.CHECKED, pack_found([Found.LACKING])),
+            (Op.FORGET, pack_forget([DEAD], 1.3)),
+            (Op.UNSUPPORTED, OURS.pack_unsupported(Op.HAS)),
+            (Op.PONG, messages.pack_housekeeping(OURS.figures())),
+        ]
+    ),
     messages.build_packet(
         SkyHeader(Op.NOTICE, Address(*HERE), Address(*NEIGHBOUR), 0, 3),
-        Notice(Address(*NEIGHBOUR), 3, Region(HERE, 1, 1, 1, 1), 9, False, (DEAD,)).pack(), 1, 0.0,
+        Notice(Address(*NEIGHBOUR), 3, Region(HERE, 1, 1, 1, 1), 9, False, (DEAD,)).pack(),
+        1,
+        0.0,
     ),
-]  # fmt: skip
+]
 
 
 @st.composite
@@ -116,10 +134,24 @@ def hostile(draw: st.DrawFn, to_ground: bool = False) -> bytes:
     status = draw(st.sampled_from([0, 0, 1, 2]))
     there = Address(*HERE, 0xFF if to_ground else 0).pack()
     sky = SKY.pack(
-        1, op, 0, status, there if draw(st.integers(0, 9)) else draw(addresses), draw(addresses), draw(GROUNDS),
-        draw(st.one_of(st.integers(1, 4), u32)), draw(u8), draw(u8), 0, draw(u32), draw(i32), draw(i32), draw(u16),
-        0, 0,
-    )  # fmt: skip
+        1,
+        op,
+        0,
+        status,
+        there if draw(st.integers(0, 9)) else draw(addresses),
+        draw(addresses),
+        draw(GROUNDS),
+        draw(st.one_of(st.integers(1, 4), u32)),
+        draw(u8),
+        draw(u8),
+        0,
+        draw(u32),
+        draw(i32),
+        draw(i32),
+        draw(u16),
+        0,
+        0,
+    )
     payload = b""
     if op in (Op.SET, Op.MIGRATE, Op.DATA):
         payload = draw(st.one_of(st.binary(max_size=30), st.sampled_from([VALUE[:CHUNK_BYTES], VALUE[-100:]])))
@@ -129,14 +161,34 @@ def hostile(draw: st.DrawFn, to_ground: bool = False) -> bytes:
         server = (number - 1) % servers + 1 if servers and draw(st.integers(0, 4)) else draw(u16)
         chunks = number + draw(st.integers(0, 9)) if number < 2**31 and draw(st.integers(0, 4)) else draw(u32)
         body = CHUNK_REF.pack(
-            key, number, chunks, len(payload), crc, draw(st.one_of(st.just(2500), u32)), value_crc,
-            servers, server, draw(st.sampled_from([3, 3, 1, 2, 4, 5, 0, 6])), 0, 0, draw(i32), draw(i32),
-        )  # fmt: skip
+            key,
+            number,
+            chunks,
+            len(payload),
+            crc,
+            draw(st.one_of(st.just(2500), u32)),
+            value_crc,
+            servers,
+            server,
+            draw(st.sampled_from([3, 3, 1, 2, 4, 5, 0, 6])),
+            0,
+            0,
+            draw(i32),
+            draw(i32),
+        )
     else:
         selection = struct.pack(">32sIII", KEY, draw(u32), draw(u32), draw(u32))
         bitmap = draw(st.one_of(st.binary(max_size=4), st.just(b"\xff" * 9000)))
-        presence = struct.pack(">IIIIIHHBBHii", *(draw(u32) for _ in range(5)), *(draw(u16) for _ in range(2)),
-                               3, 0, draw(u16), draw(i32), draw(i32))  # fmt: skip
+        presence = struct.pack(
+            ">IIIIIHHBBHii",
+            *(draw(u32) for _ in range(5)),
+            *(draw(u16) for _ in range(2)),
+            3,
+            0,
+            draw(u16),
+            draw(i32),
+            draw(i32),
+        )
         body = draw(
             st.sampled_from(
                 [b"", selection + bitmap, SELECTED, b"\0\1\0\0" + KEY, b"\0\1\0\0" + presence, KEY + b"\0\1\0\0"]

@@ -32,11 +32,20 @@ class World:
     """5 planes of 19 satellites around (2, 9), 4 ms a link, and one ground host."""
 
     def __init__(
-        self, access: str = "los", planes: int = 5, slots: int = 19, memory_bytes: int = 64 << 20,
-        faults: FaultInjector | None = None, clock: MoveClock | None = None, routing: str = "greedy",
-        offload: bool = True, link_s: float = LINK_S, eviction: EvictionConfig | None = None,
-        replacement: str = DEFAULT_REPLACEMENT, **client: float,
-    ) -> None:  # fmt: skip
+        self,
+        access: str = "los",
+        planes: int = 5,
+        slots: int = 19,
+        memory_bytes: int = 64 << 20,
+        faults: FaultInjector | None = None,
+        clock: MoveClock | None = None,
+        routing: str = "greedy",
+        offload: bool = True,
+        link_s: float = LINK_S,
+        eviction: EvictionConfig | None = None,
+        replacement: str = DEFAULT_REPLACEMENT,
+        **client: float,
+    ) -> None:
         self.torus = Torus(planes, slots)
         self.sky = SkyMap(self.torus, SatelliteId(planes // 2, slots // 2))
         self.sim = SimulatedConstellation(
@@ -62,9 +71,14 @@ class World:
         return self.sim.now_s
 
     def begin_put(
-        self, name: str, value: bytes, chunk_bytes: int = 6144, strategy: Strategy = "rotation_hop", servers: int = 10,
+        self,
+        name: str,
+        value: bytes,
+        chunk_bytes: int = 6144,
+        strategy: Strategy = "rotation_hop",
+        servers: int = 10,
         host=None,
-    ) -> tuple[int, ValueInfo]:  # fmt: skip
+    ) -> tuple[int, ValueInfo]:
         machine = (host or self.host).machine
         return machine.put(key_of(name), value, chunk_bytes, STRATEGY_CODES[strategy], servers, self.now_s)
 

@@ -179,5 +179,10 @@ class NaiveArc(Naive):
 
 
 TWINS: dict[str, type[Naive]] = {
-    "lru": NaiveLru, "lfu": NaiveLfu, "lfuda": NaiveLfuda, "length": NaiveLength, "arc": NaiveArc, "lrfu": NaiveLrfu
-}  # fmt: skip
+    "lru": NaiveLru,
+    "lfu": NaiveLfu,
+    "lfuda": NaiveLfuda,
+    "length": NaiveLength,
+    "arc": NaiveArc,
+    "lrfu": NaiveLrfu,
+}

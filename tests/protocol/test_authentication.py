@@ -51,7 +51,7 @@ def authority(secret: bytes = OLD, every_packet: bool = False) -> Authority:
 def header(op: Op, ground: int = 7, request_id: int = 1, now_s: float = NOW_S) -> SkyHeader:
     return SkyHeader(
         op, Address(2, 9), Address(2, 9, 0xFF), ground, request_id, timestamp_us=int(now_s * 1e6) & 0xFFFFFFFF
-    )  # fmt: skip
+    )
 
 
 def command(op: Op, body: bytes, by: Authority | None = None, sequence: int = 0, now_s: float = NOW_S) -> bytes:

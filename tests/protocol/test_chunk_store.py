@@ -24,10 +24,14 @@ def part(key: bytes, chunks: int, servers: int = 1, server: int = 0, version: in
     """Indices and packed references of what one server has of a value of so many chunks: 100 bytes, the last one 40."""
     sizes = [100] * (chunks - 1) + [40]
     return [
-        (index, ChunkRef(key, index, chunks, sizes[index], 0, sum(sizes), version,
-                         PlacementTag(3, servers, server, 0, 0)).pack())
+        (
+            index,
+            ChunkRef(
+                key, index, chunks, sizes[index], 0, sum(sizes), version, PlacementTag(3, servers, server, 0, 0)
+            ).pack(),
+        )
         for index in range(server, chunks, servers)
-    ]  # fmt: skip
+    ]
 
 
 def put_part(store: ChunkStore, refs: list[tuple[int, bytes]]) -> list[bool]:

@@ -171,9 +171,10 @@ def test_lost_copies_are_made_anew(world, value_of, replicas, what):
     values = {name: value_of(40_000 + at, at) for at, name in enumerate("abcdef")}
     infos = {name: put(sky, name, value, replicas=replicas) for name, value in values.items()}
     dead = {
-        "satellite": [SatelliteId(2, 9)], "plane": [SatelliteId(1, slot) for slot in range(19)],
+        "satellite": [SatelliteId(2, 9)],
+        "plane": [SatelliteId(1, slot) for slot in range(19)],
         "two of a plane": [SatelliteId(2, 9), SatelliteId(2, 10)],
-    }[what]  # fmt: skip
+    }[what]
     for satellite in dead:
         sky.sim.kill(satellite)
     sky.settle(12.0)
@@ -255,7 +256,7 @@ def test_one_sweep_sends_so_much_and_the_next_the_rest(world, value_of, monkeypa
 @given(
     st.lists(st.one_of(st.sampled_from([(1, 0), (-1, 0), (0, 1), (0, -1)]), st.integers(0, 94)), max_size=6),
     st.integers(2, 3),
-)  # fmt: skip
+)
 @settings(max_examples=10, deadline=None)
 def test_one_death_at_a_time_and_any_moves_lose_nothing(events, replicas):
     """While there is time to mend between two deaths."""
@@ -285,9 +286,13 @@ checks = st.builds(
     lambda key, setting, servers, server, more, length: Check(
         key, setting, servers, server % servers, server % servers + 1 + more, length
     ),
-    st.binary(min_size=32, max_size=32), st.binary(min_size=12, max_size=12), st.integers(1, 65_535),
-    st.integers(0, 65_534), st.integers(0, 1 << 30), st.integers(0, 65_375),
-)  # fmt: skip
+    st.binary(min_size=32, max_size=32),
+    st.binary(min_size=12, max_size=12),
+    st.integers(1, 65_535),
+    st.integers(0, 65_534),
+    st.integers(0, 1 << 30),
+    st.integers(0, 65_375),
+)
 
 
 @given(st.lists(checks, min_size=1, max_size=MAX_CHECKS_PER_PACKET))

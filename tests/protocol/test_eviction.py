@@ -250,9 +250,11 @@ def test_the_look_before_a_handover_loses_nothing_that_lives(world, value_of, st
 def test_never_wrong_bytes_under_pressure_moves_and_loss(world, value_of, config):
     """A small memory, links that lose and repeat, a box that moves: every read is the right bytes or a miss."""
     sky = world(
-        memory_bytes=40 * 1072, eviction=config, faults=FaultInjector(loss=0.02, duplicate=0.02, reorder=0.02, seed=5),
+        memory_bytes=40 * 1072,
+        eviction=config,
+        faults=FaultInjector(loss=0.02, duplicate=0.02, reorder=0.02, seed=5),
         clock=MoveClock(slot_period_s=7.0, plane_period_s=31.0, time_scale=1.0),
-    )  # fmt: skip
+    )
     rng = random.Random(11)
     current: dict[str, tuple[bytes, object]] = {}
     hits = 0
@@ -398,12 +400,20 @@ def test_regions_wrap_and_may_be_wider_than_the_torus():
 @pytest.mark.parametrize(
     ("body", "unpack"),
     [
-        (b"", Notice.unpack), (bytes(24), Notice.unpack), (bytes(23) + b"\1", Notice.unpack), (b"", unpack_retain),
-        (b"\0\1\5\0" + bytes(40), unpack_retain), (b"\0\2\1\0" + bytes(40), unpack_retain), (b"", unpack_retained),
-        (b"", unpack_dead), (b"\0\1\0\0" + bytes(43), unpack_dead), (b"\0\0\0\0", unpack_dead),
-        (b"\0\1\0\0\3", unpack_retained), (b"\0\2\0\0\1", unpack_retained),
+        (b"", Notice.unpack),
+        (bytes(24), Notice.unpack),
+        (bytes(23) + b"\1", Notice.unpack),
+        (b"", unpack_retain),
+        (b"\0\1\5\0" + bytes(40), unpack_retain),
+        (b"\0\2\1\0" + bytes(40), unpack_retain),
+        (b"", unpack_retained),
+        (b"", unpack_dead),
+        (b"\0\1\0\0" + bytes(43), unpack_dead),
+        (b"\0\0\0\0", unpack_dead),
+        (b"\0\1\0\0\3", unpack_retained),
+        (b"\0\2\0\0\1", unpack_retained),
     ],
-)  # fmt: skip
+)
 def test_damaged_bodies_are_malformed(body, unpack):
     with pytest.raises(MalformedPacket):
         unpack(body)

@@ -142,10 +142,13 @@ def test_whatever_is_declared_the_table_holds_one_entry_a_satellite():
 
 declarations = st.lists(
     st.builds(
-        Declaration, st.builds(SatelliteId, st.integers(0, 4095), st.integers(0, 4095)), st.integers(0, 15),
+        Declaration,
+        st.builds(SatelliteId, st.integers(0, 4095), st.integers(0, 4095)),
+        st.integers(0, 15),
         st.integers(0, 2**64 - 1),
-    ), max_size=20,
-)  # fmt: skip
+    ),
+    max_size=20,
+)
 
 
 @given(st.booleans(), st.tuples(st.integers(-9, 9), st.integers(-9, 9)), st.integers(0, 2**64 - 1), declarations)

@@ -61,8 +61,10 @@ def test_no_copy_is_lost_where_two_meet(world, value_of, jumps):
 
 @given(
     st.lists(st.tuples(st.integers(-6, 6), st.integers(-6, 6)), min_size=1, max_size=4),
-    st.sampled_from([0.0, 0.05, 1.5]), st.integers(0, 9), st.sampled_from([0.0, 0.1]),
-)  # fmt: skip
+    st.sampled_from([0.0, 0.05, 1.5]),
+    st.integers(0, 9),
+    st.sampled_from([0.0, 0.1]),
+)
 @example([(-2, 0), (0, 4), (0, 0)], 1.5, 0, 0.1)  # a copy is on its way for so long that the box is back before it
 @settings(max_examples=12, deadline=None)
 def test_copies_are_where_they_belong_after_any_jumps(jumps, pause_s, seed, loss):

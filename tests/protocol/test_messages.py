@@ -129,16 +129,28 @@ def test_keys_and_selections_have_limits():
 @pytest.mark.parametrize(
     "change",
     [
-        {"index": -1}, {"index": 10}, {"chunks": 0}, {"chunks": 101}, {"length_bytes": 101}, {"value_bytes": 9},
-        {"tag": PlacementTag(3, 0, 0, 0, 0)}, {"tag": PlacementTag(3, 10, 4, 0, 0)},
+        {"index": -1},
+        {"index": 10},
+        {"chunks": 0},
+        {"chunks": 101},
+        {"length_bytes": 101},
+        {"value_bytes": 9},
+        {"tag": PlacementTag(3, 0, 0, 0, 0)},
+        {"tag": PlacementTag(3, 10, 4, 0, 0)},
         {"tag": PlacementTag(3, 2, 3, 0, 0)},
     ],
-)  # fmt: skip
+)
 def test_chunk_references_that_contradict_themselves(change):
     fields = {
-        "key": KEY, "index": 3, "chunks": 10, "length_bytes": 10, "crc": 0, "value_bytes": 100, "value_crc": 0,
+        "key": KEY,
+        "index": 3,
+        "chunks": 10,
+        "length_bytes": 10,
+        "crc": 0,
+        "value_bytes": 100,
+        "value_crc": 0,
         "tag": PlacementTag(3, 10, 3, 0, 0),
-    }  # fmt: skip
+    }
     assert ChunkRef.unpack(ChunkRef(**fields).pack()).index == 3
     with pytest.raises(MalformedPacket):
         ChunkRef.unpack(ChunkRef(**fields | change).pack())

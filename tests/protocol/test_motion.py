@@ -31,9 +31,12 @@ def test_moves_are_counted_from_the_epoch_with_what_was_pushed():
 
 
 @given(
-    epoch_s=st.floats(-1e9, 1.8e9), now_s=st.floats(0, 1.8e9), slot_s=st.floats(0.5, 1e4), plane_s=st.floats(0.5, 1e5),
+    epoch_s=st.floats(-1e9, 1.8e9),
+    now_s=st.floats(0, 1.8e9),
+    slot_s=st.floats(0.5, 1e4),
+    plane_s=st.floats(0.5, 1e5),
     scale=st.floats(1e-3, 1e4),
-)  # fmt: skip
+)
 def test_the_next_move_comes_and_never_before_its_time(epoch_s, now_s, slot_s, plane_s, scale):
     """A timer set to it sees the moves change, at once; and hardly later than they do."""
     clock = MoveClock(epoch_s, slot_s, plane_s, scale)

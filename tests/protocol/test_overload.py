@@ -431,11 +431,21 @@ def test_what_is_put_off_is_bounded_and_the_oldest_goes_first():
 @pytest.mark.parametrize(
     ("op", "ground", "put_off"),
     [
-        (Op.MIGRATE, 0, True), (Op.CHECK, 0, True), (Op.NOTICE, 0, True), (Op.HAS, 0, True), (Op.RETAIN, 0, True),
-        (Op.LINKS, 0, False), (Op.ACK, 0, False), (Op.HAS, 7, False), (Op.RETAIN, 7, False), (Op.GET, 7, False),
-        (Op.SET, 7, False), (Op.PING, 7, False), (Op.ADVANCE, 7, False),
+        (Op.MIGRATE, 0, True),
+        (Op.CHECK, 0, True),
+        (Op.NOTICE, 0, True),
+        (Op.HAS, 0, True),
+        (Op.RETAIN, 0, True),
+        (Op.LINKS, 0, False),
+        (Op.ACK, 0, False),
+        (Op.HAS, 7, False),
+        (Op.RETAIN, 7, False),
+        (Op.GET, 7, False),
+        (Op.SET, 7, False),
+        (Op.PING, 7, False),
+        (Op.ADVANCE, 7, False),
     ],
-)  # fmt: skip
+)
 def test_signs_of_life_and_questions_of_ground_hosts_are_no_background(op, ground, put_off):
     run = memoryview(packet(op, bytes(8), ground=ground))
     assert bool(Postponed().sift([(run, len(run))], THERE, 0.0)) != put_off

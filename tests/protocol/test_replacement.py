@@ -223,8 +223,9 @@ def put(store: ChunkStore, key: bytes, index: int, version: int = 1) -> bool:
 
 verbs = st.tuples(
     st.sampled_from(["put", "put", "put", "get", "refresh", "remove", "remove_key", "shield", "unshield"]),
-    st.sampled_from(KEYS[:5]), st.integers(0, 4),
-)  # fmt: skip
+    st.sampled_from(KEYS[:5]),
+    st.integers(0, 4),
+)
 
 
 @pytest.mark.parametrize("name", REPLACEMENTS)

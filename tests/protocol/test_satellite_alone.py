@@ -32,9 +32,7 @@ class Alone:
 
     def __init__(self, memory_bytes: int = 1 << 20, *policies: str, replicas: int = 1) -> None:
         eviction = EvictionConfig.of(policies, sweep_s=10.0, replicas=replicas)
-        self.machine = SatelliteMachine(
-            SatelliteConfig(HERE, memory_bytes, eviction=eviction), SKY, MoveClock(), 0.0
-        )  # fmt: skip
+        self.machine = SatelliteMachine(SatelliteConfig(HERE, memory_bytes, eviction=eviction), SKY, MoveClock(), 0.0)
         self.requests = 0
 
     def header(self, op: Op, gateway: SatelliteId = HERE) -> SkyHeader:

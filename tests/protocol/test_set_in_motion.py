@@ -138,9 +138,11 @@ def test_what_is_set_again_after_a_deletion_is_handed_over(world, value_of):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(steps, min_size=4, max_size=30), st.sampled_from([1, 2, 4, 10]),
-    st.sampled_from(["rotation", "rotation_hop", "cost"]), st.integers(0, 999),
-)  # fmt: skip
+    st.lists(steps, min_size=4, max_size=30),
+    st.sampled_from([1, 2, 4, 10]),
+    st.sampled_from(["rotation", "rotation_hop", "cost"]),
+    st.integers(0, 999),
+)
 def test_the_last_word_counts_whatever_links_between_satellites_do(script, servers, strategy, seed):
     """Handovers are lost, doubled, late and damaged; the box moves on, as it does under a host that stands still."""
     sky = World()

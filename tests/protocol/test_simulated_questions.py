@@ -75,7 +75,7 @@ def test_the_hop_limit_ends_a_journey(world, limit, status):
     centre, far = sky.sky.centre, SatelliteId(sky.sky.centre.plane, sky.sky.centre.slot + 4)
     header = SkyHeader(
         Op.PING, Address(*far), Address(*centre, 0xFF), ground=7, request_id=1, hop_limit=limit, timestamp_us=0
-    )  # fmt: skip
+    )
     number = sky.host.machine.ask(Op.PING, b"", far, 0.0)
     sky.host.machine.datagrams_to_send(0.0)
     packet = messages.build_packet(header, b"", 0, 0.0)

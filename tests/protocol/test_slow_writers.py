@@ -124,9 +124,11 @@ def test_chunks_follow_a_box_that_moves_as_often_as_suspicions_are_looked_at(wor
     period_s = 4.3
     faults = FaultInjector(seed=2, loss=0.05)
     sky = world(
-        clock=MoveClock(0.0, period_s, 19.7, 1.0), faults=faults, memory_bytes=64 << 20,
+        clock=MoveClock(0.0, period_s, 19.7, 1.0),
+        faults=faults,
+        memory_bytes=64 << 20,
         eviction=EvictionConfig.of(["migration"]),
-    )  # fmt: skip
+    )
     _, info = sky.put("v", value_of(7_000_000))
     for move in range(14, 19):
         sky.sim.settle(period_s * (move + 1) - 0.4)

@@ -40,15 +40,26 @@ class Conversation:
         self.first = self.requests[0]
 
     def hear(
-        self, op: Op, body: bytes = b"", status: Status = Status.OK, ground: int = GROUND, echo_s: float = NOW_S,
+        self,
+        op: Op,
+        body: bytes = b"",
+        status: Status = Status.OK,
+        ground: int = GROUND,
+        echo_s: float = NOW_S,
         speaker: SatelliteId | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """An answer to the first request, by the satellite that was asked unless another is named."""
         here = speaker or self.first.satellite
         header = SkyHeader(
-            op, Address(*here, GROUND_SHELL), Address(*here), ground, self.first.request_id, status,
-            timestamp_us=int(echo_s * 1e6) & 0xFFFFFFFF, credit=1024,
-        )  # fmt: skip
+            op,
+            Address(*here, GROUND_SHELL),
+            Address(*here),
+            ground,
+            self.first.request_id,
+            status,
+            timestamp_us=int(echo_s * 1e6) & 0xFFFFFFFF,
+            credit=1024,
+        )
         self.machine.receive_datagram(messages.build_packet(header, body, 0, LATER_S), LATER_S)
 
     @property

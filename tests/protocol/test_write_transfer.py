@@ -38,9 +38,13 @@ def test_the_bursts_of_a_write_are_its_value(value: bytes, chunk_bytes: int, ser
     assert sorted(found) == list(range(write.info.chunks)) and b"".join(found[n] for n in sorted(found)) == value
 
 
-@given(st.integers(1, 60), st.lists(
-    st.tuples(st.integers(0, 70), st.integers(1, 20), st.integers(1, 70)), max_size=6,
-))  # fmt: skip
+@given(
+    st.integers(1, 60),
+    st.lists(
+        st.tuples(st.integers(0, 70), st.integers(1, 20), st.integers(1, 70)),
+        max_size=6,
+    ),
+)
 def test_a_range_is_acknowledged_as_its_list_is(chunks: int, said: list[tuple[int, int, int]]) -> None:
     one, other = write_of(bytes(chunks), 1, 3), write_of(bytes(chunks), 1, 3)
     for first, stride, count in said:

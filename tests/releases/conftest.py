@@ -29,9 +29,14 @@ class Release:
     def run(self, *words: str, patience_s: float = 120.0, **more: str) -> subprocess.CompletedProcess[str]:
         """``python words`` with this release; raises with what it said where that fails."""
         done = subprocess.run(
-            [sys.executable, *words], env=self.environment(**more), cwd=self.sources.parent, capture_output=True,
-            text=True, timeout=patience_s, check=False,
-        )  # fmt: skip
+            [sys.executable, *words],
+            env=self.environment(**more),
+            cwd=self.sources.parent,
+            capture_output=True,
+            text=True,
+            timeout=patience_s,
+            check=False,
+        )
         assert done.returncode == 0, f"{self.name}: {' '.join(words[:6])}\n{done.stdout}{done.stderr}"
         return done
 

@@ -66,9 +66,12 @@ def test_what_an_older_release_writes_while_the_journal_is_replaced_is_not_lost(
     index = SharedIndex(path, born=True)
     index.add([bytes(31) + b"a"], [INFO], 0, None)
     writer = subprocess.Popen(
-        [sys.executable, "-c", _WRITES_WHEN_TOLD, str(path)], env=older.environment(), stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", _WRITES_WHEN_TOLD, str(path)],
+        env=older.environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert writer.stdin is not None and writer.stdout is not None
     assert writer.stdout.readline().split() == ["open", "1"]
     rename, waited = Path.rename, []

@@ -104,7 +104,7 @@ def test_a_header_that_is_no_text_is_no_key() -> None:
         ("weight = 3", "weight = = 3", "it is not TOML"),
         ('"a laptop"', f'"a"\n[[keys]]\ntenant = "gold"\nsha256 = "{DIGEST}"', "line 14: keys, number 2: the same key"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_file_is_told_with_its_place_and_without_a_key(
     tmp_path: Path, was: str, wrong: str, words: str
 ) -> None:
@@ -161,15 +161,20 @@ def test_requests_of_a_minute_are_counted_as_openai_tells_it() -> None:
     door, tenant = keys(requests_per_minute=6)
     entered = [door.enter(tenant, 50, 0.0) for _ in range(6)]
     assert entered[0].headers == {
-        "x-ratelimit-limit-requests": "6", "x-ratelimit-remaining-requests": "5", "x-ratelimit-reset-requests": "10s"
-    }  # fmt: skip
+        "x-ratelimit-limit-requests": "6",
+        "x-ratelimit-remaining-requests": "5",
+        "x-ratelimit-reset-requests": "10s",
+    }
     with pytest.raises(QuotaExceeded) as caught:
         door.enter(tenant, 50, 0.75)
     error = caught.value
     assert error.headers == {
-        "Retry-After": "10", "retry-after-ms": "9250", "x-ratelimit-limit-requests": "6",
-        "x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "59.25s",
-    }  # fmt: skip
+        "Retry-After": "10",
+        "retry-after-ms": "9250",
+        "x-ratelimit-limit-requests": "6",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "59.25s",
+    }
     assert told(error)["type"] == "requests" and told(error)["code"] == "rate_limit_exceeded"
     assert told(error)["message"] == (
         "Rate limit reached for t on requests per min (RPM): Limit 6, Used 6, Requested 1. Please try again in 9.25s."
@@ -302,9 +307,16 @@ def test_no_stretch_of_time_has_more_than_its_part_and_a_minutes(seed: int, requ
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0.0, "0ms"), (0.0001, "1ms"), (0.02, "20ms"), (0.9999, "1s"), (1.25, "1.25s"), (59.9995, "1m0s"),
-        (360.0, "6m0s"), (3600.0, "1h0m0s"), (3661.5, "1h1m1.5s"),
+        (0.0, "0ms"),
+        (0.0001, "1ms"),
+        (0.02, "20ms"),
+        (0.9999, "1s"),
+        (1.25, "1.25s"),
+        (59.9995, "1m0s"),
+        (360.0, "6m0s"),
+        (3600.0, "1h0m0s"),
+        (3661.5, "1h1m1.5s"),
     ],
-)  # fmt: skip
+)
 def test_times_are_told_as_openais_headers_have_them(seconds: float, words: str) -> None:
     assert as_duration(seconds) == words

@@ -74,9 +74,21 @@ def test_any_origin_is_a_star_without_credentials() -> None:
 
 @pytest.mark.parametrize(
     "origin",
-    ["app.example", "https://app.example/", "https://App.example", "https://*.example", "https://", "https://a@b.example",
-     "https://app.example/x", "null", "", "https://app.example:0", "https://app.example:x", "https://[::1"],
-)  # fmt: skip
+    [
+        "app.example",
+        "https://app.example/",
+        "https://App.example",
+        "https://*.example",
+        "https://",
+        "https://a@b.example",
+        "https://app.example/x",
+        "null",
+        "",
+        "https://app.example:0",
+        "https://app.example:x",
+        "https://[::1",
+    ],
+)
 def test_what_is_no_origin_is_told_when_settings_are_read(origin: str) -> None:
     with pytest.raises(InvalidInput, match="small letters"):
         filled(CorsSettings, {"origins": [origin]}, "cors")

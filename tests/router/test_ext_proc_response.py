@@ -234,6 +234,8 @@ def test_pieces_are_encoded_as_protobuf_encodes_them(size: int, end: bool) -> No
             streamed = getattr(said, kind).response.body_mutation.streamed_response
             assert said.SerializeToString(deterministic=True) == piece and said.WhichOneof("response") == kind
             assert streamed.end_of_stream == (end and number == len(pieces) - 1)
-        whole = b"".join(getattr(ProcessingResponse.FromString(x), kind).response.body_mutation.streamed_response.body
-                         for x in pieces)  # fmt: skip
+        whole = b"".join(
+            getattr(ProcessingResponse.FromString(x), kind).response.body_mutation.streamed_response.body
+            for x in pieces
+        )
         assert whole == body

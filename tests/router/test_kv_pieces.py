@@ -23,8 +23,21 @@ from skymemory.router.engines.pieces import BLOCKS, MAX_BLOCKS, PIECE_TOKENS, pi
 from skymemory.router.engines.wire import MAX_MESSAGE_BYTES, MalformedEvents, Tally, TooLong, decode
 
 pack = msgspec.msgpack.encode
-NAMES = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-         "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality")  # fmt: skip
+NAMES = (
+    "type",
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+)
 
 
 def a_list(count: int) -> bytes:
@@ -64,9 +77,22 @@ def a_batch(dice: random.Random) -> Any:
         if dice.random() < 0.2:
             tokens = []
         keys = dice.choice((None, [dice.choice((None, [], ["salt"], ["a", 1, {"b": [2]}])) for _ in range(blocks)]))
-        stored = ["BlockStored", names[:blocks], dice.choice((None, names[-1])), tokens, size, dice.choice((None, 7)),
-                  dice.choice((None, "GPU", "CPU", "STORAGE")), dice.choice((None, "lora")), keys,
-                  dice.choice((None, 0, 1)), None, 4096, dice.choice((None, "LOCAL", "REMOTE")), [{}]]  # fmt: skip
+        stored = [
+            "BlockStored",
+            names[:blocks],
+            dice.choice((None, names[-1])),
+            tokens,
+            size,
+            dice.choice((None, 7)),
+            dice.choice((None, "GPU", "CPU", "STORAGE")),
+            dice.choice((None, "lora")),
+            keys,
+            dice.choice((None, 0, 1)),
+            None,
+            4096,
+            dice.choice((None, "LOCAL", "REMOTE")),
+            [{}],
+        ]
         removed = ["BlockRemoved", names[:blocks], dice.choice((None, "CPU")), None, "REMOTE"]
         moved = ["BlockMoved", [[1, {"x": "y" * 300}], 1.5, True]]
         cut = (stored[: dice.randrange(6, 15)], removed[: dice.randrange(2, 6)])

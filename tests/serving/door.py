@@ -72,11 +72,7 @@ class Door:
         """The sum of the samples called ``name`` that have ``labels``."""
         text = self.ask("/metrics").body.decode()
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        found = [
-            sample.value
-            for sample in samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        ]  # fmt: skip
+        found = [sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()]
         return sum(found)
 
     def until(self, what: Callable[[], bool]) -> None:

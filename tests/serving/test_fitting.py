@@ -25,9 +25,14 @@ from skymemory.serving.replay.outcome import Outcome, Status
 
 SHAPE = ModelShape("small", layers=6, width=256, kv_heads=2, head_dim=64, value_bytes=4, attention_flops=300.0)
 TRUTH = CostModel(
-    SHAPE, Machine("m", 7e10, 1e9, 1e9), 1.0, fixed_s=0.008, cached_token_s=2e-6, decode_fixed_s=0.001,
+    SHAPE,
+    Machine("m", 7e10, 1e9, 1e9),
+    1.0,
+    fixed_s=0.008,
+    cached_token_s=2e-6,
+    decode_fixed_s=0.001,
     decode_request_s=0.003,
-)  # fmt: skip
+)
 BLOCK = 16
 
 
@@ -53,10 +58,18 @@ class KnownEngine:
         self.under_way -= 1
         step_s = TRUTH.decode_step_s(batch, batch * (len(prompt) + output_tokens / 2))
         return Outcome(
-            0, Status.COMPLETED, 0.0, 0.0, len(prompt), output_tokens, first_s=TRUTH.prefill_s(len(prompt), held),
-            gaps_s=(step_s,) * (output_tokens - 1), prompt_tokens=len(prompt),
-            cached_tokens=None if self.silent else held, output_tokens=output_tokens,
-        )  # fmt: skip
+            0,
+            Status.COMPLETED,
+            0.0,
+            0.0,
+            len(prompt),
+            output_tokens,
+            first_s=TRUTH.prefill_s(len(prompt), held),
+            gaps_s=(step_s,) * (output_tokens - 1),
+            prompt_tokens=len(prompt),
+            cached_tokens=None if self.silent else held,
+            output_tokens=output_tokens,
+        )
 
 
 def measuring(engine: KnownEngine) -> Measuring:
@@ -111,7 +124,7 @@ def test_lengths_held_out_lie_between_those_fitted_on() -> None:
     batches = decode_cells(8, (64, 256, 1024))
     assert {(cell.batch, cell.context) for cell in batches if not cell.held_out} == {
         (batch, context) for batch in (1, 2, 4, 8) for context in (64, 1024)
-    }  # fmt: skip
+    }
     assert {cell.batch for cell in batches if cell.held_out} == {1, 2, 3, 4, 6, 8}
     with pytest.raises(InvalidInput):
         prefill_cells(64, 128, (0.0,))

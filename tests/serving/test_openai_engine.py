@@ -40,8 +40,11 @@ def test_the_same_tokens_with_and_without_the_cache_and_as_transformers_says(doo
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 96}
     assert first["choices"][0]["text"] == again["choices"][0]["text"] == expected
     assert again["usage"] | {"prompt_tokens_details": None} == {
-        "prompt_tokens": 100, "completion_tokens": 24, "total_tokens": 124, "prompt_tokens_details": None
-    }  # fmt: skip
+        "prompt_tokens": 100,
+        "completion_tokens": 24,
+        "total_tokens": 124,
+        "prompt_tokens_details": None,
+    }
 
 
 def test_cached_tokens_are_whole_blocks_and_never_all_of_a_prompt(door: Door) -> None:
@@ -96,8 +99,11 @@ def test_streamed_is_what_whole_would_be(door: Door, chat: bool) -> None:
     kind = {"text": "".join(texts)} if not chat else {"message": {"role": "assistant", "content": "".join(texts)}}
     assert len(texts) > 5
     assert whole["choices"][0] == {
-        "index": 0, **kind, "logprobs": None, "finish_reason": chunks[-2]["choices"][0]["finish_reason"]
-    }  # fmt: skip
+        "index": 0,
+        **kind,
+        "logprobs": None,
+        "finish_reason": chunks[-2]["choices"][0]["finish_reason"],
+    }
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 20
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert chat == ("role" in chunks[0]["choices"][0].get("delta", {}))
@@ -142,9 +148,13 @@ def test_metrics_are_vllms_and_move(door: Door) -> None:
     ids = some_ids(100, seed=9)
     before = {
         name: door.metric(f"vllm:{name}")
-        for name in ("prefix_cache_queries_total", "prefix_cache_hits_total", "generation_tokens_total",
-                     "time_to_first_token_seconds_count")
-    }  # fmt: skip
+        for name in (
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+            "generation_tokens_total",
+            "time_to_first_token_seconds_count",
+        )
+    }
     door.complete(ids, 3)
     door.complete(ids, 3)
     grown = {name: door.metric(f"vllm:{name}") - value for name, value in before.items()}

@@ -80,7 +80,7 @@ def test_the_generator_and_characters_and_a_table_for_people(door: Door, capsys:
         ("garbles", "not JSON: '{oh no'"),
         ("answers-whole", "not a stream: the answer is application/json"),
     ],
-)  # fmt: skip
+)
 def test_each_fault_of_a_server_is_a_clear_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, kind: str
 ) -> None:
@@ -184,9 +184,12 @@ def test_ctrl_c_tells_what_was_done_and_leaves_nothing_running(tmp_path: Path) -
     with odd_server("hangs") as server:
         command = [sys.executable, "-m", "skymemory", "replay", str(a_trace(tmp_path, 4, 700)), "--url", server.url]
         process = subprocess.Popen(
-            [*command, "--scale-lengths", "0.05", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*command, "--scale-lengths", "0.05", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
+        )
         try:
             end_s = time.monotonic() + PATIENCE_S
             while len(server.bodies) < 4 and time.monotonic() < end_s:

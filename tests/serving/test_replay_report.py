@@ -12,13 +12,32 @@ from skymemory.serving.replay.outcome import Outcome, Status
 from skymemory.serving.replay.report import Slo, as_json, lines_of, report_of
 
 GOOD = Outcome(
-    number=0, status=Status.COMPLETED, due_s=1.0, sent_s=1.0, wanted_prompt_tokens=100, wanted_output_tokens=4,
-    first_s=1.5, end_s=2.0, gaps_s=(0.1, 0.3), prompt_tokens=110, cached_tokens=32, output_tokens=3, http_status=200,
-)  # fmt: skip
+    number=0,
+    status=Status.COMPLETED,
+    due_s=1.0,
+    sent_s=1.0,
+    wanted_prompt_tokens=100,
+    wanted_output_tokens=4,
+    first_s=1.5,
+    end_s=2.0,
+    gaps_s=(0.1, 0.3),
+    prompt_tokens=110,
+    cached_tokens=32,
+    output_tokens=3,
+    http_status=200,
+)
 REFUSED = replace(
-    GOOD, status=Status.REFUSED, first_s=math.nan, gaps_s=(), prompt_tokens=None, cached_tokens=None,
-    output_tokens=None, http_status=429, error="refused 429: too much to do", retry_after_s=2.0,
-)  # fmt: skip
+    GOOD,
+    status=Status.REFUSED,
+    first_s=math.nan,
+    gaps_s=(),
+    prompt_tokens=None,
+    cached_tokens=None,
+    output_tokens=None,
+    http_status=429,
+    error="refused 429: too much to do",
+    retry_after_s=2.0,
+)
 FAILED = replace(REFUSED, status=Status.FAILED, http_status=200, retry_after_s=None, error="stream cut short: in vain")
 
 

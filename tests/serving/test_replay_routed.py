@@ -35,9 +35,20 @@ async def _replayed() -> dict[str, object]:
             metrics = [word for url in engines for word in ("--metrics", url)]
             words = ("--workload", "tenants", "--requests", "24", "--rate", "2", "--scale-lengths", "0.02")
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "skymemory", "replay", "--url", router, *metrics, *words, "--max-tokens", "3",
-                "--json", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
+                sys.executable,
+                "-m",
+                "skymemory",
+                "replay",
+                "--url",
+                router,
+                *metrics,
+                *words,
+                "--max-tokens",
+                "3",
+                "--json",
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
             try:
                 out, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
             finally:

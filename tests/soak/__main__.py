@@ -45,9 +45,13 @@ def main() -> int:
     row: dict[str, Any] = {
         **{name: value for name, value in vars(options).items() if name not in others | {"json"}},
         "seconds": round(outcome.seconds, 1),
-        "slot_moves": outcome.moves[0], "plane_moves": outcome.moves[1], "wrong": outcome.wrong,
-        "open_books": outcome.open_books, **outcome.books, **dict(sorted(outcome.counted.items())),
-    }  # fmt: skip
+        "slot_moves": outcome.moves[0],
+        "plane_moves": outcome.moves[1],
+        "wrong": outcome.wrong,
+        "open_books": outcome.open_books,
+        **outcome.books,
+        **dict(sorted(outcome.counted.items())),
+    }
     for name, value in row.items():
         print(f"{name:32} {value:,}" if isinstance(value, int | float) else f"{name:32} {value or 'none'}")
     if options.json is not None:
@@ -64,10 +68,13 @@ def _overload(causes: list[str], runs: int, seed: int, json_path: Path | None) -
             verdict = soak.run(_tell)
             outcomes.append(
                 {
-                    "cause": cause, "seed": seed + run, **asdict(verdict), "holds": verdict.holds,
+                    "cause": cause,
+                    "seed": seed + run,
+                    **asdict(verdict),
+                    "holds": verdict.holds,
                     "rows": [asdict(row) for row in soak.watched.rows],
                 }
-            )  # fmt: skip
+            )
             print(
                 f"{cause}, run {run + 1}: {verdict.answer:.0%} answer, {verdict.hits:.0%} of {verdict.reads} reads "
                 f"hit, {verdict.wrong} wrong, processor {verdict.cores:.2f} times {verdict.healthy_cores:.2f} cores, "

@@ -276,9 +276,12 @@ def clock_step(soak: LimitedSoak) -> Iterator[float]:
 
 
 CAUSES: dict[str, Callable[[LimitedSoak], Iterator[float]]] = {
-    "pause": pause, "pause-busy": pause_and_busy, "slow": slow, "forged": forged,
+    "pause": pause,
+    "pause-busy": pause_and_busy,
+    "slow": slow,
+    "forged": forged,
     "clock-step": clock_step,
-}  # fmt: skip
+}
 
 
 def main() -> int:

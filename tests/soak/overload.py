@@ -129,10 +129,16 @@ class _Watch(threading.Thread):
                 break  # what was taken in a part of a second says little
             now_s, cpu_s = time.monotonic(), self._cpu_s()
             reads, self._reads = self._reads, []
-            self.watched.rows.append(Row(
-                now_s - self.began_s, phase, (cpu_s - before_s) / (now_s - seen_s),
-                sum(found is not None for found in answers.values()), len(reads), sum(reads),
-            ))  # fmt: skip
+            self.watched.rows.append(
+                Row(
+                    now_s - self.began_s,
+                    phase,
+                    (cpu_s - before_s) / (now_s - seen_s),
+                    sum(found is not None for found in answers.values()),
+                    len(reads),
+                    sum(reads),
+                )
+            )
             before_s, seen_s = cpu_s, now_s
         self._reader.join()
 
@@ -297,7 +303,7 @@ CAUSES = {
         Sky("kuiper-b", "hybrid", servers=16, replicas=2, faults=Faults(), time_scale=1.0, values=60), load, True
     ),
     "every": Cause(Sky(replicas=2, faults=Faults(), auth="every", time_scale=1.0), load, True),
-}  # fmt: skip
+}
 
 
 class OverloadSoak:
@@ -333,13 +339,21 @@ class OverloadSoak:
         return start_on_free_ports(
             directory,
             lambda base_port: make_plan(
-                sky.preset, hosts=local_hosts(sky.preset, 5, base_port), servers=sky.servers, access=sky.access,
-                time_scale=sky.time_scale, epoch_s=time.time(), replicas=sky.replicas, faults=sky.faults,
-                memory_per_satellite_bytes=sky.memory_bytes, auth=sky.auth, keys_file=keys_file,
+                sky.preset,
+                hosts=local_hosts(sky.preset, 5, base_port),
+                servers=sky.servers,
+                access=sky.access,
+                time_scale=sky.time_scale,
+                epoch_s=time.time(),
+                replicas=sky.replicas,
+                faults=sky.faults,
+                memory_per_satellite_bytes=sky.memory_bytes,
+                auth=sky.auth,
+                keys_file=keys_file,
                 memory_policy=MemoryPolicy(sky.eviction),
             ),
             preset_named(sky.preset).torus.size,
-        ).plan  # fmt: skip
+        ).plan
 
     def _live(self, trial: Trial, folder: Path, tell: Callable[[str], None]) -> None:
         keys = [hashlib.sha256(b"%d %d" % (self._seed, number)).digest() for number in range(self._sky.values)]
@@ -393,7 +407,10 @@ class OverloadSoak:
         healthy_cores = sum(row.cores for row in healthy) / max(1, len(healthy))
         return Verdict(
             min((row.answer for row in answering), default=0) / plan.torus.size,
-            share_of_hits(reading), sum(row.reads for row in reading),
-            sum(row.cores for row in late) / max(1, len(late)) / max(healthy_cores, 1e-9), healthy_cores, forced,
+            share_of_hits(reading),
+            sum(row.reads for row in reading),
+            sum(row.cores for row in late) / max(1, len(late)) / max(healthy_cores, 1e-9),
+            healthy_cores,
+            forced,
             self.watched.wrong,
-        )  # fmt: skip
+        )

@@ -50,11 +50,15 @@ class RealSoak:
             plan = start_on_free_ports(
                 directory,
                 lambda ports: make_plan(
-                    _PRESET, hosts=local_hosts(_PRESET, 5, ports), delay_scale=0.0, time_scale=60.0,
-                    epoch_s=time.time(), memory_per_satellite_bytes=1 << 20,
+                    _PRESET,
+                    hosts=local_hosts(_PRESET, 5, ports),
+                    delay_scale=0.0,
+                    time_scale=60.0,
+                    epoch_s=time.time(),
+                    memory_per_satellite_bytes=1 << 20,
                 ),
                 preset_named(_PRESET).torus.size,
-            ).plan  # fmt: skip
+            ).plan
             store = open_constellation(folder)
             try:
                 self._live(plan, directory, store, tell)

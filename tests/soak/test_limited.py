@@ -20,9 +20,7 @@ from tests.soak.limited import CAUSES, LimitedSoak, Outcome, Shape
 pytestmark = pytest.mark.timeout(600)
 """Seconds of a processor each, and so a minute or two on one that many share."""
 
-SHAPE = Shape(
-    slots=6, values=20, value_bytes=600_000, slower=8.0, plane_period_s=780.0, healthy_s=9.0, after_s=36.0
-)  # fmt: skip
+SHAPE = Shape(slots=6, values=20, value_bytes=600_000, slower=8.0, plane_period_s=780.0, healthy_s=9.0, after_s=36.0)
 
 
 @lru_cache(maxsize=1)

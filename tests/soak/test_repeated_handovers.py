@@ -13,9 +13,17 @@ from skymemory.protocol.satellite.chunks import ChunkService
 from skymemory.protocol.wire import ChunkRef, Op
 
 _STILL = Setting(
-    days=0.04, operations=300, full_blocks=3, loss=0.0, duplicate=0.0, reorder=0.0, corrupt=0.0, deaths_per_day=0.0,
-    plane_deaths_per_day=0.0, squeezes_per_day=0.0,
-)  # fmt: skip
+    days=0.04,
+    operations=300,
+    full_blocks=3,
+    loss=0.0,
+    duplicate=0.0,
+    reorder=0.0,
+    corrupt=0.0,
+    deaths_per_day=0.0,
+    plane_deaths_per_day=0.0,
+    squeezes_per_day=0.0,
+)
 
 
 def _came_again(monkeypatch: pytest.MonkeyPatch, **faults: float) -> tuple[Counter[str], int]:

@@ -28,9 +28,14 @@ class Trouble(threading.Thread):
     """Runs until ``end``, which raises what went wrong. ``before_kill`` is told of a host whose books end now."""
 
     def __init__(
-        self, directory: RunDirectory, plan: ConstellationPlan, dice: random.Random, counted: Counter[str],
-        before_kill: Callable[[HostShare], None], kill_every_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        directory: RunDirectory,
+        plan: ConstellationPlan,
+        dice: random.Random,
+        counted: Counter[str],
+        before_kill: Callable[[HostShare], None],
+        kill_every_s: float,
+    ) -> None:
         super().__init__(name="trouble", daemon=True)
         self._directory = directory
         self._plan = plan

@@ -72,9 +72,12 @@ def put_forward(client: UdpClient, seconds: float) -> None:
 
 
 def store_on(
-    plan: ConstellationPlan, index: SharedIndex | None = None, authority: Authority | None = None, ground: int = 9,
+    plan: ConstellationPlan,
+    index: SharedIndex | None = None,
+    authority: Authority | None = None,
+    ground: int = 9,
     give_up_s: float = PATIENCE_S,
-) -> ConstellationStore:  # fmt: skip
+) -> ConstellationStore:
     """One more host on the ground of a constellation that runs."""
     client = UdpClient(
         ClientConfig(ground, authority=authority, give_up_s=give_up_s), sky_of(plan), clock_of(plan), plan.addresses()

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 TREE = {  # each key's neighbour before it: two roots, forks, and a chain of four
-    0: None, 1: 0, 2: 1, 3: 2, 4: 1, 5: 0, 6: None, 7: 6, 8: 7, 9: 6
-}  # fmt: skip
+    0: None,
+    1: 0,
+    2: 1,
+    3: 2,
+    4: 1,
+    5: 0,
+    6: None,
+    7: 6,
+    8: 7,
+    9: 6,
+}
 
 
 def key(number: int) -> bytes:

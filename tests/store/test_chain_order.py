@@ -84,9 +84,7 @@ def test_presence_stays_prefix_closed_and_a_bare_binary_search_is_right(replacem
 
 def test_lost_and_reordered_packets_disturb_the_order_only_for_a_while() -> None:
     """The touch after a write sets it right, so holes do not add up."""
-    sky = simulated(
-        40 * (CHUNK_BYTES + 72), faults=FaultInjector(loss=0.02, reorder=0.05, seed=3)
-    )  # fmt: skip
+    sky = simulated(40 * (CHUNK_BYTES + 72), faults=FaultInjector(loss=0.02, reorder=0.05, seed=3))
     store = store_over(sky, index=SharedIndex(), chunk_bytes=CHUNK_BYTES)
     rng = random.Random(5)
     chains: list[list[bytes]] = []

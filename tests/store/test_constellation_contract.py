@@ -16,7 +16,7 @@ from tests.store.conftest import (
     store_on,
     store_over,
     udp_sky_and_loop,
-)  # fmt: skip
+)
 
 from skymemory.protocol.client.gateway import ACCESS_MODES
 from skymemory.store.sky.shared_index import SharedIndex
@@ -35,10 +35,14 @@ class TestSimulatedWithIndex(StoreContract):
         sky, journal = simulated(), tmp_path / "index"
         store = store_over(sky, index=SharedIndex(journal, born=True), memory_per_satellite_bytes=MEMORY_BYTES)
         yield Tier(
-            store, most_bytes=store.settings.largest_value_bytes, pins=False, leases=False,
+            store,
+            most_bytes=store.settings.largest_value_bytes,
+            pins=False,
+            leases=False,
             another=lambda: store_over(sky, 2, SharedIndex(journal)),
-            later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
-        )  # fmt: skip
+            later=lambda seconds: sky.settle(sky.now_s + seconds),
+            outage=lambda: cut_off(sky),
+        )
         store.close()
 
 
@@ -50,9 +54,12 @@ class TestSimulatedWithAnIndexOfItsOwn(StoreContract):
         sky = simulated()
         store = store_over(sky, index=SharedIndex())
         yield Tier(
-            store, pins=False, leases=False, later=lambda seconds: sky.settle(sky.now_s + seconds),
+            store,
+            pins=False,
+            leases=False,
+            later=lambda seconds: sky.settle(sky.now_s + seconds),
             outage=lambda: cut_off(sky),
-        )  # fmt: skip
+        )
         store.close()
 
 
@@ -64,10 +71,15 @@ class TestSimulatedWithoutIndex(StoreContract):
         sky = simulated()
         store = store_over(sky, memory_per_satellite_bytes=MEMORY_BYTES)
         yield Tier(
-            store, most_bytes=store.settings.largest_value_bytes, pins=False, leases=False, knows_absence=False,
+            store,
+            most_bytes=store.settings.largest_value_bytes,
+            pins=False,
+            leases=False,
+            knows_absence=False,
             another=lambda: store_over(sky, 2),
-            later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
-        )  # fmt: skip
+            later=lambda seconds: sky.settle(sky.now_s + seconds),
+            outage=lambda: cut_off(sky),
+        )
         store.close()
 
 
@@ -81,9 +93,13 @@ class TestSimulatedWithLittleMemory(StoreContract):
         sky = simulated(memory_bytes=128 << 10)
         store = store_over(sky, index=SharedIndex(), memory_per_satellite_bytes=128 << 10)
         yield Tier(
-            store, most_bytes=store.settings.largest_value_bytes, pins=False, flood_bytes=10 * 128 << 10,
-            later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
-        )  # fmt: skip
+            store,
+            most_bytes=store.settings.largest_value_bytes,
+            pins=False,
+            flood_bytes=10 * 128 << 10,
+            later=lambda seconds: sky.settle(sky.now_s + seconds),
+            outage=lambda: cut_off(sky),
+        )
         store.close()
 
 
@@ -103,11 +119,15 @@ class UdpContract(StoreContract):
             store = store_on(plan, index("index", self.COMPLETE))
             client = connection(store)
             yield Tier(
-                store, most_bytes=store.settings.largest_value_bytes, pins=False, leases=False,
+                store,
+                most_bytes=store.settings.largest_value_bytes,
+                pins=False,
+                leases=False,
                 knows_absence=self.INDEXED and self.COMPLETE,
                 another=lambda: store_on(plan, index("index" if self.COMPLETE else "other"), None, 8),
-                later=lambda seconds: put_forward(client, seconds), outage=lambda: stopped(loop, client),
-            )  # fmt: skip
+                later=lambda seconds: put_forward(client, seconds),
+                outage=lambda: stopped(loop, client),
+            )
             store.close()
 
 
@@ -133,7 +153,11 @@ class TestOtherWaysToReachIt(StoreContract):
         virtual = VirtualConstellation(plan)
         store, sky = virtual.store(index=SharedIndex()), virtual.simulated
         yield Tier(
-            store, most_bytes=store.settings.largest_value_bytes, pins=False, leases=False,
-            later=lambda seconds: sky.settle(sky.now_s + seconds), outage=lambda: cut_off(sky),
-        )  # fmt: skip
+            store,
+            most_bytes=store.settings.largest_value_bytes,
+            pins=False,
+            leases=False,
+            later=lambda seconds: sky.settle(sky.now_s + seconds),
+            outage=lambda: cut_off(sky),
+        )
         store.close()

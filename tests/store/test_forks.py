@@ -145,8 +145,10 @@ def test_a_lock_that_another_thread_held_at_the_fork_hangs_nobody(kind: str) -> 
         thread.start()
         held.wait(30)
         try:
-            told = in_child(lambda: [*refused(lambda: store.get_many([key(1)]), lambda: store.delete([key(1)])),
-                                     store.close()], limit_s=5)  # fmt: skip
+            told = in_child(
+                lambda: [*refused(lambda: store.get_many([key(1)]), lambda: store.delete([key(1)])), store.close()],
+                limit_s=5,
+            )
         finally:
             done.set()
             thread.join()
@@ -178,9 +180,11 @@ def test_a_cache_does_not_take_a_child_for_a_miss() -> None:
     def child() -> list[str]:
         engine = Engine(TOKENS)
         return refused(
-            lambda: load(cache, TOKENS), lambda: cache.missing(cache.hashes(TOKENS)), lambda: save(cache, np.arange(9)),
+            lambda: load(cache, TOKENS),
+            lambda: cache.missing(cache.hashes(TOKENS)),
+            lambda: save(cache, np.arange(9)),
             lambda: cake.open(TOKENS, [engine], limit_tokens=20, budget_tokens=4),
-        )  # fmt: skip
+        )
 
     assert in_child(child, limit_s=5) == ["refused"] * 4
     assert load(cache, TOKENS)[0].loaded_blocks == 5

@@ -43,9 +43,11 @@ def sealed(store: Store) -> SealedStore:
 @pytest.mark.parametrize("kind", ["memory", "disk", "tiers", "sealed"])
 def test_put_get_and_delete_by_name_in_any_store(tmp_path: Path, kind: str) -> None:
     where = {
-        "memory": "memory", "sealed": "memory", "disk": f"disk://{tmp_path}/d?budget=1MiB",
+        "memory": "memory",
+        "sealed": "memory",
+        "disk": f"disk://{tmp_path}/d?budget=1MiB",
         "tiers": f"tiers:?tier=memory&tier=disk://{tmp_path}/d?budget=1MiB",
-    }[kind]  # fmt: skip
+    }[kind]
     with open_store(where) as opened:
         values = NamedValues(sealed(opened) if kind == "sealed" else opened)
         assert values.get("a name") is None and "a name" not in values and not values.delete("a name")
@@ -101,10 +103,14 @@ def test_names_are_listed_but_not_those_under_a_seal(constellation: Constellatio
 def test_what_a_store_cannot_do_is_said_and_nothing_is_stored() -> None:
     values = NamedValues(MemoryStore(1 << 20))
     for call in (
-        lambda: values.put("a", b"x", ttl_s=60.0), lambda: values.expire("a", 60.0), values.names,
-        lambda: values.put("a", b"x", ttl_s=0.0), lambda: values.put("a", b"x", ttl_s=math.nan),
-        lambda: values.put("", b"x"), lambda: values.get(""),
-    ):  # fmt: skip
+        lambda: values.put("a", b"x", ttl_s=60.0),
+        lambda: values.expire("a", 60.0),
+        values.names,
+        lambda: values.put("a", b"x", ttl_s=0.0),
+        lambda: values.put("a", b"x", ttl_s=math.nan),
+        lambda: values.put("", b"x"),
+        lambda: values.get(""),
+    ):
         with pytest.raises(InvalidInput):
             call()
     assert "a" not in values

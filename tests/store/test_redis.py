@@ -60,9 +60,13 @@ class TestRedis(StoreContract):
             clock.later(5.0)  # it rests after a timeout
 
         yield Tier(
-            store, pins=False, leases=False, another=lambda: RedisStore(shared_server.url), later=clock.later,
+            store,
+            pins=False,
+            leases=False,
+            another=lambda: RedisStore(shared_server.url),
+            later=clock.later,
             outage=outage,
-        )  # fmt: skip
+        )
         store.close()
 
 
@@ -189,11 +193,25 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 STRANGE = (
-    b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$-7\r\n", b"*2\r\n", b"+OK\r\n", b":5\r\n", b"$-1\r\n", b"_\r\n", b"#t\r\n",
-    b",abc\r\n", b"*1\r\n$2\r\nhi\r\n", b"%1\r\n*1\r\n+a\r\n:9\r\n", b"%1\r\n%0\r\n+b\r\n",
-    b"|1\r\n+a\r\n+b\r\n+OK\r\n", b"$99999999999999999999\r\n", b"+\xff\xfe\r\n", b"\r\n",
-    b"-NOAUTH x\r\n", b"!5\r\nERR a\r\n",
-)  # fmt: skip
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"$-7\r\n",
+    b"*2\r\n",
+    b"+OK\r\n",
+    b":5\r\n",
+    b"$-1\r\n",
+    b"_\r\n",
+    b"#t\r\n",
+    b",abc\r\n",
+    b"*1\r\n$2\r\nhi\r\n",
+    b"%1\r\n*1\r\n+a\r\n:9\r\n",
+    b"%1\r\n%0\r\n+b\r\n",
+    b"|1\r\n+a\r\n+b\r\n+OK\r\n",
+    b"$99999999999999999999\r\n",
+    b"+\xff\xfe\r\n",
+    b"\r\n",
+    b"-NOAUTH x\r\n",
+    b"!5\r\nERR a\r\n",
+)
 """Answers to a greeting. Some pass for one, and then for a stored value."""
 
 

@@ -56,9 +56,13 @@ class TestSealedConstellation(StoreContract):
                 return sealed(store_on(plan, SharedIndex(tmp_path / "index"), None, 8))
 
             yield Tier(
-                store, pins=False, leases=False, another=another, later=lambda seconds: put_forward(client, seconds),
+                store,
+                pins=False,
+                leases=False,
+                another=another,
+                later=lambda seconds: put_forward(client, seconds),
                 outage=lambda: stopped(loop, client),
-            )  # fmt: skip
+            )
             store.close()
 
 

@@ -147,13 +147,15 @@ def test_what_was_damaged_is_incomplete_for_everybody_from_then_on(tmp_path: Pat
         add(old, number)
     whole = path.read_bytes()
     middle = len(whole) // 2
-    path.write_bytes({
-        "a bit in the middle": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
-        "torn": whole[:-7],
-        "garbage behind": whole + os.urandom(50),
-        "all garbage": os.urandom(len(whole)),
-        "emptied": b"",
-    }[damage])  # fmt: skip
+    path.write_bytes(
+        {
+            "a bit in the middle": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+            "torn": whole[:-7],
+            "garbage behind": whole + os.urandom(50),
+            "all garbage": os.urandom(len(whole)),
+            "emptied": b"",
+        }[damage]
+    )
     kept = {"a bit in the middle": 2, "torn": 4, "garbage behind": 5, "all garbage": 0, "emptied": 0}[damage]
     assert standing(path) == (False, kept)
     assert standing(path) == (False, kept), "the damage has been cut off, and the word of it stays"
@@ -252,13 +254,15 @@ def path_to(number: int) -> list[int]:
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["placed", "unplaced", "wrong", "remove"]), st.integers(0, 23), st.integers(1, 5),
+            st.sampled_from(["placed", "unplaced", "wrong", "remove"]),
+            st.integers(0, 23),
+            st.integers(1, 5),
             st.integers(0, 4),
         ),
         max_size=25,
     ),
     compact_bytes=st.sampled_from([100, shared_index.COMPACT_BYTES]),
-)  # fmt: skip
+)
 def test_what_was_added_is_found_whatever_was_said_of_its_place(steps, compact_bytes: int) -> None:
     """Against a plain set of keys; also for another process, and for one that comes later."""
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(shared_index, "COMPACT_BYTES", compact_bytes):

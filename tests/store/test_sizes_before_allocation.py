@@ -80,15 +80,17 @@ COUNTS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "selection": (Selection.unpack, KEY + struct.pack(">III", 1, 1, 2**32 - 1) + b"\xff"),
     "selection beyond any value": (Selection.unpack, KEY + struct.pack(">III", 2**32 - 1, 2**32 - 1, 8) + b"\xff"),
     "chunk of 4 GiB": (
-        ChunkRef.unpack, struct.pack(">32sIIIIIIHHBBHii", KEY, 1, 1, 2**32 - 1, 0, 2**32 - 1, 0, 1, 1, 1, 0, 0, 0, 0)
+        ChunkRef.unpack,
+        struct.pack(">32sIIIIIIHHBBHii", KEY, 1, 1, 2**32 - 1, 0, 2**32 - 1, 0, 1, 1, 1, 0, 0, 0, 0),
     ),
     "more chunks than bytes": (
-        ChunkRef.unpack, struct.pack(">32sIIIIIIHHBBHii", KEY, 1, 2**32 - 1, 1, 0, 10, 0, 1, 1, 1, 0, 0, 0, 0)
+        ChunkRef.unpack,
+        struct.pack(">32sIIIIIIHHBBHii", KEY, 1, 2**32 - 1, 1, 0, 10, 0, 1, 1, 1, 0, 0, 0, 0),
     ),
     "value header": (unpack_value, HEADER + struct.pack("<QQIIIIH", 2**63, 2**63, 0, 0, 0, 0, 0xFFFF) + bytes(22)),
     "value header alone": (unpack_header, HEADER + struct.pack("<QQIIIIH", 2**63, 0, 0, 0, 0, 0, 9) + bytes(22)),
     "snapshot": (unpack_snapshot, b"SKYINDEX" + struct.pack("<IIIIII", 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 0, 0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", COUNTS)

@@ -122,12 +122,14 @@ def test_a_sketch_forgets_in_time_and_seldom_errs() -> None:
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["put", "put", "get", "delete"]), st.sampled_from("ab"),
-            st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), st.integers(1, 60),
+            st.sampled_from(["put", "put", "get", "delete"]),
+            st.sampled_from("ab"),
+            st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True),
+            st.integers(1, 60),
         ),
         max_size=40,
     )
-)  # fmt: skip
+)
 def test_a_tenant_over_its_quota_evicts_its_own_oldest_and_nobody_elses(steps) -> None:
     """Against a naive twin: an ordered dictionary of sizes per tenant."""
     memory = MemoryStore(1 << 20)
@@ -307,8 +309,6 @@ def test_while_nothing_can_be_deleted_a_tenant_has_at_most_one_put_more_than_its
 
 def test_two_puts_at_once_leave_no_more_than_the_quota() -> None:
     tenant = TenantStore(MemoryStore(), "a", 50_000)
-    first, second = (
-        tenant.prepare_store([(key, bytes(10_000)) for key in part]) for part in (KEYS[:4], KEYS[10:14])
-    )  # fmt: skip
+    first, second = (tenant.prepare_store([(key, bytes(10_000)) for key in part]) for part in (KEYS[:4], KEYS[10:14]))
     assert tenant.complete_store(first) == [True] * 4 and tenant.complete_store(second) == [True] * 4
     assert tenant.used_bytes <= 50_000 and tenant.prefix(KEYS[10:14]) == 4

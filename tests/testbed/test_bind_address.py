@@ -20,7 +20,7 @@ def plan_of(*ips: str) -> ConstellationPlan:
     return make_plan(
         "testbed-19x5",
         hosts=[dataclasses.replace(host, ip=ip) for host, ip in zip(hosts, ips * 5, strict=False)],
-    )  # fmt: skip
+    )
 
 
 def own_address() -> str:

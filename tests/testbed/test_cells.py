@@ -49,9 +49,11 @@ def test_the_cache_follows_a_user_who_turns_and_comes_back() -> None:
     sky = SkyMap(GRID.torus, GRID.centre(path, 2))
     cells = SimulatedConstellation(sky, 1 << 20, clock, lambda a, b: 0.001)
     store = ConstellationStore(
-        cells.connect(ClientConfig(1, "gateway", expected_rtt_s=0.006)), sky, SkySettings("rotation_hop", 9, 1000),
+        cells.connect(ClientConfig(1, "gateway", expected_rtt_s=0.006)),
+        sky,
+        SkySettings("rotation_hop", 9, 1000),
         index=SharedIndex(),
-    )  # fmt: skip
+    )
     value = random.Random(1).randbytes(60_000)
     assert store.put_many([(bytes(32), value)]) == [True]
     while cells.now_s < 45:

@@ -211,10 +211,21 @@ def test_what_is_wrong_with_a_file_is_said(changes: dict[str, object], words: st
     assert str(raised.value).startswith("p.json: ")
 
 
-@given(text=st.text(max_size=200) | st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5),
-       lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
-           ["version", "preset", "hosts", "servers", "centre", "faults", "planes"]), inner, max_size=5), max_leaves=12,
-       ).map(json.dumps))  # fmt: skip
+@given(
+    text=st.text(max_size=200)
+    | st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["version", "preset", "hosts", "servers", "centre", "faults", "planes"]),
+                inner,
+                max_size=5,
+            )
+        ),
+        max_leaves=12,
+    ).map(json.dumps)
+)
 def test_garbage_is_invalid_input_and_nothing_else(text: str) -> None:
     with pytest.raises(InvalidInput):
         from_json(text)

@@ -132,9 +132,11 @@ def test_the_round_trip_comes_on_top() -> None:
 
 @settings(max_examples=60)
 @given(
-    each=st.lists(st.integers(1, 60), min_size=1, max_size=4), loss=st.sampled_from([0.0, 0.02, 0.05]),
-    service_ms=st.lists(st.floats(0.01, 90), min_size=4, max_size=4), dead=st.sets(st.integers(0, 239), max_size=20),
-)  # fmt: skip
+    each=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    loss=st.sampled_from([0.0, 0.02, 0.05]),
+    service_ms=st.lists(st.floats(0.01, 90), min_size=4, max_size=4),
+    dead=st.sets(st.integers(0, 239), max_size=20),
+)
 @example(each=[1, 1, 49], loss=0.05, service_ms=[1.0, 1.0, 76.0, 1.0], dead=set())  # the last one's turn came late
 def test_every_living_satellite_is_heard_and_every_survey_ends(
     each: list[int], loss: float, service_ms: list[float], dead: set[int]

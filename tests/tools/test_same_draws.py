@@ -14,8 +14,12 @@ DRAWN = Path(__file__).with_name("drawn.py")
 def drawn(*options: str, **environment: str) -> str:
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", str(DRAWN), *options],
-        capture_output=True, text=True, cwd=DRAWN.parents[2], env={**os.environ, **environment}, timeout=240,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=DRAWN.parents[2],
+        env={**os.environ, **environment},
+        timeout=240,
+    )
     found = re.search(r"drawn: ([0-9a-f]{64})", ran.stdout)
     assert ran.returncode == 0 and found is not None, ran.stdout + ran.stderr
     return found[1]
@@ -23,8 +27,14 @@ def drawn(*options: str, **environment: str) -> str:
 
 def test_the_same_everywhere() -> None:
     alone = drawn(PYTHONHASHSEED="1", CI="")
-    beside_others = drawn("-p", "skymemory.protocol.satellite.machine", "-p", "skymemory.constellation.orbit",
-                          PYTHONHASHSEED="2", CI="true")  # fmt: skip
+    beside_others = drawn(
+        "-p",
+        "skymemory.protocol.satellite.machine",
+        "-p",
+        "skymemory.constellation.orbit",
+        PYTHONHASHSEED="2",
+        CI="true",
+    )
     assert alone == beside_others
 
 

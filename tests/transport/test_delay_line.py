@@ -25,7 +25,7 @@ class Clock:
 
 pushes = st.lists(
     st.tuples(st.sampled_from("abc"), st.integers(0, 9000), st.floats(0, 0.1), st.floats(0, 0.05)), max_size=25
-)  # fmt: skip
+)
 
 
 @given(pushes, st.sampled_from([0.0, 1e6, 1e9]))

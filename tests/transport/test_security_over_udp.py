@@ -324,10 +324,14 @@ def test_who_has_other_keys_than_the_satellites_is_told_so(tmp_path: Path, capsy
             assert main(["constellation", "attach", str(folder / "constellation.json"), *words]) == 0
             there = ["--plan", str(folder / "constellation.json")]
             for command in (
-                ["kv", "list", *words], ["kv", "get", "v", "--out", str(tmp_path / "out"), *words],
-                ["kv", "delete", "v", *words], ["kv", "put", str(tmp_path / "v"), *words], ["kv", "pin", "v", *words],
-                ["constellation", "status", *there], ["constellation", "rotate", *there],
-            ):  # fmt: skip
+                ["kv", "list", *words],
+                ["kv", "get", "v", "--out", str(tmp_path / "out"), *words],
+                ["kv", "delete", "v", *words],
+                ["kv", "put", str(tmp_path / "v"), *words],
+                ["kv", "pin", "v", *words],
+                ["constellation", "status", *there],
+                ["constellation", "rotate", *there],
+            ):
                 capsys.readouterr()
                 assert main(command) == 1, command
                 said = capsys.readouterr().err
@@ -387,9 +391,7 @@ def test_what_was_refused_is_in_the_status_of_running_processes(
         assert store.lookup([their_key]) == [Presence.MISS] and store.get_many([their_key]) == [None]
         assert store.stats()["misses"] == misses + 1
         with driver.lock:  # and past the store, straight at a satellite
-            number = driver.machine.ask(
-                Op.GET, Selection.of(their_key, [0, 1], 1).pack(), TARGET, driver.now_s()
-            )  # fmt: skip
+            number = driver.machine.ask(Op.GET, Selection.of(their_key, [0, 1], 1).pack(), TARGET, driver.now_s())
             assert driver.run([number])[number].report.failure == "missing"
         after = totals()
         assert after["chunks_missed"] == 2, "another tenant's salt"

@@ -48,9 +48,11 @@ def test_after_a_suspend_the_moves_that_were_missed_are_made_at_once() -> None:
 
     async def scenario() -> None:
         plan = make_plan(
-            hosts=local_hosts("testbed-19x5", 1, free_ports(95)), delay_scale=0.0, time_scale=15.0,
+            hosts=local_hosts("testbed-19x5", 1, free_ports(95)),
+            delay_scale=0.0,
+            time_scale=15.0,
             epoch_s=time.time() - 1.0,
-        )  # fmt: skip
+        )
         asleep_s = 0.0
         host = UdpHost(host_spec(plan, plan.hosts[0]), asyncio.get_running_loop())
         try:

@@ -88,9 +88,15 @@ def link_delays_ps(preset: str) -> tuple[int, int]:
 
 
 def satellites(
-    strategy: str, servers: int, torus: tuple[int, int], centre: Satellite, delays_ps: tuple[int, int],
-    set_moves: tuple[int, int], now_moves: tuple[int, int], replica: int,
-) -> list[Satellite]:  # fmt: skip
+    strategy: str,
+    servers: int,
+    torus: tuple[int, int],
+    centre: Satellite,
+    delays_ps: tuple[int, int],
+    set_moves: tuple[int, int],
+    now_moves: tuple[int, int],
+    replica: int,
+) -> list[Satellite]:
     planes, slots = torus
     box, found = cells(strategy, servers, torus, delays_ps)
     across, down = replica // box.height, replica % box.height

@@ -35,9 +35,15 @@ def host_of(entry: dict[str, Any]) -> Any:
 
 def by_page(entry: dict[str, Any]) -> list[list[int]]:
     found = page.satellites(
-        entry["strategy"], entry["servers"], tuple(entry["torus"]), tuple(entry["centre"]),
-        tuple(entry["link_delays_ps"]), tuple(entry["set_moves"]), tuple(entry["now_moves"]), entry["replica"],
-    )  # fmt: skip
+        entry["strategy"],
+        entry["servers"],
+        tuple(entry["torus"]),
+        tuple(entry["centre"]),
+        tuple(entry["link_delays_ps"]),
+        tuple(entry["set_moves"]),
+        tuple(entry["now_moves"]),
+        entry["replica"],
+    )
     return [list(satellite) for satellite in found]
 
 
@@ -45,9 +51,12 @@ def by_code(entry: dict[str, Any]) -> list[list[int]]:
     slot_s, plane_s = (delay_ps * 1e-12 for delay_ps in entry["link_delays_ps"])
     sky = SkyMap(Torus(*entry["torus"]), SatelliteId(*entry["centre"]), slot_s, plane_s)
     found = sky.servers_at(
-        STRATEGY_CODES[entry["strategy"]], entry["servers"], tuple(entry["set_moves"]), tuple(entry["now_moves"]),
+        STRATEGY_CODES[entry["strategy"]],
+        entry["servers"],
+        tuple(entry["set_moves"]),
+        tuple(entry["now_moves"]),
         entry["replica"],
-    )  # fmt: skip
+    )
     return [list(satellite) for satellite in found]
 
 
@@ -74,12 +83,15 @@ def test_the_page_and_the_code_place_alike_wherever_they_are_asked():
         delays = rng.choice([(1, 1), (rng.randint(1, 40), rng.randint(1, 40))])
         box = layout(strategy, servers, Torus(*torus), *(delay * 1e-12 for delay in delays)).box
         entry = {
-            "strategy": strategy, "servers": servers, "torus": torus, "link_delays_ps": delays,
+            "strategy": strategy,
+            "servers": servers,
+            "torus": torus,
+            "link_delays_ps": delays,
             "centre": (rng.randrange(torus[0]), rng.randrange(torus[1])),
             "set_moves": (rng.randint(-50, 50), rng.randint(-50, 50)),
             "now_moves": (rng.randint(-50, 50), rng.randint(-50, 50)),
             "replica": rng.randrange(min(255, box.width * box.height)),
-        }  # fmt: skip
+        }
         assert by_page(entry) == by_code(entry), entry
 
 
@@ -98,9 +110,15 @@ def test_presets_are_those_of_the_page(name):
     assert page.link_delays_ps(name) == tuple(round(link_s * 1e12) for link_s in links_s)
     placement = Placement.for_preset(preset, "cost", 17)
     servers = page.satellites(
-        "cost", 17, (preset.torus.planes, preset.torus.slots_per_plane), preset.centre, page.link_delays_ps(name),
-        (3, 4), (10, -6), 0,
-    )  # fmt: skip
+        "cost",
+        17,
+        (preset.torus.planes, preset.torus.slots_per_plane),
+        preset.centre,
+        page.link_delays_ps(name),
+        (3, 4),
+        (10, -6),
+        0,
+    )
     assert list(placement.locate_all((3, 4), (10, -6))) == servers
 
 

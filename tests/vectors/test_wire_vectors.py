@@ -57,9 +57,19 @@ PRESENCE = Presence(1, 3, 16, 34, 0xDEADBEEF, 1, TAG)
 def header(op: Op, status: Status = Status.OK, flags: int = 0) -> SkyHeader:
     there, back = (HERE, BEAM) if op.is_command else (BEAM, HERE)
     return SkyHeader(
-        op, there, back, ground=7, request_id=0x01020304, status=status, hop_limit=64, timestamp_us=1_000_000,
-        slot_moves=-2, plane_moves=1, credit=256, flags=flags,
-    )  # fmt: skip
+        op,
+        there,
+        back,
+        ground=7,
+        request_id=0x01020304,
+        status=status,
+        hop_limit=64,
+        timestamp_us=1_000_000,
+        slot_moves=-2,
+        plane_moves=1,
+        credit=256,
+        flags=flags,
+    )
 
 
 def chunk(op: Op, value: bytes = VALUE, index: int = 1) -> bytes:

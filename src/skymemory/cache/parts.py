@@ -171,9 +171,14 @@ class _Loading:
     """One prompt: what is known of each part's blocks, and which of them are in their place."""
 
     def __init__(
-        self, parts: Sequence[Part], hashes: Sequence[list[BlockHash]], sinks: Sequence[BlockSink], limit_tokens: int,
-        phase: PhaseClock, computing_s: float | None,
-    ) -> None:  # fmt: skip
+        self,
+        parts: Sequence[Part],
+        hashes: Sequence[list[BlockHash]],
+        sinks: Sequence[BlockSink],
+        limit_tokens: int,
+        phase: PhaseClock,
+        computing_s: float | None,
+    ) -> None:
         self._parts = parts
         self._hashes = hashes
         self._sinks = sinks

@@ -34,9 +34,7 @@ class Usual:
         calls = list(self._calls)
         if not calls:
             return None
-        taken_s = [
-            seconds for moved, seconds in calls if moved <= _ALIKE * size_bytes and size_bytes <= _ALIKE * moved
-        ]  # fmt: skip
+        taken_s = [seconds for moved, seconds in calls if moved <= _ALIKE * size_bytes and size_bytes <= _ALIKE * moved]
         if len(taken_s) < _ENOUGH:
             taken_s = [seconds * (max(1.0, size_bytes / moved) if moved else 1.0) for moved, seconds in calls]
         return sorted(taken_s)[math.ceil(0.99 * len(taken_s)) - 1]

@@ -38,9 +38,15 @@ class Predictor:
     """
 
     def __init__(
-        self, *, decay: float = 0.7, least_weight: float = 0.9, tolerance_s: float = 1800.0,
-        capacity_blocks: int = 100_000, day_s: float = DAY_S, zone: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        decay: float = 0.7,
+        least_weight: float = 0.9,
+        tolerance_s: float = 1800.0,
+        capacity_blocks: int = 100_000,
+        day_s: float = DAY_S,
+        zone: str | None = None,
+    ) -> None:
         """``decay`` is what a day leaves of a weight: it must be less than ``least_weight``, from which on a habit is
         expected, so that once is never enough. Sightings within ``tolerance_s`` of a habit's time belong to it.
         """

@@ -48,9 +48,15 @@ class PrefetchScheduler:
     """
 
     def __init__(
-        self, store: Store | Prefetching, predictor: Predictor | None = None, *, lead_s: float = 600.0,
-        clock: Callable[[], float] = time.time, counters: Counters | None = None, habits_file: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store | Prefetching,
+        predictor: Predictor | None = None,
+        *,
+        lead_s: float = 600.0,
+        clock: Callable[[], float] = time.time,
+        counters: Counters | None = None,
+        habits_file: Path | None = None,
+    ) -> None:
         if lead_s <= 0:
             raise InvalidInput(f"a lead of {lead_s} s: expected more than 0")
         self.counters = counters if counters is not None else Counters()
@@ -167,12 +173,15 @@ def save_habits(predictor: Predictor, path: Path) -> None:
         "zone": predictor.zone,
         "habits": [
             {
-                "time_s": habit.time_s, "day": habit.day, "first_day": habit.first_day, "seen": habit.seen,
+                "time_s": habit.time_s,
+                "day": habit.day,
+                "first_day": habit.first_day,
+                "seen": habit.seen,
                 "keys": [key.hex() for key in habit.keys],
             }
             for habit in predictor.habits
         ],
-    }  # fmt: skip
+    }
     write_private(path, json.dumps(found), durable=True)
 
 
@@ -211,9 +220,12 @@ def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
 def _habit(entry: Any, where: str) -> Habit:
     match entry:
         case {
-            "time_s": int() | float() as time_s, "day": int(day), "first_day": int(first_day), "seen": int(seen),
+            "time_s": int() | float() as time_s,
+            "day": int(day),
+            "first_day": int(first_day),
+            "seen": int(seen),
             "keys": [_, *_] as texts,
-        }:  # fmt: skip
+        }:
             sound = math.isfinite(time_s) and abs(day) < 1 << 40 and first_day <= day
             if sound and seen & 1 and 0 < seen < 1 << KEPT_DAYS and all(map(_is_key, texts)):
                 return Habit(tuple(bytes.fromhex(text) for text in texts), float(time_s), day, first_day, seen)

@@ -39,9 +39,12 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     """What a constellation is; left out, the preset's own defaults hold."""
     parser.add_argument("--preset", default="testbed-19x5", help="which constellation (default: %(default)s)")
     parser.add_argument(
-        "--delay", type=argument(parse_delay), default=1.0, metavar="real|off|xK",
+        "--delay",
+        type=argument(parse_delay),
+        default=1.0,
+        metavar="real|off|xK",
         help="hold packets as long as light takes over the geometry's links, not at all, or K times as long",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--memory-per-satellite", type=size, default=64 * 2**20, metavar="SIZE", help="(default: 64MiB)"
     )
@@ -51,29 +54,40 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add_ground_options(parser)
     parser.add_argument("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
     parser.add_argument(
-        "--time-scale", type=float, default=0.0, metavar="X",
+        "--time-scale",
+        type=float,
+        default=0.0,
+        metavar="X",
         help="speed of the satellites' clock: 0 stands still (default), 1 is real, 60 an hour a minute",
-    )  # fmt: skip
+    )
     memory = parser.add_argument_group("memory", "what a satellite does when its memory is full; see docs/eviction.md")
     memory.add_argument(
-        "--eviction", default="lazy", metavar="POLICIES",
+        "--eviction",
+        default="lazy",
+        metavar="POLICIES",
         help="who drops the rest of a block that lost a chunk: some of lazy, gossip or gossip-plane, periodic, "
         "migration, with commas between them, or none (default: %(default)s)",
-    )  # fmt: skip
+    )
     memory.add_argument(
-        "--replacement", default=DEFAULT_REPLACEMENT, choices=REPLACEMENTS,
+        "--replacement",
+        default=DEFAULT_REPLACEMENT,
+        choices=REPLACEMENTS,
         help="what goes first: used longest ago (lru), seldom (lfuda), or seldom of late (lrfu; default)",
-    )  # fmt: skip
+    )
     memory.add_argument(
-        "--sweep", type=duration, metavar="TIME",
+        "--sweep",
+        type=duration,
+        metavar="TIME",
         help="between sweeps of periodic, and between looks for copies that are lost (default: 30s)",
-    )  # fmt: skip
+    )
     add_auth(parser)
     faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%%")
     for name, what in (
-        ("loss", "packets dropped"), ("duplicate", "packets doubled"),
-        ("reorder", "packets held back"), ("corrupt", "packets with a changed bit"),
-    ):  # fmt: skip
+        ("loss", "packets dropped"),
+        ("duplicate", "packets doubled"),
+        ("reorder", "packets held back"),
+        ("corrupt", "packets with a changed bit"),
+    ):
         faults.add_argument(f"--{name}", type=fraction, default=0.0, metavar="SHARE", help=what)
     faults.add_argument("--fault-seed", type=int, default=0, metavar="N", help="the same seed, the same faults")
 
@@ -86,9 +100,12 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_plan_options(up)
     up.add_argument("--hosts", type=int, metavar="N", help="host processes (default: 5)")
     up.add_argument(
-        "--base-port", type=argument(_base_port), default=26_000, metavar="PORT",
+        "--base-port",
+        type=argument(_base_port),
+        default=26_000,
+        metavar="PORT",
         help="first UDP port, one per satellite from here; auto looks for free ones (default: 26000)",
-    )  # fmt: skip
+    )
     up.add_argument("--foreground", action="store_true", help="stay, and stop it all at Ctrl-C")
     add_run_dir(up)
 
@@ -112,9 +129,12 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_plan_options(plan)
     plan.add_argument("--out", type=Path, required=True, metavar="FILE")
     plan.add_argument(
-        "--host", action="append", required=True, metavar="IP:PORT",
+        "--host",
+        action="append",
+        required=True,
+        metavar="IP:PORT",
         help="a computer and its first UDP port; once per computer, in the order of the planes",
-    )  # fmt: skip
+    )
     plan.add_argument("--insecure", action="store_true", help="let other computers command it without keys")
 
     attach = verbs.add_parser("attach", help="use the constellation of a plan that runs on other computers")
@@ -273,10 +293,17 @@ def _attach(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "up": _up, "status": _status, "down": _down, "rotate": _rotate, "plan": _write_plan,
-        "attach": _attach, "layout": layout.run, "disable": disable, "enable": enable,
+        "up": _up,
+        "status": _status,
+        "down": _down,
+        "rotate": _rotate,
+        "plan": _write_plan,
+        "attach": _attach,
+        "layout": layout.run,
+        "disable": disable,
+        "enable": enable,
         "revive": revive,
-    }  # fmt: skip
+    }
     return actions[args.action](args)
 
 
@@ -383,26 +410,33 @@ def _place(text: str) -> tuple[float, float]:
 def add_ground_options(parser: argparse.ArgumentParser) -> None:
     """How satellites are reached, from where."""
     parser.add_argument(
-        "--access", choices=ACCESS_CHOICES, default="los",
+        "--access",
+        choices=ACCESS_CHOICES,
+        default="los",
         help="how the host reaches satellites: a beam to each of the box (los, default), all through the nearest in "
         "sight (gateway), a beam to those in sight and the others through it (hybrid), or it is a satellite (onboard)",
-    )  # fmt: skip
+    )
     ground = parser.add_argument_group("ground", "where the host is; of the presets with real orbits")
     ground.add_argument(
-        "--host-at", type=argument(_place), metavar="LAT,LON",
+        "--host-at",
+        type=argument(_place),
+        metavar="LAT,LON",
         help="degrees north and east (default: 40,-75; write --host-at=-33.9,18.4 for the south)",
-    )  # fmt: skip
+    )
     ground.add_argument(
-        "--host-path", type=Path, metavar="FILE",
+        "--host-path",
+        type=Path,
+        metavar="FILE",
         help="the host moves: lines of `seconds latitude longitude`, seconds of the satellites' time from now",
-    )  # fmt: skip
+    )
     ground.add_argument(
         "--mask", type=float, default=25.0, metavar="DEG", help="lowest elevation of a beam (default: 25)"
     )
     ground.add_argument(
-        "--gateway", choices=("nearest", "climbing"),
+        "--gateway",
+        choices=("nearest", "climbing"),
         help="which satellite in sight: the nearest (default), or the nearest on the box's branch of the orbits",
-    )  # fmt: skip
+    )
 
 
 def ground_of(args: argparse.Namespace) -> Ground:
@@ -447,9 +481,10 @@ def _check_has_an_orbit(args: argparse.Namespace) -> None:
 
 def add_auth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--auth", choices=("off", "on", "every"),
+        "--auth",
+        choices=("off", "on", "every"),
         help="MACs on commands (on), on every packet, or none (default: on, with keys made for it)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--keys", type=Path, metavar="FILE", help="the keys, as `skymemory keys new` makes them (default: new ones)"
     )

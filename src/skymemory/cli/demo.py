@@ -111,15 +111,19 @@ def _add_route(others: Subparsers) -> None:
     add = route.add_argument
     add("--quick", action="store_true", help="fewer requests: under 45 s")
     add(
-        "--strategies", type=argument(_strategies), default=(), metavar="A,B,…",
-        help=f"which of the router's strategies (default: {','.join(ROUTE_STRATEGIES)}; "
-        "with --quick without precise)",
-    )  # fmt: skip
+        "--strategies",
+        type=argument(_strategies),
+        default=(),
+        metavar="A,B,…",
+        help=f"which of the router's strategies (default: {','.join(ROUTE_STRATEGIES)}; with --quick without precise)",
+    )
     add(
-        "--workload", choices=("conversations", "tenants"), default="conversations",
+        "--workload",
+        choices=("conversations", "tenants"),
+        default="conversations",
         help="whose statistics the prompts have: of Mooncake's conversation trace (the default), or of many tenants, "
         "each with a long system prompt",
-    )  # fmt: skip
+    )
     add("--requests", type=int, metavar="N", help="requests of a round (default: 50, with --quick 32)")
     add("--seed", type=int, default=0, help="seed of prompts, arrivals, the strategies' order and their ties")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")

@@ -50,9 +50,14 @@ def run(args: argparse.Namespace) -> int:
     ready = ready_model(args.model, dtype=args.dtype)
     with open_store(args.store) as store:
         result = examine(
-            ready.model, ready.tokenizer, store, shipped_document(), other,
-            block_tokens=args.block_tokens, codec=args.codec,
-        )  # fmt: skip
+            ready.model,
+            ready.tokenizer,
+            store,
+            shipped_document(),
+            other,
+            block_tokens=args.block_tokens,
+            codec=args.codec,
+        )
     if args.save is not None and result.context:
         args.save.write_text(json.dumps(result.context, indent=1) + "\n")
     if args.json:

@@ -63,9 +63,11 @@ def add_parser(subparsers: Subparsers) -> None:
     verbs.add_parser("list", help="the names of the values, with their sizes")
     for verb in verbs.choices.values():
         verb.add_argument(
-            "--store", metavar="ADDRESS", help="any store instead of this user's constellation, such as "
-            "tiers:///etc/skymemory/tiers.toml, disk:///directory?budget=1GiB or redis://host"
-        )  # fmt: skip
+            "--store",
+            metavar="ADDRESS",
+            help="any store instead of this user's constellation, such as "
+            "tiers:///etc/skymemory/tiers.toml, disk:///directory?budget=1GiB or redis://host",
+        )
         add_run_dir(verb)
         add_json(verb)
         verb.add_argument("--access", choices=ACCESS_CHOICES, help="how to reach the satellites (default: the plan's)")
@@ -145,9 +147,12 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
             + ("; see `skymemory constellation status`" if args.store is None else "")
         )
     facts: dict[str, object] = {
-        "key": key, "bytes": len(data), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted,
+        "key": key,
+        "bytes": len(data),
+        "seconds": done.seconds,
+        "retransmitted_chunks": done.retransmitted,
         **_probing(store),
-    }  # fmt: skip
+    }
     text = f"stored {key}: {format_size(len(data))} in {format_duration(done.seconds)}, {done.retransmitted} resent"
     if args.ttl is not None:
         facts["ttl_s"] = args.ttl
@@ -196,9 +201,12 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
             raise NotStored(f"{args.key} was sealed with a later key than {args.seal} has: copy the newer file here")
         raise NotStored(f"{args.key} is not in {_called(store)} ({done.reason})")
     facts: dict[str, object] = {
-        "key": args.key, "bytes": len(done.value), "seconds": done.seconds, "retransmitted_chunks": done.retransmitted,
+        "key": args.key,
+        "bytes": len(done.value),
+        "seconds": done.seconds,
+        "retransmitted_chunks": done.retransmitted,
         **_probing(store),
-    }  # fmt: skip
+    }
     text = (
         f"read {args.key}: {format_size(len(done.value))} in {format_duration(done.seconds)}, "
         f"{done.retransmitted} chunks asked for again"

@@ -30,9 +30,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--within", type=duration, default=86_400.0, metavar="TIME", help="look so far ahead (default: 24h)"
     )
     parser.add_argument(
-        "--now", action="store_true",
+        "--now",
+        action="store_true",
         help="copy what is expected to the satellites that will be overhead then: parked values (strategy hop) only",
-    )  # fmt: skip
+    )
     add_run_dir(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -81,13 +82,17 @@ def _facts(predictor: Predictor, expected: list[Expectation], near: list[int] | 
         "recurring": sum(habit.recurs for habit in habits),
         "expected": [
             {
-                "at_s": one.at_s, "at": _wall(one, predictor.zone).isoformat(timespec="seconds"),
-                "blocks": len(one.keys), "first": one.keys[0].hex(), "last": one.keys[-1].hex(), "weight": one.weight,
+                "at_s": one.at_s,
+                "at": _wall(one, predictor.zone).isoformat(timespec="seconds"),
+                "blocks": len(one.keys),
+                "first": one.keys[0].hex(),
+                "last": one.keys[-1].hex(),
+                "weight": one.weight,
                 **({} if near is None else {"near": near[number]}),
             }
             for number, one in enumerate(expected)
         ],
-    }  # fmt: skip
+    }
 
 
 def _wall(one: Expectation, zone: str | None) -> datetime:

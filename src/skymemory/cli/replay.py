@@ -39,10 +39,12 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     what.add_argument("--max-tokens", type=int, metavar="N", help="of an answer at most")
     what.add_argument(
-        "--prompt-unit", choices=UNITS, default="tokens",
+        "--prompt-unit",
+        choices=UNITS,
+        default="tokens",
         help="a token of the trace becomes a token, by the server's own count; a character; or a token id, where "
         "the server takes lists of them (default: tokens)",
-    )  # fmt: skip
+    )
     what.add_argument("--ids", metavar="A-B", default="300-1000", help="token ids to choose from (default: 300-1000)")
     when = parser.add_argument_group("when")
     when.add_argument("--rate", type=float, default=1.0, metavar="X", help="requests come X times as fast (default: 1)")
@@ -65,9 +67,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "--context", type=int, metavar="N", help="longer requests are left out (default: what the endpoint says)"
     )
     how.add_argument(
-        "--api-key-env", default="OPENAI_API_KEY", metavar="NAME",
+        "--api-key-env",
+        default="OPENAI_API_KEY",
+        metavar="NAME",
         help="the environment variable that holds the key, if there is one (default: OPENAI_API_KEY)",
-    )  # fmt: skip
+    )
     how.add_argument(
         "--patience", type=duration, default=300.0, metavar="TIME", help="for a whole answer (default: 300s)"
     )

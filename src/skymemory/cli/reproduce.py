@@ -43,9 +43,11 @@ def add_parser(subparsers: Subparsers) -> None:
     ours.add_argument("--markdown", action="store_true", help="print sections of a page instead of tables")
     ours.add_argument("--jobs", type=int, metavar="N", help="processes at once (default: one per processor)")
     ours.add_argument(
-        "--way", choices=("processes", "sequence", "ray"), default="processes",
+        "--way",
+        choices=("processes", "sequence", "ray"),
+        default="processes",
         help="where simulations run (default: processes); the numbers are the same",
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run)
 
 

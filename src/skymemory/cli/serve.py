@@ -27,15 +27,20 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add = parser.add_argument
     add(
-        "--model", default="small", metavar="NAME|DIR",
+        "--model",
+        default="small",
+        metavar="NAME|DIR",
         help="small (the trained model that is shipped), small-random, tinyllama-random, tinyllama-6-random, or a "
         "folder saved by transformers (default: small)",
-    )  # fmt: skip
+    )
     add("--name", default="", metavar="NAME", help="what requests call the model (default: its name or its folder's)")
     add(
-        "--listen", type=argument(_address), default=("127.0.0.1", 8000), metavar="HOST:PORT",
+        "--listen",
+        type=argument(_address),
+        default=("127.0.0.1", 8000),
+        metavar="HOST:PORT",
         help="where to listen; port 0 takes a free one (default: 127.0.0.1:8000)",
-    )  # fmt: skip
+    )
     add("--cache", type=size, default=64 << 20, metavar="SIZE", help="memory of the prefix cache (default: 64MiB)")
     add("--block-tokens", type=int, default=16, metavar="N", help="tokens of a cache block (default: 16)")
     add("--policy", choices=POLICIES, default="lru", help="what goes first when the cache is full (default: lru)")
@@ -47,9 +52,11 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--engines", type=int, default=1, metavar="N", help="so many processes, each at the next port (default: 1)")
     add("--kv-events", metavar="ENDPOINT", help="publish KV events here, such as tcp://127.0.0.1:5557 (ZeroMQ)")
     add(
-        "--kv-replay", default="tcp://127.0.0.1:*", metavar="ENDPOINT",
+        "--kv-replay",
+        default="tcp://127.0.0.1:*",
+        metavar="ENDPOINT",
         help="where missed KV events are asked for (default: tcp://127.0.0.1:*, a free port)",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,11 +71,21 @@ def run(args: argparse.Namespace) -> int:
 
     host, port = args.listen
     settings = EngineSettings(
-        model=args.model, served_name=args.name, host=host, port=port, cache_bytes=args.cache,
-        block_tokens=args.block_tokens, policy=args.policy, dtype=args.dtype, threads=args.threads,
-        context_tokens=args.context, most_running=args.running, most_waiting=args.waiting,
-        kv_events=args.kv_events, kv_replay=args.kv_replay,
-    )  # fmt: skip
+        model=args.model,
+        served_name=args.name,
+        host=host,
+        port=port,
+        cache_bytes=args.cache,
+        block_tokens=args.block_tokens,
+        policy=args.policy,
+        dtype=args.dtype,
+        threads=args.threads,
+        context_tokens=args.context,
+        most_running=args.running,
+        most_waiting=args.waiting,
+        kv_events=args.kv_events,
+        kv_replay=args.kv_replay,
+    )
     if args.engines == 1:
         run_engine(settings, _say)
     else:

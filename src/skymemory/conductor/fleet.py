@@ -52,9 +52,18 @@ class Server:
     """One server. ``reported`` is None until it first reported, and where it never does."""
 
     __slots__ = (
-        "_draining", "_engine_tokens", "_fleet", "_healthy", "_read_tokens", "in_flight", "name", "prefill_tokens",
-        "prefilling", "reported", "slot",
-    )  # fmt: skip
+        "_draining",
+        "_engine_tokens",
+        "_fleet",
+        "_healthy",
+        "_read_tokens",
+        "in_flight",
+        "name",
+        "prefill_tokens",
+        "prefilling",
+        "reported",
+        "slot",
+    )
 
     def __init__(self, name: str, slot: int, fleet: Fleet | None = None) -> None:
         self.name = name

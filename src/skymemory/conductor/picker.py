@@ -57,9 +57,19 @@ class Picker:
         in_flight = [server.in_flight for server in servers]
         state = (ranking.packed, ranking.reasons, servers, in_flight, at, able, adapter_reason, figures, len(tied))
         return Decision(
-            request, servers[at].name, partial(_fallbacks, state), self.scorer.name, score, matched_tokens,
-            partial(_reasons, state), now_s, ttft_s, tbt_s, plan, compute_s,
-        )  # fmt: skip
+            request,
+            servers[at].name,
+            partial(_fallbacks, state),
+            self.scorer.name,
+            score,
+            matched_tokens,
+            partial(_reasons, state),
+            now_s,
+            ttft_s,
+            tbt_s,
+            plan,
+            compute_s,
+        )
 
     def routed(self, decision: Decision, now_s: float) -> None:
         server = self.fleet.servers.get(decision.server)
@@ -139,9 +149,16 @@ class Picker:
 
 
 _PickState = tuple[
-    Sequence[float] | bytes, tuple[str, ...], Sequence[Server], list[int], int, Sequence[Server], str,
-    tuple[tuple[str, float], ...], int,
-]  # fmt: skip
+    Sequence[float] | bytes,
+    tuple[str, ...],
+    Sequence[Server],
+    list[int],
+    int,
+    Sequence[Server],
+    str,
+    tuple[tuple[str, float], ...],
+    int,
+]
 """What a decision can say when it is asked why, and who else, which few are; as things were when it was made: scores,
 reasons that hold for all, servers, their requests in flight, the place of the chosen one, all that take requests, the
 adapter's reason, the chosen one's figures, and how many tied. A plain tuple, since every request makes one.

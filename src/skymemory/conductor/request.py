@@ -112,9 +112,19 @@ class Decision:
     """
 
     __slots__ = (
-        "_fallbacks", "_reasons", "at_s", "estimated_compute_s", "estimated_tbt_s", "estimated_ttft_s",
-        "matched_tokens", "plan", "request", "score", "server", "strategy",
-    )  # fmt: skip
+        "_fallbacks",
+        "_reasons",
+        "at_s",
+        "estimated_compute_s",
+        "estimated_tbt_s",
+        "estimated_ttft_s",
+        "matched_tokens",
+        "plan",
+        "request",
+        "score",
+        "server",
+        "strategy",
+    )
 
     def __init__(
         self,

@@ -55,9 +55,14 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache:
     clock = _FirstToken()
     options = {"past_key_values": cache()} if cache is not None else {}
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-        do_sample=False, streamer=clock, **options,
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        streamer=clock,
+        **options,
+    )
     return out[0, ids.shape[1] :].tolist(), clock.first_s, time.perf_counter() - clock.began_s
 
 
@@ -153,11 +158,23 @@ def table_rows(
                 chunks = -(-value_bytes // plan.chunk_bytes)
                 rows.append(
                     Row(
-                        codec, plain_ttft_s, plain_total_s, sky_ttft_s, sky_total_s, result.cached_tokens,
-                        result.prompt_tokens, value_bytes, chunks, min(plan.servers, chunks), result.retransmitted,
-                        rms_error, distance, _common(plain, sky), new_tokens,
+                        codec,
+                        plain_ttft_s,
+                        plain_total_s,
+                        sky_ttft_s,
+                        sky_total_s,
+                        result.cached_tokens,
+                        result.prompt_tokens,
+                        value_bytes,
+                        chunks,
+                        min(plan.servers, chunks),
+                        result.retransmitted,
+                        rms_error,
+                        distance,
+                        _common(plain, sky),
+                        new_tokens,
                     )
-                )  # fmt: skip
+                )
                 fetch_s = result.seconds.get("fetch", 0.0)
                 narrator.say(
                     f"{codec}: {result.cached_tokens} of {result.prompt_tokens} tokens back from the sky, "

@@ -67,9 +67,13 @@ class Kitchen:
         self.model = build_llama(TWO_SECOND_SHAPE, args.seed)
         self.link = RateLimited(MemoryStore(), _UNLIMITED)
         self.kvc = KVCManager(
-            self.model, None, self.link, block_tokens=BLOCK_TOKENS, weights=f"random {args.seed}",
+            self.model,
+            None,
+            self.link,
+            block_tokens=BLOCK_TOKENS,
+            weights=f"random {args.seed}",
             cake=CakeSettings(step_tokens=STEP_TOKENS),
-        )  # fmt: skip
+        )
         dice = torch.Generator().manual_seed(args.seed)
         self.ids = torch.randint(3, self.model.config.vocab_size, (1, 8192), generator=dice)
         self.share: float = args.share

@@ -146,10 +146,18 @@ def run_drive(
     moved = sum(cell.counters.get("chunks_migrated_in") for cell in cells.satellites.values())
     ordered = sorted(times_s)
     return DriveReport(
-        strategy, len(times_s), hits, wrong, statistics.median(times_s) * 1e3,
-        ordered[len(ordered) * 99 // 100] * 1e3, ordered[-1] * 1e3, farthest, crossings,
-        moved * town.chunk_bytes, least_chunks * town.chunk_bytes,
-    )  # fmt: skip
+        strategy,
+        len(times_s),
+        hits,
+        wrong,
+        statistics.median(times_s) * 1e3,
+        ordered[len(ordered) * 99 // 100] * 1e3,
+        ordered[-1] * 1e3,
+        farthest,
+        crossings,
+        moved * town.chunk_bytes,
+        least_chunks * town.chunk_bytes,
+    )
 
 
 def _delay_s(sender: Node, receiver: Node) -> float:
@@ -188,10 +196,15 @@ def run_cells(args: argparse.Namespace) -> int:
         reports.append(run_drive(town, path, strategy, value, passed))
     if args.json:
         facts = {
-            "rows": town.grid.rows, "columns": town.grid.columns, "cell_m": town.cell_m, "servers": town.servers,
-            "value_bytes": town.value_bytes, "seconds": path[-1].time_s, "stops": [stop._asdict() for stop in path],
+            "rows": town.grid.rows,
+            "columns": town.grid.columns,
+            "cell_m": town.cell_m,
+            "servers": town.servers,
+            "value_bytes": town.value_bytes,
+            "seconds": path[-1].time_s,
+            "stops": [stop._asdict() for stop in path],
             "drives": [asdict(report) for report in reports],
-        }  # fmt: skip
+        }
         print(json.dumps(facts))
     else:
         print("\n".join(_table(reports)))

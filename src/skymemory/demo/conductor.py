@@ -47,13 +47,19 @@ def run_conductor(args: argparse.Namespace) -> int:
     machines = "LLaMA-70B on 8×A800 each" if args.cost is None else f"{cost.shape.name} on {cost.machine.name}"
     part = QUICK_PART if args.quick else PART
     cells = [ClusterCell(source, setup, name, admission=args.admission, until_part=part) for name in SCHEDULERS]
-    _say(stream, f"{PREFILL} machines prefill, {DECODE} decode ({machines}, modelled); {source.name}, "
-         f"at {args.rate:g} times its rate; promised: {setup.slo.ttft_s:g} s to the first token, "
-         f"{setup.slo.tbt_s:g} s a token; admission: {args.admission}")  # fmt: skip
+    _say(
+        stream,
+        f"{PREFILL} machines prefill, {DECODE} decode ({machines}, modelled); {source.name}, "
+        f"at {args.rate:g} times its rate; promised: {setup.slo.ttft_s:g} s to the first token, "
+        f"{setup.slo.tbt_s:g} s a token; admission: {args.admission}",
+    )
     began_s = time.monotonic()
     runs = sweep(run_of, cells)
-    _say(stream, f"simulated under {len(cells)} schedulers in {time.monotonic() - began_s:.1f} s; in what follows "
-         "a bar is a machine: its line before the prefill, its batch that decodes")  # fmt: skip
+    _say(
+        stream,
+        f"simulated under {len(cells)} schedulers in {time.monotonic() - began_s:.1f} s; in what follows "
+        "a bar is a machine: its line before the prefill, its batch that decodes",
+    )
     metrics = [measured(run, setup.slo) for run in runs]
     if not args.no_play:
         _play(runs, setup, stream, QUICK_PLAYED_S if args.quick else PLAYED_S)

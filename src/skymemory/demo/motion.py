@@ -118,8 +118,10 @@ def _constellation(speed: float, gate: SignalGate) -> Iterator[tuple[Started, Ru
                     hosts=local_hosts(DEFAULT_PRESET, 5, ports), epoch_s=time.time(), time_scale=speed
                 ),
                 preset_named(DEFAULT_PRESET).torus.size,
-                foreground=True, confirm=confirm_all_answer, gate=gate,
-            )  # fmt: skip
+                foreground=True,
+                confirm=confirm_all_answer,
+                gate=gate,
+            )
             yield started, directory
         finally:
             if started is not None:

@@ -33,10 +33,16 @@ async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[
     """
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "skymemory.cli._runs.service", *words,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-            env={**os.environ, **_ONE_THREAD}, start_new_session=True,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "skymemory.cli._runs.service",
+            *words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **_ONE_THREAD},
+            start_new_session=True,
+        )
         try:
             yield await _told(what, addresses, process, log)
         finally:

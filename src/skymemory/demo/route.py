@@ -249,8 +249,10 @@ class Row:
         return percentile(self._times(), percent)
 
     def line(self) -> str:
-        figures = "".join(f"{_seconds(value):>{width}}" for value, width in (
-            (self.mean_s, 11), (self.percentile_s(90), 9), (self.percentile_s(99), 9)))  # fmt: skip
+        figures = "".join(
+            f"{_seconds(value):>{width}}"
+            for value, width in ((self.mean_s, 11), (self.percentile_s(90), 9), (self.percentile_s(99), 9))
+        )
         hits = f"{self.hits:.0%}" if self.heard else "-"
         return f"{self.strategy:<14}{f'{len(self.heard)}/{self.requests}':>10}{figures}{hits:>7}   {_each(self.served)}"
 
@@ -276,16 +278,23 @@ class Row:
 def frame(rows: Sequence[Row], current: Row | None) -> list[str]:
     """All strategies in their order; with the one that runs, the load at each engine."""
     lines = [row.line() if row.heard or row is current else row.strategy for row in rows]
-    return [_HEAD, *(line + (f"   now {_bars(row.loads)}" if row is current else "")
-                     for row, line in zip(rows, lines, strict=True))]  # fmt: skip
+    return [
+        _HEAD,
+        *(
+            line + (f"   now {_bars(row.loads)}" if row is current else "")
+            for row, line in zip(rows, lines, strict=True)
+        ),
+    ]
 
 
 def figures(row: Row) -> list[str]:
     """The moment in words, for a log."""
     return [
-        f"{row.strategy}: {len(row.heard)} of {row.requests} answered", f"TTFT {_seconds(row.mean_s)}",
-        f"hits {row.hits:.0%}", f"at the engines now {_each(row.loads)}",
-    ]  # fmt: skip
+        f"{row.strategy}: {len(row.heard)} of {row.requests} answered",
+        f"TTFT {_seconds(row.mean_s)}",
+        f"hits {row.hits:.0%}",
+        f"at the engines now {_each(row.loads)}",
+    ]
 
 
 def final(rows: Sequence[Row]) -> list[str]:

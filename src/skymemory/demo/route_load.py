@@ -112,9 +112,14 @@ async def replay(
 async def ask(client: aiohttp.ClientSession, url: str, prompt: str, new_tokens: int) -> Heard:
     """One streamed completion, greedy, of exactly ``new_tokens``."""
     body = {
-        "model": "small", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": "small",
+        "prompt": prompt,
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     began_s, ttft_s, usage, done = time.perf_counter(), math.nan, None, False
     try:
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)

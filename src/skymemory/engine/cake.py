@@ -55,9 +55,15 @@ class CakePrefill:
         step_tokens = self.cake.settings.step_tokens
         budget = min(self.beside.ours(step_tokens), step_tokens) if self.beside is not None else step_tokens
         load = self.cake.open(
-            ids, cache.groups, limit_tokens=limit_tokens, budget_tokens=budget, sides=sides, seconds=seconds,
-            on_chunks=self.on_chunks, on_settled=self.on_settled,
-        )  # fmt: skip
+            ids,
+            cache.groups,
+            limit_tokens=limit_tokens,
+            budget_tokens=budget,
+            sides=sides,
+            seconds=seconds,
+            on_chunks=self.on_chunks,
+            on_settled=self.on_settled,
+        )
         try:
             if load.session is not None:
                 with load.phase("cake"):

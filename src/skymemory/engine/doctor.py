@@ -59,9 +59,13 @@ def examine(
     with kvc:
         block = kvc.layout.block_tokens
         found.append(
-            Finding("model", True, f"{type(model).__name__}: a block of {block} tokens is "
-                    f"{format_size(kvc.layout.block_bytes)}; a shorter prompt is not cached")
-        )  # fmt: skip
+            Finding(
+                "model",
+                True,
+                f"{type(model).__name__}: a block of {block} tokens is "
+                f"{format_size(kvc.layout.block_bytes)}; a shorter prompt is not cached",
+            )
+        )
         if tokenizer is not None:
             found.append(_tokenizer(tokenizer, text))
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -73,9 +77,13 @@ def examine(
                 found.append(Finding("store", False, str(error)))
         else:
             found.append(
-                Finding("prompts", False, f"the longest of {longest} tokens is no longer than a block of {block}: none "
-                        "is cached. Choose smaller blocks (block_tokens)")
-            )  # fmt: skip
+                Finding(
+                    "prompts",
+                    False,
+                    f"the longest of {longest} tokens is no longer than a block of {block}: none "
+                    "is cached. Choose smaller blocks (block_tokens)",
+                )
+            )
         context = kvc.context.describe()
     if other is not None:
         found.append(_compared(context, other))
@@ -97,9 +105,11 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, text: str) -> Finding:
     ids = tokenizer((bos or "") + text[:50])["input_ids"]
     if bos and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         return Finding(
-            "tokenizer", True, f"it puts {bos!r} in front of every text: of a chat pass the messages or the ids of "
+            "tokenizer",
+            True,
+            f"it puts {bos!r} in front of every text: of a chat pass the messages or the ids of "
             "apply_chat_template, not the template's text, which has one already",
-        )  # fmt: skip
+        )
     return Finding("tokenizer", True, f"{type(tokenizer).__name__}: the same text becomes the same ids")
 
 
@@ -108,15 +118,19 @@ def _store(kvc: KVCManager, ids: torch.Tensor) -> Finding:
     before = kvc.get_cache_ids(ids).result
     if before.not_found in FAILING_REASONS:
         return Finding(
-            "store", False, f"{kvc.store.name} is {before.not_found}: every prompt is computed. Is it running, and is "
+            "store",
+            False,
+            f"{kvc.store.name} is {before.not_found}: every prompt is computed. Is it running, and is "
             "its address right?",
-        )  # fmt: skip
+        )
     stored = kvc.add_blocks_ids(ids)
     if stored.refused_blocks:
         return Finding(
-            "store", False, f"{kvc.store.name} refused {stored.refused_blocks} of {stored.blocks} blocks of "
+            "store",
+            False,
+            f"{kvc.store.name} refused {stored.refused_blocks} of {stored.blocks} blocks of "
             f"{format_size(kvc.layout.block_bytes)}: it is full of what may not go, too small, or does not answer",
-        )  # fmt: skip
+        )
     after = kvc.get_cache_ids(ids).result
     took = format_duration(time.perf_counter() - began_s)
     if after.loaded_blocks < after.blocks:

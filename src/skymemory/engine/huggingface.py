@@ -123,7 +123,10 @@ class KVCManager:
         self.model = model
         self.tokenizer = tokenizer
         self._identity = Identity(
-            model, block_tokens, weights, (GuardHook, ComputeClock),
+            model,
+            block_tokens,
+            weights,
+            (GuardHook, ComputeClock),
             lambda layout, identity, named: CacheContext(
                 model=identity,
                 weights=named,
@@ -135,7 +138,7 @@ class KVCManager:
                 adapter=adapter,
                 tenant_salt=tenant_salt,
             ),
-        )  # fmt: skip
+        )
         if self.layout.value_dim and chosen is not RAW:
             raise InvalidInput(f"codec {codec!r} is for keys and values of one width, this model's are {self.layout}")
         self._owns_store = store is None
@@ -289,9 +292,14 @@ class KVCManager:
         model = self._identity
         blocks_apart = -(-model.states.size_bytes // self.layout.block_bytes)  # states take as much room as blocks
         return SkyCache(
-            self.layout, self._room_tokens(prompt_tokens), self.model.device, self._pool,
-            model.kinds, model.states, max(1, blocks_apart) * self.layout.block_tokens,
-        )  # fmt: skip
+            self.layout,
+            self._room_tokens(prompt_tokens),
+            self.model.device,
+            self._pool,
+            model.kinds,
+            model.states,
+            max(1, blocks_apart) * self.layout.block_tokens,
+        )
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
         """A cache filled with the longest stored prefix, at most ``limit_tokens``; for a user as ``loading`` says."""
@@ -308,9 +316,14 @@ class KVCManager:
         return cache
 
     def _load_with_states(
-        self, stored: StoredStates, cache: SkyCache, ids: Tokens, limit_tokens: int, seconds: dict[str, float],
+        self,
+        stored: StoredStates,
+        cache: SkyCache,
+        ids: Tokens,
+        limit_tokens: int,
+        seconds: dict[str, float],
         account: bool,
-    ) -> LoadResult:  # fmt: skip
+    ) -> LoadResult:
         """A prefix is as long as the last of its states that comes, with all blocks before it."""
         block = self.layout.block_tokens
         result = LoadResult(len(ids), blocks=len(ids) // block, failed_blocks={"no state": len(ids) // block})
@@ -506,16 +519,19 @@ class KVCManager:
             [
                 Part(
                     BlockCache(
-                        model.context_of(group), group.layout(self.layout), self.store,
+                        model.context_of(group),
+                        group.layout(self.layout),
+                        self.store,
                         of_layers(self._codec, group.layers, self.layout.layers),
-                        readable=readable_codecs(self._codec), counters=self._counters,
+                        readable=readable_codecs(self._codec),
+                        counters=self._counters,
                     ),
                     group.window,
                 )
                 for group in model.groups
             ],
             compute,
-        )  # fmt: skip
+        )
 
     def _stored_states(self) -> StoredStates | None:
         states, tokens = self._identity.states, self.layout.block_tokens

@@ -26,14 +26,31 @@ if TYPE_CHECKING:
 
 
 _NOT_IDENTITY = (
-    "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
-    "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type",
-)  # fmt: skip
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "architectures",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "id2label",
+    "label2id",
+    "problem_type",
+)
 """Fields of a configuration that say nothing of the numbers in the cache (dtype is in the layout)."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTIONS = {
-    None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
-}  # fmt: skip
+    None,
+    "eager",
+    "sdpa",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+}
 """Implementations that compute the same attention; any other may compute whatever its author likes."""
 _EXPERTS = {None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"}
 """Those that compute the same experts."""

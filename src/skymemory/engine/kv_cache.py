@@ -67,8 +67,12 @@ except ImportError:  # before 5.23
 warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
 
 LAYERS = (
-    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer,
-)  # fmt: skip
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    DummyLayer,
+)
 """transformers' layers whose contents are known: keys and values of tokens, recurrent states, or nothing."""
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

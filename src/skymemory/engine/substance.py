@@ -26,9 +26,19 @@ from skymemory.errors import UnsupportedModel
 _PIECE_BYTES = 32 << 20
 _SETTING = (bool, int, float, str, type(None), torch.dtype)
 _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
-    "name_or_path", "warnings_issued", "_is_hf_initialized", "_hf_hook", "layer_idx", "max_seq_len_cached",
-    "_keep_in_fp32_modules_set", "_no_split_modules", "_tp_plan", "_ep_plan", "_pp_plan", "model_tags",
-}  # fmt: skip
+    "name_or_path",
+    "warnings_issued",
+    "_is_hf_initialized",
+    "_hf_hook",
+    "layer_idx",
+    "max_seq_len_cached",
+    "_keep_in_fp32_modules_set",
+    "_no_split_modules",
+    "_tp_plan",
+    "_ep_plan",
+    "_pp_plan",
+    "model_tags",
+}
 """Attributes of a module that say nothing of what it computes."""
 
 _HARMLESS = "transformers.utils.output_capturing"

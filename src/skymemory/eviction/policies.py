@@ -110,8 +110,10 @@ class LeastFrequentlyUsedAged(_ByRank):
 
 
 _MAKERS: dict[str, Callable[[], Replacement]] = {
-    "lru": LeastRecentlyUsed, "lfuda": LeastFrequentlyUsedAged, "lrfu": LeastRecentlyAndFrequentlyUsed
-}  # fmt: skip
+    "lru": LeastRecentlyUsed,
+    "lfuda": LeastFrequentlyUsedAged,
+    "lrfu": LeastRecentlyAndFrequentlyUsed,
+}
 
 
 def replacement_named(name: str) -> Replacement:
@@ -215,9 +217,7 @@ class AdaptiveReplacement:
         self._again.free(key)
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        first, second = (
-            (self._once, self._again) if len(self._once) > self._target else (self._again, self._once)
-        )  # fmt: skip
+        first, second = (self._once, self._again) if len(self._once) > self._target else (self._again, self._once)
         found = first.first(but)
         return second.first(but) if found is None else found
 
@@ -236,8 +236,10 @@ def policy_named(name: str, depth_of: Callable[[bytes], int] = lambda key: 0) ->
         InvalidInput: no such policy.
     """
     makers: dict[str, Callable[[], Replacement]] = {
-        "lfu": LeastFrequentlyUsed, "length": lambda: LengthAware(depth_of), "arc": AdaptiveReplacement
-    }  # fmt: skip
+        "lfu": LeastFrequentlyUsed,
+        "length": lambda: LengthAware(depth_of),
+        "arc": AdaptiveReplacement,
+    }
     if name not in POLICIES:
         raise InvalidInput(f"policy {name!r}: expected one of {', '.join(POLICIES)}")
     return makers[name]() if name in makers else replacement_named(name)

@@ -304,9 +304,7 @@ class SatelliteGate:
 
     def _authentic(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
         """1 for each packet that is authentic and new; the others are counted."""
-        times = native.check_macs(
-            view, size, COMMAND_BYTES, self._authority.mac_keys, int(now_s * 1e6), _MAX_SKEW_US
-        )  # fmt: skip
+        times = native.check_macs(view, size, COMMAND_BYTES, self._authority.mac_keys, int(now_s * 1e6), _MAX_SKEW_US)
         authentic = bytes(sent_us is not None for sent_us in times)
         keep = bytearray(authentic)
         for number, sent_us in enumerate(times):

@@ -137,9 +137,13 @@ class SkyMap:
     """
 
     def __init__(
-        self, torus: Torus, centre: SatelliteId, slot_link_s: float = 1.0, plane_link_s: float = 1.0,
+        self,
+        torus: Torus,
+        centre: SatelliteId,
+        slot_link_s: float = 1.0,
+        plane_link_s: float = 1.0,
         sight: Sight | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.torus = torus
         self.centre = centre
         self.sight = sight

@@ -46,15 +46,49 @@ _MOVES = struct.Struct(">ii")
 _COUNT = struct.Struct(">I")
 
 HOUSEKEEPING_FIELDS = (
-    "memory_used_bytes", "memory_limit_bytes", "chunks_held", "receive_credit_bytes", "packets_received",
-    "packets_malformed", "packets_forwarded", "packets_unroutable", "chunks_set", "chunks_replaced", "chunks_refused",
-    "chunks_served", "chunks_missed", "chunks_evicted", "chunks_deleted", "chunks_migrated_in",
-    "chunks_migrated_out", "migrations_retransmitted", "faults_injected", "delay_error_p99_us",
-    "pushed_slot_moves", "pushed_plane_moves", "bytes_set", "bytes_migrated_in", "bytes_replaced", "bytes_evicted",
-    "bytes_deleted", "bytes_migrated_out", "bytes_lost", "chunks_purged", "chunks_expired", "notices_sent",
-    "pinned_bytes", "packets_refused", "packets_replayed", "copies_mended", "protocol_versions", "operations",
-    "codecs", "packets_unsupported", "packets_shed", "late_us",
-)  # fmt: skip
+    "memory_used_bytes",
+    "memory_limit_bytes",
+    "chunks_held",
+    "receive_credit_bytes",
+    "packets_received",
+    "packets_malformed",
+    "packets_forwarded",
+    "packets_unroutable",
+    "chunks_set",
+    "chunks_replaced",
+    "chunks_refused",
+    "chunks_served",
+    "chunks_missed",
+    "chunks_evicted",
+    "chunks_deleted",
+    "chunks_migrated_in",
+    "chunks_migrated_out",
+    "migrations_retransmitted",
+    "faults_injected",
+    "delay_error_p99_us",
+    "pushed_slot_moves",
+    "pushed_plane_moves",
+    "bytes_set",
+    "bytes_migrated_in",
+    "bytes_replaced",
+    "bytes_evicted",
+    "bytes_deleted",
+    "bytes_migrated_out",
+    "bytes_lost",
+    "chunks_purged",
+    "chunks_expired",
+    "notices_sent",
+    "pinned_bytes",
+    "packets_refused",
+    "packets_replayed",
+    "copies_mended",
+    "protocol_versions",
+    "operations",
+    "codecs",
+    "packets_unsupported",
+    "packets_shed",
+    "late_us",
+)
 """What a PONG reports, in this order; new fields are appended, a reader takes what it knows."""
 
 
@@ -75,15 +109,37 @@ class Presence:
     def pack(self) -> bytes:
         tag = self.tag
         return _PRESENCE.pack(
-            self.index + 1, self.chunks, self.length_bytes, self.value_bytes, self.value_crc, tag.servers,
-            tag.server + 1, tag.strategy, 0, min(self.held, 0xFFFF), tag.slot_moves, tag.plane_moves,
-        )  # fmt: skip
+            self.index + 1,
+            self.chunks,
+            self.length_bytes,
+            self.value_bytes,
+            self.value_crc,
+            tag.servers,
+            tag.server + 1,
+            tag.strategy,
+            0,
+            min(self.held, 0xFFFF),
+            tag.slot_moves,
+            tag.plane_moves,
+        )
 
     @classmethod
     def unpack(cls, record: Buffer) -> Presence | None:
         """None where the record says that the satellite holds nothing of the key."""
-        (number, chunks, length, value_bytes, value_crc, servers, server, strategy, _, held, slot_moves,
-         plane_moves) = _PRESENCE.unpack_from(record)  # fmt: skip
+        (
+            number,
+            chunks,
+            length,
+            value_bytes,
+            value_crc,
+            servers,
+            server,
+            strategy,
+            _,
+            held,
+            slot_moves,
+            plane_moves,
+        ) = _PRESENCE.unpack_from(record)
         if number == 0:
             return None
         if not (number <= chunks and 1 <= server <= servers):

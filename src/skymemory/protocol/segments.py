@@ -18,11 +18,22 @@ from skymemory.protocol.wire import CHUNK_REF_BYTES, SKY_BYTES, SkyHeader
 
 _REF_ROWS = np.dtype(
     [
-        ("key", "V32"), ("number", ">u4"), ("chunks", ">u4"), ("length", ">u4"), ("crc", ">u4"),
-        ("value_bytes", ">u4"), ("value_crc", ">u4"), ("servers", ">u2"), ("server", ">u2"), ("strategy", "u1"),
-        ("flags", "u1"), ("spare", ">u2"), ("slot_moves", ">i4"), ("plane_moves", ">i4"),
+        ("key", "V32"),
+        ("number", ">u4"),
+        ("chunks", ">u4"),
+        ("length", ">u4"),
+        ("crc", ">u4"),
+        ("value_bytes", ">u4"),
+        ("value_crc", ">u4"),
+        ("servers", ">u2"),
+        ("server", ">u2"),
+        ("strategy", "u1"),
+        ("flags", "u1"),
+        ("spare", ">u2"),
+        ("slot_moves", ">i4"),
+        ("plane_moves", ">i4"),
     ]
-)  # fmt: skip
+)
 
 
 class Slices(Sequence[memoryview]):
@@ -87,9 +98,16 @@ def single(packet: bytes) -> SegmentBatch:
 
 
 def pack_refs(
-    key: bytes, indices: Sequence[int], chunk_crcs: np.ndarray, chunk_bytes: int, value_bytes: int, value_crc: int,
-    servers: int, strategy: int, moves: tuple[int, int],
-) -> np.ndarray:  # fmt: skip
+    key: bytes,
+    indices: Sequence[int],
+    chunk_crcs: np.ndarray,
+    chunk_bytes: int,
+    value_bytes: int,
+    value_crc: int,
+    servers: int,
+    strategy: int,
+    moves: tuple[int, int],
+) -> np.ndarray:
     """Chunk references of ``indices`` as rows of ``CHUNK_REF_BYTES`` bytes (``uint8``, ``(n, 72)``)."""
     if isinstance(indices, range):
         ids = np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)

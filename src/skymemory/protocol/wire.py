@@ -277,16 +277,42 @@ class ChunkRef:
     def pack(self) -> bytes:
         tag = self.tag
         return CHUNK_REF.pack(
-            self.key, self.index + 1, self.chunks, self.length_bytes, self.crc, self.value_bytes, self.value_crc,
-            tag.servers, tag.server + 1, tag.strategy, tag.replica, 0, tag.slot_moves, tag.plane_moves,
-        )  # fmt: skip
+            self.key,
+            self.index + 1,
+            self.chunks,
+            self.length_bytes,
+            self.crc,
+            self.value_bytes,
+            self.value_crc,
+            tag.servers,
+            tag.server + 1,
+            tag.strategy,
+            tag.replica,
+            0,
+            tag.slot_moves,
+            tag.plane_moves,
+        )
 
     @classmethod
     def unpack(cls, body: bytes | bytearray | memoryview) -> ChunkRef:
         if len(body) < CHUNK_REF_BYTES:
             raise MalformedPacket(f"chunk reference of {len(body)} bytes: expected {CHUNK_REF_BYTES}")
-        (key, number, chunks, length, crc, value_bytes, value_crc, servers, server, strategy, replica, _spare,
-         slot_moves, plane_moves) = CHUNK_REF.unpack_from(body)  # fmt: skip
+        (
+            key,
+            number,
+            chunks,
+            length,
+            crc,
+            value_bytes,
+            value_crc,
+            servers,
+            server,
+            strategy,
+            replica,
+            _spare,
+            slot_moves,
+            plane_moves,
+        ) = CHUNK_REF.unpack_from(body)
         if not 1 <= number <= chunks or not servers or server != (number - 1) % servers + 1:
             raise MalformedPacket(f"chunk {number} of {chunks} on server {server} of {servers}: out of range")
         if length > value_bytes or length > MAX_CHUNK_BYTES or chunks > max(1, value_bytes):
@@ -319,10 +345,24 @@ class SkyHeader(NamedTuple):
 
     def pack(self, crc: int = 0) -> bytes:
         return SKY.pack(
-            VERSION, self.op, self.flags, self.status, self.destination.pack(), self.source.pack(), self.ground,
-            self.request_id, self.hop_limit, self.hop_count, self.congestion, self.timestamp_us & 0xFFFFFFFF,
-            self.slot_moves, self.plane_moves, min(self.credit, MOST_CREDIT), self.key_id, crc,
-        )  # fmt: skip
+            VERSION,
+            self.op,
+            self.flags,
+            self.status,
+            self.destination.pack(),
+            self.source.pack(),
+            self.ground,
+            self.request_id,
+            self.hop_limit,
+            self.hop_count,
+            self.congestion,
+            self.timestamp_us & 0xFFFFFFFF,
+            self.slot_moves,
+            self.plane_moves,
+            min(self.credit, MOST_CREDIT),
+            self.key_id,
+            crc,
+        )
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview, offset: int = 0) -> SkyHeader:
@@ -331,8 +371,25 @@ class SkyHeader(NamedTuple):
         """
         if len(data) < offset + SKY_BYTES:
             raise MalformedPacket(f"{len(data)} bytes: too short for a SKY header at {offset}")
-        (version, op, flags, status, destination, source, ground, request_id, hop_limit, hop_count, congestion,
-         timestamp_us, slot_moves, plane_moves, credit, key_id, _crc) = SKY.unpack_from(data, offset)  # fmt: skip
+        (
+            version,
+            op,
+            flags,
+            status,
+            destination,
+            source,
+            ground,
+            request_id,
+            hop_limit,
+            hop_count,
+            congestion,
+            timestamp_us,
+            slot_moves,
+            plane_moves,
+            credit,
+            key_id,
+            _crc,
+        ) = SKY.unpack_from(data, offset)
         if version != VERSION:
             raise MalformedPacket(f"protocol version {version}: expected {VERSION}")
         known_op, known_status = _OPS.get(op), _STATUSES.get(status)
@@ -343,9 +400,22 @@ class SkyHeader(NamedTuple):
         if known_op is None or known_status is None:
             raise MalformedPacket(f"operation {op:#x}, status {status}: not known to version {VERSION}")
         return cls(
-            known_op, Address.unpack(destination), Address.unpack(source), ground, request_id, known_status,
-            hop_limit, hop_count, congestion, timestamp_us, slot_moves, plane_moves, credit, key_id, flags,
-        )  # fmt: skip
+            known_op,
+            Address.unpack(destination),
+            Address.unpack(source),
+            ground,
+            request_id,
+            known_status,
+            hop_limit,
+            hop_count,
+            congestion,
+            timestamp_us,
+            slot_moves,
+            plane_moves,
+            credit,
+            key_id,
+            flags,
+        )
 
 
 def since_s(echo_us: int, now_s: float) -> float | None:

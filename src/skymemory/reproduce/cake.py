@@ -286,8 +286,17 @@ _HEADER = (
 
 def _row(panel: str, gpu: str, tokens: int, mbit: int, grain: object, run: CakeRun) -> tuple[object, ...]:
     return (
-        panel, gpu, tokens, mbit, grain, run.compute_s, run.load_s, run.cake_s, run.hindsight_s, run.computed_share,
-    )  # fmt: skip
+        panel,
+        gpu,
+        tokens,
+        mbit,
+        grain,
+        run.compute_s,
+        run.load_s,
+        run.cake_s,
+        run.hindsight_s,
+        run.computed_share,
+    )
 
 
 def _parts(tokens: int) -> dict[tuple[float, int, str], CakeRun]:
@@ -336,18 +345,23 @@ def figure_6() -> Reproduction:
             Headline("saved of I/O alone, most", "%", 93.7, max(r.saved_of_load for r in raw) * 100),
             Headline("saved of I/O alone at 10 %, most", "%", 65.1, max(r.saved_of_load for r in tenth) * 100),
             Headline(
-                "CacheGen at 10 %, beside computing alone", "×", 11.83, twelve.compute_s / twelve.cake_s,
+                "CacheGen at 10 %, beside computing alone",
+                "×",
+                11.83,
+                twelve.compute_s / twelve.cake_s,
                 note="at 5000 Mbit/s; the paper does not say at which",
             ),
             Headline("Cake with CacheGen, saved of raw Cake, least", "%", 32.8, min(packed) * 100),
             Headline("Cake with CacheGen, saved of raw Cake, most", "%", 73.5, max(packed) * 100),
             Headline(
-                "CacheGen at 90 %, saved of fetching alone", "%", 66.4,
+                "CacheGen at 90 %, saved of fetching alone",
+                "%",
+                66.4,
                 runs[0.9, 2_000, "CacheGen"].saved_of_load * 100,
                 note="at 2000 Mbit/s; the paper does not say at which",
             ),
         ),
-    )  # fmt: skip
+    )
 
 
 def figure_8(seed: int = 0) -> Reproduction:
@@ -379,8 +393,10 @@ def figure_7(repeats: int = 3) -> Reproduction:
         takes = [load_with_cake(gpu, _32K, trace, timer=time.perf_counter).scheduling_s for _ in range(repeats)]
         ours = [min(step) for step in zip(*takes, strict=True)]
         plain = [gpu.step_s(first, PAPER_STEP_TOKENS) for first in range(0, _32K, PAPER_STEP_TOKENS)]
-        rows += [(gpu.name, at, step_s * 1e3, (step_s + own_s) * 1e3, own_s * 1e6)
-                 for at, (step_s, own_s) in enumerate(zip(plain, ours, strict=True))]  # fmt: skip
+        rows += [
+            (gpu.name, at, step_s * 1e3, (step_s + own_s) * 1e3, own_s * 1e6)
+            for at, (step_s, own_s) in enumerate(zip(plain, ours, strict=True))
+        ]
         part = median(own_s / step_s for step_s, own_s in zip(plain, ours, strict=True))
         headlines.append(
             Headline(f'{gpu.name}: a step is longer by, in the median ("negligible")', "%", 0.0, part * 100, "measured")
@@ -395,8 +411,13 @@ def figure_7(repeats: int = 3) -> Reproduction:
 
 
 FIGURES: dict[int, Callable[[], Reproduction]] = {
-    2: figure_2, 3: figure_3, 5: figure_5, 6: figure_6, 7: figure_7, 8: figure_8,
-}  # fmt: skip
+    2: figure_2,
+    3: figure_3,
+    5: figure_5,
+    6: figure_6,
+    7: figure_7,
+    8: figure_8,
+}
 
 
 def reproduce(numbers: Sequence[int]) -> list[Reproduction]:

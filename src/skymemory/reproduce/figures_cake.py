@@ -124,8 +124,13 @@ def _overhead(told: Reproduction) -> Figure:
 
 
 _DRAWINGS: dict[int, Callable[[Reproduction], Figure]] = {
-    2: _equivalent_bandwidth, 3: _steps, 5: _whole_gpu, 6: _part_of_gpu, 7: _overhead, 8: _part_of_gpu,
-}  # fmt: skip
+    2: _equivalent_bandwidth,
+    3: _steps,
+    5: _whole_gpu,
+    6: _part_of_gpu,
+    7: _overhead,
+    8: _part_of_gpu,
+}
 
 
 def write_cake_csv(told: Reproduction, folder: Path) -> Path:

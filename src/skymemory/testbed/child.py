@@ -54,10 +54,19 @@ class Child:
 def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
     """How to run one host: the very command that a person would type, with the line added."""
     return [
-        sys.executable, "-m", "skymemory.cli.main", "satellite",
-        "--plan", str(plan_path), "--host", host.name,
-        "--run-dir", str(directory.path), "--supervisor-fd", str(line_fd),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "skymemory.cli.main",
+        "satellite",
+        "--plan",
+        str(plan_path),
+        "--host",
+        host.name,
+        "--run-dir",
+        str(directory.path),
+        "--supervisor-fd",
+        str(line_fd),
+    ]
 
 
 def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:

@@ -113,9 +113,13 @@ def store_of(
     access = access or plan.access
     client = client_of(plan, check_access(plan, access), expected_round_trip_s(plan, access), give_up_s)
     settings = SkySettings(
-        plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes, plan.memory_policy.lazy,
+        plan.strategy,
+        plan.servers,
+        plan.chunk_bytes,
+        plan.memory_per_satellite_bytes,
+        plan.memory_policy.lazy,
         plan.replicas,
-    )  # fmt: skip
+    )
     return ConstellationStore(client, sky_of(plan), settings, index=index)
 
 
@@ -180,11 +184,16 @@ def host_spec(
         eviction=plan.memory_policy.satellites(plan.replicas),
         onboard=plan.centre if plan.access == "onboard" else None,
         faults=FaultInjector(
-            loss=faults.loss, duplicate=faults.duplicate, reorder=faults.reorder, corrupt=faults.corrupt,
+            loss=faults.loss,
+            duplicate=faults.duplicate,
+            reorder=faults.reorder,
+            corrupt=faults.corrupt,
             seed=faults.seed + plan.hosts.index(host),
-        ) if faults.any else None,
+        )
+        if faults.any
+        else None,
         authority=authority,
-    )  # fmt: skip
+    )
 
 
 def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId]) -> float:

@@ -68,9 +68,13 @@ class Silence:
     """
 
     def __init__(
-        self, patience_s: float = PATIENCE_S, most_s: float | None = None, *,
-        busy: Callable[[], Collection[str]] = tuple, off: Collection[SatelliteId] = (),
-    ) -> None:  # fmt: skip
+        self,
+        patience_s: float = PATIENCE_S,
+        most_s: float | None = None,
+        *,
+        busy: Callable[[], Collection[str]] = tuple,
+        off: Collection[SatelliteId] = (),
+    ) -> None:
         self.patience_s = patience_s
         self.most_s = MOST_PATIENCES * patience_s if most_s is None else most_s
         self.busy = busy
@@ -203,9 +207,14 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
         acknowledged = sum(answer is not None for answer in answers.values())
         now, settled = _settle(client, plan, living, began_s + patience_s)
         return Rotation(
-            moves_before, moves_after, len(satellites), acknowledged,
-            _migrated(now)[0] - _migrated(before)[0], settled, time.monotonic() - began_s,
-        )  # fmt: skip
+            moves_before,
+            moves_after,
+            len(satellites),
+            acknowledged,
+            _migrated(now)[0] - _migrated(before)[0],
+            settled,
+            time.monotonic() - began_s,
+        )
     finally:
         client.close()
 

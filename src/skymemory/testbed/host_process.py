@@ -67,9 +67,13 @@ async def _follow(keys: KeyFollower) -> None:
 
 
 async def _serve(
-    plan: ConstellationPlan, host: HostShare, listen: str | None, fd: int | None, say: Callable[[str], None],
+    plan: ConstellationPlan,
+    host: HostShare,
+    listen: str | None,
+    fd: int | None,
+    say: Callable[[str], None],
     directory: RunDirectory | None,
-) -> None:  # fmt: skip
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -92,15 +92,18 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
         _no_others(options, ("name", "policy"), where)
         return MemoryStore(
             parse_size(place or "1GiB"), name=_name(kind, options, where), policy=options.get("policy", DEFAULT_POLICY)
-        )  # fmt: skip
+        )
     if kind == "disk":
         _no_others(options, ("budget", "name", "policy", "sync"), where)
         if not place or "budget" not in options:
             raise InvalidInput(f"store {where!r}: expected disk:///directory?budget=SIZE[&sync=each]")
         return DiskStore(
-            Path(place), parse_size(options["budget"]), name=_name(kind, options, where),
-            policy=options.get("policy", DEFAULT_POLICY), sync=options.get("sync", "never"),  # type: ignore[arg-type]
-        )  # fmt: skip
+            Path(place),
+            parse_size(options["budget"]),
+            name=_name(kind, options, where),
+            policy=options.get("policy", DEFAULT_POLICY),
+            sync=options.get("sync", "never"),  # type: ignore[arg-type]
+        )
     if kind in ("redis", "rediss", "unix"):
         _no_others(options, ("name", "timeout"), where)
         timeout_s = parse_duration(options.get("timeout", "2s"))

@@ -268,9 +268,18 @@ class RunDirectory:
     def sweep(self) -> None:
         """Remove what a constellation leaves: plan, pid files, index and logs. Call it with the lock held."""
         patterns = (
-            "*.pid", "*.log", ".*.pid.*", PLAN_NAME, f".{PLAN_NAME}.*", INDEX_NAME, f"{INDEX_NAME}.new", OUTAGES_NAME,
-            f".{OUTAGES_NAME}.*", KEYS_NAME, f".{KEYS_NAME}.*",
-        )  # fmt: skip
+            "*.pid",
+            "*.log",
+            ".*.pid.*",
+            PLAN_NAME,
+            f".{PLAN_NAME}.*",
+            INDEX_NAME,
+            f"{INDEX_NAME}.new",
+            OUTAGES_NAME,
+            f".{OUTAGES_NAME}.*",
+            KEYS_NAME,
+            f".{KEYS_NAME}.*",
+        )
         for pattern in patterns:
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)

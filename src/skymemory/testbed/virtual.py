@@ -24,9 +24,11 @@ class VirtualConstellation:
     """
 
     def __init__(
-        self, plan: ConstellationPlan, faults: FaultInjector | None = None,
+        self,
+        plan: ConstellationPlan,
+        faults: FaultInjector | None = None,
         clocks: Mapping[SatelliteId, MoveClock] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plan = plan
         self.clock = clock_of(plan)
         self._sight = sky_of(plan).sight
@@ -34,10 +36,15 @@ class VirtualConstellation:
         shell = shell_of(plan)
         self._links_s = shell.isl_one_way_s("plane"), shell.isl_one_way_s("slot")
         self.simulated = SimulatedConstellation(
-            sky_of(plan), plan.memory_per_satellite_bytes, self.clock, self._delay_s, faults,
-            replacement=plan.memory_policy.replacement, eviction=plan.memory_policy.satellites(plan.replicas),
+            sky_of(plan),
+            plan.memory_per_satellite_bytes,
+            self.clock,
+            self._delay_s,
+            faults,
+            replacement=plan.memory_policy.replacement,
+            eviction=plan.memory_policy.satellites(plan.replicas),
             clocks=clocks,
-        )  # fmt: skip
+        )
 
     def _delay_s(self, sender: Node, receiver: Node) -> float:
         if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId):
@@ -59,7 +66,11 @@ class VirtualConstellation:
         """The store over it."""
         plan = self.plan
         settings = SkySettings(
-            plan.strategy, plan.servers, plan.chunk_bytes, plan.memory_per_satellite_bytes, plan.memory_policy.lazy,
+            plan.strategy,
+            plan.servers,
+            plan.chunk_bytes,
+            plan.memory_per_satellite_bytes,
+            plan.memory_policy.lazy,
             plan.replicas,
-        )  # fmt: skip
+        )
         return ConstellationStore(self.connect(access, ground), self.simulated.sky, settings, index=index)

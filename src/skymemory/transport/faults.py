@@ -26,9 +26,14 @@ class FaultInjector:
     """
 
     def __init__(
-        self, loss: float = 0.0, duplicate: float = 0.0, reorder: float = 0.0, corrupt: float = 0.0, seed:
-        int = 0, reorder_delay_s: float = DEFAULT_REORDER_DELAY_S,
-    ) -> None:  # fmt: skip
+        self,
+        loss: float = 0.0,
+        duplicate: float = 0.0,
+        reorder: float = 0.0,
+        corrupt: float = 0.0,
+        seed: int = 0,
+        reorder_delay_s: float = DEFAULT_REORDER_DELAY_S,
+    ) -> None:
         for name, share in (("loss", loss), ("duplicate", duplicate), ("reorder", reorder), ("corrupt", corrupt)):
             if not 0.0 <= share <= 1.0:
                 raise InvalidInput(f"fault {name} {share}: expected a share from 0 to 1")
@@ -135,8 +140,10 @@ def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, be
     everyone = torus.satellites()
     begun: list[tuple[float, str]] = []
     for kind, every_s in (
-        ("satellite", rates.satellite_every_s), ("plane", rates.plane_every_s), ("link", rates.link_every_s)
-    ):  # fmt: skip
+        ("satellite", rates.satellite_every_s),
+        ("plane", rates.plane_every_s),
+        ("link", rates.link_every_s),
+    ):
         time_s = begin_s
         while every_s and (time_s := time_s + random.expovariate(1 / every_s)) < until_s:
             begun.append((time_s, kind))

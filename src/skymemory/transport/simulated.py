@@ -58,12 +58,20 @@ class SimulatedConstellation:
     """All satellites of a torus, and any number of ground hosts, over virtual time that starts at 0."""
 
     def __init__(
-        self, sky: SkyMap, memory_bytes: int, clock: MoveClock | None = None, delay_s: LinkDelay = no_delay,
-        faults: FaultInjector | None = None, routing: RoutingMode = "greedy", offload: bool = True,
-        replacement: str = DEFAULT_REPLACEMENT, eviction: EvictionConfig | None = None,
-        clocks: Mapping[SatelliteId, MoveClock] | None = None, authority: Authority | None = None,
+        self,
+        sky: SkyMap,
+        memory_bytes: int,
+        clock: MoveClock | None = None,
+        delay_s: LinkDelay = no_delay,
+        faults: FaultInjector | None = None,
+        routing: RoutingMode = "greedy",
+        offload: bool = True,
+        replacement: str = DEFAULT_REPLACEMENT,
+        eviction: EvictionConfig | None = None,
+        clocks: Mapping[SatelliteId, MoveClock] | None = None,
+        authority: Authority | None = None,
         limits: HostLimits | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks`` are
         of satellites whose clocks are wrong. ``authority`` is the satellites'; a client's is in its config. ``limits``
         None: work takes no time, and every buffer is endless.
@@ -111,9 +119,13 @@ class SimulatedConstellation:
 
     def _new_satellite(self, here: SatelliteId) -> SatelliteMachine:
         config = SatelliteConfig(
-            here, self._memory_bytes, self._routing, replacement=self._replacement, eviction=self._eviction,
+            here,
+            self._memory_bytes,
+            self._routing,
+            replacement=self._replacement,
+            eviction=self._eviction,
             authority=self._authority,
-        )  # fmt: skip
+        )
         if self._limits is not None:
             longest_s = max(self._delay_s(here, neighbour) for neighbour in self.sky.torus.neighbours(here))
             config = replace(

@@ -127,9 +127,14 @@ class SimulatedHost:
     """``machines`` are its satellites; a dead one is taken out of it by ``forget`` and comes back by ``adopt``."""
 
     def __init__(
-        self, limits: HostLimits, machines: dict[SatelliteId, SatelliteMachine], lateness: Lateness,
-        hold_s: Callable[[LinkEnd, LinkEnd], float], depart: Depart, faults: FaultInjector | None,
-    ) -> None:  # fmt: skip
+        self,
+        limits: HostLimits,
+        machines: dict[SatelliteId, SatelliteMachine],
+        lateness: Lateness,
+        hold_s: Callable[[LinkEnd, LinkEnd], float],
+        depart: Depart,
+        faults: FaultInjector | None,
+    ) -> None:
         """``lateness`` is shared with the machines; ``hold_s`` gives the one-way time of a link; ``faults`` are
         injected into what its sockets receive.
         """
@@ -199,8 +204,14 @@ class SimulatedHost:
     def forget(self, satellite: SatelliteId) -> None:
         """It is dead: what it has not sent stays unsent, what waited for it is gone."""
         gone: tuple[dict[SatelliteId, Any], ...] = (
-            self.machines, self._inboxes, self._filled, self._alarm_s, self._nudged, self._hidden, self._waiting,
-        )  # fmt: skip
+            self.machines,
+            self._inboxes,
+            self._filled,
+            self._alarm_s,
+            self._nudged,
+            self._hidden,
+            self._waiting,
+        )
         for known in gone:
             known.pop(satellite, None)
         self._line = [held for held in self._line if held.satellite != satellite]

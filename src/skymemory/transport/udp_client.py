@@ -45,9 +45,14 @@ class UdpClient:
     """
 
     def __init__(
-        self, config: ClientConfig, sky: SkyMap, clock: MoveClock, satellites: Mapping[SatelliteId, Endpoint],
-        bind_ip: str = "127.0.0.1", refresh: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: ClientConfig,
+        sky: SkyMap,
+        clock: MoveClock,
+        satellites: Mapping[SatelliteId, Endpoint],
+        bind_ip: str = "127.0.0.1",
+        refresh: Callable[[], None] | None = None,
+    ) -> None:
         """``refresh`` is called before operations are run: it may replace the keys of the config's authority."""
         self._refresh = refresh
         self._sock = BatchSocket(bind_ip, 0)

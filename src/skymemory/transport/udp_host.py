@@ -103,11 +103,15 @@ class UdpHost:
     def _launch(self, name: SatelliteId, endpoint: Endpoint) -> UdpSatellite:
         sock = BatchSocket(*endpoint)
         config = SatelliteConfig(
-            name, self.spec.memory_bytes, routing=self.spec.routing, credit_bytes=sock.receive_buffer_bytes // 2,
-            replacement=self.spec.replacement, eviction=self.spec.eviction,
+            name,
+            self.spec.memory_bytes,
+            routing=self.spec.routing,
+            credit_bytes=sock.receive_buffer_bytes // 2,
+            replacement=self.spec.replacement,
+            eviction=self.spec.eviction,
             neighbour_patience_s=PATIENCE_S + 2 * max(self._link_s.values()),
             authority=self.spec.authority,
-        )  # fmt: skip
+        )
         pushed_at_ms, pushed = self._pushed
         clock = replace(self.spec.clock, pushed=pushed)
         machine = SatelliteMachine(config, self.spec.sky, clock, self.now_s(), self.lateness)
@@ -363,9 +367,11 @@ class UdpHost:
 
 
 async def serve_host(
-    spec: HostSpec, stop: asyncio.Event, on_ready: Callable[[str], None],
+    spec: HostSpec,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
     on_host: Callable[[UdpHost], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run one host's satellites until ``stop`` is set.
 
     ``on_host`` is handed the host before that, to have some of its satellites die and come back.

@@ -66,9 +66,13 @@ class BatchSocket:
     """
 
     def __init__(
-        self, ip: str = "127.0.0.1", port: int = 0, *, buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        self,
+        ip: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         slots: int = DEFAULT_SLOTS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.icmp_errors = 0
         self.send_errors = 0
         self._slots = slots

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 COLOURS = ("#93a1ad", "#f5a94e", "#2e6f95", "#1f8a4c", "#d1495b", "#7a5195")
 _ENDS = (
-    ("met", "both promises kept", "#1f8a4c"), ("broken", "a promise broken", "#f5a94e"),
-    ("refused", "refused on arrival", "#93a1ad"), ("after", "refused after prefill", "#d1495b"),
+    ("met", "both promises kept", "#1f8a4c"),
+    ("broken", "a promise broken", "#f5a94e"),
+    ("refused", "refused on arrival", "#93a1ad"),
+    ("after", "refused after prefill", "#d1495b"),
     ("failed", "failed", "#22303c"),
-)  # fmt: skip
+)
 
 
 def draw_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str) -> Figure:
@@ -92,9 +94,12 @@ def _stacked_ends(axes: Any, found: Mapping[str, ClusterMetrics]) -> None:
 
 def _count(one: ClusterMetrics, key: str) -> int:
     return {
-        "met": one.met, "broken": one.completed - one.met, "refused": one.refused,
-        "after": one.refused_after_prefill, "failed": one.failed,
-    }[key]  # fmt: skip
+        "met": one.met,
+        "broken": one.completed - one.met,
+        "refused": one.refused,
+        "after": one.refused_after_prefill,
+        "failed": one.failed,
+    }[key]
 
 
 def _nearest_first(source: str) -> tuple[int, str]:

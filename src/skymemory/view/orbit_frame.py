@@ -13,8 +13,13 @@ from skymemory.placement.locate import Moves, Placement
 CELL_WIDTH = 4
 LABEL_WIDTH = 3
 _GREEN, _ORANGE, _PALE, _RED, _FAINT, _RESET = (
-    "\x1b[48;5;114;30m", "\x1b[48;5;215;30m", "\x1b[48;5;230;30m", "\x1b[48;5;167;97m", "\x1b[2m", "\x1b[0m",
-)  # fmt: skip
+    "\x1b[48;5;114;30m",
+    "\x1b[48;5;215;30m",
+    "\x1b[48;5;230;30m",
+    "\x1b[48;5;167;97m",
+    "\x1b[2m",
+    "\x1b[0m",
+)
 LEGEND = "n a server   (n) overhead   □ in the box, no server   + holds chunks   × dead   · empty"
 
 

@@ -13,8 +13,12 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.named import NAMES, named
 
-BOUNDS = {"hash-trie": {"max_blocks": 1_000}, "approximate": {"blocks_per_server": 250},
-          "radix": {"blocks_per_server": 250}, "least-ttft": {"blocks_per_server": 250}}  # fmt: skip
+BOUNDS = {
+    "hash-trie": {"max_blocks": 1_000},
+    "approximate": {"blocks_per_server": 250},
+    "radix": {"blocks_per_server": 250},
+    "least-ttft": {"blocks_per_server": 250},
+}
 
 
 def flood(picker: Picker, count: int, first: int) -> None:

@@ -18,9 +18,20 @@ from skymemory.errors import InvalidInput
 def test_every_name_gives_the_strategy_of_that_name() -> None:
     assert {named(name).name for name in NAMES} == set(NAMES)
     assert set(NAMES) == {
-        "random", "round-robin", "least-load", "session", "chwbl", "simhash",
-        "hash-trie", "radix", "approximate", "precise", "least-ttft", "lmetric", "block-cost",
-    }  # fmt: skip
+        "random",
+        "round-robin",
+        "least-load",
+        "session",
+        "chwbl",
+        "simhash",
+        "hash-trie",
+        "radix",
+        "approximate",
+        "precise",
+        "least-ttft",
+        "lmetric",
+        "block-cost",
+    }
     assert named().name == DEFAULT == "least-ttft"
     for entry in STRATEGIES.values():
         assert entry.description and "\n" not in entry.description and len(entry.description) < 110

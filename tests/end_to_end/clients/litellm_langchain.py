@@ -15,9 +15,17 @@ WORDS = [{"role": "user", "content": "What is git?"}]
 
 def ask(**more: Any) -> Any:
     return litellm.completion(
-        **{"model": f"openai/{MODEL}", "api_base": URL, "api_key": KEY, "messages": WORDS, "max_tokens": 6,
-           "num_retries": 0, "max_retries": 0, **more},
-    )  # fmt: skip
+        **{
+            "model": f"openai/{MODEL}",
+            "api_base": URL,
+            "api_key": KEY,
+            "messages": WORDS,
+            "max_tokens": 6,
+            "num_retries": 0,
+            "max_retries": 0,
+            **more,
+        },
+    )
 
 
 def raised(kind: type[Exception], do: Callable[[], Any]) -> Any:
@@ -43,8 +51,12 @@ def litellm_whole_and_streamed() -> None:
 def litellm_async() -> None:
     async def both() -> None:
         made = {
-            "model": f"openai/{MODEL}", "api_base": URL, "api_key": KEY, "messages": WORDS, "max_tokens": 4,
-        }  # fmt: skip
+            "model": f"openai/{MODEL}",
+            "api_base": URL,
+            "api_key": KEY,
+            "messages": WORDS,
+            "max_tokens": 4,
+        }
         answers = await asyncio.gather(*(litellm.acompletion(**made) for _ in range(6)))
         assert all(answer.choices[0].finish_reason in ("stop", "length") for answer in answers)
         stream = await litellm.acompletion(**made, stream=True)
@@ -56,9 +68,12 @@ def litellm_async() -> None:
 @check
 def litellm_text_completion() -> None:
     made = {
-        "model": f"text-completion-openai/{MODEL}", "api_base": URL, "api_key": KEY,
-        "prompt": "git is", "max_tokens": 4,
-    }  # fmt: skip
+        "model": f"text-completion-openai/{MODEL}",
+        "api_base": URL,
+        "api_key": KEY,
+        "prompt": "git is",
+        "max_tokens": 4,
+    }
     assert litellm.text_completion(**made).choices[0].text
     assert "".join(chunk.choices[0].text or "" for chunk in litellm.text_completion(**made, stream=True))
 

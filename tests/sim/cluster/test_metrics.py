@@ -16,10 +16,16 @@ SLO = Slo(ttft_s=2.0, tbt_s=0.1)
 
 def done(at_s: float, ttft_s: float, tbt_s: float | None, **more: object) -> RequestOutcome:
     fields: dict[str, object] = {
-        "prompt_tokens": 1_000, "output_tokens": 11, "prefill": 0, "decode": 0, "computed_tokens": 1_000,
-        "prefill_s": 0.5, "tbt_mean_s": tbt_s, "tbt_max_s": None if tbt_s is None else 2 * tbt_s,
+        "prompt_tokens": 1_000,
+        "output_tokens": 11,
+        "prefill": 0,
+        "decode": 0,
+        "computed_tokens": 1_000,
+        "prefill_s": 0.5,
+        "tbt_mean_s": tbt_s,
+        "tbt_max_s": None if tbt_s is None else 2 * tbt_s,
         "end_s": at_s + ttft_s + 10 * (tbt_s or 0.0),
-    }  # fmt: skip
+    }
     return RequestOutcome(at_s=at_s, status="completed", ttft_s=ttft_s, **{**fields, **more})  # type: ignore[arg-type]
 
 

@@ -162,9 +162,14 @@ class Cake:
                 others_fill=budget_tokens < self.settings.step_tokens,
             )
             session = LoadingSession(
-                loader, chunks, source, self._workers, on_settled=on_settled, on_late=self._came_late,
+                loader,
+                chunks,
+                source,
+                self._workers,
+                on_settled=on_settled,
+                on_late=self._came_late,
                 patience_s=lambda size_bytes: self._fetch_patience_s(size_bytes, len(tokens)),
-            )  # fmt: skip
+            )
         return CakeLoad(
             self, session, chunks, source, len(tokens), limit_tokens, len(hashes[0]), sum(there), phase, account
         )

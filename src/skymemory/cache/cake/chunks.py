@@ -31,9 +31,13 @@ class BlockChunks:
     """``chunks`` of the prompt with these block hashes, out of the store of ``blocks`` into ``sink``."""
 
     def __init__(
-        self, blocks: BlockCache, hashes: Sequence[BlockHash], chunks: Sequence[PromptChunk], sink: BlockSink,
+        self,
+        blocks: BlockCache,
+        hashes: Sequence[BlockHash],
+        chunks: Sequence[PromptChunk],
+        sink: BlockSink,
         usual: Usual,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``usual`` is given the seconds of each fetch that succeeds."""
         self._blocks = blocks
         self._usual = usual

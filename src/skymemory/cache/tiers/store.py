@@ -227,7 +227,7 @@ class TieredStore(TwoPhase):
         return [
             None if None in answers else any(answers) or key in moving
             for key, *answers in zip(keys, *told, strict=True)
-        ]  # fmt: skip
+        ]
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
         """As near as each tier can have it; True where one will."""

@@ -335,9 +335,7 @@ class Tier:
         if told is None or len(told) != len(keys):
             self.doubts.add(keys, deleted=True)
             return [None] * len(keys)
-        unknown = {
-            key for key, gone in zip(keys, told, strict=True) if gone is None or self.doubts.unsettled(key)
-        }  # fmt: skip
+        unknown = {key for key, gone in zip(keys, told, strict=True) if gone is None or self.doubts.unsettled(key)}
         self.doubts.add(unknown, deleted=True)
         return [None if key in unknown else gone for key, gone in zip(keys, told, strict=True)]
 
@@ -367,7 +365,7 @@ class Tier:
     def _delete_outdated(self, keys: Sequence[bytes]) -> list[bool | None]:
         kept = {
             key for key, yes in zip(keys, keeps(self.store, keys), strict=True) if yes and not self.doubts.deleted(key)
-        }  # fmt: skip
+        }
         outdated = [key for key in keys if key not in kept]
         told = dict(zip(outdated, self.store.delete(outdated) if outdated else (), strict=False))
         return [False if key in kept else told.get(key) for key in keys]

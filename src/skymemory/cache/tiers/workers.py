@@ -227,9 +227,10 @@ class KeyGuard:
         """Hold those of ``keys`` that nobody holds, and that have still the given ``versions``; gives which."""
         with self._freed:
             mine = {
-                key for key in keys
+                key
+                for key in keys
                 if key not in self._busy and (versions is None or versions.get(key) == self._versions[_stripe(key)])
-            }  # fmt: skip
+            }
             self._busy |= mine
         try:
             yield mine

@@ -16,9 +16,13 @@ class TieredWrite:
     """Room set aside for ``items``. Raises ValueTooLarge for one that fits none of the tiers that answer."""
 
     def __init__(
-        self, items: Sequence[tuple[bytes, Buffer]], places: Places, tiers: Sequence[Tier], outbound: Outbound,
+        self,
+        items: Sequence[tuple[bytes, Buffer]],
+        places: Places,
+        tiers: Sequence[Tier],
+        outbound: Outbound,
         write_back: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tiers = tiers
         self._outbound = outbound
         self._lower = tuple(range(1, len(tiers)))
@@ -159,9 +163,10 @@ class TierWrite:
         self = cls(tier, items, places, copies)
         keys = [key for key, _ in items]
         wanted = [
-            at for at, key in enumerate(keys)
+            at
+            for at, key in enumerate(keys)
             if not (tier.doubts.unsettled(key) if self._places[at] is None else key in tier.doubts)
-        ]  # fmt: skip
+        ]
         if not wanted or not tier.usable(keys):
             return self
         told = tier.ask(lambda: _prepare(tier, items, self._places, wanted))
@@ -201,9 +206,14 @@ class TierWrite:
             return [keys[at] for at in self._stored(told or []) if self._places[at] is None]
 
         told = self.tier.end(
-            self._call, until_s, changes=[keys[at] for at in sent], outdates=changing, came_right=came_right,
-            kind="store", moved=lambda stored: size_bytes,
-        )  # fmt: skip
+            self._call,
+            until_s,
+            changes=[keys[at] for at in sent],
+            outdates=changing,
+            came_right=came_right,
+            kind="store",
+            moved=lambda stored: size_bytes,
+        )
         if told is None:
             self.given_up = self._call.given_up
             if not self.given_up and not self._copies:

@@ -194,9 +194,13 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
         prompts = word_prompts(WORDS, block, one.measure, args.seed)
         room = None if context is None else int(context * (1 - _MARGIN))
     one.asks = asks_of(
-        requests, scale=args.scale_lengths, most_output=args.max_tokens, context_tokens=room,
-        span_s=args.seconds, most=args.requests,
-    )  # fmt: skip
+        requests,
+        scale=args.scale_lengths,
+        most_output=args.max_tokens,
+        context_tokens=room,
+        span_s=args.seconds,
+        most=args.requests,
+    )
     asks = one.asks.asks
     unit = "characters" if args.prompt_unit == "characters" else "tokens"
     prompt, output = (total / len(asks) for total in (one.asks.prompt_tokens, sum(ask.output_tokens for ask in asks)))

@@ -108,10 +108,16 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
     hosts = []
     for host in report.hosts:
         answering, satellites = report.answering(host.name)
-        hosts.append({
-            "name": host.name, "state": host.state, "pid": host.pid, "memory_bytes": host.memory_bytes,
-            "satellites": satellites, "answering": answering,
-        })  # fmt: skip
+        hosts.append(
+            {
+                "name": host.name,
+                "state": host.state,
+                "pid": host.pid,
+                "memory_bytes": host.memory_bytes,
+                "satellites": satellites,
+                "answering": answering,
+            }
+        )
     fields = sorted({field for answer in report.answers.values() if answer for field in answer})
     moves = pushed_moves(report.answers.values()) if any(report.answers.values()) else (0, 0)
     return {
@@ -132,9 +138,13 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
         "late_us": report.worst("late_us"),
         "of_older_releases": report.of_older_releases,
         "faults_injected": report.per_host("faults_injected"),
-        "index": None if report.index is None else {
-            "complete": report.index[0].complete, "values": report.index[1],
-            "keys_probed": report.index[0].keys_probed, "values_adopted": report.index[0].values_adopted,
+        "index": None
+        if report.index is None
+        else {
+            "complete": report.index[0].complete,
+            "values": report.index[1],
+            "keys_probed": report.index[0].keys_probed,
+            "values_adopted": report.index[0].values_adopted,
         },
         "hosts": hosts,
         "totals": {
@@ -142,7 +152,7 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
             for field in fields
             if field not in _NO_SUMS and not field.startswith(("pushed_", "delay_", "faults_", "clock_"))
         },
-    }  # fmt: skip
+    }
 
 
 def _delay_words(scale: float) -> str:

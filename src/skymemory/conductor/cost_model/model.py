@@ -87,18 +87,29 @@ def shape_of(name: str, config: Mapping[str, Any], value_bytes: int | None = Non
     words = int(config.get("vocab_size") or 0) * width * (1 if config.get("tie_word_embeddings") else 2)
     stored = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     return ModelShape(
-        name, layers, width, kv_heads, head_dim, value_bytes or stored,
+        name,
+        layers,
+        width,
+        kv_heads,
+        head_dim,
+        value_bytes or stored,
         attention_flops=2.0 * heads * head_dim / width,
         weight_flops=2.0 * of_layer / width**2,
         parameters=float(layers * of_layer + words),
-    )  # fmt: skip
+    )
 
 
 LLAMA_70B = ModelShape("LLaMA-70B", layers=80, width=8192, kv_heads=8, head_dim=128, parameters=70e9)
 QWEN_7B = ModelShape(
-    "Qwen2.5-7B", layers=28, width=3584, kv_heads=4, head_dim=128, attention_flops=2.0, weight_flops=254 / 7,
+    "Qwen2.5-7B",
+    layers=28,
+    width=3584,
+    kv_heads=4,
+    head_dim=128,
+    attention_flops=2.0,
+    weight_flops=254 / 7,
     parameters=7.615e9,
-)  # fmt: skip
+)
 """As its ``config.json`` says (``shape_of``)."""
 
 EIGHT_A800 = Machine("8×A800", flops_per_s=8 * 312e12, memory_bytes_per_s=16e12, network_bytes_per_s=4 * 200e9 / 8)

@@ -22,9 +22,13 @@ from skymemory.conductor.cost_model.model import (
 )
 
 LLAMA_70B_8xA100 = CostModel(
-    replace(LLAMA_70B, attention_flops=24.3), EIGHT_A100, mfu=0.542, fixed_s=0.0466,
-    memory_share=0.194, decode_request_s=3.27e-4,
-)  # fmt: skip
+    replace(LLAMA_70B, attention_flops=24.3),
+    EIGHT_A100,
+    mfu=0.542,
+    fixed_s=0.0466,
+    memory_share=0.194,
+    decode_request_s=3.27e-4,
+)
 """LLaMA-2-70B in vLLM on a DGX-A100, eight A100-80GB: 43 to 72 ms a step.
 
 Source: ``data/perf_model.csv`` of SplitwiseSim (github.com/Mutinifni/splitwise-sim at 8f99e7d; Patel et al.,
@@ -46,9 +50,14 @@ is drawn through its two prompts (128 and 2,048 tokens: 2 and 4 % off).
 """
 
 LLAMA_70B_8xH800 = CostModel(
-    replace(LLAMA_70B, attention_flops=62.9), EIGHT_H800, mfu=0.588, fixed_s=0.0446,
-    memory_share=0.187, decode_fixed_s=0.00168, decode_request_s=2.82e-4,
-)  # fmt: skip
+    replace(LLAMA_70B, attention_flops=62.9),
+    EIGHT_H800,
+    mfu=0.588,
+    fixed_s=0.0446,
+    memory_share=0.187,
+    decode_fixed_s=0.00168,
+    decode_request_s=2.82e-4,
+)
 """LLaMA-2-70B in vLLM on a DGX-H100, eight H100-80GB: 28 to 50 ms a step.
 
 No published steps of a dense model on H800 were found; an H800 has the arithmetic and the memory of the H100 and less

@@ -26,9 +26,7 @@ from skymemory.errors import InvalidInput
 Weights = tuple[tuple[str, Sequence[float]], ...]
 
 
-Standing = tuple[
-    float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]
-]  # fmt: skip
+Standing = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
 """What a ranking says of one server: its score, the tokens matched, the time to its first token and between tokens,
 its plan, what of the first it computes, and its figures in ``weights``. A plain tuple, since every request makes one.
 """

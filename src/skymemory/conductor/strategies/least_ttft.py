@@ -212,9 +212,15 @@ class LeastTtft(Indexed):
         prompt, table = request.prompt, self._table
         best, held_back, unworthy, scores, figures = self._ranker.rank(
             self.held_blocks(prompt, servers) if table is None else table,
-            prompt.blocks, prompt.tokens, prompt.block_tokens, servers, now_s,
-            self._price.rate(len(servers), now_s), speeds.curves, speeds.hear,
-        )  # fmt: skip
+            prompt.blocks,
+            prompt.tokens,
+            prompt.block_tokens,
+            servers,
+            now_s,
+            self._price.rate(len(servers), now_s),
+            speeds.curves,
+            speeds.hear,
+        )
         if table is not None:
             self._last = request, servers, figures, unworthy, self._changes(table, speeds)
         reasons: tuple[str, ...] = ()

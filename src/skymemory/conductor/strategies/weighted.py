@@ -71,11 +71,12 @@ class Approximate(Indexed):
         shortest, longest = min(queues), max(queues)
         per_waiting = settings.queue_weight / (longest - shortest) if longest > shortest else 0.0
         scores = [
-            settings.queue_weight - per_waiting * (queue - shortest)
+            settings.queue_weight
+            - per_waiting * (queue - shortest)
             + settings.kv_weight * free
             + settings.prefix_weight * share
             for queue, free, share in zip(queues, room, shares, strict=True)
-        ]  # fmt: skip
+        ]
         weights = (("requests waiting", queues), ("KV cache free", room), ("share of the prompt held", shares))
         return Ranking(scores, matched, reasons=reasons, weights=weights)
 

@@ -82,9 +82,16 @@ def answer_prefix(op: int, request: memoryview, terms: AnswerTerms) -> bytes:
     slot_moves, plane_moves, credit, seconds, fraction, _ = terms
     sky = request[COMMAND_BYTES : COMMAND_BYTES + SKY_BYTES]
     return _TELEMETRY.pack(0x0800 | SKY_APID, 0, 0, seconds, fraction, 0) + b"".join(
-        (bytes((VERSION, op, 0, 0)), sky[8:12], sky[4:8], sky[12:20], bytes((_HOP_LIMIT, 0, 0, 0)), sky[24:28],
-         _OURS.pack(slot_moves, plane_moves, min(credit, 0xFFFF), 0, 0))
-    )  # fmt: skip
+        (
+            bytes((VERSION, op, 0, 0)),
+            sky[8:12],
+            sky[4:8],
+            sky[12:20],
+            bytes((_HOP_LIMIT, 0, 0, 0)),
+            sky[24:28],
+            _OURS.pack(slot_moves, plane_moves, min(credit, 0xFFFF), 0, 0),
+        )
+    )
 
 
 def answer_get(

@@ -131,9 +131,17 @@ def verify_segments(data: Buffer, segment_bytes: int) -> bytes:
 
 
 def place_segments(
-    data: Buffer, segment_bytes: int, key: bytes, chunks: int, chunk_bytes: int, value_bytes: int,
-    value_crc: int, out: Buffer, arrived: Buffer, crcs: Buffer,
-) -> tuple[int, int, int, int]:  # fmt: skip
+    data: Buffer,
+    segment_bytes: int,
+    key: bytes,
+    chunks: int,
+    chunk_bytes: int,
+    value_bytes: int,
+    value_crc: int,
+    out: Buffer,
+    arrived: Buffer,
+    crcs: Buffer,
+) -> tuple[int, int, int, int]:
     """Copy the payloads of a value's sound DATA segments to their places: ``(placed, duplicates, corrupt,
     foreign)``.
 
@@ -224,7 +232,7 @@ def mac_of(key: bytes, time_high: int, head: Buffer, sky: int) -> bytes:
 
 def sign_packets(
     headers: Buffer, header_bytes: int, sky_offset: int, key: bytes, key_id: int, time_us: int
-) -> bytearray:  # fmt: skip
+) -> bytearray:
     """Rows of ``header_bytes``, each a packet but for its payload, with their MACs: 16 bytes longer each, sealed.
 
     ``sky_offset`` is 8 for commands, which get ``time_us`` as their time, and 16 for telemetry (``time_us`` 0).
@@ -261,7 +269,7 @@ def sign_packets(
 
 def check_macs(
     data: Buffer, segment_bytes: int, sky_offset: int, keys: Mapping[int, bytes], now_us: int, skew_us: int
-) -> list[int | None]:  # fmt: skip
+) -> list[int | None]:
     """When each packet of a run was sent, in microseconds (0 for telemetry); None for one that is not authentic.
 
     Not authentic is what has no MAC, a wrong one, one by a key that is not among ``keys``, or (commands) a time more

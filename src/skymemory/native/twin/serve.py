@@ -45,10 +45,17 @@ _OP_AT, _KEY_AT, _KEY_BYTES = COMMAND_BYTES + 1, COMMAND_BYTES + SKY_BYTES, 32
 
 
 def serve(
-    fd: int, scratch: Buffer, slots: int, addresses: Buffer, neighbours: Mapping[tuple[str, int], object],
-    shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]], settled: Set[bytes], room_bytes: int,
-    terms: AnswerTerms, guard: Guard | None = None,
-) -> tuple[list[Arrival], list[Served], int]:  # fmt: skip
+    fd: int,
+    scratch: Buffer,
+    slots: int,
+    addresses: Buffer,
+    neighbours: Mapping[tuple[str, int], object],
+    shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
+    settled: Set[bytes],
+    room_bytes: int,
+    terms: AnswerTerms,
+    guard: Guard | None = None,
+) -> tuple[list[Arrival], list[Served], int]:
     """``recv_batch``, but plain requests that come first are served at once.
 
     Plain is what bears ``addresses`` (destination and source, packed), comes from an endpoint that is none of the
@@ -154,9 +161,13 @@ SKY header, when they were sent, and their sequence counts; if all are new he re
 
 
 def take_sets(
-    runs: list[Run], shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]], settled: Set[bytes],
-    room_bytes: int, terms: AnswerTerms, guard: Guard | None = None,
-) -> Taken | None:  # fmt: skip
+    runs: list[Run],
+    shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
+    settled: Set[bytes],
+    room_bytes: int,
+    terms: AnswerTerms,
+    guard: Guard | None = None,
+) -> Taken | None:
     """Store the chunks of the runs that make one request from the first on; None, and nothing done, if they are not
     plain: SETs, sound, their numbers in equal steps, their tag ``settled``, all within ``room_bytes``. With a ``guard``
     all have MACs that are right, of one key and one moment, and are here for the first time.

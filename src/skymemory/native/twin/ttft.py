@@ -74,10 +74,17 @@ class TtftRanker:
         self._heard: dict[int, Report] = {}
 
     def rank(
-        self, held: PrefixTable | Sequence[int], blocks: Blocks, tokens: int, block_tokens: float,
-        servers: Sequence[Server], now_s: float, rate: float, curves: Buffer,
+        self,
+        held: PrefixTable | Sequence[int],
+        blocks: Blocks,
+        tokens: int,
+        block_tokens: float,
+        servers: Sequence[Server],
+        now_s: float,
+        rate: float,
+        curves: Buffer,
         hear: Callable[[list[Any]], object],
-    ) -> Ranked:  # fmt: skip
+    ) -> Ranked:
         """``held``: the table to match ``blocks`` in, or how many of them each server holds. ``rate``: seconds of later
         requests' delay per second of work and second of queue. ``curves``: a ``CURVE`` for all slots, then one for each
         from 0 on, if there are any (a fixed part of NaN: the first holds). ``hear`` is given servers whose report it

@@ -142,9 +142,16 @@ def send_batch(
 
 
 def send_slices(
-    fd: int, host: str, port: int, headers: Buffer, header_bytes: int, value: Buffer, chunk_bytes: int, first: int,
+    fd: int,
+    host: str,
+    port: int,
+    headers: Buffer,
+    header_bytes: int,
+    value: Buffer,
+    chunk_bytes: int,
+    first: int,
     step: int,
-) -> int:  # fmt: skip
+) -> int:
     """``send_batch`` of payloads that are chunks ``first``, ``first + step``, … of ``value``, one for every header."""
     view, size = memoryview(value).cast("B"), memoryview(headers).nbytes
     if header_bytes < 1 or size % header_bytes:

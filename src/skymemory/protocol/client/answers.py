@@ -35,9 +35,15 @@ from skymemory.protocol.wire import CREDIT_UNIT_BYTES, FLAG_SETTLED, Op, SkyHead
 
 _REMEMBERED_GONE = 1 << 16
 _ANSWERS: dict[Op, Op] = {
-    Op.GET: Op.DATA, Op.HAS: Op.PRESENCE, Op.EVICT: Op.EVICTED, Op.PING: Op.PONG, Op.LIST: Op.LISTED,
-    Op.ADVANCE: Op.ADVANCED, Op.RETAIN: Op.RETAINED, Op.FORGET: Op.EVICTED,
-}  # fmt: skip
+    Op.GET: Op.DATA,
+    Op.HAS: Op.PRESENCE,
+    Op.EVICT: Op.EVICTED,
+    Op.PING: Op.PONG,
+    Op.LIST: Op.LISTED,
+    Op.ADVANCE: Op.ADVANCED,
+    Op.RETAIN: Op.RETAINED,
+    Op.FORGET: Op.EVICTED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +59,15 @@ class Answers:
     """Reads what satellites answer. ``resume`` is told of operations that have something to send again."""
 
     def __init__(
-        self, in_flight: InFlight, links: Links, clock: FollowedClock, counters: Counters, ground: int,
-        resume: Callable[[Operation], None], everywhere: Callable[[ValueInfo, float], Sequence[Moves]],
-    ) -> None:  # fmt: skip
+        self,
+        in_flight: InFlight,
+        links: Links,
+        clock: FollowedClock,
+        counters: Counters,
+        ground: int,
+        resume: Callable[[Operation], None],
+        everywhere: Callable[[ValueInfo, float], Sequence[Moves]],
+    ) -> None:
         self._in_flight = in_flight
         self._links = links
         self._clock = clock
@@ -227,10 +239,14 @@ class Answers:
             return None
         self._in_flight.refused(request, len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
         answer = Absence(
-            request.satellite, self._clock.nearby(now_s),
-            partial(self._everywhere, transfer.info, now_s), bool(header.flags & FLAG_SETTLED),
-            (header.slot_moves, header.plane_moves), request.begun_s, now_s,
-        )  # fmt: skip
+            request.satellite,
+            self._clock.nearby(now_s),
+            partial(self._everywhere, transfer.info, now_s),
+            bool(header.flags & FLAG_SETTLED),
+            (header.slot_moves, header.plane_moves),
+            request.begun_s,
+            now_s,
+        )
         if failure := transfer.absent(indices, answer):
             return Verdict(request.operation, failure)
         absent = set(indices)

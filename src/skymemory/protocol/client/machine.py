@@ -98,9 +98,16 @@ class ClientMachine:
         return self._begin(ReadTransfer(info, out, copies[0], moves, burst_chunks), now_s)
 
     def put(
-        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float,
-        set_moves: Moves | None = None, replicas: int = 1,
-    ) -> tuple[int, ValueInfo]:  # fmt: skip
+        self,
+        key: bytes,
+        value: Buffer,
+        chunk_bytes: int,
+        strategy: int,
+        servers: int,
+        now_s: float,
+        set_moves: Moves | None = None,
+        replicas: int = 1,
+    ) -> tuple[int, ValueInfo]:
         """Begin to write a value; the caller keeps ``value`` unchanged until the operation ends.
 
         ``set_moves`` places it as if it were written when the box had moved so far (default: as far as now).
@@ -397,9 +404,10 @@ class StillWriting:
     """
 
     def __init__(
-        self, places: Callable[[WriteTransfer, float], Iterable[SatelliteId]],
+        self,
+        places: Callable[[WriteTransfer, float], Iterable[SatelliteId]],
         send: Callable[[SatelliteId, bytes, float], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._places = places
         self._send = send
         self._writes: dict[int, tuple[WriteTransfer, float]] = {}

@@ -149,10 +149,24 @@ class Outbox:
         slot_moves, plane_moves = request.moves
         return _COMMAND_PREFIX.pack(
             *command_fields(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes),
-            VERSION, request.op, 0, Status.OK, _word(request.satellite), _GROUND | _word(beam), self._ground,
-            request.request_id, HOP_LIMIT, 0, 0, int(now_s * 1e6) & 0xFFFFFFFF, slot_moves, plane_moves, self._credit,
-            0, 0,
-        )  # fmt: skip
+            VERSION,
+            request.op,
+            0,
+            Status.OK,
+            _word(request.satellite),
+            _GROUND | _word(beam),
+            self._ground,
+            request.request_id,
+            HOP_LIMIT,
+            0,
+            0,
+            int(now_s * 1e6) & 0xFFFFFFFF,
+            slot_moves,
+            plane_moves,
+            self._credit,
+            0,
+            0,
+        )
 
     def _take_sequence(self, count: int) -> int:
         first = self._sequence

@@ -61,9 +61,17 @@ class InFlight:
         return self._links.outbound(self._outbox.beam(satellite)) if op is Op.SET else self._links.inbound
 
     def send(
-        self, operation: Operation, satellite: SatelliteId, op: Op, indices: Sequence[int], body: bytes,
-        size_bytes: int, moves: Moves, now_s: float, once: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        operation: Operation,
+        satellite: SatelliteId,
+        op: Op,
+        indices: Sequence[int],
+        body: bytes,
+        size_bytes: int,
+        moves: Moves,
+        now_s: float,
+        once: bool = False,
+    ) -> None:
         """A new request: ``size_bytes`` is what it puts on its way, up or down. ``once``: it is not repeated."""
         request = self.begin(operation, satellite, op, indices, body, size_bytes, moves, now_s)
         if once:
@@ -75,9 +83,16 @@ class InFlight:
         self._outbox.transmit(requests, now_s)
 
     def begin(
-        self, operation: Operation, satellite: SatelliteId, op: Op, indices: Sequence[int], body: bytes,
-        size_bytes: int, moves: Moves, now_s: float,
-    ) -> Request:  # fmt: skip
+        self,
+        operation: Operation,
+        satellite: SatelliteId,
+        op: Op,
+        indices: Sequence[int],
+        body: bytes,
+        size_bytes: int,
+        moves: Moves,
+        now_s: float,
+    ) -> Request:
         """``send`` without the sending."""
         window, peer = self.window(op, satellite), self._links.peer(satellite)
         if peer.heard_s + _STALE_S < now_s:
@@ -86,9 +101,19 @@ class InFlight:
         if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
             timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _LEAST_HEDGE_S))
         request = Request(
-            self._next_request_id, operation, satellite, op, indices, body, now_s, now_s + timeout_s, size_bytes,
-            moves, window, peer,
-        )  # fmt: skip
+            self._next_request_id,
+            operation,
+            satellite,
+            op,
+            indices,
+            body,
+            now_s,
+            now_s + timeout_s,
+            size_bytes,
+            moves,
+            window,
+            peer,
+        )
         self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
         self._alarm_s = min(self._alarm_s, request.deadline_s) if self._requests else request.deadline_s
         self._requests[request.request_id] = request

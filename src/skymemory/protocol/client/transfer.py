@@ -198,8 +198,15 @@ class ReadTransfer:
         """``Suspects.added`` when none of ``pending`` was for one of them."""
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self.landing: Landing = (
-            info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc, out, self.arrived, self.crcs
-        )  # fmt: skip
+            info.key,
+            info.chunks,
+            info.chunk_bytes,
+            info.value_bytes,
+            info.value_crc,
+            out,
+            self.arrived,
+            self.crcs,
+        )
         """Where its chunks go as they come."""
         self._where = where
         self._searches: dict[int, _Search] = {}

@@ -63,10 +63,15 @@ class ChunkService:
     """
 
     def __init__(
-        self, store: ChunkStore, departures: Departures, counters: Counters, on_stored: OnStored,
-        check_place: Callable[[bytes], object], latecomers: Latecomers,
+        self,
+        store: ChunkStore,
+        departures: Departures,
+        counters: Counters,
+        on_stored: OnStored,
+        check_place: Callable[[bytes], object],
+        latecomers: Latecomers,
         settled: Callable[[bytes, float], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store = store
         self._departures = departures
         self._counters = counters
@@ -277,9 +282,13 @@ class PlainCases:
     """Each says whether it took the packets; if not, nothing has been done."""
 
     def __init__(
-        self, address: Address, chunks: ChunkService, departures: Departures, router: Router,
+        self,
+        address: Address,
+        chunks: ChunkService,
+        departures: Departures,
+        router: Router,
         gate: SatelliteGate | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._chunks = chunks
         self._departures = departures
         self._router = router

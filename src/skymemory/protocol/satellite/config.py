@@ -49,9 +49,13 @@ class EvictionConfig:
         """What satellites do under these policies (``lazy`` is the clients' affair)."""
         plane_only = "gossip-plane" in policies
         return cls(
-            plane_only or "gossip" in policies, plane_only, "periodic" in policies, "migration" in policies, sweep_s,
+            plane_only or "gossip" in policies,
+            plane_only,
+            "periodic" in policies,
+            "migration" in policies,
+            sweep_s,
             replicas=replicas,
-        )  # fmt: skip
+        )
 
 
 def parse_policies(text: str) -> tuple[str, ...]:

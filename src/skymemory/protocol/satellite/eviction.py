@@ -32,10 +32,18 @@ class Forgetting:
     """Gossip, sweeps, the look before a handover, pins and expiries of one satellite."""
 
     def __init__(
-        self, satellite: SatelliteConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, handover: Handover, settled: Settled,
-        latecomers: Latecomers, now_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        satellite: SatelliteConfig,
+        store: ChunkStore,
+        whereabouts: Whereabouts,
+        sky: SkyMap,
+        departures: Departures,
+        counters: Counters,
+        handover: Handover,
+        settled: Settled,
+        latecomers: Latecomers,
+        now_s: float,
+    ) -> None:
         self._here = here = satellite.address
         self._config = config = satellite.eviction
         self._store = store
@@ -46,15 +54,25 @@ class Forgetting:
         self._checks = checks = Checks(store, whereabouts, departures, counters, settled)
         proofs = Proofs(here, config.replicas, whereabouts, sky, checks)
         self._notices = Notices(
-            here, config, store, whereabouts, sky, departures, counters, checks, proofs,
-            latecomers, lambda: 0 if handover.at_rest else 1, now_s,
-        )  # fmt: skip
+            here,
+            config,
+            store,
+            whereabouts,
+            sky,
+            departures,
+            counters,
+            checks,
+            proofs,
+            latecomers,
+            lambda: 0 if handover.at_rest else 1,
+            now_s,
+        )
         self._completeness = Completeness(
             here, config, store, whereabouts, sky, departures, counters, checks, proofs, self._purge
-        )  # fmt: skip
+        )
         self._mending = Mending(
             here, config.replicas, config.sweep_s, store, whereabouts, checks, handover, counters, now_s
-        )  # fmt: skip
+        )
         self._sweep_s = now_s + config.sweep_s if config.periodic else math.inf
         self._sweeps = 0
         self._swept_to = b""
@@ -64,11 +82,14 @@ class Forgetting:
         first.
         """
         self.handlers: dict[Op, Callable[[Packet, float], None]] = {
-            Op.NOTICE: self._notices.receive, Op.RETAIN: self.retention.receive,
-            Op.RETAINED: self.retention.answered, Op.UNSUPPORTED: self.retention.unsupported,
+            Op.NOTICE: self._notices.receive,
+            Op.RETAIN: self.retention.receive,
+            Op.RETAINED: self.retention.answered,
+            Op.UNSUPPORTED: self.retention.unsupported,
             Op.PRESENCE: self._presence,
-            Op.CHECK: checks.receive, Op.CHECKED: self._checked,
-        }  # fmt: skip
+            Op.CHECK: checks.receive,
+            Op.CHECKED: self._checked,
+        }
 
     def next_timer_s(self) -> float | None:
         parts = self.retention, self._completeness, self._mending

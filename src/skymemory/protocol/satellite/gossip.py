@@ -81,9 +81,17 @@ class Notice:
     def pack(self) -> bytes:
         area = self.region
         head = _NOTICE.pack(
-            self.origin.pack(), self.number, Address(*area.centre).pack(), area.north, area.south, area.west, area.east,
-            self.hops, _TOLD if self.told else 0, len(self.dead),
-        )  # fmt: skip
+            self.origin.pack(),
+            self.number,
+            Address(*area.centre).pack(),
+            area.north,
+            area.south,
+            area.west,
+            area.east,
+            self.hops,
+            _TOLD if self.told else 0,
+            len(self.dead),
+        )
         return head + join_dead(self.dead)
 
     @classmethod
@@ -101,10 +109,20 @@ class Notices:
     """What one satellite tells and hears. ``margin`` says by how many rows and columns a box may just be off."""
 
     def __init__(
-        self, here: SatelliteId, config: EvictionConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, checks: Checks, proofs: Proofs,
-        latecomers: Latecomers, margin: Callable[[], int], now_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        here: SatelliteId,
+        config: EvictionConfig,
+        store: ChunkStore,
+        whereabouts: Whereabouts,
+        sky: SkyMap,
+        departures: Departures,
+        counters: Counters,
+        checks: Checks,
+        proofs: Proofs,
+        latecomers: Latecomers,
+        margin: Callable[[], int],
+        now_s: float,
+    ) -> None:
         self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
         self._checks = checks
         self._proofs = proofs

@@ -80,9 +80,13 @@ class Handover:
     """What leaves this satellite: strays, queued, in flight, and copied but not yet deleted."""
 
     def __init__(
-        self, window_bursts: int, timeout_s: float, grace_s: float, pacer: Pacer | None = None,
+        self,
+        window_bursts: int,
+        timeout_s: float,
+        grace_s: float,
+        pacer: Pacer | None = None,
         lateness: Lateness | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Fresh bursts leave as ``pacer`` lets them (default: at once) and as the window is open. ``lateness`` is our
         host's (default: never late).
         """

@@ -66,9 +66,16 @@ class Neighbourhood:
     """The links of one satellite, and what it knows of all others' in ``links``."""
 
     def __init__(
-        self, here: SatelliteId, torus: Torus, links: LinkState, pushed: Moves, patience_s: float, tell: Tell,
-        lateness: Lateness | None = None, may_push_to: Callable[[Moves, float], bool] = lambda pushed, now_s: True,
-    ) -> None:  # fmt: skip
+        self,
+        here: SatelliteId,
+        torus: Torus,
+        links: LinkState,
+        pushed: Moves,
+        patience_s: float,
+        tell: Tell,
+        lateness: Lateness | None = None,
+        may_push_to: Callable[[Moves, float], bool] = lambda pushed, now_s: True,
+    ) -> None:
         """``patience_s``: how long an answer from a neighbour may take. ``lateness``: our host's (default: never).
         ``may_push_to``: asked before it is believed that operators have moved the box.
         """

@@ -76,9 +76,15 @@ class SatelliteMachine:
         self._departures = Departures(self._address, self._whereabouts, self._router, self.counters, config)
         self._gate = SatelliteGate.of(config.authority, self._address, self.counters, self._departures.refuse, now_s)
         self.neighbourhood = Neighbourhood(
-            config.address, sky.torus, links, clock.pushed, config.neighbour_patience_s, self._departures.tell,
-            self.lateness, partial(self._whereabouts.may_push_to, most=MOST_PUSHED),
-        )  # fmt: skip
+            config.address,
+            sky.torus,
+            links,
+            clock.pushed,
+            config.neighbour_patience_s,
+            self._departures.tell,
+            self.lateness,
+            partial(self._whereabouts.may_push_to, most=MOST_PUSHED),
+        )
         self._postponed = Postponed()
         self._timers_wait = False
         """Whether background timers have gone off that ``work`` is to see to."""
@@ -90,27 +96,50 @@ class SatelliteMachine:
         self._healed = 0
         self._latecomers = Latecomers(config.address, sky, self._whereabouts)
         self._chunks = ChunkService(
-            self.store, self._departures, self.counters, self._stored, self._whereabouts.home,
-            self._latecomers, self._settled,
-        )  # fmt: skip
-        self._forgetting = Forgetting(
-            config, self.store, self._whereabouts, sky, self._departures, self.counters, self.handover,
-            self._settled_chunks, self._latecomers, now_s,
-        )  # fmt: skip
-        self._migration = Migration(
-            config.address, self.store, self.handover, self._whereabouts, self._departures, self._forgetting,
+            self.store,
+            self._departures,
             self.counters,
-        )  # fmt: skip
+            self._stored,
+            self._whereabouts.home,
+            self._latecomers,
+            self._settled,
+        )
+        self._forgetting = Forgetting(
+            config,
+            self.store,
+            self._whereabouts,
+            sky,
+            self._departures,
+            self.counters,
+            self.handover,
+            self._settled_chunks,
+            self._latecomers,
+            now_s,
+        )
+        self._migration = Migration(
+            config.address,
+            self.store,
+            self.handover,
+            self._whereabouts,
+            self._departures,
+            self._forgetting,
+            self.counters,
+        )
         self._chunks.on_set = self._forgetting.stored
         self._chunks.on_served = self._forgetting.retention.served
         self._plain = PlainCases(self._address, self._chunks, self._departures, self._router, self._gate)
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
-            Op.GET: self._get, Op.HAS: self._chunks.has, Op.EVICT: self._chunks.evict,
-            Op.FORGET: self._chunks.forget, Op.LIST: self._chunks.list,
-            Op.PING: self._ping, Op.ADVANCE: self._advance, Op.ACK: self._acknowledged,
+            Op.GET: self._get,
+            Op.HAS: self._chunks.has,
+            Op.EVICT: self._chunks.evict,
+            Op.FORGET: self._chunks.forget,
+            Op.LIST: self._chunks.list,
+            Op.PING: self._ping,
+            Op.ADVANCE: self._advance,
+            Op.ACK: self._acknowledged,
             Op.UNREACHABLE: self._unreachable,
             **self._forgetting.handlers,
-        }  # fmt: skip
+        }
 
     @property
     def moves(self) -> Moves:
@@ -399,13 +428,19 @@ class SatelliteMachine:
     def housekeeping(self) -> dict[str, int]:
         """Counters and gauges by the names of ``HOUSEKEEPING_FIELDS``; the transport may add its own."""
         return self.counters.as_dict() | dict(
-            memory_used_bytes=self.store.used_bytes, memory_limit_bytes=self.store.limit_bytes,
-            chunks_held=len(self.store), receive_credit_bytes=self.config.credit_bytes,
-            migrations_retransmitted=self.handover.retransmitted, pinned_bytes=self.store.shielded_bytes,
-            pushed_slot_moves=self._whereabouts.pushed[0], pushed_plane_moves=self._whereabouts.pushed[1],
-            packets_shed=self._postponed.dropped, **OURS.figures(), **self.store.ledger.figures(),
+            memory_used_bytes=self.store.used_bytes,
+            memory_limit_bytes=self.store.limit_bytes,
+            chunks_held=len(self.store),
+            receive_credit_bytes=self.config.credit_bytes,
+            migrations_retransmitted=self.handover.retransmitted,
+            pinned_bytes=self.store.shielded_bytes,
+            pushed_slot_moves=self._whereabouts.pushed[0],
+            pushed_plane_moves=self._whereabouts.pushed[1],
+            packets_shed=self._postponed.dropped,
+            **OURS.figures(),
+            **self.store.ledger.figures(),
             **self.transport_figures(),
-        )  # fmt: skip
+        )
 
     # --- neighbours ---
 

@@ -543,11 +543,14 @@ class Ledger:
     def figures(self) -> dict[str, int]:
         """As ``messages.HOUSEKEEPING_FIELDS`` names them."""
         return {
-            "bytes_set": self.set_bytes, "bytes_migrated_in": self.migrated_in_bytes,
-            "bytes_replaced": self.replaced_bytes, "bytes_evicted": self.evicted_bytes,
-            "bytes_deleted": self.deleted_bytes, "bytes_migrated_out": self.migrated_out_bytes,
+            "bytes_set": self.set_bytes,
+            "bytes_migrated_in": self.migrated_in_bytes,
+            "bytes_replaced": self.replaced_bytes,
+            "bytes_evicted": self.evicted_bytes,
+            "bytes_deleted": self.deleted_bytes,
+            "bytes_migrated_out": self.migrated_out_bytes,
             "bytes_lost": self.lost_bytes,
-        }  # fmt: skip
+        }
 
 
 def unaccounted_bytes(figures: Mapping[str, int]) -> int:

@@ -26,9 +26,15 @@ class Migration:
     """The hands of one satellite's ``Handover``."""
 
     def __init__(
-        self, here: SatelliteId, store: ChunkStore, handover: Handover, whereabouts: Whereabouts,
-        departures: Departures, forgetting: Forgetting, counters: Counters,
-    ) -> None:  # fmt: skip
+        self,
+        here: SatelliteId,
+        store: ChunkStore,
+        handover: Handover,
+        whereabouts: Whereabouts,
+        departures: Departures,
+        forgetting: Forgetting,
+        counters: Counters,
+    ) -> None:
         self._here = here
         self._store = store
         self._handover = handover

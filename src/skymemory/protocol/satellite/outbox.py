@@ -62,9 +62,14 @@ class Departures:
         self._outgoing.append((batch, link))
 
     def reply(
-        self, request: SkyHeader, op: Op, body: bytes | bytearray, now_s: float, status: Status = Status.OK,
+        self,
+        request: SkyHeader,
+        op: Op,
+        body: bytes | bytearray,
+        now_s: float,
+        status: Status = Status.OK,
         flags: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One control packet back to whoever asked."""
         header = self._answer(request, op, status)._replace(flags=flags)
         packet = messages.build_packet(header, bytes(body), self._take_sequence(1), now_s)
@@ -114,9 +119,15 @@ class Departures:
         """One control packet of our own to another satellite."""
         slot_moves, plane_moves = self._whereabouts.moves
         header = SkyHeader(
-            op, Address(*there), self._address, 0, request_id, slot_moves=slot_moves, plane_moves=plane_moves,
+            op,
+            Address(*there),
+            self._address,
+            0,
+            request_id,
+            slot_moves=slot_moves,
+            plane_moves=plane_moves,
             credit=self._credit,
-        )  # fmt: skip
+        )
         packet = messages.build_packet(header, body, self._take_sequence(1), now_s)
         self._send(single(packet), header.destination, now_s)
 
@@ -128,7 +139,7 @@ class Departures:
         for ground in hosts:
             header = SkyHeader(
                 op, there, self._address, ground, 0, slot_moves=slot_moves, plane_moves=plane_moves, credit=self._credit
-            )  # fmt: skip
+            )
             self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), there, now_s)
         return len(hosts)
 
@@ -136,18 +147,31 @@ class Departures:
         """MIGRATE: one packet per chunk, to another satellite."""
         slot_moves, plane_moves = self._whereabouts.moves
         header = SkyHeader(
-            Op.MIGRATE, there, self._address, 0, request_id, slot_moves=slot_moves, plane_moves=plane_moves,
-            credit=self._credit, timestamp_us=int(now_s * 1e6) & 0xFFFFFFFF,
-        )  # fmt: skip
+            Op.MIGRATE,
+            there,
+            self._address,
+            0,
+            request_id,
+            slot_moves=slot_moves,
+            plane_moves=plane_moves,
+            credit=self._credit,
+            timestamp_us=int(now_s * 1e6) & 0xFFFFFFFF,
+        )
         self._send(self._bulk(header, chunks, now_s), there, now_s)
 
     def tell(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
         """LINKS: to a neighbour by our link to it, whatever the routes say."""
         slot_moves, plane_moves = self._whereabouts.moves
         header = SkyHeader(
-            Op.LINKS, Address(*neighbour), self._address, 0, 0, slot_moves=slot_moves, plane_moves=plane_moves,
+            Op.LINKS,
+            Address(*neighbour),
+            self._address,
+            0,
+            0,
+            slot_moves=slot_moves,
+            plane_moves=plane_moves,
             credit=self._credit,
-        )  # fmt: skip
+        )
         packet = messages.build_packet(header, body, self._take_sequence(1), now_s)
         self._told.append((self._signed(single(packet), now_s), neighbour))
 
@@ -158,9 +182,17 @@ class Departures:
     def _answer(self, request: SkyHeader, op: Op, status: Status) -> SkyHeader:
         slot_moves, plane_moves = self._whereabouts.moves
         return SkyHeader(
-            op, request.source, self._address, request.ground, request.request_id, status,
-            timestamp_us=request.timestamp_us, slot_moves=slot_moves, plane_moves=plane_moves, credit=self._credit,
-        )  # fmt: skip
+            op,
+            request.source,
+            self._address,
+            request.ground,
+            request.request_id,
+            status,
+            timestamp_us=request.timestamp_us,
+            slot_moves=slot_moves,
+            plane_moves=plane_moves,
+            credit=self._credit,
+        )
 
     def _take_sequence(self, count: int) -> int:
         first = self._sequence

@@ -40,9 +40,17 @@ class Mending:
     """One satellite's part of it. ``replicas`` 1: none."""
 
     def __init__(
-        self, here: SatelliteId, replicas: int, sweep_s: float, store: ChunkStore, whereabouts: Whereabouts,
-        checks: Checks, handover: Handover, counters: Counters, now_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        here: SatelliteId,
+        replicas: int,
+        sweep_s: float,
+        store: ChunkStore,
+        whereabouts: Whereabouts,
+        checks: Checks,
+        handover: Handover,
+        counters: Counters,
+        now_s: float,
+    ) -> None:
         self._here = here
         self._replicas = replicas
         self._sweep_s = sweep_s

@@ -73,10 +73,18 @@ class Completeness:
     """Suspicions of one satellite, and how they are cleared or confirmed. ``purge`` is told of what is dead."""
 
     def __init__(
-        self, here: SatelliteId, config: EvictionConfig, store: ChunkStore, whereabouts: Whereabouts, sky: SkyMap,
-        departures: Departures, counters: Counters, checks: Checks, proofs: Proofs,
+        self,
+        here: SatelliteId,
+        config: EvictionConfig,
+        store: ChunkStore,
+        whereabouts: Whereabouts,
+        sky: SkyMap,
+        departures: Departures,
+        counters: Counters,
+        checks: Checks,
+        proofs: Proofs,
         purge: Callable[[list[Dead], float], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._here = here
         self._confirm_s = config.confirm_s
         self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
@@ -329,9 +337,7 @@ class _Case:
 class Proofs:
     """Those of one satellite. ``replicas`` of each chunk are kept."""
 
-    def __init__(
-        self, here: SatelliteId, replicas: int, whereabouts: Whereabouts, sky: SkyMap, checks: Checks
-    ) -> None:  # fmt: skip
+    def __init__(self, here: SatelliteId, replicas: int, whereabouts: Whereabouts, sky: SkyMap, checks: Checks) -> None:
         self._here = here
         self._replicas = range(replicas)
         self._whereabouts = whereabouts

@@ -118,10 +118,16 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, publ
             what = f"{which}: 3P+1D against 4 coupled, {rule}"
             told.append(Told(what, "% more requests", published, gain, _WHY[rule], digits=0))
         best = max(found[system, "p90"].rate for system in _APART)
-        told.append(Told(
-            f"{which}: best of 3P+1D and 2P+2D against 4 coupled with chunked prefill, p90", "% more requests",
-            None, _gain(best, found[_COUPLED[1], "p90"].rate), "chunked prefill came to vLLM after the paper", digits=0,
-        ))  # fmt: skip
+        told.append(
+            Told(
+                f"{which}: best of 3P+1D and 2P+2D against 4 coupled with chunked prefill, p90",
+                "% more requests",
+                None,
+                _gain(best, found[_COUPLED[1], "p90"].rate),
+                "chunked prefill came to vLLM after the paper",
+                digits=0,
+            )
+        )
     return Experiment(
         name=name,
         published_as=published_as,
@@ -129,8 +135,7 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, publ
         source=f"Poisson, {count} requests of each workload, the same at every rate",
         assumed=(
             f"promised: {TTFT_TIMES:g} × the TTFT and {TBT_TIMES:g} × the TBT of the same requests alone on a machine,"
-            " all cached that came before: "
-            + "; ".join(promised),
+            " all cached that came before: " + "; ".join(promised),
             MEMORY_WORDS,
             VLLM_WORDS,
             FAST_CONTEXTS_WORDS,
@@ -142,7 +147,7 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, publ
         header=("workload", "decoding", "system", "rule", *_HEADER),
         rows=tuple((*label, *_of(answers[label])) for label in labels),
         told=tuple(told),
-    )  # fmt: skip
+    )
 
 
 def real(setting: Setting) -> Experiment:
@@ -186,12 +191,22 @@ def real(setting: Setting) -> Experiment:
             " requests within both SLOs seem to be 100 % over 57 %",
         ),
         header=(
-            "decoding", "system", "what", "rate", "attainment", "ttft_met", "tbt_met", "longest_tbt_met", "p90_ttft_s",
-            "p90_tbt_s", "p90_longest_tbt_s", "prefill_utilisation",
+            "decoding",
+            "system",
+            "what",
+            "rate",
+            "attainment",
+            "ttft_met",
+            "tbt_met",
+            "longest_tbt_met",
+            "p90_ttft_s",
+            "p90_tbt_s",
+            "p90_longest_tbt_s",
+            "prefill_utilisation",
         ),
         rows=tuple(rows),
         told=tuple(told),
-    )  # fmt: skip
+    )
 
 
 def _real_told(
@@ -210,27 +225,49 @@ def _real_told(
         ]
     return [
         *told,
-        Told(f"{decoding}: rate that {apart} takes, against {plain}", "% more", None, _gain(ours, rival),
-             _REAL_WHY[decoding], digits=0),
-        Told(f"{decoding}: rate that the best split ({split}) takes, against {plain}", "% more", None,
-             _gain(best, rival), digits=0),
+        Told(
+            f"{decoding}: rate that {apart} takes, against {plain}",
+            "% more",
+            None,
+            _gain(ours, rival),
+            _REAL_WHY[decoding],
+            digits=0,
+        ),
+        Told(
+            f"{decoding}: rate that the best split ({split}) takes, against {plain}",
+            "% more",
+            None,
+            _gain(best, rival),
+            digits=0,
+        ),
         Told(f"{decoding}: the same against {chunked}", "% more", None, _gain(best, kinder), digits=0),
-    ]  # fmt: skip
+    ]
 
 
 def _promises(one: ClusterMetrics | None) -> tuple[object, ...]:
     if one is None:
         return (None,) * 8
     return (
-        one.attainment, one.ttft_met, one.tbt_met, one.longest_tbt_met, one.ttft_s.p90, one.tbt_request_s.p90,
-        one.tbt_max_s.p90, one.prefill_utilisation,
-    )  # fmt: skip
+        one.attainment,
+        one.ttft_met,
+        one.tbt_met,
+        one.longest_tbt_met,
+        one.ttft_s.p90,
+        one.tbt_request_s.p90,
+        one.tbt_max_s.p90,
+        one.prefill_utilisation,
+    )
 
 
 _HEADER = (
-    "requests_per_s", "p90_ttft_s", "p90_tbt_s", "p90_longest_tbt_s", "token_hits", "prefill_utilisation",
+    "requests_per_s",
+    "p90_ttft_s",
+    "p90_tbt_s",
+    "p90_longest_tbt_s",
+    "token_hits",
+    "prefill_utilisation",
     "decode_utilisation",
-)  # fmt: skip
+)
 _WHY: dict[Rule, str] = {
     "p90": "the mean of a request's TBT forgives stalls",
     "p90 of the longest": "any prefill of others stalls decoding for longer than is promised",
@@ -249,9 +286,14 @@ def _of(found: Capacity) -> tuple[object, ...]:
     if one is None:
         return (0.0, *(None,) * (len(_HEADER) - 1))
     return (
-        found.rate, one.ttft_s.p90, one.tbt_request_s.p90, one.tbt_max_s.p90, one.hits.tokens, one.prefill_utilisation,
+        found.rate,
+        one.ttft_s.p90,
+        one.tbt_request_s.p90,
+        one.tbt_max_s.p90,
+        one.hits.tokens,
+        one.prefill_utilisation,
         one.decode_utilisation,
-    )  # fmt: skip
+    )
 
 
 def _gain(ours: float, theirs: float) -> float:
@@ -336,10 +378,15 @@ def bandwidth(setting: Setting) -> Experiment:
         rows=tuple(rows),
         told=(
             Told("worst mean TTFT at 100 Gbit/s and more", "s", "below 2", above),
-            Told("mean TTFT at 24 over that at 400 Gbit/s", "×", None, rows[0][2] / rows[-1][2],
-                 "who weighs loading against computing loads less where the network is slow"),
+            Told(
+                "mean TTFT at 24 over that at 400 Gbit/s",
+                "×",
+                None,
+                rows[0][2] / rows[-1][2],
+                "who weighs loading against computing loads less where the network is slow",
+            ),
         ),
-    )  # fmt: skip
+    )
 
 
 def ratio(setting: Setting) -> Experiment:
@@ -386,18 +433,35 @@ def ratio(setting: Setting) -> Experiment:
 
 _FEWEST_WHY = "if theirs counts requests instead: the router's least-load does"
 _SCHEDULING_HEADER = (
-    "mean_ttft_s", "p50_ttft_s", "p90_ttft_s", "p99_ttft_s", "mean_tbt_ms", "p90_tbt_ms", "met", "goodput_per_s",
-    "token_hits", "prefill_utilisation", "decode_utilisation",
-)  # fmt: skip
+    "mean_ttft_s",
+    "p50_ttft_s",
+    "p90_ttft_s",
+    "p99_ttft_s",
+    "mean_tbt_ms",
+    "p90_tbt_ms",
+    "met",
+    "goodput_per_s",
+    "token_hits",
+    "prefill_utilisation",
+    "decode_utilisation",
+)
 
 
 def _row(answer: CellAnswer) -> tuple[object, ...]:
     one = answer.metrics
     return (
-        one.ttft_s.mean, one.ttft_s.p50, one.ttft_s.p90, one.ttft_s.p99, one.tbt_request_s.mean * 1e3,
-        one.tbt_request_s.p90 * 1e3, one.met, one.goodput_per_s, one.hits.tokens, one.prefill_utilisation,
+        one.ttft_s.mean,
+        one.ttft_s.p50,
+        one.ttft_s.p90,
+        one.ttft_s.p99,
+        one.tbt_request_s.mean * 1e3,
+        one.tbt_request_s.p90 * 1e3,
+        one.met,
+        one.goodput_per_s,
+        one.hits.tokens,
+        one.prefill_utilisation,
         one.decode_utilisation,
-    )  # fmt: skip
+    )
 
 
 def _why(name: str) -> str:

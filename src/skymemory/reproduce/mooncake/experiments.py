@@ -49,16 +49,32 @@ def popularity(setting: Setting) -> Experiment:
         told=(
             Told("blocks that are never wanted again", "%", "over 50", 100 * found.once_share, digits=1),
             Told(
-                "requests that want the most popular block", "", "thousands of times", found.most_uses,
-                "every prompt begins with the same block; no other is wanted a hundred times", digits=0,
+                "requests that want the most popular block",
+                "",
+                "thousands of times",
+                found.most_uses,
+                "every prompt begins with the same block; no other is wanted a hundred times",
+                digits=0,
             ),
-            Told("hits of a cache that never evicts", "% of blocks", 51.0, 100 * found.ideal_all_block_hits,
-                 _OTHER_TRACE, digits=1),
-            Told("the same, blocks that are not full left out", "% of blocks", None, 100 * found.ideal_block_hits,
-                 "what an engine can cache", digits=1),
+            Told(
+                "hits of a cache that never evicts",
+                "% of blocks",
+                51.0,
+                100 * found.ideal_all_block_hits,
+                _OTHER_TRACE,
+                digits=1,
+            ),
+            Told(
+                "the same, blocks that are not full left out",
+                "% of blocks",
+                None,
+                100 * found.ideal_block_hits,
+                "what an engine can cache",
+                digits=1,
+            ),
         ),
         series={"uses": (tuple(float(rank + 1) for rank in range(len(uses))), tuple(map(float, uses)))},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +141,18 @@ def hits(setting: Setting) -> Experiment:
         ),
         header=("policy", "no end", *(f"{capacity:,} blocks" for capacity in CAPACITIES)),
         rows=tuple(rows),
-        told=(*_compared(table, most), Told(
-            "3 million tokens, LRU, of the most there is to hit", "%", 50.0, 100 * three_million / most,
-            "in our trace what comes again comes later: 30,000 blocks are needed for nine tenths", digits=0,
-        )),
-    )  # fmt: skip
+        told=(
+            *_compared(table, most),
+            Told(
+                "3 million tokens, LRU, of the most there is to hit",
+                "%",
+                50.0,
+                100 * three_million / most,
+                "in our trace what comes again comes later: 30,000 blocks are needed for nine tenths",
+                digits=0,
+            ),
+        ),
+    )
 
 
 def _compared(table: dict[str, list[float]], most: float) -> list[Told]:
@@ -174,12 +197,23 @@ def layer_wise(setting: Setting) -> Experiment:
         header=("thousand_tokens", "prefill_s", "serial_ms", "layer_wise_ms", "left"),
         rows=tuple(rows),
         told=(
-            Told("what layer-wise storing leaves of the serial latency, most", "%", "nearly nothing", 100 * worst,
-                 "one layer of 80 has nothing to hide behind", digits=1),
-            Told("serial latency, 128k against 8k tokens", "×", "grows with the length",
-                 rows[-1][2] / rows[0][2], digits=1),
+            Told(
+                "what layer-wise storing leaves of the serial latency, most",
+                "%",
+                "nearly nothing",
+                100 * worst,
+                "one layer of 80 has nothing to hide behind",
+                digits=1,
+            ),
+            Told(
+                "serial latency, 128k against 8k tokens",
+                "×",
+                "grows with the length",
+                rows[-1][2] / rows[0][2],
+                digits=1,
+            ),
         ),
-    )  # fmt: skip
+    )
 
 
 EXPERIMENTS: Mapping[str, Callable[[Setting], Experiment]] = {
@@ -196,9 +230,18 @@ EXPERIMENTS: Mapping[str, Callable[[Setting], Experiment]] = {
     "swings": load_swings,
 }
 PUBLISHED = {
-    "5": "scheduling", "6": "popularity", "7": "layer-wise", "8": "scheduling", "9": "swings", "10": "swings",
-    "11": "datasets", "12": "simulated", "13": "real", "table1": "hits", "table3": "rejections",
-}  # fmt: skip
+    "5": "scheduling",
+    "6": "popularity",
+    "7": "layer-wise",
+    "8": "scheduling",
+    "9": "swings",
+    "10": "swings",
+    "11": "datasets",
+    "12": "simulated",
+    "13": "real",
+    "table1": "hits",
+    "table3": "rejections",
+}
 """Figure 5 is FAST'25's; all others have the numbers of the report on arXiv."""
 
 

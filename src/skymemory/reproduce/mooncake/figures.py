@@ -190,9 +190,12 @@ def _rejections(told: Experiment) -> Figure:
         names = [str(r["rule"]) for r in mine]
         row[0].bar(names, [r["refused"] for r in mine], color=GREY, label="on arrival")
         row[0].bar(
-            names, [r["refused_after_prefill"] for r in mine], bottom=[r["refused"] for r in mine], color=RED,
+            names,
+            [r["refused_after_prefill"] for r in mine],
+            bottom=[r["refused"] for r in mine],
+            color=RED,
             label="after prefill",
-        )  # fmt: skip
+        )
         row[1].bar(names, [r["goodput_per_s"] for r in mine], color=GREEN)
         row[2].bar(names, [r["wasted_prefill_s"] for r in mine], color=AMBER)
         for axes, title in zip(row, ("rejected", "goodput, requests/s", "wasted prefill, s"), strict=True):
@@ -219,7 +222,15 @@ def _swings(told: Experiment) -> Figure:
 
 
 _DRAWINGS: dict[str, Callable[[Experiment], Figure]] = {
-    "popularity": _popularity, "hits": _hits, "layer-wise": _layer_wise, "scheduling": _scheduling,
-    "bandwidth": _bandwidth, "ratio": _ratio, "datasets": _capacities, "simulated": _capacities, "real": _real,
-    "rejections": _rejections, "swings": _swings,
-}  # fmt: skip
+    "popularity": _popularity,
+    "hits": _hits,
+    "layer-wise": _layer_wise,
+    "scheduling": _scheduling,
+    "bandwidth": _bandwidth,
+    "ratio": _ratio,
+    "datasets": _capacities,
+    "simulated": _capacities,
+    "real": _real,
+    "rejections": _rejections,
+    "swings": _swings,
+}

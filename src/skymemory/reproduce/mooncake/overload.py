@@ -55,18 +55,24 @@ def rejections(setting: Setting) -> Experiment:
             why = _STATED_WHY if situation.name == "as stated" else _SHORT_WHY
             told.append(Told(f"{situation.name}: rejected, {rule}", "requests", published, refused, why, digits=0))
             part = 100 * refused / max(1, one.requests)
-            told.append(Told(
-                f"{situation.name}: the same, of all, {rule}", "%", 100 * published / PUBLISHED_REQUESTS, part, digits=1
-            ))  # fmt: skip
+            told.append(
+                Told(
+                    f"{situation.name}: the same, of all, {rule}",
+                    "%",
+                    100 * published / PUBLISHED_REQUESTS,
+                    part,
+                    digits=1,
+                )
+            )
         base = ours[situation.name, "baseline"]
         for rule in RULES[1:]:
             one = ours[situation.name, rule]
             told.append(Told(f"{situation.name}: goodput, {rule}", "requests/s", None, one.goodput_per_s, digits=3))
             if rule != "baseline":
                 saved = _saved(one.wasted_prefill_s, base.wasted_prefill_s)
-                told.append(Told(
-                    f"{situation.name}: wasted prefill against baseline, {rule}", "%", None, saved, digits=0
-                ))  # fmt: skip
+                told.append(
+                    Told(f"{situation.name}: wasted prefill against baseline, {rule}", "%", None, saved, digits=0)
+                )
     return Experiment(
         name="rejections",
         published_as="arXiv table 3",
@@ -91,10 +97,20 @@ def load_swings(setting: Setting) -> Experiment:
     for situation, rule, answer in found:
         one = answer.swings
         assert one is not None
-        rows.append((
-            situation.name, rule, one.prefill_mean, one.prefill_amplitude, one.decode_mean, one.decode_amplitude,
-            one.correlation, one.period_s, one.phase_degrees, one.coherence,
-        ))  # fmt: skip
+        rows.append(
+            (
+                situation.name,
+                rule,
+                one.prefill_mean,
+                one.prefill_amplitude,
+                one.decode_mean,
+                one.decode_amplitude,
+                one.correlation,
+                one.period_s,
+                one.phase_degrees,
+                one.coherence,
+            )
+        )
         series[f"{situation.name}, {rule}"] = answer.curves
         if situation.name == "decode short, vllm" and rule in ("early", "predicted, long", "goodput"):
             says = {"early": "anti-phase: near -1", "predicted, long": "calmer"}.get(rule)
@@ -112,19 +128,35 @@ def load_swings(setting: Setting) -> Experiment:
             " docs/reference/cluster-metrics.md defines them",
         ),
         header=(
-            "situation", "rule", "prefill_mean", "prefill_amplitude", "decode_mean", "decode_amplitude", "correlation",
-            "period_s", "phase_degrees", "coherence",
+            "situation",
+            "rule",
+            "prefill_mean",
+            "prefill_amplitude",
+            "decode_mean",
+            "decode_amplitude",
+            "correlation",
+            "period_s",
+            "phase_degrees",
+            "coherence",
         ),
         rows=tuple(rows),
         told=tuple(told),
         series=series,
-    )  # fmt: skip
+    )
 
 
 _HEADER = (
-    "rejected", "refused", "refused_after_prefill", "completed", "met", "goodput_per_s", "wasted_prefill_s",
-    "late_prefill_s", "p90_ttft_s", "p90_tbt_s",
-)  # fmt: skip
+    "rejected",
+    "refused",
+    "refused_after_prefill",
+    "completed",
+    "met",
+    "goodput_per_s",
+    "wasted_prefill_s",
+    "late_prefill_s",
+    "p90_ttft_s",
+    "p90_tbt_s",
+)
 _STATED_WHY = "prefill and decode are at their SLOs together: most are refused by the first token's time, by any rule"
 _SHORT_WHY = "the split is ours; compare the order and the shares"
 _SWING_WHY = "published as a picture"
@@ -154,9 +186,17 @@ def overload_cell(source: Source, setup: ClusterSetup, rule: str) -> ClusterCell
 def _row(answer: CellAnswer) -> tuple[object, ...]:
     one = answer.metrics
     return (
-        one.refused + one.refused_after_prefill, one.refused, one.refused_after_prefill, one.completed, one.met,
-        one.goodput_per_s, one.wasted_prefill_s, one.late_prefill_s, one.ttft_s.p90, one.tbt_request_s.p90,
-    )  # fmt: skip
+        one.refused + one.refused_after_prefill,
+        one.refused,
+        one.refused_after_prefill,
+        one.completed,
+        one.met,
+        one.goodput_per_s,
+        one.wasted_prefill_s,
+        one.late_prefill_s,
+        one.ttft_s.p90,
+        one.tbt_request_s.p90,
+    )
 
 
 def _saved(ours: float, theirs: float) -> float:

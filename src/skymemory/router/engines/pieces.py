@@ -51,9 +51,20 @@ number that tells how long a message keeps us, and not its length."""
 STEPS = 4096
 """Values that are walked over between two pauses: 0.5 ms."""
 _FIELDS = (
-    "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-    "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality",
-)  # fmt: skip
+    "type",
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+)
 _REMOVED_FIELDS = ("type", "block_hashes", "medium", "group_idx", "locality")
 _Value = TypeVar("_Value")
 _text = msgspec.msgpack.Decoder(str | None)
@@ -121,12 +132,29 @@ def _cut(event: BlocksStored) -> Iterator[Event]:
 
 # How many bytes a value takes, by its first one; 0: it says itself.
 _SIZES = bytes(
-    1 if first < 0x80 or first >= 0xE0 or first in (0xC0, 0xC2, 0xC3)
-    else first - 0xA0 + 1 if 0xA0 <= first < 0xC0
-    else {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,
-          0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}.get(first, 0)
+    1
+    if first < 0x80 or first >= 0xE0 or first in (0xC0, 0xC2, 0xC3)
+    else first - 0xA0 + 1
+    if 0xA0 <= first < 0xC0
+    else {
+        0xCA: 5,
+        0xCB: 9,
+        0xCC: 2,
+        0xCD: 3,
+        0xCE: 5,
+        0xCF: 9,
+        0xD0: 2,
+        0xD1: 3,
+        0xD2: 5,
+        0xD3: 9,
+        0xD4: 3,
+        0xD5: 4,
+        0xD6: 6,
+        0xD7: 10,
+        0xD8: 18,
+    }.get(first, 0)
     for first in range(256)
-)  # fmt: skip
+)
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 """Of bytes, of extensions (which have a byte more) and of text: bytes of the length behind the first."""
 

@@ -160,8 +160,16 @@ TOKENIZED_ELSEWHERE_BYTES = 16 << 10
 """About 5 ms of a tokenizer's time: a thread costs a twentieth of that."""
 READ_ELSEWHERE_BYTES = 256 << 10
 """About 0.7 ms where there is no tokenizer: a body as long as may be keeps a thread for 50 ms."""
-_TAKEN_UP = {"refresh_s", "events_port", "replay_port", "model", "fallbacks", "max_requests", "max_streams",
-             "tell_decisions"}  # fmt: skip
+_TAKEN_UP = {
+    "refresh_s",
+    "events_port",
+    "replay_port",
+    "model",
+    "fallbacks",
+    "max_requests",
+    "max_streams",
+    "tell_decisions",
+}
 
 
 def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRing | None = None) -> EndpointPicker:

@@ -503,6 +503,9 @@ def _head(incoming: Incoming, pool: Pool) -> bytes:
         else b"Content-Length: %d\r\n" % body_bytes
     )
     line = b"%s %s%s HTTP/1.1\r\nHost: %s\r\n" % (
-        incoming.method.encode(), pool.path, incoming.target.encode(), pool.host,
-    )  # fmt: skip
+        incoming.method.encode(),
+        pool.path,
+        incoming.target.encode(),
+        pool.host,
+    )
     return b"".join((line, headers, authorization, length, b"\r\n"))

@@ -117,9 +117,13 @@ class PrefixCaches:
         manager = self._managers.get(salt)
         if manager is None:
             manager = KVCManager(
-                self._model, self._tokenizer, self._store,
-                block_tokens=self._block_tokens, weights=self._weights, tenant_salt=salt.encode(),
-            )  # fmt: skip
+                self._model,
+                self._tokenizer,
+                self._store,
+                block_tokens=self._block_tokens,
+                weights=self._weights,
+                tenant_salt=salt.encode(),
+            )
             self._let_go(KEEP_SALTS - 1)
             self._managers[salt] = manager
         self._managers.move_to_end(salt)

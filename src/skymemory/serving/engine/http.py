@@ -78,9 +78,12 @@ class OpenAIEngine:
 
     def _model(self) -> dict[str, object]:
         return {
-            "id": self._reader.model, "object": "model", "created": self._created, "owned_by": "skymemory",
+            "id": self._reader.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "skymemory",
             "max_model_len": self._reader.context_tokens,
-        }  # fmt: skip
+        }
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self._engine.alive else 503)
@@ -104,16 +107,16 @@ class OpenAIEngine:
             generation = self._reader.read(raw, chat)
         steps: _Steps = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        jobs = [
-            Job(each, partial(_hand_over, loop, steps, choice)) for choice, each in enumerate(generation.each())
-        ]  # fmt: skip
+        jobs = [Job(each, partial(_hand_over, loop, steps, choice)) for choice, each in enumerate(generation.each())]
         try:
             self._engine.submit(*jobs)
         except Full as error:
             raise ApiError(
                 "as many requests wait as may: try again later",
-                status=429, code="rate_limit_exceeded", retry_after_s=1,
-            ) from error  # fmt: skip
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after_s=1,
+            ) from error
         try:
             # The status is sent when the prompt is computed: until then an error is an answer with a status of its own.
             first = _checked(await steps.get())
@@ -298,8 +301,13 @@ class AnswerWriter:
 
     def _object(self, kind: str, choices: list[dict[str, object]], **more: object) -> dict[str, object]:
         return {
-            "id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices, **more
-        }  # fmt: skip
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            **more,
+        }
 
 
 def _of_chat(each: TokenLogprob) -> dict[str, object]:

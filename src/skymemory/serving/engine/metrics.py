@@ -52,9 +52,14 @@ class Tally:
         )
 
     def watch(
-        self, *, waiting: Callable[[], int], running: Callable[[], int], usage: Callable[[], float],
-        block_tokens: int, blocks: int,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        waiting: Callable[[], int],
+        running: Callable[[], int],
+        usage: Callable[[], float],
+        block_tokens: int,
+        blocks: int,
+    ) -> None:
         """What is read off the engine when somebody asks."""
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "num_requests_waiting": ("Requests that wait for their prefill.", waiting),

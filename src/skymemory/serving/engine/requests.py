@@ -76,20 +76,50 @@ class ChatBody(_Body, kw_only=True):
 
 _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
     # OpenAI's
-    "best_of": (1,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"),
-    "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "audio": (), "reasoning_effort": ("none",), "verbosity": ("medium",),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's
-    "use_beam_search": (False,), "bad_words": ([],), "prompt_logprobs": (), "logprob_token_ids": ([],),
-    "prompt_embeds": (), "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "structural_tag": (), "truncate_prompt_tokens": (), "truncation_side": (), "priority": (0,),
-    "spaces_between_special_tokens": (True,), "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,), "return_token_offsets": (False,), "return_prompt_text": (False,),
-    "return_mm_kwargs": (False,), "repetition_detection": (), "thinking_token_budget": (), "watermarking": (False,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "prompt_embeds": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structural_tag": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "priority": (0,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "return_mm_kwargs": (False,),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "watermarking": (False,),
     "stream_interval": (1,),
-}  # fmt: skip
+}
 """Fields that would change the answer and that this engine does not have, with the values that ask for nothing.
 
 All others that it does not have are ignored: they are labels (``user``, ``metadata``, ``session_id`` …), hints
@@ -162,8 +192,10 @@ class RequestReader:
     def unknown_model(self, named: str) -> ApiError:
         return ApiError(
             f"the model {named!r} does not exist; this engine serves {self.model!r}",
-            status=404, param="model", code="model_not_found",
-        )  # fmt: skip
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
 
     def _sampling(self, body: _Body) -> Sampling:
         allowed = None
@@ -237,8 +269,9 @@ class RequestReader:
             raise ApiError(
                 f"This model's maximum context length is {self.context_tokens} tokens; "
                 f"the prompt has {prompt_tokens}{more}: shorten the prompt or ask for less",
-                param=param, code="context_length_exceeded",
-            )  # fmt: skip
+                param=param,
+                code="context_length_exceeded",
+            )
         return asked or left
 
 

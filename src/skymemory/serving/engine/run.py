@@ -75,13 +75,20 @@ class Engine:
             sources = [{"data_parallel_rank": 0, "endpoint": at, "replay_endpoint": replay_at, "topic": topic}]
         tally = Tally(self.name)
         self.thread = EngineThread(
-            ready.model, ready.tokenizer, self.caches, tally,
-            most_running=settings.most_running, most_waiting=settings.most_waiting,
-        )  # fmt: skip
+            ready.model,
+            ready.tokenizer,
+            self.caches,
+            tally,
+            most_running=settings.most_running,
+            most_waiting=settings.most_waiting,
+        )
         tally.watch(
-            waiting=lambda: self.thread.waiting, running=lambda: self.thread.running, usage=self._usage,
-            block_tokens=settings.block_tokens, blocks=self.caches.capacity_blocks,
-        )  # fmt: skip
+            waiting=lambda: self.thread.waiting,
+            running=lambda: self.thread.running,
+            usage=self._usage,
+            block_tokens=settings.block_tokens,
+            blocks=self.caches.capacity_blocks,
+        )
         vocabulary = ready.model.get_input_embeddings().weight.shape[0]
         reader = RequestReader(self.name, ready.tokenizer, vocabulary, context_tokens)
         self.application = OpenAIEngine(reader, self.thread, tally, sources).application

@@ -92,13 +92,22 @@ class Client:
         finally:
             heard(
                 Outcome(
-                    number=ask.number, due_s=ask.due_s, sent_s=sent_s, held_up_s=held_up_s,
-                    wanted_prompt_tokens=ask.prompt_tokens, wanted_output_tokens=ask.output_tokens,
-                    first_s=hearing.first_s, end_s=found.pop("end_s", clock()), gaps_s=tuple(hearing.gaps_s),
-                    prompt_tokens=hearing.prompt_tokens, cached_tokens=hearing.cached_tokens,
-                    output_tokens=hearing.output_tokens, whole=hearing.done, **found,
+                    number=ask.number,
+                    due_s=ask.due_s,
+                    sent_s=sent_s,
+                    held_up_s=held_up_s,
+                    wanted_prompt_tokens=ask.prompt_tokens,
+                    wanted_output_tokens=ask.output_tokens,
+                    first_s=hearing.first_s,
+                    end_s=found.pop("end_s", clock()),
+                    gaps_s=tuple(hearing.gaps_s),
+                    prompt_tokens=hearing.prompt_tokens,
+                    cached_tokens=hearing.cached_tokens,
+                    output_tokens=hearing.output_tokens,
+                    whole=hearing.done,
+                    **found,
                 )
-            )  # fmt: skip
+            )
 
     async def probe(self, prompt: Prompt, output_tokens: int, clock: Clock) -> Outcome:
         """One request outside of any schedule."""

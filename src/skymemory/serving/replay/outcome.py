@@ -82,9 +82,15 @@ class Outcome:
             "gaps_s": [_rounded(gap) for gap in self.gaps_s],
         }
         for name in (
-            "wanted_prompt_tokens", "prompt_tokens", "cached_tokens", "wanted_output_tokens", "output_tokens",
-            "http_status", "retry_after_s", "error",
-        ):  # fmt: skip
+            "wanted_prompt_tokens",
+            "prompt_tokens",
+            "cached_tokens",
+            "wanted_output_tokens",
+            "output_tokens",
+            "http_status",
+            "retry_after_s",
+            "error",
+        ):
             told[name] = getattr(self, name)
         return told
 

@@ -188,11 +188,31 @@ def as_json(report: Report) -> dict[str, object]:
     told: dict[str, object] = {
         name: getattr(report, name)
         for name in (
-            "asked", "sent", "unsent", "completed", "refused", "failed", "interrupted", "within_ttft", "within_tbt",
-            "within_both", "retry_after", "prompt_tokens", "told_prompts", "cached_tokens", "told_cached",
-            "output_tokens", "pieces", "short", "without_done", "held_up", "held_up_s", "hit_ratio", "client_kept_up",
+            "asked",
+            "sent",
+            "unsent",
+            "completed",
+            "refused",
+            "failed",
+            "interrupted",
+            "within_ttft",
+            "within_tbt",
+            "within_both",
+            "retry_after",
+            "prompt_tokens",
+            "told_prompts",
+            "cached_tokens",
+            "told_cached",
+            "output_tokens",
+            "pieces",
+            "short",
+            "without_done",
+            "held_up",
+            "held_up_s",
+            "hit_ratio",
+            "client_kept_up",
         )
-    }  # fmt: skip
+    }
     told["seconds"] = round(report.seconds, 6)
     told["goodput_per_s"] = round(report.goodput_per_s, 6)
     told["reusable"] = None if math.isnan(report.reusable) else round(report.reusable, 6)
@@ -389,10 +409,7 @@ def samples_of(text: str) -> dict[str, float]:
 def counts_of(text: str) -> EngineCounts:
     """By what /metrics says."""
     samples = samples_of(text)
-    told = {
-        what: next((samples[name] for name in names if name in samples), None)
-        for what, names in NAMES.items()
-    }  # fmt: skip
+    told = {what: next((samples[name] for name in names if name in samples), None) for what, names in NAMES.items()}
     return EngineCounts(**told)
 
 

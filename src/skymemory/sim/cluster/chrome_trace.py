@@ -57,9 +57,15 @@ def _complete(pid: int, spans: Iterable[Span]) -> Iterator[dict[str, object]]:
         thread = own[at][0]
         own[at] = (thread, end)
         yield {
-            "ph": "X", "pid": pid, "tid": thread, "ts": begin, "dur": end - begin, "cat": span.what,
-            "name": f"{span.what} {span.request}", "args": {"request": span.request, **span.notes},
-        }  # fmt: skip
+            "ph": "X",
+            "pid": pid,
+            "tid": thread,
+            "ts": begin,
+            "dur": end - begin,
+            "cat": span.what,
+            "name": f"{span.what} {span.request}",
+            "args": {"request": span.request, **span.notes},
+        }
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, object]:

@@ -114,9 +114,15 @@ class Catalog:
 
     def _info(self, key: bytes, info: BlockInfo) -> ValueInfo:
         return ValueInfo(
-            key, info.chunks, self._chunk_size(info), info.value_bytes, info.value_crc,
-            STRATEGY_CODES[info.strategy], info.servers, (info.slot_moves, info.plane_moves),  # type: ignore[index]
-        )  # fmt: skip
+            key,
+            info.chunks,
+            self._chunk_size(info),
+            info.value_bytes,
+            info.value_crc,
+            STRATEGY_CODES[info.strategy],
+            info.servers,
+            (info.slot_moves, info.plane_moves),  # type: ignore[index]
+        )
 
     def _chunk_size(self, info: BlockInfo) -> int:
         """What the entry says. Where it says nothing the default, and, as earlier releases said nothing of other sizes
@@ -204,9 +210,15 @@ class Catalog:
         first, last = Place(0), b""
         for info in infos:
             entry = BlockInfo(
-                info.chunks, info.value_bytes, info.value_crc, now_s, *info.set_moves,
-                STRATEGY_NAMES[info.strategy], info.servers, chunk_bytes=_size_to_write(info),
-            )  # fmt: skip
+                info.chunks,
+                info.value_bytes,
+                info.value_crc,
+                now_s,
+                *info.set_moves,
+                STRATEGY_NAMES[info.strategy],
+                info.servers,
+                chunk_bytes=_size_to_write(info),
+            )
             place = places.get(info.key)
             if place is None:
                 unplaced[info.key] = entry
@@ -229,10 +241,15 @@ class Catalog:
             old.key,
             lambda entry: self._info(old.key, entry) == old,
             lambda entry: replace(
-                entry, set_at_s=now_s, slot_moves=new.set_moves[0], plane_moves=new.set_moves[1],
-                strategy=STRATEGY_NAMES[new.strategy], servers=new.servers, chunk_bytes=_size_to_write(new),
+                entry,
+                set_at_s=now_s,
+                slot_moves=new.set_moves[0],
+                plane_moves=new.set_moves[1],
+                strategy=STRATEGY_NAMES[new.strategy],
+                servers=new.servers,
+                chunk_bytes=_size_to_write(new),
             ),
-        )  # fmt: skip
+        )
 
     def remove(self, keys: Sequence[bytes], gone: bool = True) -> None:
         """Forget what is known of them. ``gone`` False: something else may be there in its place."""

@@ -49,9 +49,7 @@ class Upkeep:
         """What satellites have said is dead (GONE) leaves the index, unless it was set anew meanwhile."""
         if dead := dict(self._driver.machine.take_gone()):
             known = self._catalog.settled(list(dead))
-            gone = [
-                key for key, info in known.items() if pack_setting(info.value_crc, *info.set_moves) == dead[key]
-            ]  # fmt: skip
+            gone = [key for key, info in known.items() if pack_setting(info.value_crc, *info.set_moves) == dead[key]]
             self._counters.add("values_gone_by_notice", len(gone))
             self._catalog.remove(gone)
 

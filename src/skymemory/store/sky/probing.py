@@ -44,9 +44,13 @@ class Prober:
     """
 
     def __init__(
-        self, driver: ClientDriver, sky: SkyMap, strategy: int, servers: int,
+        self,
+        driver: ClientDriver,
+        sky: SkyMap,
+        strategy: int,
+        servers: int,
         can_hold: Callable[[int, int, int], bool] = lambda chunks, chunk_bytes, value_bytes: True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``can_hold``: whether the constellation has room for so many chunks of a value of so many bytes."""
         self._driver = driver
         self._sky = sky
@@ -160,9 +164,15 @@ def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
         return None
     tag = presence.tag
     return ValueInfo(
-        key, presence.chunks, max(presence.length_bytes, 1), presence.value_bytes, presence.value_crc, tag.strategy,
-        tag.servers, (tag.slot_moves, tag.plane_moves),
-    )  # fmt: skip
+        key,
+        presence.chunks,
+        max(presence.length_bytes, 1),
+        presence.value_bytes,
+        presence.value_crc,
+        tag.strategy,
+        tag.servers,
+        (tag.slot_moves, tag.plane_moves),
+    )
 
 
 # What named values the sky holds: the satellites of the box are asked, then the first chunks are read.

@@ -92,10 +92,7 @@ class ConstellationStore(TwoPhase):
         self._upkeep.hear()
         infos = self._catalog.find(keys)
         pending = {key for ticket in self._stores.holding(self._driver.now_s()) for key, _ in ticket.items}
-        return [
-            Presence.PENDING if key in pending else Presence.HIT if key in infos else Presence.MISS
-            for key in keys
-        ]  # fmt: skip
+        return [Presence.PENDING if key in pending else Presence.HIT if key in infos else Presence.MISS for key in keys]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = self._check(keys)
@@ -246,9 +243,14 @@ class ConstellationStore(TwoPhase):
     def _begin_put(self, key: bytes, value: Buffer) -> int:
         settings = self.settings
         number, _ = self._driver.machine.put(
-            key, value, settings.chunk_bytes, self._strategy, settings.servers, self._driver.now_s(),
+            key,
+            value,
+            settings.chunk_bytes,
+            self._strategy,
+            settings.servers,
+            self._driver.now_s(),
             replicas=settings.replicas,
-        )  # fmt: skip
+        )
         return number
 
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
@@ -298,8 +300,9 @@ class ConstellationStore(TwoPhase):
     def stats(self) -> dict[str, int | float]:
         self._owner.check()
         figures: dict[str, int | float] = {
-            **self._counters.as_dict(), **{f"client_{k}": v for k, v in self._driver.machine.counters.as_dict().items()}
-        }  # fmt: skip
+            **self._counters.as_dict(),
+            **{f"client_{k}": v for k, v in self._driver.machine.counters.as_dict().items()},
+        }
         figures["breaker_open"] = int(self._driver.machine.breaker.is_open)
         figures["satellites_ahead_s"] = self._clock_ahead_s
         figures.update(self._catalog.probing())

@@ -103,9 +103,9 @@ def test_time_brings_back_what_was_spent() -> None:
     for second in range(20):
         peer.now_s = float(second)
         peer.say(frame(h.PING, 0, 0, bytes(8)) * ((h.IDLE_FRAMES if not second else h.IDLE_FRAMES_PER_S) - 10))
-        peer.say(b"".join(
-            headers(stream) + reset(stream) for stream in range(1 + 2000 * second, 2000 * (second + 1), 2)
-        ))  # fmt: skip
+        peer.say(
+            b"".join(headers(stream) + reset(stream) for stream in range(1 + 2000 * second, 2000 * (second + 1), 2))
+        )
         peer.heard()
     assert peer.http2.fault is None
 

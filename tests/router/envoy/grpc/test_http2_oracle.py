@@ -215,6 +215,10 @@ def test_both_take_and_refuse_alike() -> None:
                 break
     assert set(met) == set(DELIBERATE), "each of them is met"
     assert alike["fine", 0] > 2_500 and sum(alike.values()) > 3 * sum(met.values())
-    for outcome in (("connection error", h.PROTOCOL_ERROR), ("connection error", h.FLOW_CONTROL_ERROR),
-                    ("connection error", h.FRAME_SIZE_ERROR), ("stream error", h.STREAM_CLOSED)):  # fmt: skip
+    for outcome in (
+        ("connection error", h.PROTOCOL_ERROR),
+        ("connection error", h.FLOW_CONTROL_ERROR),
+        ("connection error", h.FRAME_SIZE_ERROR),
+        ("stream error", h.STREAM_CLOSED),
+    ):
         assert alike[outcome] > 10, outcome

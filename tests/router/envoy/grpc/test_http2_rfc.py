@@ -267,7 +267,7 @@ CASES: dict[str, Case] = {
     "hpack 5.2: Huffman with the end of string": (COMPRESSION, get(1, END, block() + b"\x00\x01a\x84\xff\xff\xff\xfc")),
     "hpack 6.1: index 0": (COMPRESSION, get(1, END, block() + b"\x80")),
     "hpack 6.3: a table above what is allowed": (COMPRESSION, get(1, END, b"\x3f\xe2\x1f" + block())),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -211,8 +211,18 @@ class Door:
 class Answers:
     """What is said to one call. Once that is over, nothing."""
 
-    __slots__ = ("_begun", "_buffer", "_connection", "_ended", "_held", "_held_bytes", "_later", "_owed", "_stream",
-                 "call")  # fmt: skip
+    __slots__ = (
+        "_begun",
+        "_buffer",
+        "_connection",
+        "_ended",
+        "_held",
+        "_held_bytes",
+        "_later",
+        "_owed",
+        "_stream",
+        "call",
+    )
 
     def __init__(self, connection: Connection, stream: int) -> None:
         self._connection, self._stream = connection, stream

@@ -22,8 +22,10 @@ class HealthBook:
 
     def methods(self) -> Mapping[str, Callable[[Answers], Call]]:
         service = "/grpc.health.v1.Health"
-        return {f"{service}/Check": lambda answers: _Check(self, answers),
-                f"{service}/Watch": lambda answers: _Watch(self, answers)}  # fmt: skip
+        return {
+            f"{service}/Check": lambda answers: _Check(self, answers),
+            f"{service}/Watch": lambda answers: _Watch(self, answers),
+        }
 
     def set(self, name: str, state: int) -> None:
         if self._states.get(name) == state:

@@ -140,8 +140,18 @@ class _Block(NamedTuple):
 class Stream:
     """One call: what both sides may still send, and what waits."""
 
-    __slots__ = ("all_heard", "answered", "finished", "length", "owed", "pending", "pending_bytes", "receives", "sends",
-                 "trailers")  # fmt: skip
+    __slots__ = (
+        "all_heard",
+        "answered",
+        "finished",
+        "length",
+        "owed",
+        "pending",
+        "pending_bytes",
+        "receives",
+        "sends",
+        "trailers",
+    )
 
     def __init__(self, sends: int) -> None:
         self.sends = sends
@@ -348,11 +358,14 @@ class Http2:
         if state.length is not None:
             state.length -= len(data)
         wrong = (
-            STREAM_CLOSED if state.all_heard
-            else FLOW_CONTROL_ERROR if state.receives < 0
-            else PROTOCOL_ERROR if state.length is not None and (state.length < 0 or (ends and state.length))
+            STREAM_CLOSED
+            if state.all_heard
+            else FLOW_CONTROL_ERROR
+            if state.receives < 0
+            else PROTOCOL_ERROR
+            if state.length is not None and (state.length < 0 or (ends and state.length))
             else None
-        )  # fmt: skip
+        )
         if wrong is not None:
             self.consumed(stream, size)
             self._refuse(stream, wrong)
