@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import psutil
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest
 from grpc_health.v1 import health_pb2
-from tests.router.exchanges import request_headers
+from tests.router.envoy.exchanges import request_headers
 
 from skymemory.router.envoy.grpc import http2 as h
 from skymemory.router.envoy.messages import SERVICE

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.cache.test_loading_deadlines import Hanging  # noqa: E402
+from tests.cache.tiers.test_load_deadlines import Hanging  # noqa: E402
 from tests.engine.generation import BLOCK, manager, tokens_of  # noqa: E402
 
 from skymemory.cache.pace import ComputeRate  # noqa: E402

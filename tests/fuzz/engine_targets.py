@@ -8,7 +8,7 @@ import random
 import msgspec
 import numpy as np
 from tests.fuzz.mutations import mutate
-from tests.router import engine_texts
+from tests.router.engines import engine_texts
 
 from skymemory import native
 from skymemory.conductor.prefix_index.precise import PreciseIndex

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 from tests.fuzz.mutations import mutate
-from tests.router.exchanges import (
+from tests.router.envoy.exchanges import (
     GET,
     a_completion,
     a_desk,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.cache.small_tiers import near_and_far
 from tests.cache.test_manager import LAYOUT, TOKENS, Engine, context, load, save
+from tests.cache.tiers.small_tiers import near_and_far
 from tests.contract.forked import in_child
 from tests.contract.store_contract import chain, key, value
 from tests.store.conftest import store_on, udp_sky

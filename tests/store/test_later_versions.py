@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from tests.cache.test_manager import LAYOUT, Engine, context, load
 from tests.store.redis_server import RedisServer
+from tests.store.sky.test_shared_index import INFO, add, key
 from tests.store.test_sealed import sealed
-from tests.store.test_shared_index import INFO, add, key
 
 from skymemory.cache.blocks import BlockCache, block_name, is_sound_block
 from skymemory.cache.prefetching import PrefetchScheduler

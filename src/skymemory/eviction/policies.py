@@ -15,7 +15,7 @@ DEFAULT_REPLACEMENT = "lrfu"
 
 
 class Replacement(Protocol):
-    """The contract: a naive twin of each is in ``tests/protocol/test_replacement.py``."""
+    """The contract: a naive twin of each is in ``tests/eviction/test_policies.py``."""
 
     def noted(self, key: bytes) -> None:
         """The key is here (new or not) and becomes the newest of its rank; that is no use of it."""
