@@ -15,7 +15,7 @@ CLIENTS := .venv-clients
 ENDS := .venv-lowest .venv-newest
 ARGS ?=
 # Where Python may write no bytecode beside what it imports (in many containers), each of the hundreds of processes of the
-# tests would compile all of it anew, torch in 14 s instead of 6: then it goes into the virtual environment.
+# tests would compile all of it again, torch in 14 s instead of 6: then it goes into the virtual environment.
 ifdef PYTHONDONTWRITEBYTECODE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
@@ -114,7 +114,7 @@ test-bounds: $(ENDS:%=%/.installed) ## the router's tests with the lowest and th
 	@for end in $(ENDS); do echo "== $$end"; \
 	  PYTHONPATH=src $$end/bin/python -m pytest -m "not slow" -p no:cacheprovider tests/router $(ARGS); done
 
-fuzz: $(VENV)/.installed-dev ## a million hostile inputs and every property, drawn anew, about six minutes (ARGS="--inputs 200000 --seed 1")
+fuzz: $(VENV)/.installed-dev ## a million hostile inputs and every property, newly drawn, about six minutes (ARGS="--inputs 200000 --seed 1")
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 soak: $(VENV)/.installed-dev ## 30 days in virtual time, about 40 minutes (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP; ARGS="--real --cause pause": an overload)
@@ -123,10 +123,10 @@ soak: $(VENV)/.installed-dev ## 30 days in virtual time, about 40 minutes (ARGS=
 mutants: $(VENV)/.installed-dev ## seeded faults, and whether the tests notice: about 15 minutes (ARGS="--sample 20 --only protocol")
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-models-page: $(VENV)/.installed-dev ## docs/reference/models.md anew: every family by every use
+models-page: $(VENV)/.installed-dev ## docs/reference/models.md: every family by every use
 	@$(BIN)/python -m tests.engine.matrix > docs/reference/models.md
 
-small-model: $(VENV)/.installed-dev ## train the small model anew: up to an hour (needs Debian's documentation; says which)
+small-model: $(VENV)/.installed-dev ## train the small model from scratch: up to an hour (needs Debian's documentation; says which)
 	@$(BIN)/python -m tools.small_model $(ARGS)
 
 check: $(VENV)/.installed-dev ## style, types, and who may import whom

@@ -129,7 +129,7 @@ def redis_server(socket_path: Path | None = None) -> Iterator[int | None]:
         server.wait()
 
 
-# --- clients that take turns: each a process of its own, told by a pipe how often to read or write ---
+# --- clients that take turns: each a process of its own, instructed by a pipe how often to read or write ---
 
 
 @contextmanager

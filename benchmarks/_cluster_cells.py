@@ -18,7 +18,7 @@ from skymemory.sim.workload import Source
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric", "least-ttft")
 RATES, QUICK_RATES = (0.5, 0.75, 1.0, 1.25), (1.0,)
 GRID_RULES = ("baseline", "early", "predicted", "predicted, long", "goodput")
-"""``predicted, long``: nobody is taken to end decoding while another prefills (``reproduce.mooncake.overload``)."""
+"""``predicted, long``: no request is taken to end decoding while another prefills (``reproduce.mooncake.overload``)."""
 OURS = "goodput"
 GRID_RATES, QUICK_GRID_RATES = (1.5, 2.0, 3.0), (2.0,)
 GRID_SIZES = ((8, 8), (12, 4), (6, 2))

@@ -102,8 +102,8 @@ async def main(port: int, connections: int, requests: int, body_bytes: int, seed
     await asyncio.wait_for(asyncio.gather(*(done for _, done in askers)), 120)
     wall_s = time.perf_counter() - began_s
     took = sorted(each for asker, _ in askers for each in asker.took_s)
-    tells = {"p50": statistics.median(took), "p90": took[int(len(took) * 0.9)], "p99": took[int(len(took) * 0.99)]}
-    print(json.dumps({**tells, "mean": statistics.fmean(took), "per_s": len(took) / wall_s, "requests": len(took)}))
+    figures = {"p50": statistics.median(took), "p90": took[int(len(took) * 0.9)], "p99": took[int(len(took) * 0.99)]}
+    print(json.dumps({**figures, "mean": statistics.fmean(took), "per_s": len(took) / wall_s, "requests": len(took)}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ its original does, when it routes or from answers or events; ours learns servers
 its estimates errs by 10 % besides. Part of the answers may come whole: then no first byte shows when a prefill ended.
 
 Requests: of a published trace (`--traces`; by default Mooncake's conversation trace from `../shared/data`), whose last
-30 % are measured, and of three families of the seeded generator with seeds **drawn anew at each run**: they are in the
+30 % are measured, and of three families of the seeded generator with seeds **newly drawn at each run**: they are in the
 JSON, and `--seeds A,B,…` plays them again. Every original plays twice: with its authors' settings, and with the best of
 a sweep of one of them. `--tune` runs those sweeps on the tuning part: the first 70 % of the trace, and the generator's
 seeds 1 to 3, which are never drawn. A cell's figure is the mean over seeds.
@@ -39,7 +39,7 @@ TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl
 SERVERS = 8
 RATES, BLOCKS, WHOLE = (0.75, 1.0, 1.35, 2.0), (2_000, 5_000, 10_000), (0.0, 0.5, 1.0)
 SEEDS_OF_TRACES, SEEDS_OF_PREDICTED = 2, 1
-"""A trace's seeds only move arrivals by seconds; learning trees anew every 10 s takes most of the time."""
+"""A trace's seeds only move arrivals by seconds; refitting trees every 10 s takes most of the time."""
 TUNED_SEEDS = (1, 2, 3)
 WARM = 0.2
 """Of the tuning part of a trace, what fills the caches."""
@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, nargs="*", default=[TRACE], metavar="FILE")
     parser.add_argument("--families", default=",".join(DURATIONS_S), metavar="A,B", help="of the generator")
     parser.add_argument("--strategies", metavar="A,B", help="these alone, and ours")
-    parser.add_argument("--seeds", metavar="A,B", help="instead of ten drawn anew")
+    parser.add_argument("--seeds", metavar="A,B", help="instead of ten new ones")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--quick", action="store_true", help="two seeds, one cell of each family, no trace")
     parser.add_argument("--tune", action="store_true", help="the sweeps on the tuning part, instead")

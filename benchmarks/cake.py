@@ -101,30 +101,30 @@ class Bench:
             out = self.model(input_ids=ids[:, cache.begin() :], past_key_values=cache, use_cache=True, logits_to_keep=1)
         first = int(out.logits[0, -1].argmax())
         ttft_s = time.perf_counter() - began_s
-        told = cache.result.loader
-        assert told is not None and told.computed_tokens + told.loaded_tokens == length
+        run = cache.result.loader
+        assert run is not None and run.computed_tokens + run.loaded_tokens == length
         return {
             "ttft_s": ttft_s,
             "loader_s": cache.result.seconds["cake"],
             "began_s": began_s,
             "first": first,
-            "computed": told.computed_tokens,
-            "loaded": told.loaded_tokens,
-            "met": told.met_at_token,
+            "computed": run.computed_tokens,
+            "loaded": run.loaded_tokens,
+            "met": run.met_at_token,
             "scheduling_s": self.kvc.cake.scheduling_s,
-            "wasted_tokens": told.wasted_tokens,
-            "wasted_bytes": told.wasted_bytes,
-            "failed": told.failed_loads,
+            "wasted_tokens": run.wasted_tokens,
+            "wasted_bytes": run.wasted_bytes,
+            "failed": run.failed_loads,
         }
 
     def compute(self, length: int, share: float, steps: Steps) -> None:
         """Compute-only: every chunk's time is measured."""
-        told = self.run("compute", length, share, 1e12)
+        run = self.run("compute", length, share, 1e12)
         ends_s = [at_s for _, at_s in self.settled]
-        first_s = ends_s[-1] - told["loader_s"]  # about: the end of the loader's part is that of the last chunk
+        first_s = ends_s[-1] - run["loader_s"]  # about: the end of the loader's part is that of the last chunk
         steps.chunk_s.append([b - a for a, b in zip([first_s, *ends_s], ends_s, strict=False)])
-        steps.outside_s.append(told["ttft_s"] - told["loader_s"])
-        steps.ttft_s.append(told["ttft_s"])
+        steps.outside_s.append(run["ttft_s"] - run["loader_s"])
+        steps.ttft_s.append(run["ttft_s"])
         tokens = self.chunk_tokens(length, share)
         assert len(tokens) == len(ends_s), (len(tokens), len(ends_s))
         steps.chunk_tokens = tokens
@@ -149,7 +149,7 @@ def measure(
 ) -> tuple[dict[float, Steps], dict[Cell, dict[str, list[dict[str, Any]]]]]:
     """One length's cells, in rounds: compute-only once for each share, then I/O-only and both for each rate.
 
-    The round before the first tries "both" without any knowledge of the speeds, and is told apart.
+    The round before the first tries "both" without any knowledge of the speeds, and is reported separately.
     """
     steps = {share: Steps() for share in shares}
     runs: dict[Cell, dict[str, list[dict[str, Any]]]] = {
@@ -173,11 +173,11 @@ def measure(
 def row_of(bench: Bench, ratio: float, rate: float, length: int, share: float, steps: Steps, runs: Any) -> dict:
     cake = runs["cake"]
     compute_s = statistics.median(steps.ttft_s)
-    load_s = statistics.median([told["ttft_s"] for told in runs["load"]])
-    cake_s = statistics.median([told["ttft_s"] for told in cake])
+    load_s = statistics.median([run["ttft_s"] for run in runs["load"]])
+    cake_s = statistics.median([run["ttft_s"] for run in cake])
     hindsight_s, split = steps.hindsight_s(bench.value_token_bytes, rate)
     step_s = statistics.median(steps.medians())
-    scheduling_s = statistics.median([told["scheduling_s"] for told in cake])
+    scheduling_s = statistics.median([run["scheduling_s"] for run in cake])
     return {
         "ratio": ratio,
         "bytes_per_s": rate,
@@ -190,16 +190,16 @@ def row_of(bench: Bench, ratio: float, rate: float, length: int, share: float, s
         "of_hindsight": cake_s / hindsight_s,
         "of_best": cake_s / min(compute_s, load_s),
         "cold_of_hindsight": runs["cold"][0]["ttft_s"] / hindsight_s,
-        "computed": statistics.median_low([told["computed"] for told in cake]),
+        "computed": statistics.median_low([run["computed"] for run in cake]),
         "hindsight_computed": split,
         "step_s": step_s,
         "scheduling_of_step": scheduling_s / len(steps.chunk_tokens) / step_s,
         "scheduling_of_ttft": scheduling_s / cake_s,
-        "first_tokens": sorted({told["first"] for kind in runs.values() for told in kind}),
-        "wasted_tokens": max(told["wasted_tokens"] for told in cake),
+        "first_tokens": sorted({run["first"] for kind in runs.values() for run in kind}),
+        "wasted_tokens": max(run["wasted_tokens"] for run in cake),
         "all_compute_s": steps.ttft_s,
-        "all_load_s": [told["ttft_s"] for told in runs["load"]],
-        "all_cake_s": [told["ttft_s"] for told in cake],
+        "all_load_s": [run["ttft_s"] for run in runs["load"]],
+        "all_cake_s": [run["ttft_s"] for run in cake],
     }
 
 
@@ -282,7 +282,7 @@ def main() -> None:
     firsts = [
         {token for row in rows if row["tokens"] == length for token in row["first_tokens"]} for length in args.lengths
     ]
-    print(f"one first token for each prompt, whoever supplied it: {all(len(some) == 1 for some in firsts)}")
+    print(f"one first token for each prompt, whichever side supplied it: {all(len(some) == 1 for some in firsts)}")
 
 
 if __name__ == "__main__":

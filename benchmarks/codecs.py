@@ -85,7 +85,7 @@ def drawn_blocks(correlation: float, blocks: int, seed: int) -> Blocks:
 
 
 def best_s(run: Callable[[], object], repeats: int) -> float:
-    """The shortest of ``repeats`` runs: what the code costs where nobody else takes the core."""
+    """The shortest of ``repeats`` runs: what the code costs where nothing else takes the core."""
     run()
     seconds = []
     for _ in range(repeats):

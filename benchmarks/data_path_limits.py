@@ -43,7 +43,7 @@ def batch_of(op: Op, value: memoryview, crcs: np.ndarray, value_crc: int, server
 
 
 def serve(sockets: list[BatchSocket], batches: list[SegmentBatch]) -> None:
-    """Answer a short datagram with the batch, and 48 sound segments with one short datagram; for ever."""
+    """Answer a short datagram with the batch, and 48 sound segments with one short datagram; endlessly."""
     poll = select.poll()
     by_fd = {sock.fileno(): (sock, batch) for sock, batch in zip(sockets, batches, strict=True)}
     taken = dict.fromkeys(by_fd, 0)

@@ -69,11 +69,11 @@ class MockServer(asyncio.Protocol):
             self._transport.write(REPLY)
 
 
-def serve(told: Connection) -> None:
+def serve(ports: Connection) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         servers = [await loop.create_server(MockServer, "127.0.0.1", 0) for _ in range(SERVERS)]
-        told.send([server.sockets[0].getsockname()[1] for server in servers])
+        ports.send([server.sockets[0].getsockname()[1] for server in servers])
         await asyncio.Event().wait()
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""What a constellation costs before anybody uses it: `python benchmarks/footprint.py`.
+"""What a constellation costs before anything uses it: `python benchmarks/footprint.py`.
 
 Time until all satellites of the preset listen, memory of their processes, and processor time over ten idle seconds.
 """

@@ -3,7 +3,7 @@
 Every cell is one prompt on a simulated GPU (two, of which the prompt has all or a part) over a simulated link (of one
 rate, the same 30 ms away, of rates drawn at random twice a second, or the beam of a satellite with its handovers),
 twice: cold, when nothing is known of the speeds, and warm, again with what the first time has taught. Hindsight knows
-the whole link beforehand and tries every split.
+the whole link in advance and tries every split.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def main() -> None:
     options = parser.parse_args()
     found = list(cells(options.seed, options.quick))
     rows = []
-    told: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     for size in CHUNKS:
         for kind in ("constant", "distant", "satellite", "random"):
             mine = [cell for cell in found if cell.link == kind and cell.chunk_tokens == size]
@@ -186,7 +186,7 @@ def main() -> None:
                     "above_goal": sum(ratio > GOAL for ratio in ratios),
                     "worst_in_steps": max(steps),
                 }
-                told.append({"link": kind, "chunk_tokens": size, "cells": len(mine), "state": state, **figures})
+                rows.append({"link": kind, "chunk_tokens": size, "cells": len(mine), "state": state, **figures})
                 row += [
                     f"{figures['mean']:.4f}",
                     f"{figures['worst']:.3f}",
@@ -219,7 +219,7 @@ def main() -> None:
     )
     share = scheduling_share(10)
     print(f"\nscheduling takes {share:.4%} of a prompt of 32k tokens (goal: at most 1 %)")
-    write_json(options.json, "loading", options.seed, [{"scheduling_share": share}, *told, *map(asdict, sky), *missed])
+    write_json(options.json, "loading", options.seed, [{"scheduling_share": share}, *rows, *map(asdict, sky), *missed])
 
 
 if __name__ == "__main__":

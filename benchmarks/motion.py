@@ -2,7 +2,7 @@
 
 Real processes on this computer: blocks of 480 chunks over 10 of 95 satellites, a read of one of them every few
 milliseconds. Still and turning constellations (the last as fast as the budget allows, others
-slower) take turns. Before that the same blocks turn with nobody reading, at
+slower) take turns. Before that the same blocks turn with no reader, at
 faster and faster clocks: what the host processes then burn, and what crosses the busiest link, is what migration costs.
 """
 
@@ -171,7 +171,7 @@ def main() -> None:
             found.append(scale if max(row["cpu_share"], row["link_share"]) <= BUDGET else 0)
         chosen = max(found) or min(options.scales)
         print_table(
-            f"{options.blocks} blocks turning, nobody reading; budget {BUDGET:.0%}; a link takes {rate / 1e6:.0f} MB/s",
+            f"{options.blocks} blocks turning, no reader; budget {BUDGET:.0%}; a link takes {rate / 1e6:.0f} MB/s",
             ("time scale", "moves", "moved MB", "of the least", "cores", "busiest link"),
             [
                 (

@@ -3,7 +3,7 @@
 Each row is a process of its own, so that memory is what the index took. A prompt is 512 blocks of 16 tokens; of the
 prompts asked about, a quarter is held whole by one server, half begins with a part that one or all servers hold, and a
 quarter is new. Every server has reported its load; requests are in flight. Times are of ``Picker.pick`` (the strategy,
-what it would tell of its reasons left out, as long as nobody asks), of the index's ``match`` alone, and of ``learn``
+without the reasons, which are made only on request), of the index's ``match`` alone, and of ``learn``
 with a full table, where every new block evicts one.
 
 A second table is the whole account of a request with the default strategy: ``pick``, ``routed``, ``succeeded`` and
@@ -84,7 +84,7 @@ def measure(
     chains = known // private
     capacity = SHARED_BLOCKS + -(-chains // servers) * private
     head = dice.integers(1, 2**64, SHARED_BLOCKS, dtype=np.uint64)
-    # Chains are made anew from their seeds where they are asked about: kept, they would count as the index's memory.
+    # Chains are made again from their seeds where they are asked about: kept, they would count as the index's memory.
     index = ApproximatePrefixIndex(capacity, max_match or None, 0xC0FFEE_D15EA5E | 1, TABLES[table])
     for number in range(chains):
         index.learn(number % servers, chain(np.random.default_rng((seed, number)), head))

@@ -95,7 +95,7 @@ def our_router(engines: list[int], *more: str) -> Iterator[tuple[int, int]]:
 
 
 def free_ports(number: int) -> list[int]:
-    """For whoever cannot be asked which port it took."""
+    """For programs that do not report the port they took."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(number)]
         for probe in probes:

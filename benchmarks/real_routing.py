@@ -5,7 +5,7 @@ then behind Envoy with ``skymemory epp``; no speed is given, and none is known a
 turns begin with one of two system prompts; each turn has all that was said before it. Of the answers 0, 50 and 100 %
 come whole, the others as streams.
 
-Each request asks for the decision and is told the estimated time to its first token, what of that is computing, and
+Each request asks for the decision and receives the estimated time to its first token, what of that is computing, and
 the tokens believed to be cached. Against that stand:
 
 - for a stream the first byte of its answer at the client;
@@ -95,7 +95,7 @@ class Looks:
 
     ttfts_s: list[float] = field(default_factory=list)
     sums: list[tuple[float, float, float, float]] = field(default_factory=list)
-    """When, tokens that were computed, seconds of those prefills, and of a processor (0 where that is not told)."""
+    """When, tokens that were computed, seconds of those prefills, and of a processor (0 where that is not reported)."""
     _before: tuple[float, float] = (0.0, 0.0)
 
     def add(self, at_s: float, text: bytes) -> None:
@@ -123,7 +123,7 @@ def _sum(text: bytes, name: str) -> float:
 
 
 class Talk:
-    """Conversations, drawn beforehand: equal seeds ask the same at the same time."""
+    """Conversations, drawn in advance: equal seeds ask the same at the same time."""
 
     def __init__(
         self, conversations: int, turns: int, whole: float, rate: float, seed: int, answers: Sequence[int]
@@ -324,7 +324,7 @@ def summary(turns: list[Turn], looks: dict[str, Looks]) -> dict[str, Any]:
     turns = sorted(turns, key=lambda turn: turn.sent_s)
     third = len(turns) // 3
     parts = {"first third": turns[:third], "last third": turns[-third:]}
-    told = sum(turn.tokens for turn in turns)
+    reported = sum(turn.tokens for turn in turns)
     return {
         "errors": {
             part: {
@@ -345,9 +345,9 @@ def summary(turns: list[Turn], looks: dict[str, Looks]) -> dict[str, Any]:
             for at, (url, account) in enumerate(looks.items())
         },
         "cached_believed": sum(turn.believed_cached * turn.tokens / max(1, turn.believed_tokens) for turn in turns)
-        / told,
-        "cached_told": sum(turn.cached for turn in turns) / told,
-        "tokens_believed": sum(turn.believed_tokens for turn in turns) / told,
+        / reported,
+        "cached_reported": sum(turn.cached for turn in turns) / reported,
+        "tokens_believed": sum(turn.believed_tokens for turn in turns) / reported,
     }
 
 
@@ -400,12 +400,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     )
     print_table(
         "tokens cached, of all",
-        ("behind, whole answers", "believed", "told by engines", "tokens, believed by told"),
+        ("behind, whole answers", "believed", "reported by engines", "tokens, believed by reported"),
         [
             [
                 f"{row['door']}, {row['whole']:.0%}",
                 _percent(row["cached_believed"]),
-                _percent(row["cached_told"]),
+                _percent(row["cached_reported"]),
                 f"{row['tokens_believed']:.2f}",
             ]
             for row in rows

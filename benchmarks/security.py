@@ -4,7 +4,7 @@ A block of 480 chunks (2.95 MB) read from and written to ten of 95 satellites in
 a MAC on commands, with AES-256-GCM on the payload, with both, and with a MAC on every packet. Each way has a client
 process of its own; they take turns: in each round each runs a few times in a row (the first of which only warms up),
 and the medians are over all rounds. ``x`` is the throughput against plain. Then, in one process, what a satellite
-spends on each packet of a flood by somebody without the key.
+spends on each packet of a flood by a host without the key.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def client(folder: Path, tenant: Path | None, value: bytes) -> tuple[Verb, Verb]
 
 
 def forged_packets() -> dict[str, tuple[bytes, int]]:
-    """What somebody without the key may send, a run of it and the bytes of a packet, by name."""
+    """What a host without the key may send, a run of it and the bytes of a packet, by name."""
     there, by = Address(*HERE), Authority(first_ring(bytes(32)))
     asked = SkyHeader(Op.EVICT, there, Address(there.plane, there.slot, 0xFF), 7, 1)
     evict = messages.build_packet(asked, messages.pack_keys([bytes(32)]), 0, FLOOD_S)

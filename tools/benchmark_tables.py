@@ -311,7 +311,7 @@ def _real_errors() -> str:
     for row in _real():
         errors = [row["errors"][part][kind] for part in ("first third", "last third") for kind in ("streams", "whole")]
         cells = [f"{one['median']:.0%}, {one['p90']:.0%}" if one["requests"] else "–" for one in errors]
-        made.append([*_of(row), *cells, f"{row['cached_believed']:.0%}, {row['cached_told']:.0%}"])
+        made.append([*_of(row), *cells, f"{row['cached_believed']:.0%}, {row['cached_reported']:.0%}"])
     return table(made)
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/reference/router.md, from the code: ``python -m tools.router_reference`` writes them anew."""
+"""The tables of docs/reference/router.md, from the code: ``python -m tools.router_reference`` writes them."""
 
 from __future__ import annotations
 

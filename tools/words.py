@@ -33,6 +33,8 @@ INSTEAD = {
     r"so many (?=bytes|tokens|blocks|seconds)": "a number of, this many: name the parameter",
     r"gainsay|forthwith|asunder|betimes|withal": "plain English",
 }
+KEPT = ("--tell-decisions", "tell_decisions", "tells_output", "told_prompt_tokens")
+"""Options and metrics that users have set by these names."""
 PATTERN = re.compile(
     r"(?<![a-z])(?:" + "|".join(f"(?P<w{at}>{word})" for at, word in enumerate(INSTEAD)) + r")(?![a-z])", re.I
 )
@@ -49,6 +51,8 @@ def found(name: str) -> Iterator[str]:
     for number, line in enumerate(Path(name).read_text("utf-8").splitlines(), 1):
         if line.rstrip().endswith("words: keep"):
             continue
+        for name_kept in KEPT:
+            line = line.replace(name_kept, "")
         for match in PATTERN.finditer(line):
             instead = list(INSTEAD.values())[int((match.lastgroup or "w0")[1:])]
             yield f"{name}:{number}: {match[0]!r}; say instead: {instead}"

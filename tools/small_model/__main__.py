@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         prepared = _prepared(folder)
     except KeyboardInterrupt:
-        print("\ninterrupted while the text was prepared (some minutes): the same command begins with that anew")
+        print("\ninterrupted while the text was prepared (some minutes): the same command starts that again")
         return 130
     if prepared is None:
         return 1

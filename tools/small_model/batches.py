@@ -7,7 +7,7 @@ import torch
 
 
 class Batches:
-    """Pieces of ``length`` + 1 ids cut from ``stream`` (uint16 ids), shuffled anew each time round, by ``seed``."""
+    """Pieces of ``length`` + 1 ids cut from ``stream`` (uint16 ids), shuffled again each round, by ``seed``."""
 
     def __init__(self, stream: np.ndarray, length: int, seed: int) -> None:
         self._stream, self._length, self._seed = stream, length, seed

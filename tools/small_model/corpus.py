@@ -28,7 +28,7 @@ class Split:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the document of this name is held out: one in fifty, by its name's hash, so the same for everybody."""
+    """Whether the document of this name is held out: one in fifty, by its name's hash, so the same on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
 

@@ -66,7 +66,7 @@ def read_sources(sources: tuple[Source, ...] = SOURCES) -> Iterator[Document]:
 
 
 def plain_text(path: str, data: bytes) -> str:
-    """The readable text of a file whose form its name tells: html, a manual page, or plain text, gzipped or not."""
+    """The readable text of a file whose form its name shows: html, a manual page, or plain text, gzipped or not."""
     if path.endswith(".gz"):
         path, data = path[:-3], gzip.decompress(data)
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\ufffd", "")

@@ -44,7 +44,7 @@ def test_headers_are_held_until_the_body_has_come_whole() -> None:
     assert streamed(answers[1:]) == [(body, True)]
 
 
-def test_the_endpoint_is_told_in_the_header_and_in_the_metadata_and_is_the_same() -> None:
+def test_the_endpoint_is_sent_in_the_header_and_in_the_metadata_and_is_the_same() -> None:
     for fallbacks, told in ((0, 1), (1, 2), (7, 3)):
         exchange = Exchange(a_desk(fallbacks=fallbacks))
         exchange.receive(request_headers(), 0.0)

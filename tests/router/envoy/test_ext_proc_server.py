@@ -65,7 +65,7 @@ async def health_of(channel: Any, name: str) -> str:
     return NAMES[answer.status]
 
 
-def test_health_tells_life_and_readiness_apart_and_knows_the_service() -> None:
+def test_health_distinguishes_liveness_from_readiness_and_knows_the_service() -> None:
     async def test(server: PickerServer) -> None:
         async with (
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,

@@ -235,7 +235,7 @@ FAULTS: dict[str, tuple[int, Callable[[], bytes]]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_who_breaks_a_rule_is_told_and_not_listened_to_any_more(name: str) -> None:
+def test_a_peer_that_breaks_a_rule_gets_goaway_and_is_not_read_any_more(name: str) -> None:
     code, said = FAULTS[name]
     peer = Peer()
     peer.open()
