@@ -1,0 +1,51 @@
+"""Imports from pages of before the tree was rebuilt: they work for one more release and warn where the name lives now.
+
+A finder behind all others, so it is asked only about modules that do not exist.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "skymemory.cache.hierarchy_settings": "skymemory.cache.tiers.store",
+    "skymemory.cache.tier": "skymemory.cache.tiers.tier",
+    "skymemory.cache.value": "skymemory.cache.blocks",
+    "skymemory.conductor.seeds": "skymemory.conductor.request",
+    "skymemory.engine.named": "skymemory.engine.models",
+    "skymemory.engine.other_prompts": "skymemory.engine.background",
+    "skymemory.sim.cluster.capacity": "skymemory.sim.cluster.cells",
+    "skymemory.sim.cluster.pool_settings": "skymemory.sim.cluster.setup",
+    "skymemory.sim.cluster.run": "skymemory.sim.cluster.simulation",
+    "skymemory.sim.routing_metrics": "skymemory.sim.routing",
+    "skymemory.sim.routing_strategies": "skymemory.sim.routing",
+    "skymemory.sim.sources": "skymemory.sim.workload",
+}
+
+
+class _Forwarding(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        now = MOVED[module.__name__]
+        warnings.warn(f"{module.__name__} is now {now}; the old name goes with the next release", FutureWarning, 2)
+        names = vars(import_module(now)).items()
+        vars(module).update({name: value for name, value in names if not name.startswith("__")})
+
+
+def forward() -> None:
+    """Registers the finder, once in a process."""
+    if not any(isinstance(finder, _Forwarding) for finder in sys.meta_path):
+        sys.meta_path.append(_Forwarding())
