@@ -228,9 +228,9 @@ def _await_end_of_flood(plan: ConstellationPlan) -> None:
 def heal(store: ConstellationStore) -> float:
     """Wait until nobody is suspect any more, without asking the store for anything; how long that was."""
     begun_s = time.monotonic()
-    while store._driver.machine.ailing and time.monotonic() < begun_s + 10.0:
+    while store._driver.machine.probing and time.monotonic() < begun_s + 10.0:
         time.sleep(0.02)
-    assert not store._driver.machine.ailing
+    assert not store._driver.machine.probing
     return time.monotonic() - begun_s
 
 

@@ -55,9 +55,9 @@ def end(machine: ClientMachine) -> None:
             now_s = max(now_s, due_s)
             machine.handle_timer(now_s)
     assert sorted(finished) == [2, 3, 4, 5]
-    assert (machine.next_timer_s() is None) or machine.ailing, "pings of its own, while a satellite is silent"
-    assert machine._links.inbound.in_flight_bytes == 0
-    assert all(window.in_flight_bytes == 0 for window in machine._links._outbound.values())
+    assert (machine.next_timer_s() is None) or machine.probing, "pings of its own, while a satellite is silent"
+    assert machine._peers.inbound.in_flight_bytes == 0
+    assert all(window.in_flight_bytes == 0 for window in machine._peers._outbound.values())
 
 
 @settings(max_examples=200)

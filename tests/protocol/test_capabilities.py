@@ -74,7 +74,7 @@ def test_a_question_that_older_satellites_drop_makes_nobody_suspect(world, value
     answers = ask_for_pins(sky, [info.key for info in infos])
     assert {answer.report.failure for answer in answers} == {"unsupported"}
     assert sky.now_s - began_s < most_s  # by a gateway the furthest are 0.1 s away, which was not known
-    assert not sky.host.machine._links.suspects
+    assert not sky.host.machine._peers.suspects
     assert [sky.get(info)[0].ok for info in infos] == [True] * 20
 
     began_s, packets = sky.now_s, sky.sim.datagrams_sent
@@ -100,7 +100,7 @@ def test_the_silent_are_suspected_as_ever(world):
     number = sky.host.machine.ask(Op.HAS, messages.pack_keys([bytes(32)]), HERE, sky.now_s)
     assert sky.host.run([number])[number].report.failure == "timeout"
     assert sky.now_s == pytest.approx(0.8, abs=0.05)
-    assert HERE in sky.host.machine._links.suspects
+    assert HERE in sky.host.machine._peers.suspects
 
 
 def test_a_pong_states_versions_operations_and_codecs(world):
@@ -110,7 +110,7 @@ def test_a_pong_states_versions_operations_and_codecs(world):
     assert said == OURS and said.stated and (said.lowest_version, said.highest_version) == (1, 1)
     assert [op for op in range(64) if said.operations >> op & 1] == [op for op in Op if op.is_command]
     assert [codec for codec in range(64) if said.codecs >> codec & 1] == [0, 8, 9, 10]
-    assert sky.host.machine._links.peer(HERE).capabilities == OURS
+    assert sky.host.machine._peers.peer(HERE).capabilities == OURS
 
 
 @pytest.mark.parametrize("figures", [{}, {"memory_used_bytes": 5}, {"protocol_versions": 0, "operations": -1}])
@@ -141,7 +141,7 @@ def test_an_operation_that_a_pong_does_not_name_is_not_asked(world, value_of):
 
 def test_who_says_that_it_knows_nothing_is_asked_for_signs_of_life_all_the_same(world):
     sky = world()
-    sky.host.machine._links.peer(HERE).declares(Capabilities(1, 1, 0, 0), sky.now_s)
+    sky.host.machine._peers.peer(HERE).declares(Capabilities(1, 1, 0, 0), sky.now_s)
     assert sky.ask(Op.PING, b"", HERE).ok
 
 

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client.outbox import Operation, Outbox
-from skymemory.protocol.client.peers import Links
-from skymemory.protocol.client.requests import InFlight
+from skymemory.protocol.client.peers import Peers
+from skymemory.protocol.client.requests import InFlight, Operation
 from skymemory.protocol.client.transfer import TransferReport
 from skymemory.protocol.congestion import RTO_CEILING_S, RTO_FLOOR_S, RoundTrip, Window
 from skymemory.protocol.wire import Op
@@ -84,13 +83,13 @@ def test_a_window_never_closes_for_good(steps):
 
 
 def test_suspicion_ends_with_a_word():
-    links = Links(1 << 20, 1 << 20, 0.008)
-    assert HERE not in links.suspects
-    links.suspects.add(HERE, 5.0)
-    assert HERE in links.suspects
-    links.peer(HERE).heard(None, 7.1)
-    assert HERE not in links.suspects
-    assert links.silent_since_s(HERE, 6.0) == 7.1 and links.silent_since_s(HERE, 8.0) == 8.0
+    peers = Peers(1 << 20, 1 << 20, 0.008)
+    assert HERE not in peers.suspects
+    peers.suspects.add(HERE, 5.0)
+    assert HERE in peers.suspects
+    peers.peer(HERE).heard(None, 7.1)
+    assert HERE not in peers.suspects
+    assert peers.silent_since_s(HERE, 6.0) == 7.1 and peers.silent_since_s(HERE, 8.0) == 8.0
 
 
 def test_another_way_may_take_as_long_as_any_way_has():
@@ -110,9 +109,9 @@ def test_another_way_may_take_as_long_as_any_way_has():
 
 def test_how_slow_a_satellite_was_long_ago_does_not_make_us_patient_now():
     """An overload has passed, and the box comes round to it again: what is lost now is asked for again at once."""
-    links = Links(1 << 20, 1 << 20, expected_rtt_s=0.008)
-    in_flight = InFlight(links, Outbox(7, 1 << 20, None), give_up_s=0.8)
-    peer = links.peer(HERE)
+    peers = Peers(1 << 20, 1 << 20, expected_rtt_s=0.008)
+    in_flight = InFlight(peers, None, give_up_s=0.8, ground=7, credit_bytes=1 << 20)
+    peer = peers.peer(HERE)
     for number in range(20):
         peer.heard(1.5, 0.1 * number)
     operation = Operation(1, None, 2.0, TransferReport())

@@ -164,10 +164,10 @@ def test_killed_in_the_middle(world, value_of, operation):
     assert finished.report.failure == "timeout"
     assert sky.now_s - begun_s < 1.5
     sky.settle(1.0)
-    assert sky.host.machine.ailing, "it is asked whether it is back"
+    assert sky.host.machine.probing, "it is asked whether it is back"
     sky.sim.revive(sky.homes(info, (0, 0))[1][0])
     sky.settle(3.0)
-    assert not sky.host.machine.ailing and sky.host.machine.next_timer_s() is None
+    assert not sky.host.machine.probing and sky.host.machine.next_timer_s() is None
 
 
 def test_a_dead_gateway_is_replaced_by_the_next(world):

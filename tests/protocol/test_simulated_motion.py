@@ -240,6 +240,6 @@ def test_the_gateway_follows_the_box_and_windows_are_given_back(world, value_of)
         assert all(finished.ok for finished in done.values())
         read, out = sky.get(info)
         assert read.ok and out == value
-    assert sky.host.machine._outbox.gateway == sky.sky.centre_at((5, 2)) != SatelliteId(2, 9)
-    links = sky.host.machine._links
+    assert sky.host.machine._gateway.current == sky.sky.centre_at((5, 2)) != SatelliteId(2, 9)
+    links = sky.host.machine._peers
     assert all(window.in_flight_bytes == 0 for window in [links.inbound, *links._outbound.values()])

@@ -116,11 +116,11 @@ def test_the_window_bounds_what_is_on_its_way(world, value_of):
     peak = {"out": 0, "in": 0}
 
     def watch() -> None:
-        in_flight = machine._links._outbound.values()
+        in_flight = machine._peers._outbound.values()
         for window in in_flight:
             assert window.in_flight_bytes <= window.size_bytes
         peak["out"] = max([peak["out"], *(window.in_flight_bytes for window in in_flight)])
-        inbound = machine._links.inbound
+        inbound = machine._peers.inbound
         assert inbound.in_flight_bytes <= inbound.size_bytes
         peak["in"] = max(peak["in"], inbound.in_flight_bytes)
 
@@ -138,7 +138,7 @@ def test_the_window_bounds_what_is_on_its_way(world, value_of):
     # Credit grew to what the satellites offer; the read kept to 200 kB, and used most of it.
     assert 62_000 < peak["out"] <= 1 << 20
     assert 100_000 < peak["in"] <= 200_000
-    assert all(window.in_flight_bytes == 0 for window in [machine._links.inbound, *machine._links._outbound.values()])
+    assert all(window.in_flight_bytes == 0 for window in [machine._peers.inbound, *machine._peers._outbound.values()])
 
 
 def test_a_lone_request_larger_than_the_window_goes_through(world, value_of):

@@ -145,7 +145,7 @@ def test_older_satellites_that_drop_a_question_go_on_serving(
             asked = [client.machine.ask(later, b"whatever", here, client.now_s()) for here in everyone]
             answers = client.run(asked)
         assert {answer.report.failure for answer in answers.values()} == {"unsupported"}
-        assert not client.machine._links.suspects
+        assert not client.machine._peers.suspects
         with client.lock:
             answers = client.run([client.machine.ask(Op.PING, b"", here, client.now_s()) for here in everyone])
         assert all(answer.ok for answer in answers.values())

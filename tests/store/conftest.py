@@ -113,7 +113,7 @@ def stopped(loop: asyncio.AbstractEventLoop, client: UdpClient) -> Iterator[None
         client.machine._in_flight._give_up_s = patience_s
         goes_on.set()
     until_s = time.monotonic() + 30
-    while client.machine.ailing:  # the client asks by itself
+    while client.machine.probing:  # the client asks by itself
         assert time.monotonic() < until_s
         time.sleep(0.005)
 

@@ -133,15 +133,15 @@ def test_the_gateway_changes_in_the_middle_of_transfers_and_nothing_is_lost() ->
     assert all(store.put_many(list(stored.items())))
     gateways, crossed = set(), 0
     while sky.simulated.now_s < 10.0:
-        before = machine._outbox.gateway
+        before = machine._gateway.current
         assert [got(store, name) for name in stored] == list(stored.values())
-        crossed += machine._outbox.gateway != before
-        gateways.add(machine._outbox.gateway)
+        crossed += machine._gateway.current != before
+        gateways.add(machine._gateway.current)
     assert crossed > 15 and len(gateways) > 15
     assert machine.counters.get("gateway_handovers") > 40
     assert machine.counters.get("gateway_out_of_sight") == 0
     assert machine.counters.get("operations_failed") == 0
-    links = machine._links
+    links = machine._peers
     assert links.inbound.in_flight_bytes == 0
     slots, planes = machine.moves(sky.simulated.now_s)
     assert slots >= 10 and planes >= 2, "and the box moved on meanwhile"
@@ -156,14 +156,14 @@ def test_a_request_in_flight_keeps_its_number_when_the_gateway_changes() -> None
     out = bytearray(info.value_bytes)
     number = host.machine.get(info, memoryview(out), sky.simulated.now_s)
     sky.simulated.flush()
-    asked = set(host.machine._in_flight._requests)
-    before = host.machine._outbox.gateway
-    while host.machine._outbox.gateway == before and host.machine._in_flight._requests:
+    asked = set(host.machine._in_flight.by_id)
+    before = host.machine._gateway.current
+    while host.machine._gateway.current == before and host.machine._in_flight.by_id:
         host.machine.handle_timer(sky.simulated.now_s)
         if not sky.simulated.step(sky.simulated.now_s + 0.01):
             continue
-    assert host.machine._outbox.gateway != before, "the read ended before the gateway changed"
-    waiting = set(host.machine._in_flight._requests)
+    assert host.machine._gateway.current != before, "the read ended before the gateway changed"
+    waiting = set(host.machine._in_flight.by_id)
     assert waiting and waiting <= asked
     assert host.run([number])[number].ok and bytes(out) == value(1, 200_000)
     assert host.machine.counters.get("packets_malformed") == 0
@@ -177,7 +177,7 @@ def test_a_gateway_that_dies_in_the_middle_of_a_transfer_is_passed_over_and_used
     host = sky.connect()
     number, info = host.machine.put(key(1), value(1, 400_000), 6144, 1, 3, 0.0)
     assert host.run([number])[number].ok
-    dead = host.machine._outbox.gateway
+    dead = host.machine._gateway.current
     assert dead is not None
     assert dead not in sky_of(plan).servers_at(1, 3, (0, 0), (0, 0))
     out = bytearray(info.value_bytes)
@@ -186,11 +186,11 @@ def test_a_gateway_that_dies_in_the_middle_of_a_transfer_is_passed_over_and_used
     sky.simulated.kill(dead)
     assert host.run([number])[number].ok and bytes(out) == value(1, 400_000)
     machine = host.machine
-    assert machine.counters.get("gateway_silent") >= 1 and machine._outbox.gateway != dead
+    assert machine.counters.get("gateway_silent") >= 1 and machine._gateway.current != dead
     sky.simulated.revive(dead)
     sky.simulated.settle(sky.simulated.now_s + 6)
     number = machine.get(info, memoryview(out), sky.simulated.now_s)
-    assert host.run([number])[number].ok and machine._outbox.gateway == dead
+    assert host.run([number])[number].ok and machine._gateway.current == dead
 
 
 def test_with_nothing_in_sight_the_centre_has_to_do_and_is_counted() -> None:
@@ -198,7 +198,7 @@ def test_with_nothing_in_sight_the_centre_has_to_do_and_is_counted() -> None:
     sky = VirtualConstellation(plan)
     store = sky.store(index=SharedIndex())
     assert put(store, key(1), value(1, 50_000)) and got(store, key(1)) == value(1, 50_000)
-    assert store._driver.machine._outbox.gateway == plan.centre
+    assert store._driver.machine._gateway.current == plan.centre
     assert store.stats()["client_gateway_out_of_sight"] >= 1
 
 

@@ -150,16 +150,16 @@ def test_a_command_overheard_at_one_beam_is_worth_nothing_at_another() -> None:
     """
     with under_attack() as (store, attacker):
         machine, sent = store._driver.machine, list[bytes]()
-        original = machine._outbox._queue
+        original = machine._in_flight._queue
 
         def overheard(batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
             original(batch, beam, now_s)
             if beam != TARGET:
-                sent.extend(machine._outbox._batches[-1][0].datagrams())
+                sent.extend(machine._in_flight.packets[-1][0].datagrams())
 
-        machine._outbox._queue = overheard
+        machine._in_flight._queue = overheard
         assert store.get_many([KEY]) == [VALUE] and sent
-        machine._outbox._queue = original
+        machine._in_flight._queue = original
         heard = sent.copy()
         for packet in heard:
             assert attacker.send(single(packet)) == "REFUSED"
@@ -183,14 +183,14 @@ def test_a_replayed_eviction_is_dropped_and_counted() -> None:
 def test_a_replayed_read_does_not_turn_answers_to_the_attacker() -> None:
     with under_attack() as (store, attacker):
         machine, sent = store._driver.machine, list[bytes]()
-        original = machine._outbox._queue
+        original = machine._in_flight._queue
 
         def overheard(batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
             original(batch, beam, now_s)
             if beam == TARGET:
-                sent.extend(machine._outbox._batches[-1][0].datagrams())
+                sent.extend(machine._in_flight.packets[-1][0].datagrams())
 
-        machine._outbox._queue = overheard
+        machine._in_flight._queue = overheard
         assert store.get_many([KEY]) == [VALUE] and sent
         attacker.sock.settimeout(0.3)
         heard = sent.copy()
@@ -205,11 +205,11 @@ def test_a_client_with_the_wrong_key_stores_and_reads_nothing() -> None:
         driver = store._driver
         authority = driver.machine.config.authority
         stranger = Authority(first_ring(WRONG))
-        driver.machine._outbox._authority = stranger
+        driver.machine._in_flight._authority = stranger
         began_s = time.monotonic()
         assert store.get_many([KEY]) == [None] and store.put_many([(b"n" * 32, VALUE)]) == [False]
         assert time.monotonic() - began_s < 5.0, "both are told at once, and do not wait 5 s each"
-        driver.machine._outbox._authority = authority
+        driver.machine._in_flight._authority = authority
         assert attacker.figures()["packets_refused"] > 0
         assert store.get_many([KEY]) == [VALUE]
 
@@ -260,9 +260,9 @@ def test_keys_are_rotated_while_reads_go_on_and_then_the_old_one_is_refused() ->
             authority.ring = new_ring  # the satellites' and the client's
             assert store.get_many([KEY]) == [VALUE]
             driver = store._driver
-            driver.machine._outbox._authority = old
+            driver.machine._in_flight._authority = old
             kept = store.get_many([KEY])
-            driver.machine._outbox._authority = authority
+            driver.machine._in_flight._authority = authority
             assert (kept == [VALUE]) == (old_ring.keys[0] in new_ring.keys)
         assert attacker.figures()["packets_refused"] > 0 and store.get_many([KEY]) == [VALUE]
 

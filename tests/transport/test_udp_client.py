@@ -34,7 +34,7 @@ GROUPS = [
 class Saying:
     """A machine that has these groups to send."""
 
-    def each_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
+    def bursts_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
         yield from GROUPS
 
 
@@ -79,7 +79,7 @@ def test_what_the_kernel_does_not_take_waits_its_turn(
         client._send()
         assert len(received(one)) + len(received(two)) == taken
     assert client._backlog
-    client.machine = type("Silent", (), {"each_to_send": lambda *_: iter(())})()  # type: ignore[assignment]
+    client.machine = type("Silent", (), {"bursts_to_send": lambda *_: iter(())})()  # type: ignore[assignment]
     client._send()
     assert not client._backlog
     rest = [packet for to in (ONE, TWO) for packet in expected(to)]

@@ -36,7 +36,7 @@ class Conversation:
         elif what == "ask":
             self.machine.ask(Op.PING, b"", SatelliteId(2, 9), NOW_S)
         self.machine.datagrams_to_send(NOW_S)
-        self.requests = list(self.machine._in_flight._requests.values())
+        self.requests = list(self.machine._in_flight.by_id.values())
         self.first = self.requests[0]
 
     def hear(
@@ -65,7 +65,7 @@ class Conversation:
     @property
     def is_as_before(self) -> bool:
         """Nothing has ended, nothing is to be sent, and all that was asked for is still awaited."""
-        its = self.machine._in_flight._requests.values()
+        its = self.machine._in_flight.by_id.values()
         return (
             self.machine.next_event() is None
             and not self.machine.datagrams_to_send(LATER_S)
@@ -113,7 +113,7 @@ def test_an_answer_to_another_ground_host_counts_for_nothing(what, op, body):
 def test_whoever_cannot_pass_a_packet_on_says_nothing_of_who_was_asked():
     conversation, neighbour = Conversation("ask"), SatelliteId(2, 8)
     conversation.hear(Op.UNREACHABLE, status=Status.NO_ROUTE, speaker=neighbour)
-    links = conversation.machine._links
+    links = conversation.machine._peers
     assert links.peer(neighbour).heard_s == LATER_S and links.peer(conversation.first.satellite).heard_s == -math.inf
     assert conversation.machine.next_event().report.failure == "unreachable"
 
@@ -123,7 +123,7 @@ def test_an_echo_that_cannot_be_is_no_round_trip(echo_s):
     conversation = Conversation("ask")
     conversation.hear(Op.PONG, messages.pack_housekeeping({}), echo_s=echo_s)
     assert conversation.machine.next_event().ok
-    peer = conversation.machine._links.peer(conversation.first.satellite)
+    peer = conversation.machine._peers.peer(conversation.first.satellite)
     assert peer.heard_s == LATER_S and peer.round_trip.smoothed_s == 0.008
 
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.metrics import Counters
-from skymemory.protocol.client.gateway import Pointing, around, next_gateway
-from skymemory.protocol.client.outages import CircuitBreaker, witnesses
-from skymemory.protocol.client.outbox import Outbox
+from skymemory.protocol.client.gateway import Gateway, first_responsive, nearest
+from skymemory.protocol.client.peers import CircuitBreaker, witnesses
 from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
 from skymemory.protocol.wire import Op
 
@@ -23,14 +22,14 @@ some = st.lists(st.sampled_from(TORUS.satellites()), max_size=6, unique=True)
 
 @given(some, some)
 def test_the_best_living_candidate_is_chosen(candidates, suspects):
-    chosen = next_gateway(candidates, suspects)
+    chosen = first_responsive(candidates, suspects)
     living = [one for one in candidates if one not in suspects]
     assert chosen == (living or candidates or [None])[0]
 
 
 def test_who_stands_in_is_near():
     centre = SatelliteId(2, 9)
-    ordered = around(centre, TORUS)
+    ordered = nearest(centre, TORUS)
     assert ordered[0] == centre and set(ordered[1:5]) == set(TORUS.neighbours(centre))
     assert [TORUS.hops(centre, one) for one in ordered] == sorted(TORUS.hops(centre, one) for one in ordered)
 
@@ -47,12 +46,12 @@ def test_witnesses_are_of_other_planes_than_the_silent(silent):
 def test_a_gateway_that_was_silent_is_tried_again_after_a_while(time_scale):
     """Also where the satellites stand still, and nothing else would make it look again."""
     sky, clock = SkyMap(TORUS, SatelliteId(2, 9)), FollowedClock(MoveClock(time_scale=time_scale))
-    pointing, outbox = Pointing("gateway", sky, Counters()), Outbox(7, 1 << 20)
-    assert not pointing.aim(outbox, clock, 0.0) and outbox.gateway == sky.centre
-    pointing.silent(outbox, SatelliteId(4, 4), 1.0)
-    assert pointing.aim(outbox, clock, 1.0) and outbox.gateway in TORUS.neighbours(sky.centre)
-    assert not pointing.aim(outbox, clock, 5.9) and outbox.gateway != sky.centre
-    assert pointing.aim(outbox, clock, 6.1) and outbox.gateway == sky.centre
+    gateway = Gateway("gateway", sky, Counters())
+    assert not gateway.update(clock, 0.0) and gateway.current == sky.centre
+    gateway.silent(SatelliteId(4, 4), 1.0)
+    assert gateway.update(clock, 1.0) and gateway.current in TORUS.neighbours(sky.centre)
+    assert not gateway.update(clock, 5.9) and gateway.current != sky.centre
+    assert gateway.update(clock, 6.1) and gateway.current == sky.centre
 
 
 def test_probes_come_at_growing_intervals():

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client.peers import MOST_SUSPECTS, Suspects
+from skymemory.protocol.client.peers import MAX_SUSPECTS, Suspects
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
 
@@ -18,7 +18,7 @@ HERE, THERE = SatelliteId(1, 2), SatelliteId(3, 4)
 def test_a_suspect_is_asked_ever_more_rarely_until_it_is_heard():
     suspects, asked, now_s = Suspects(), [], 0.0
     suspects.add(HERE, 0.0)
-    assert suspects.take_fresh() == [HERE] and suspects.take_fresh() == []
+    assert suspects.take_new() == [HERE] and suspects.take_new() == []
     while now_s < 60.0:
         if suspects.due(now_s):
             asked.append(now_s)
@@ -37,11 +37,11 @@ def test_when_things_change_all_are_asked_at_once_and_there_is_a_most():
     suspects.add(HERE, 0.0)
     suspects.add(THERE, 50.0)
     suspects.due(100.0)
-    suspects.ask_all(101.0)
+    suspects.probe_all(101.0)
     assert suspects.due(101.0) == [HERE, THERE]
-    for slot in range(MOST_SUSPECTS):
+    for slot in range(MAX_SUSPECTS):
         suspects.add(SatelliteId(9, slot), 102.0)
-    assert len(suspects) == MOST_SUSPECTS and HERE not in suspects
+    assert len(suspects) == MAX_SUSPECTS and HERE not in suspects
 
 
 def test_when_the_constellation_is_back_all_suspects_are_asked_at_once(world, value_of):
@@ -52,7 +52,7 @@ def test_when_the_constellation_is_back_all_suspects_are_asked_at_once(world, va
         sky.sim.kill(satellite)
     assert not sky.get(info)[0].ok
     sky.settle(60.0)
-    suspects = sky.host.machine._links.suspects
+    suspects = sky.host.machine._peers.suspects
     assert sky.host.machine.breaker.is_open and len(suspects) >= 5
     for satellite in sky.torus.satellites():
         sky.sim.revive(satellite)
@@ -84,7 +84,7 @@ def test_with_a_plane_of_the_box_dead_only_the_first_read_waits(world, value_of,
     stored, info = sky.put("v", value)
     read, out = sky.get(info)
     assert stored.ok and read.ok and out == value, "with nobody calling in between"
-    assert not sky.host.machine.ailing
+    assert not sky.host.machine.probing
 
 
 def test_the_rest_of_a_dead_plane_is_known_before_it_is_needed(world, value_of):
@@ -93,7 +93,7 @@ def test_the_rest_of_a_dead_plane_is_known_before_it_is_needed(world, value_of):
     sky.sim.kill_plane(1)
     sky.get(info)
     sky.settle(12.0)
-    suspects = sky.host.machine._links.suspects
+    suspects = sky.host.machine._peers.suspects
     assert len(suspects) == 19 and all(SatelliteId(1, slot) in suspects for slot in range(19))
     for slots in range(1, 6):  # the box comes to satellites of the plane that nothing has ever been asked of
         moved = sky.sky.servers_at(info.strategy, info.servers, info.set_moves, (slots, 0))
@@ -132,7 +132,7 @@ def test_the_breaker_closes_with_nobody_calling(world, value_of, access):
     for satellite in sky.torus.satellites():
         sky.sim.revive(satellite)
     sky.settle(5.0)
-    assert not sky.host.machine.breaker.is_open and not sky.host.machine.ailing
+    assert not sky.host.machine.breaker.is_open and not sky.host.machine.probing
     stored, info = sky.put("v", value)
     read, out = sky.get(info)
     assert stored.ok and read.ok and out == value

@@ -8,8 +8,7 @@ import pytest
 from tests.protocol.conftest import World, key_of
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client.machine import StillWriting
-from skymemory.protocol.client.transfer import ValueInfo, WriteTransfer
+from skymemory.protocol.client.transfer import ValueInfo, WriteKeepalive, WriteTransfer
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.retention import Retain, pack_retain
@@ -85,9 +84,8 @@ def test_a_writer_that_stood_still_for_longer_than_satellites_wait_is_not_told_t
 
 
 def test_satellites_hear_each_half_second_of_what_is_being_written_and_of_nothing_that_began_too_long_ago(value_of):
-    sent = []
     places = [SatelliteId(0, 1), SatelliteId(0, 2)]
-    words = StillWriting(lambda transfer, now_s: places, lambda there, body, now_s: sent.append((there, body, now_s)))
+    words = WriteKeepalive()
     writes = [
         WriteTransfer.of(key_of(name), value_of(3000), 1000, 3, 2, (0, 0), lambda moves: tuple(places)) for name in "ab"
     ]
@@ -95,12 +93,12 @@ def test_satellites_hear_each_half_second_of_what_is_being_written_and_of_nothin
     assert words.next_s == 10.5
     words.began(2, writes[1], 10.4)
     words.began(1, writes[0], 10.4)
-    assert words.handle_timer(10.5) == [] and words.next_s == 11.0
+    late, sent = words.due(10.5, lambda transfer, now_s: places)
+    assert late == [] and words.next_s == 11.0
     both = pack_retain(Retain.WRITING, 0.0, [write.info.key for write in writes])
-    assert sent == [(place, both, 10.5) for place in places]
+    assert sent == [(place, both) for place in places]
     assert not words.ended(1, 12.0) and words.next_s == 11.0
-    sent.clear()
-    assert words.handle_timer(12.6) == [2] and not sent
+    assert words.due(12.6, lambda transfer, now_s: places) == ([2], [])
     assert words.ended(2, 12.6) and words.next_s == math.inf
 
 

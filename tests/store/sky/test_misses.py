@@ -185,7 +185,7 @@ def test_where_the_satellite_of_now_is_dead_the_one_before_is_asked(known: bool)
     assert placement.locate(server, moves, sky.clock.moves(sky.now_s)) == dead
     reader = store_over(sky, 2, index)
     if known:
-        reader._driver.machine._links.suspects.add(dead, sky.now_s)
+        reader._driver.machine._peers.suspects.add(dead, sky.now_s)
     assert read(reader) == (VALUE, "") and chunks_in(sky) == 20
     if known:  # it asks for nothing else before it has these
         (before,) = {here for here, machine in sky.satellites.items() if server in machine.store.shares.get(KEY, {})}

@@ -285,7 +285,7 @@ def test_calls_in_an_outage_leave_nothing_behind() -> None:
 
     def kept() -> list[int]:
         unclaimed = driver._unclaimed  # type: ignore[attr-defined]
-        return [len(unclaimed), len(machine._events), len(machine._operations), len(machine._in_flight._requests)]
+        return [len(unclaimed), len(machine._events), len(machine._operations), len(machine._in_flight.by_id)]
 
     before = kept()
     with cut_off(sky):

@@ -1,49 +1,108 @@
-"""The ground host's side without I/O: values read and written, questions asked, losses repaired.
+"""The client's state machine: reads, writes and questions to satellites. It does no I/O and reads no clock.
 
-``get``, ``put`` and ``ask`` begin an operation and return its number; ``next_event`` tells how it ended. In between the
-transport calls ``receive_batch`` with what came, ``handle_timer`` when ``next_timer_s`` has passed, and sends what
-``datagrams_to_send`` returns, each batch by the beam to the satellite named with it.
+The transport drives it:
+
+==============================  ======================================================================================
+``get``, ``put``, ``ask``       begin an operation and return its number
+``bursts_to_send``              packets to send, each batch with the satellite whose beam it takes
+``receive_runs``                packets have arrived; ``receive_placed``: DATA that the transport has placed in buffers
+``next_timer_s``                when to call ``handle_timer`` at the latest
+``handle_timer``                requests are overdue: retransmit, ask other satellites, or give up
+``next_event``                  an operation has ended
+==============================  ======================================================================================
+
+A transfer (``transfer``) knows which chunks are missing and where to look for them. ``requests.InFlight`` packs
+requests, keeps their deadlines and retransmits. ``peers`` decides which satellites are dead.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
-from skymemory.native import Landing, Run, Tally
+from skymemory.native import Ack, Landing, Run, Tally
 from skymemory.placement.locate import Moves
-from skymemory.protocol.auth import Authority, ClientGate
-from skymemory.protocol.client.answers import Answers, Bursts, Verdict
-from skymemory.protocol.client.gateway import Access, Pointing
-from skymemory.protocol.client.outages import Outages
-from skymemory.protocol.client.outbox import Operation, Outbox
-from skymemory.protocol.client.peers import Links
-from skymemory.protocol.client.requests import ALWAYS_ASKED, InFlight
+from skymemory.protocol import messages
+from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate
+from skymemory.protocol.capabilities import Capabilities
+from skymemory.protocol.client.gateway import Access, Gateway
+from skymemory.protocol.client.peers import FailureDetector, Peers, Probes
+from skymemory.protocol.client.requests import ALWAYS_SENT, InFlight, Operation, Request
 from skymemory.protocol.client.transfer import (
+    CHUNK_OVERHEAD_BYTES,
+    Absence,
+    Burst,
     ReadTransfer,
     ReplicatedRead,
     ReplicatedWrite,
+    StandIns,
     TransferReport,
     ValueInfo,
     Where,
+    WriteKeepalive,
     WriteTransfer,
 )
 from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
-from skymemory.protocol.messages import MAX_KEYS_PER_PACKET, Buffer
-from skymemory.protocol.satellite.retention import Retain, pack_retain
-from skymemory.protocol.satellite.tombstones import WRITING_S, Dead
+from skymemory.protocol.messages import Buffer, Selection
+from skymemory.protocol.satellite.tombstones import Dead, unpack_dead
 from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.wire import Op
+from skymemory.protocol.wire import CREDIT_UNIT_BYTES, FLAG_SETTLED, Op, SkyHeader, Status, made_at_s, since_s
 
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
-_ON_ITS_WAY_S = 1.0
-"""What we say has arrived by then: the box may have moved meanwhile."""
+_ARRIVES_WITHIN_S = 1.0
+"""The box may move before a packet of ours arrives."""
+_MIN_BURST_CHUNKS = 10
+"""A write waits for a window that admits fewer chunks, unless nothing is in flight."""
+_MAX_GONE = 1 << 16
+_ANSWERS: dict[Op, Op] = {
+    Op.GET: Op.DATA,
+    Op.HAS: Op.PRESENCE,
+    Op.EVICT: Op.EVICTED,
+    Op.PING: Op.PONG,
+    Op.LIST: Op.LISTED,
+    Op.ADVANCE: Op.ADVANCED,
+    Op.RETAIN: Op.RETAINED,
+    Op.FORGET: Op.EVICTED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """``window_bytes``: bytes in flight to us (bounded by our receive buffer's real size); ``credit_bytes``: what a
+    satellite is assumed to hold before it has said so; ``expected_rtt_s``: round trip by geometry.
+    """
+
+    ground: int
+    access: Access = "los"
+    window_bytes: int = 3 << 20
+    credit_bytes: int = 1 << 20
+    expected_rtt_s: float = 0.0
+    give_up_s: float = 0.8
+    """A satellite that is silent for this long is taken for dead."""
+    read_burst_chunks: int = 64
+    hedge_round_trips: float = 1.5
+    """Of replicated values: after this many round trips without an answer the next copy is asked, too; 0: at once."""
+    authority: Authority | None = field(default=None, repr=False)
+    """Signs our commands; None where the satellites require no MACs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of operation ``number``. ``body`` is a question's answer, ``report`` and ``info`` are of transfers."""
+
+    number: int
+    ok: bool
+    report: TransferReport
+    body: bytes = b""
+    info: ValueInfo | None = None
 
 
 class ClientMachine:
@@ -54,28 +113,31 @@ class ClientMachine:
         self.counters = Counters()
         self._sky = sky
         self._clock = FollowedClock(clock, self.counters)
-        self._pointing = Pointing(config.access, sky, self.counters)
-        self._links = Links(config.window_bytes, config.credit_bytes, config.expected_rtt_s)
-        self._outbox = Outbox(config.ground, config.window_bytes, config.authority)
+        self._gateway = None if config.access == "los" else Gateway(config.access, sky, self.counters)
+        self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s)
+        self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
+        self.breaker = self._detector.breaker
+        self._in_flight = InFlight(
+            self._peers, self._gateway, config.give_up_s, config.ground, config.window_bytes, config.authority
+        )
         every_packet = config.authority is not None and config.authority.every_packet
         self._gate = ClientGate(config.authority, self.counters) if every_packet and config.authority else None
-        self._in_flight = InFlight(self._links, self._outbox, config.give_up_s)
-        self._bursts = Bursts(self._links, self._in_flight, self._everywhere)
-        self._answers = Answers(
-            self._in_flight, self._links, self._clock, self.counters, config.ground, self._enqueue, self._everywhere
-        )
-        self._outages = Outages(sky, self._links, self._outbox, self._pointing, self.counters, self._ping)
-        self.breaker = self._outages.breaker
-        self._still_writing = StillWriting(self._places_of_write, self._say)
+        self._keepalive = WriteKeepalive()
         self._operations: dict[int, Operation] = {}
         self._waiting: deque[Operation] = deque()
+        """Operations with chunks to ask for or to send."""
+        self._probes: set[int] = set()
+        """Numbers of PINGs of our own, whose ends are no events."""
+        self._checks: dict[SatelliteId, int] = {}
+        """The last PING that accompanied an overdue question to a satellite."""
+        self._gone: deque[Dead] = deque(maxlen=_MAX_GONE)
         self._events: deque[Finished] = deque()
         self._next_number = 1
 
     # --- operations ---
 
     def moves(self, now_s: float) -> Moves:
-        """How far the box has moved, as the clock and the satellites' last words have it."""
+        """How far the box has moved: the clock, corrected by what satellites count."""
         return self._clock.moves(now_s)
 
     def moves_at(self, time_s: float) -> Moves:
@@ -88,7 +150,7 @@ class ClientMachine:
         Raises:
             InvalidInput: ``out`` is too small or read-only, or ``info`` contradicts itself or the constellation.
         """
-        burst_bytes = self._links.inbound.size_bytes // 4
+        burst_bytes = self._peers.inbound.size_bytes // 4
         burst_chunks = max(1, min(self.config.read_burst_chunks, burst_bytes // max(1, info.chunk_bytes)))
         copies = self._copies(info.strategy, info.servers, info.set_moves, replicas)
         moves = self._clock.to_read_at(info.set_moves, now_s)
@@ -110,11 +172,11 @@ class ClientMachine:
     ) -> tuple[int, ValueInfo]:
         """Begin to write a value; the caller keeps ``value`` unchanged until the operation ends.
 
-        ``set_moves`` places it as if it were written when the box had moved so far (default: as far as now).
+        ``set_moves`` places it as if it were written when the box had moved this far (default: as far as now).
 
         Raises:
             ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
-            InvalidInput: a strategy or number of servers that this constellation has not.
+            InvalidInput: a strategy or number of servers that this constellation does not have.
         """
         moves = self.moves(now_s) if set_moves is None else set_moves
         copies = self._copies(strategy, servers, moves, replicas)
@@ -125,189 +187,39 @@ class ClientMachine:
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
         """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE, RETAIN): one packet there, one back.
-        ``once``: it is not repeated where no answer comes.
+        ``once``: no retransmission.
         """
         operation = self._register(None, TransferReport(satellites=1), now_s)
-        if op not in ALWAYS_ASKED and self._outages.refuses(satellite):
-            self._finish(Verdict(operation, "unreachable"), now_s)
+        if op not in ALWAYS_SENT and self._detector.refuses(satellite):
+            self._finish(operation, "unreachable", now_s)
             return operation.number
-        if op not in ALWAYS_ASKED and self._links.peer(satellite).lacks(op, now_s):
-            self._finish(Verdict(operation, "unsupported"), now_s)
+        if op not in ALWAYS_SENT and self._peers.peer(satellite).lacks(op, now_s):
+            self._finish(operation, "unsupported", now_s)
             return operation.number
-        self._point_beam(now_s)
-        self._in_flight.send(operation, satellite, op, [], body, 0, self.moves(now_s), now_s, once)
+        self._update_gateway(now_s)
+        request = self._in_flight.begin(operation, satellite, op, [], body, 0, self.moves(now_s), now_s)
+        if once:
+            request.once, request.deadline_s = True, now_s + self.config.give_up_s
+        self._in_flight.transmit([request], now_s)
         return operation.number
 
-    def _ping(self, satellite: SatelliteId, now_s: float, once: bool) -> int:
-        return self.ask(Op.PING, b"", satellite, now_s, once=once)
-
     def cancel(self, number: int) -> None:
-        """Forget an operation; what still comes for it is ignored, and how it ended, if it has, is not told."""
+        """Drop an operation: answers to it are ignored, and its event, if it has ended, is discarded."""
         operation = self._operations.pop(number, None)
         if operation is not None:
-            self._still_writing.ended(number, 0.0)
+            self._keepalive.ended(number, 0.0)
             self._in_flight.drop(operation)
         elif self._events:
             self._events = deque(event for event in self._events if event.number != number)
 
-    def take_gone(self) -> list[Dead]:
-        """Values that satellites have said since the last time are dead (GONE), unasked."""
-        gone = list(self._answers.gone)
-        self._answers.gone.clear()
-        return gone
-
     def next_event(self) -> Finished | None:
         return self._events.popleft() if self._events else None
 
-    # --- the verbs of the transport ---
-
-    def receive_datagram(self, data: Buffer, now_s: float) -> None:
-        self.receive_batch(data, len(data), now_s)
-
-    def receive_batch(self, data: Buffer, segment_bytes: int, now_s: float) -> None:
-        """Take packets of ``segment_bytes`` each (the last may be shorter); bad ones are counted and dropped."""
-        self.receive_runs([(memoryview(data), segment_bytes)], now_s)
-
-    def receive_runs(self, runs: list[Run], now_s: float) -> None:
-        """``receive_batch`` for each of several."""
-        if self._gate is not None:
-            runs = self._gate.admit(runs)
-        at = 0
-        while at < len(runs):
-            tallies = native.place_runs(runs, at, self._in_flight.awaited)
-            self.placed(tallies, now_s)
-            at += sum(tally[2] for tally in tallies)
-            if at < len(runs):
-                self._take_apart(*runs[at], now_s)
-                at += 1
-
-    @property
-    def awaited(self) -> dict[int, Landing]:
-        """Where what answers reads belongs: a transport may place runs of DATA as they come, and tell ``placed``.
-        Nothing, where answers must pass the gate first.
-        """
-        return self._in_flight.awaited if self._gate is None else {}
-
-    def placed(self, tallies: Sequence[Tally], now_s: float) -> None:
-        """Runs of DATA have been placed where they were ``awaited``."""
-        for verdict in self._answers.data(tallies, now_s):
-            self._finish(verdict, now_s)
-
-    @property
-    def wants_to_send(self) -> bool:
-        """Whether something may be there to send; False only where nothing is."""
-        return bool(self._waiting) or self._outbox.filled
-
-    def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
-        """Batches with the satellite whose beam each takes, as far as the windows let them."""
-        return [one for together in self.each_to_send(now_s) for one in together]
-
-    def each_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
-        """``datagrams_to_send`` bit by bit: what is sent is packed when the burst before it is on its way, what is
-        asked for all at once. Take them all.
-        """
-        self._point_beam(now_s)
-        if self._outbox.filled:
-            yield self._outbox.take()
-        for _ in range(len(self._waiting)):
-            operation = self._waiting.popleft()
-            operation.queued = False
-            transfer = operation.transfer
-            if operation.number not in self._operations or transfer is None:
-                continue
-            if self._outages.refuses(None):
-                self._finish(Verdict(operation, "unreachable"), now_s)
-            else:
-                moves = self.moves(now_s)
-                if isinstance(transfer, ReadTransfer):
-                    self._finish(self._bursts.ask(operation, transfer, moves, now_s), now_s)
-                else:
-                    self._still_writing.began(operation.number, transfer, now_s)
-                    for failed in self._bursts.send(operation, transfer, moves, now_s):
-                        self._finish(failed, now_s)
-                        if self._outbox.filled:
-                            yield self._outbox.take()
-                if operation.number in self._operations and transfer.pending:
-                    self._enqueue(operation)
-        if self._outbox.filled:
-            yield self._outbox.take()
-
-    def next_timer_s(self) -> float | None:
-        due_s = min(self._in_flight.next_timer_s(), self._outages.next_s, self._still_writing.next_s)
-        return due_s if due_s < math.inf else None
-
-    @property
-    def ailing(self) -> bool:
-        """Whether somebody is silent: a transport has to serve the timer also with no operation to wait for."""
-        return self._outages.next_s < math.inf
-
-    def handle_timer(self, now_s: float) -> None:
-        self._point_beam(now_s)
-        for request in self._in_flight.overdue(now_s):
-            if self._in_flight.find(request.request_id) is not request:
-                continue
-            if self._in_flight.hedge(request, now_s):
-                self._enqueue(request.operation)
-                continue
-            if self._outages.doubt(request, self._centre(now_s), now_s):
-                self._point_beam(now_s)
-            if failure := self._in_flight.give_up_or_repeat(request, self.moves(now_s), now_s):
-                self._finish(self._answers.lost(request, failure, now_s), now_s)
-            elif request.operation.transfer is None and request.op not in ALWAYS_ASKED:
-                self._outages.check(request.satellite, now_s)
-        if now_s >= self._still_writing.next_s:
-            for number in self._still_writing.handle_timer(now_s):
-                self._finish(Verdict(self._operations[number], "interrupted"), now_s)
-        if now_s >= self._outages.next_s:
-            self._outages.handle_timer(self._centre(now_s), now_s)
-
-    # --- arrival ---
-
-    def _take_apart(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
-        """Packets that merely came together: receive offload joins all that one satellite sends."""
-        if segment_bytes <= 0 or not len(view):
-            self.counters.add("packets_malformed")
-            return
-        awaited = self._in_flight.awaited
-        for at in range(0, len(view), segment_bytes):
-            packet = view[at : at + segment_bytes]
-            if len(view) > segment_bytes and (tallies := native.place_runs([(packet, len(packet))], 0, awaited)):
-                self.placed(tallies, now_s)
-            elif (ack := native.open_ack(packet)) is not None:
-                self._finish(self._answers.acknowledged(ack, now_s), now_s)
-            elif native.verify_segments(packet, len(packet)) != _SOUND:
-                self.counters.add("packets_malformed")
-            else:
-                self._finish(self._answers.control(packet, now_s), now_s)
-
-    # --- beginning and ending ---
-
-    def _centre(self, now_s: float) -> SatelliteId:
-        return self._sky.centre_at(self.moves(now_s))
-
-    def _copies(self, strategy: int, servers: int, set_moves: Moves, replicas: int) -> list[Where]:
-        def copy(replica: int) -> Where:
-            return lambda moves: self._sky.servers_at(strategy, servers, set_moves, moves, replica)
-
-        return [copy(replica) for replica in range(replicas)]
-
-    def _everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
-        """Moves that name all places where chunks of a value may have been left, those of now first."""
-        return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
-
-    def _places_of_write(self, transfer: WriteTransfer, now_s: float) -> set[SatelliteId]:
-        """Where chunks of it are stored, now and when our word arrives."""
-        info, replicas = transfer.info, len(transfer.acknowledged) // transfer.info.chunks
-        return {
-            place
-            for moves in {self.moves(now_s), self.moves_at(now_s + _ON_ITS_WAY_S)}
-            for copy in self._copies(info.strategy, info.servers, info.set_moves, replicas)
-            for place in copy(moves)[: info.chunks]
-        }
-
-    def _say(self, satellite: SatelliteId, body: bytes, now_s: float) -> None:
-        """A RETAIN that nobody answers."""
-        self.cancel(self.ask(Op.RETAIN, body, satellite, now_s, once=True))
+    def take_gone(self) -> list[Dead]:
+        """Values that satellites have reported as gone (GONE) since the last call."""
+        gone = list(self._gone)
+        self._gone.clear()
+        return gone
 
     def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
         operation = Operation(self._next_number, transfer, now_s, report)
@@ -320,130 +232,439 @@ class ClientMachine:
         self._enqueue(operation)
         return operation.number
 
-    def _finish(self, verdict: Verdict | None, now_s: float) -> None:
-        if verdict is None or self._operations.pop(verdict.operation.number, None) is None:
+    def _enqueue(self, operation: Operation) -> None:
+        """It has something to send, once it is its turn and the windows admit it."""
+        if not operation.queued:
+            operation.queued = True
+            self._waiting.append(operation)
+
+    def _finish(self, operation: Operation, failure: str, now_s: float, body: bytes = b"") -> None:
+        """An operation has ended: well, if ``failure`` is empty."""
+        if self._operations.pop(operation.number, None) is None:
             return
-        operation, failure = verdict.operation, verdict.failure
-        if self._still_writing.ended(operation.number, now_s):
+        if self._keepalive.ended(operation.number, now_s):
             failure = failure or "interrupted"
         self._in_flight.drop(operation)
-        if self._outages.ended(operation, failure, now_s):
+        is_probe = operation.number in self._probes
+        self._probes.discard(operation.number)
+        if not failure:
+            self._detector.succeeded(now_s)
+        elif failure == "timeout" and not is_probe:
+            self._detector.timed_out(operation.started_s, now_s)
+        if is_probe:
             return
         operation.report.seconds, operation.report.failure = now_s - operation.started_s, failure
         info = operation.transfer.info if operation.transfer is not None else None
         if failure:
             self.counters.add("operations_failed", label=failure)
-        self._events.append(Finished(operation.number, not failure, operation.report, verdict.body, info))
+        self._events.append(Finished(operation.number, not failure, operation.report, body, info))
 
-    # --- sending ---
+    # --- where chunks are ---
 
-    def _point_beam(self, now_s: float) -> None:
-        if self._pointing.aim(self._outbox, self._clock, now_s):
-            self._links.rerouted()
+    def _update_gateway(self, now_s: float) -> None:
+        if self._gateway is not None and self._gateway.update(self._clock, now_s):
+            self._peers.rerouted()
 
-    def _enqueue(self, operation: Operation) -> None:
-        """It has something to send, as soon as it is its turn and the windows let it."""
-        if not operation.queued:
-            operation.queued = True
-            self._waiting.append(operation)
+    def _copies(self, strategy: int, servers: int, set_moves: Moves, replicas: int) -> list[Where]:
+        def copy(replica: int) -> Where:
+            return lambda moves: self._sky.servers_at(strategy, servers, set_moves, moves, replica)
 
+        return [copy(replica) for replica in range(replicas)]
 
-@dataclass(frozen=True, slots=True)
-class ClientConfig:
-    """``window_bytes``: what may be on its way to us (our receive buffer's real size bounds it); ``credit_bytes``:
-    what a satellite is taken to hold before it has said so; ``expected_rtt_s``: round trip by geometry.
-    """
+    def _everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
+        """Moves that name all places where chunks of a value may have been left, those of now first."""
+        return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
-    ground: int
-    access: Access = "los"
-    window_bytes: int = 3 << 20
-    credit_bytes: int = 1 << 20
-    expected_rtt_s: float = 0.0
-    give_up_s: float = 0.8
-    read_burst_chunks: int = 64
-    hedge_round_trips: float = 1.5
-    """Of values with copies: after so many round trips without an answer the next copy is asked too; 0: at once."""
-    authority: Authority | None = field(default=None, repr=False)
-    """Signs what we ask; None where the satellites ask for no MACs."""
+    def _stand_ins(self, transfer: ReadTransfer, now_s: float) -> StandIns:
+        return StandIns(partial(self._everywhere, transfer.info, now_s), self._peers.quiet)
 
+    def _places_of_write(self, transfer: WriteTransfer, now_s: float) -> set[SatelliteId]:
+        """Where its chunks are stored, now and when a packet sent now arrives."""
+        info, replicas = transfer.info, len(transfer.acknowledged) // transfer.info.chunks
+        return {
+            place
+            for moves in {self.moves(now_s), self.moves_at(now_s + _ARRIVES_WITHIN_S)}
+            for copy in self._copies(info.strategy, info.servers, info.set_moves, replicas)
+            for place in copy(moves)[: info.chunks]
+        }
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The end of operation ``number``. For ``ask``, ``body`` is the answer's; for transfers, ``report`` says all."""
+    # --- packets to send ---
 
-    number: int
-    ok: bool
-    report: TransferReport
-    body: bytes = b""
-    info: ValueInfo | None = None
+    @property
+    def wants_to_send(self) -> bool:
+        """False only where there is nothing to send."""
+        return bool(self._waiting) or bool(self._in_flight.packets)
 
+    def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
+        """Batches with the satellite whose beam each takes, as far as the windows admit them."""
+        return [one for together in self.bursts_to_send(now_s) for one in together]
 
-# A writer's word that it is still at it, for values that take long to write.
-#
-# A value that is half there looks like one that has lost the other half: to a reader that has no index, and to
-# satellites
-# that ask each other whether their blocks are whole. Those that have their chunks already, or have had none yet,
-# cannot
-# know that more will come, for a write has no longest time. So the writer tells all satellites of such a value each
-# half
-# second (RETAIN with WRITING, unacknowledged): one packet for each satellite, whatever the number of values.
-#
-# A writer that could not say so for too long (its process was stopped, or its computer slept) cannot know what became
-# of
-# what it had stored: then the write has failed, though all may have been acknowledged.
+    def bursts_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
+        """``datagrams_to_send`` piece by piece: a burst of SETs is packed while the one before it is in flight; the
+        GETs of a read come together. Take them all.
+        """
+        in_flight = self._in_flight
+        self._update_gateway(now_s)
+        if in_flight.packets:
+            yield in_flight.take_packets()
+        for _ in range(len(self._waiting)):
+            operation = self._waiting.popleft()
+            operation.queued = False
+            transfer = operation.transfer
+            if operation.number not in self._operations or transfer is None:
+                continue
+            if self._detector.refuses(None):
+                self._finish(operation, "unreachable", now_s)
+                continue
+            if isinstance(transfer, ReadTransfer):
+                self._request_chunks(operation, transfer, now_s)
+            else:
+                self._keepalive.began(operation.number, transfer, now_s)
+                for _ in self._send_chunks(operation, transfer, now_s):
+                    if in_flight.packets:
+                        yield in_flight.take_packets()
+            if operation.number in self._operations and transfer.pending:
+                self._enqueue(operation)
+        if in_flight.packets:
+            yield in_flight.take_packets()
 
+    def _request_chunks(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
+        """GET the pending bursts of a read, as many as the window admits, packed together. Chunks of suspects are asked
+        of other satellites first; where no other may have them, the read has failed.
+        """
+        moves, suspects = self.moves(now_s), self._peers.suspects
+        if transfer.checked_suspects != suspects.added and not isinstance(transfer, ReplicatedRead):
+            silent = len(suspects) > 0 and any(
+                burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
+            )
+            if silent and not transfer.avoid(suspects, self._stand_ins(transfer, now_s)):
+                self._finish(operation, "unreachable", now_s)
+                return
+            transfer.checked_suspects = suspects.added
+        size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
+        key, window = transfer.info.key, self._peers.inbound
+        requests = []
+        while transfer.pending:
+            satellite, indices, steps = transfer.pending[0]
+            size_bytes = len(indices) * size_each
+            if satellite in suspects:
+                transfer.pending.popleft()
+                if transfer.redirect(indices, satellite, "unreachable", self._stand_ins(transfer, now_s)):
+                    continue
+                self._finish(operation, "unreachable", now_s)
+                return
+            if not window.admits(size_bytes):
+                break
+            transfer.pending.popleft()
+            body = key + steps if steps else b""
+            requests.append(
+                self._in_flight.begin(operation, satellite, Op.GET, indices, body, size_bytes, moves, now_s)
+            )
+        if requests:
+            self._in_flight.transmit(requests, now_s)
 
-_EVERY_S = 0.5
-_LONGEST_SILENCE_S = WRITING_S - 1.0
-"""Between two words: the later may take a second longer on its way, and still comes in time."""
+    def _send_chunks(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
+        """SET the pending bursts of a write, with a stop after each. A burst is cut where the window admits less."""
+        stalled: deque[Burst] = deque()
+        moves = self.moves(now_s)
+        size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
+        while transfer.pending:
+            burst = transfer.pending.popleft()
+            satellite, indices = burst.satellite, burst.indices
+            if satellite in self._peers.suspects:
+                if not transfer.waive(indices):
+                    self._finish(operation, "unreachable", now_s)
+                    return
+                if transfer.missing == 0:
+                    self._finish(operation, "", now_s)
+                    return
+                continue
+            window = self._in_flight.window(Op.SET, satellite)
+            fits = min(len(indices), window.open_bytes // size_each)
+            if fits < min(len(indices), _MIN_BURST_CHUNKS):
+                if window.in_flight_bytes:
+                    stalled.append(burst)
+                    continue
+                fits = max(1, fits)
+            if fits < len(indices):
+                transfer.pending.appendleft(Burst(satellite, indices[fits:]))
+                indices = indices[:fits]
+            size_bytes = fits * size_each
+            request = self._in_flight.begin(operation, satellite, Op.SET, indices, b"", size_bytes, moves, now_s)
+            self._in_flight.transmit([request], now_s)
+            yield
+        transfer.pending.extendleft(reversed(stalled))
 
+    # --- packets received ---
 
-class StillWriting:
-    """The writes of one ground host that are under way. ``places``: the satellites that a write concerns, at a time;
-    ``send``: a body of RETAIN, to a satellite, at a time.
-    """
+    def receive_datagram(self, data: Buffer, now_s: float) -> None:
+        self.receive_batch(data, len(data), now_s)
 
-    def __init__(
-        self,
-        places: Callable[[WriteTransfer, float], Iterable[SatelliteId]],
-        send: Callable[[SatelliteId, bytes, float], None],
+    def receive_batch(self, data: Buffer, segment_bytes: int, now_s: float) -> None:
+        """Take packets of ``segment_bytes`` each (the last may be shorter); bad ones are counted and dropped."""
+        self.receive_runs([(memoryview(data), segment_bytes)], now_s)
+
+    def receive_runs(self, runs: list[Run], now_s: float) -> None:
+        """``receive_batch`` of several."""
+        if self._gate is not None:
+            runs = self._gate.admit(runs)
+        at = 0
+        while at < len(runs):
+            tallies = native.place_runs(runs, at, self._in_flight.awaited)
+            self.receive_placed(tallies, now_s)
+            at += sum(tally[2] for tally in tallies)
+            if at < len(runs):
+                self._receive_packets(*runs[at], now_s)
+                at += 1
+
+    @property
+    def awaited(self) -> dict[int, Landing]:
+        """Where answers to reads belong: a transport may place runs of DATA there and call ``receive_placed``. Empty
+        where answers must be authenticated first.
+        """
+        return self._in_flight.awaited if self._gate is None else {}
+
+    def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
+        """Runs of DATA have been placed in the buffers of their reads."""
+        heard: list[tuple[Request, ReadTransfer, Tally]] = []
+        for tally in tallies:
+            request = self._in_flight.by_id.get(tally[0])
+            if request is not None and isinstance(transfer := request.operation.transfer, ReadTransfer):
+                heard.append((request, transfer, tally))
+                transfer.placed(*tally[3:6])
+                if transfer.pending:
+                    self._enqueue(request.operation)
+        ended: dict[Operation, str] = {}
+        for request, transfer, (_, echo_us, _, placed, duplicates, corrupt, foreign) in heard:
+            size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
+            self._in_flight.answered(request, (placed + duplicates) * size_each)
+            if corrupt:
+                self.counters.add("packets_malformed", corrupt)
+            else:
+                self._heard(request, echo_us, now_s)
+            if foreign:
+                ended[request.operation] = "other version"
+            elif transfer.missing:
+                if not transfer.arrived[request.indices[-1]]:
+                    self._in_flight.extend(request, now_s)
+                elif transfer.has(request.indices):
+                    self._in_flight.retire(request)
+                else:
+                    # Satellites answer in order: what is missing before the last chunk was lost or overtaken.
+                    self._in_flight.hurry(request, now_s)
+            elif request.operation not in ended:
+                ended[request.operation] = "" if transfer.verified() else "corrupt"
+        for operation, failure in ended.items():
+            self._finish(operation, failure, now_s)
+
+    def _receive_packets(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
+        """Packets that are no one run of DATA: receive offload joins all that one satellite sends."""
+        if segment_bytes <= 0 or not len(view):
+            self.counters.add("packets_malformed")
+            return
+        awaited = self._in_flight.awaited
+        for at in range(0, len(view), segment_bytes):
+            packet = view[at : at + segment_bytes]
+            if len(view) > segment_bytes and (tallies := native.place_runs([(packet, len(packet))], 0, awaited)):
+                self.receive_placed(tallies, now_s)
+            elif (ack := native.open_ack(packet)) is not None:
+                self._receive_ack(ack, now_s)
+            elif native.verify_segments(packet, len(packet)) != _SOUND:
+                self.counters.add("packets_malformed")
+            else:
+                try:
+                    self._receive_control(packet, now_s)
+                except MalformedPacket:
+                    self.counters.add("packets_malformed")
+
+    def _receive_ack(self, ack: Ack, now_s: float) -> None:
+        """A plain ACK, verified and parsed: what most writes get."""
+        request_id, ground, echo_us, slot_moves, plane_moves, credit, key, first, stride, count = ack
+        request = self._in_flight.by_id.get(request_id)
+        if request is None or ground != self.config.ground:
+            self.counters.add("packets_unexpected")
+            return
+        round_trip_s = self._heard(request, echo_us, now_s)
+        self._clock.told(request.satellite, (slot_moves, plane_moves), round_trip_s, now_s)
+        transfer = request.operation.transfer
+        if not isinstance(transfer, WriteTransfer):
+            self.counters.add("packets_unexpected")
+        elif key == transfer.info.key:
+            self._stored(request, transfer, range(first, first + stride * count, stride), credit, now_s)
+
+    def _receive_control(self, view: memoryview, now_s: float) -> None:
+        """Any other packet whose checksums are right. Raises MalformedPacket."""
+        packet = messages.parse_packet(view)
+        header = packet.header
+        if header.op is Op.GONE and header.ground == self.config.ground:
+            self._gone.extend(unpack_dead(packet.body))
+            return
+        if header.flags & FLAG_AUTHENTICATED:  # a gate would have removed the MAC
+            raise MalformedPacket("an answer with a MAC, from satellites of which none is expected")
+        request = self._in_flight.by_id.get(header.request_id)
+        speaker = SatelliteId(header.source.plane, header.source.slot)
+        if request is None or header.ground != self.config.ground:
+            self.counters.add("packets_unexpected")
+            if header.ground == self.config.ground:
+                self._peers.heard_late(speaker, since_s(header.timestamp_us, now_s), now_s)
+            return
+        if speaker == request.satellite:
+            round_trip_s = self._heard(request, header.timestamp_us, now_s)
+        else:  # one on the way, which could not pass it on
+            round_trip_s = since_s(header.timestamp_us, now_s) or 0.0
+            self._peers.peer(speaker).heard(None, now_s)
+        self._clock.told(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
+        if header.op is Op.PONG:
+            request.operation.report.clock_ahead_s = made_at_s(view, now_s) - (now_s - round_trip_s / 2)
+            request.peer.declares(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)
+        self._receive_answer(request, header, packet.body, now_s)
+
+    def _receive_answer(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
+        operation, transfer = request.operation, request.operation.transfer
+        if header.op is Op.UNREACHABLE and header.status is Status.REFUSED:
+            self._finish(operation, "refused", now_s)
+        elif header.op is Op.UNREACHABLE:
+            self._failed(request, "unreachable", now_s)
+        elif header.op is Op.UNSUPPORTED:
+            _, known = Capabilities.unpack_unsupported(body)
+            request.peer.declares(known, now_s)
+            request.peer.cannot(request.op, now_s)
+            self._failed(request, "unsupported", now_s)
+        elif header.op is Op.BUSY:
+            request.window.lost(now_s, request.peer.round_trip.smoothed_s)
+        elif isinstance(transfer, WriteTransfer) and header.op is Op.ACK:
+            selection = Selection.unpack(body)
+            if selection.key != transfer.info.key:
+                return
+            if header.status is not Status.OK:
+                self._failed(request, "full", now_s)
+            else:
+                self._stored(request, transfer, selection.indices(), header.credit, now_s)
+        elif isinstance(transfer, ReadTransfer) and header.op is Op.MISS:
+            self._missed(request, transfer, header, Selection.unpack(body), now_s)
+        elif transfer is None and header.op is _ANSWERS.get(request.op):
+            self._finish(operation, "", now_s, bytes(body))
+        elif transfer is None and request.op is Op.GET and header.op is Op.MISS:
+            self._finish(operation, "missing", now_s)
+        else:
+            self.counters.add("packets_unexpected")
+
+    def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
+        """A verified answer: the satellite lives. Returns the round trip, 0 where it cannot be known."""
+        elapsed_s = since_s(echo_us, now_s)
+        request.peer.heard(elapsed_s, now_s)
+        return elapsed_s or 0.0
+
+    def _stored(
+        self, request: Request, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
     ) -> None:
-        self._places = places
-        self._send = send
-        self._writes: dict[int, tuple[WriteTransfer, float]] = {}
-        """By the number of the operation, and when satellites heard of it last."""
-        self.next_s = math.inf
-        """When ``handle_timer`` is to be called; infinite while nothing is being written."""
+        """A satellite has stored these chunks."""
+        fresh = transfer.acknowledge(transfer.of_request(indices, request.indices))
+        self._in_flight.answered(request, fresh * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
+        request.window.offer(credit * CREDIT_UNIT_BYTES)
+        if transfer.missing == 0:
+            self._finish(request.operation, "", now_s)
+        elif request.in_flight_bytes == 0:
+            self._in_flight.retire(request)
+        elif transfer.acknowledged[request.indices[-1]]:
+            self._in_flight.hurry(request, now_s)
+        else:
+            self._in_flight.extend(request, now_s)
 
-    def began(self, number: int, transfer: WriteTransfer, now_s: float) -> None:
-        """The first chunks of a write leave; once is enough."""
-        if number not in self._writes:
-            self._writes[number] = transfer, now_s
-            self.next_s = min(self.next_s, now_s + _EVERY_S)
+    def _missed(
+        self, request: Request, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
+    ) -> None:
+        """A satellite does not hold these chunks: look elsewhere, or end the read."""
+        asked = set(request.indices)
+        indices = [index for index in selection.indices() if index in asked]
+        if selection.key != transfer.info.key or not indices:
+            return
+        self._in_flight.refused(request, len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
+        answer = Absence(
+            request.satellite,
+            self._clock.nearby(now_s),
+            partial(self._everywhere, transfer.info, now_s),
+            bool(header.flags & FLAG_SETTLED),
+            (header.slot_moves, header.plane_moves),
+            request.begun_s,
+            now_s,
+        )
+        if failure := transfer.absent(indices, answer):
+            self._finish(request.operation, failure, now_s)
+            return
+        absent = set(indices)
+        request.indices = [index for index in request.indices if index not in absent]
+        request.body = b""
+        if transfer.has(request.indices):
+            self._in_flight.retire(request)
+        self._enqueue(request.operation)
 
-    def ended(self, number: int, now_s: float) -> bool:
-        """Whether satellites may have taken it for ended before."""
-        _, said_s = self._writes.pop(number, (None, now_s))
-        if not self._writes:
-            self.next_s = math.inf
-        return now_s - said_s > _LONGEST_SILENCE_S
+    def _failed(self, request: Request, failure: str, now_s: float) -> None:
+        """A satellite will not serve a request: its chunks are read from others or left to copies; else it ends."""
+        transfer = request.operation.transfer
+        if isinstance(transfer, ReadTransfer):
+            reachable = failure != "timeout" or self._peers.any_heard_since(request.begun_s)
+            others = self._stand_ins(transfer, now_s) if reachable else None
+            saved = transfer.redirect(request.indices, request.satellite, failure, others)
+            failure = transfer.silence or failure
+        else:
+            saved = transfer is not None and transfer.waive(request.indices)
+        if not saved:
+            self._finish(request.operation, failure, now_s)
+            return
+        self._in_flight.retire(request)
+        if isinstance(transfer, WriteTransfer) and transfer.missing == 0:
+            self._finish(request.operation, "", now_s)
+        else:
+            self._enqueue(request.operation)
 
-    def handle_timer(self, now_s: float) -> list[int]:
-        """Say so of all writes; but of those that it is too late for, return the numbers: they have failed."""
-        late = [number for number, (_, said_s) in self._writes.items() if now_s - said_s > _LONGEST_SILENCE_S]
-        keys: dict[SatelliteId, dict[bytes, None]] = {}
-        for number, (transfer, _) in self._writes.items():
-            if number not in late:
-                self._writes[number] = transfer, now_s
-                for satellite in self._places(transfer, now_s):
-                    keys.setdefault(satellite, {})[transfer.info.key] = None
-        for satellite, its in keys.items():
-            names = list(its)
-            for at in range(0, len(names), MAX_KEYS_PER_PACKET):
-                body = pack_retain(Retain.WRITING, 0.0, names[at : at + MAX_KEYS_PER_PACKET])
-                self._send(satellite, body, now_s)
-        self.next_s = now_s + _EVERY_S if self._writes else math.inf
-        return late
+    # --- timers ---
 
+    def next_timer_s(self) -> float | None:
+        due_s = min(self._in_flight.next_timer_s(), self._detector.next_s, self._keepalive.next_s)
+        return due_s if due_s < math.inf else None
 
-__all__ = ["ClientConfig", "ClientMachine", "Finished"]
+    @property
+    def probing(self) -> bool:
+        """Whether silent satellites are being probed: then the transport serves the timer with no operation, too."""
+        return self._detector.next_s < math.inf
+
+    def handle_timer(self, now_s: float) -> None:
+        """Overdue requests are hedged, retransmitted or given up; then writers are announced and suspects probed."""
+        self._update_gateway(now_s)
+        for request in self._in_flight.overdue(now_s):
+            if self._in_flight.by_id.get(request.request_id) is not request:
+                continue  # its operation has ended meanwhile
+            if self._in_flight.hedge(request, now_s):
+                self._enqueue(request.operation)
+                continue
+            satellite, centre = request.satellite, self._sky.centre_at(self.moves(now_s))
+            if request.operation.number not in self._probes:
+                self._probe(self._detector.overdue(satellite, request.begun_s, request.sent_s, centre, now_s), now_s)
+            if failure := self._in_flight.repeat_or_give_up(request, self.moves(now_s), now_s):
+                self._failed(request, failure, now_s)
+            elif request.operation.transfer is None and request.op not in ALWAYS_SENT:
+                self._check(satellite, now_s)
+        if now_s >= self._keepalive.next_s:
+            late, announcements = self._keepalive.due(now_s, self._places_of_write)
+            for satellite, body in announcements:  # unacknowledged
+                self.cancel(self.ask(Op.RETAIN, body, satellite, now_s, once=True))
+            for number in late:
+                self._finish(self._operations[number], "interrupted", now_s)
+        if now_s >= self._detector.next_s:
+            self._probe(self._detector.due(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
+
+    def _check(self, satellite: SatelliteId, now_s: float) -> None:
+        """A question was repeated: its answer may be lost, or the satellite may not know the operation. A PING shows
+        which.
+        """
+        if self._checks.get(satellite) not in self._probes:
+            self._checks[satellite] = self._probe([(satellite, False)], now_s)
+
+    def _probe(self, probes: Probes, now_s: float) -> int:
+        """PING these; returns the number of the last."""
+        number = 0
+        for satellite, once in probes:
+            number = self.ask(Op.PING, b"", satellite, now_s, once=once)
+            self._probes.add(number)
+        return number

@@ -1,4 +1,11 @@
-"""What a ground host knows of each satellite: its round trip, what it can take, when it was last heard."""
+"""What a client knows of each satellite, and how it finds out that one is dead, or back.
+
+1. A request that stays unanswered for too long makes its satellite a suspect (``requests.InFlight``). From then on
+   operations that need a suspect fail at once, or read from others (``Suspects``).
+2. Probes (PINGs of our own) go to suspects ever more rarely, and to their neighbours: what else of a plane or computer
+   is gone is then known before a read has to wait for it. The first answer ends a suspicion.
+3. Where no satellite at all answers, the gateway is skipped; then the circuit breaker opens (``FailureDetector``).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,10 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.metrics import Counters
 from skymemory.protocol.capabilities import ASK_AGAIN_S, Capabilities
+from skymemory.protocol.client.gateway import Gateway, nearest
+from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.congestion import RoundTrip, Window
 from skymemory.protocol.wire import Op
 
@@ -17,7 +27,7 @@ _CLOCK_GRAIN_S = 2e-6
 
 
 class Peer:
-    """One satellite. Times before anything happened lie before all others."""
+    """One satellite: its round trip, when it was last heard, and what it supports."""
 
     __slots__ = ("_lacks", "_name", "_suspects", "answered_sent_s", "capabilities", "heard_s", "quiet", "round_trip")
 
@@ -25,16 +35,16 @@ class Peer:
         self.round_trip = RoundTrip(expected_rtt_s)
         self.heard_s = self.answered_sent_s = -math.inf
         self.quiet = False
-        """It did not answer when it was asked in place of a silent one: it is not asked so again until it is heard."""
+        """It did not answer as a stand-in for a silent satellite: it is no stand-in again until it is heard."""
         self.capabilities: Capabilities | None = None
-        """What its last PONG said; None before any."""
+        """Of its last PONG; None before any."""
         self._lacks: dict[Op, float] = {}
-        """What it cannot do, each until when that is believed."""
+        """Operations that it does not support, each until when that is believed."""
         self._name = name
         self._suspects = suspects
 
     def heard(self, round_trip_s: float | None, now_s: float) -> None:
-        """A checked answer came from it."""
+        """A verified answer came from it."""
         self.heard_s = now_s
         self.quiet = False
         if self._suspects:
@@ -46,28 +56,28 @@ class Peer:
                 self.answered_sent_s = sent_s
 
     def declares(self, capabilities: Capabilities, now_s: float) -> None:
-        """It declares what it supports. What is not on that list is not asked of it for a while."""
+        """It lists what it supports; other operations are not sent to it for a while."""
         self.capabilities = capabilities
         if capabilities.stated:
             lacking = (op for op in Op if op.is_command and not capabilities.serves(op))
             self._lacks = dict.fromkeys(lacking, now_s + ASK_AGAIN_S)
 
     def cannot(self, op: Op, now_s: float) -> None:
-        """It has said so of ``op``, or has answered all but this."""
+        """It has refused ``op`` as unsupported, or has answered everything but this."""
         self._lacks[op] = now_s + ASK_AGAIN_S
 
     def lacks(self, op: Op, now_s: float) -> bool:
-        """Whether there is no use in asking it for ``op`` now."""
+        """Whether it is known not to support ``op``."""
         return bool(self._lacks) and now_s < self._lacks.get(op, -math.inf)
 
-    def ignores(self, op: Op) -> bool:
-        """Whether it may leave ``op`` unanswered because it does not know it: it has not said otherwise."""
+    def may_ignore(self, op: Op) -> bool:
+        """Whether it may leave ``op`` unanswered because it does not know it."""
         known = self.capabilities
         return known is not None and not (known.stated and known.serves(op))
 
 
-class Links:
-    """Windows towards the beams, one window for all that comes to us, and the health of every satellite."""
+class Peers:
+    """All satellites: the state of each, the windows towards the beams, and one window for all that comes to us."""
 
     def __init__(self, inbound_bytes: int, credit_bytes: int, expected_rtt_s: float) -> None:
         self.inbound = Window(inbound_bytes, _WINDOW_FLOOR_BYTES)
@@ -78,85 +88,75 @@ class Links:
         self._peers: dict[SatelliteId, Peer] = {}
 
     def outbound(self, beam: SatelliteId) -> Window:
-        """What may be on its way up this beam."""
+        """Bytes in flight up this beam."""
         window = self._outbound.get(beam)
         if window is None:
             window = self._outbound[beam] = Window(self._credit_bytes, _WINDOW_FLOOR_BYTES)
         return window
 
     def rerouted(self) -> None:
-        """The gateway is another: what was measured through the one before says little of the ways through this one."""
+        """The gateway has changed: round trips measured through the old one may not hold."""
         for peer in self._peers.values():
             peer.round_trip.rerouted()
 
-    def round_trip(self, satellite: SatelliteId) -> RoundTrip:
-        return self.peer(satellite).round_trip
-
     def peer(self, satellite: SatelliteId) -> Peer:
-        """What is known of it."""
         found = self._peers.get(satellite)
         if found is None:
             found = self._peers[satellite] = Peer(satellite, self._expected_rtt_s, self.suspects)
         return found
 
     def quiet(self, satellite: SatelliteId) -> bool:
-        """Whether it is of no use to ask it in place of a silent one."""
+        """Whether it is useless as a stand-in for a silent satellite."""
         return satellite in self.suspects or self.peer(satellite).quiet
 
     def heard_late(self, satellite: SatelliteId, round_trip_s: float | None, now_s: float) -> None:
-        """It has answered what is no longer waited for: it lives, and is so late."""
+        """It has answered a request that is no longer waited for: it lives, but this late."""
         if (peer := self._peers.get(satellite)) is not None:
             peer.heard(round_trip_s, now_s)
 
     def grace_s(self, satellite: SatelliteId) -> float:
         """How long the rest of an answer may lag behind the part that is here."""
-        return max(self.round_trip(satellite).smoothed_s / 4, 0.002)
+        return max(self.peer(satellite).round_trip.smoothed_s / 4, 0.002)
 
     def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
-        """Since when we have waited for a word, having asked at ``asked_s``."""
+        """Since when a satellite that was asked at ``asked_s`` has been silent."""
         return max(asked_s, self.peer(satellite).heard_s)
 
     def overtaken(self, satellite: SatelliteId, sent_s: float) -> bool:
-        """Whether something sent later than ``sent_s`` has been answered: satellites serve in order of arrival."""
+        """Whether a packet sent later than ``sent_s`` has been answered: satellites serve in order of arrival."""
         return self.peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
 
     def answered_since(self, satellite: SatelliteId, sent_s: float) -> bool:
-        """Whether something sent then, or later, has been answered."""
+        """Whether a packet sent then, or later, has been answered."""
         return self.peer(satellite).answered_sent_s > sent_s - _CLOCK_GRAIN_S
 
-    def heard_anybody_since(self, time_s: float, but: Container[SatelliteId] = ()) -> bool:
-        """Whether any satellite, ``but`` these, has answered since then. Looks at all: for when something is wrong."""
+    def any_heard_since(self, time_s: float, but: Container[SatelliteId] = ()) -> bool:
+        """Whether any satellite, except ``but``, has answered since then. Looks at all: for when something is wrong."""
         return any(peer.heard_s > time_s for here, peer in self._peers.items() if here not in but)
 
 
-# Satellites that did not answer: whoever needs one fails at once, and pings of our own find out when it is back.
-#
-# No operation waits for a suspect again. It is asked every now and then, ever more rarely: after a quarter of the time
-# for which it has been silent, between ``_SOONEST_S`` and ``_LATEST_S``. The first word from it ends the suspicion.
-
-
-_SOONEST_S = 0.25
-_LATEST_S = 4.0
-MOST_SUSPECTS = 64
-"""What is suspected beyond that replaces who has been silent the longest: so many are asked at most."""
+_FIRST_WAIT_S, _LAST_WAIT_S = 0.25, 4.0
+"""A suspect is probed again after a quarter of the time for which it has been silent, within these bounds."""
+MAX_SUSPECTS = 64
+"""One more replaces the suspect that has been silent the longest: this bounds the probes."""
 
 
 @dataclass(slots=True)
 class _Suspicion:
     since_s: float
-    ask_s: float
+    probe_s: float
 
 
 class Suspects:
-    """Who they are, and when to ask each. Its owner tells it who has been heard."""
+    """Satellites that are taken for dead, and when to probe each. ``heard`` ends a suspicion."""
 
     def __init__(self) -> None:
         self._suspicions: dict[SatelliteId, _Suspicion] = {}
-        self._fresh: list[SatelliteId] = []
+        self._new: list[SatelliteId] = []
         self.next_s = math.inf
-        """None is to be asked earlier, and nothing else has changed."""
+        """No probe is due, and no suspect is new, before this time."""
         self.added = 0
-        """How many were added so far: who has looked at all of them need not look again until this has changed."""
+        """Suspects added so far: a read that has checked all need not check again until this changes."""
 
     def __len__(self) -> int:
         return len(self._suspicions)
@@ -168,40 +168,197 @@ class Suspects:
         """It has been silent for too long."""
         if satellite in self._suspicions:
             return
-        if len(self._suspicions) >= MOST_SUSPECTS:
+        if len(self._suspicions) >= MAX_SUSPECTS:
             del self._suspicions[next(iter(self._suspicions))]
-        self._suspicions[satellite] = _Suspicion(now_s, now_s + _SOONEST_S)
+        self._suspicions[satellite] = _Suspicion(now_s, now_s + _FIRST_WAIT_S)
         self.added += 1
-        self._fresh.append(satellite)
+        self._new.append(satellite)
         self.next_s = min(self.next_s, now_s)
 
     def heard(self, satellite: SatelliteId) -> None:
-        """It is there after all."""
         if self._suspicions.pop(satellite, None) is not None:
-            self._look()
+            self._set_next()
 
     def due(self, now_s: float) -> list[SatelliteId]:
-        """Whom to ask now."""
+        """Suspects to probe now."""
         if now_s < self.next_s:
             return []
-        asked = [satellite for satellite, suspicion in self._suspicions.items() if suspicion.ask_s <= now_s]
-        for satellite in asked:
+        due = [satellite for satellite, suspicion in self._suspicions.items() if suspicion.probe_s <= now_s]
+        for satellite in due:
             suspicion = self._suspicions[satellite]
             silent_s = now_s - suspicion.since_s
-            suspicion.ask_s = now_s + min(max(silent_s / 4, _SOONEST_S), _LATEST_S)
-        self._look()
-        return asked
+            suspicion.probe_s = now_s + min(max(silent_s / 4, _FIRST_WAIT_S), _LAST_WAIT_S)
+        self._set_next()
+        return due
 
-    def ask_all(self, now_s: float) -> None:
-        """All are to be asked now: things have changed."""
+    def probe_all(self, now_s: float) -> None:
+        """The outage may be over: all are due now."""
         for suspicion in self._suspicions.values():
-            suspicion.ask_s = now_s
-        self._look()
+            suspicion.probe_s = now_s
+        self._set_next()
 
-    def take_fresh(self) -> list[SatelliteId]:
-        """Those that became suspect since the last time, and still are."""
-        fresh, self._fresh = self._fresh, []
-        return [satellite for satellite in fresh if satellite in self._suspicions]
+    def take_new(self) -> list[SatelliteId]:
+        """Those that became suspect since the last call, and still are."""
+        new, self._new = self._new, []
+        return [satellite for satellite in new if satellite in self._suspicions]
 
-    def _look(self) -> None:
-        self.next_s = min((suspicion.ask_s for suspicion in self._suspicions.values()), default=math.inf)
+    def _set_next(self) -> None:
+        self.next_s = min((suspicion.probe_s for suspicion in self._suspicions.values()), default=math.inf)
+
+
+_RECENT_S = 1.0
+"""A neighbour of a suspect that was heard or probed within this time is not probed."""
+_MAX_SCOUTED = 32
+"""With more suspects, neighbours are no longer probed: the outage covers a large part of the constellation."""
+_WITNESSES = 3
+Probes = list[tuple[SatelliteId, bool]]
+"""PINGs to send: the satellite, and whether it is sent once only."""
+
+
+class FailureDetector:
+    """Decides whom to probe, when the gateway is dead, and when the whole constellation is (``breaker``)."""
+
+    def __init__(self, sky: SkyMap, peers: Peers, gateway: Gateway | None, counters: Counters) -> None:
+        self.breaker = CircuitBreaker(counters)
+        self._sky = sky
+        self._peers = peers
+        self._gateway = gateway
+        self._counters = counters
+        self._doubted_s = -math.inf
+        """When we last asked witnesses whether any satellite is there."""
+        self._scouted_s: dict[SatelliteId, float] = {}
+
+    def refuses(self, satellite: SatelliteId | None) -> bool:
+        """Whether to fail at once, because the constellation, or this satellite, is silent."""
+        return self.breaker.refuses() or (satellite is not None and satellite in self._peers.suspects)
+
+    @property
+    def next_s(self) -> float:
+        """When ``due`` has probes to send; infinite while all is well."""
+        return self.breaker.next_probe_s if self.breaker.is_open else self._peers.suspects.next_s
+
+    def due(self, centre: SatelliteId, now_s: float) -> Probes:
+        """Probes of suspects and their neighbours; of a few witnesses where no satellite answers."""
+        if self.breaker.is_open:
+            return self._to_witnesses(None, centre, once=True) if self.breaker.probe_due(now_s) else []
+        suspects = self._peers.suspects
+        probes: Probes = [(satellite, True) for satellite in suspects.due(now_s)]
+        if probes:
+            self._counters.add("suspects_asked", len(probes))
+        return probes + self._to_neighbours(now_s)
+
+    def _to_neighbours(self, now_s: float) -> Probes:
+        """Probes of the neighbours of new suspects."""
+        suspects, probes = self._peers.suspects, Probes()
+        for suspect in suspects.take_new():
+            if len(suspects) > _MAX_SCOUTED:
+                break
+            for satellite in self._sky.torus.neighbours(suspect):
+                recent_s = max(self._peers.peer(satellite).heard_s, self._scouted_s.get(satellite, -math.inf))
+                if satellite not in suspects and recent_s < now_s - _RECENT_S:
+                    self._scouted_s[satellite] = now_s
+                    self._counters.add("neighbours_of_suspects_asked")
+                    probes.append((satellite, False))
+        return probes
+
+    def overdue(
+        self, satellite: SatelliteId, begun_s: float, sent_s: float, centre: SatelliteId, now_s: float
+    ) -> Probes:
+        """Probes because a request to ``satellite`` is overdue and no satellite was heard since ``sent_s``.
+
+        First witnesses: is any satellite there? If they are silent too, the gateway is skipped, and they are asked
+        through the next one.
+        """
+        gateway = self._gateway.current if self._gateway is not None else None
+        direct: frozenset[SatelliteId] = frozenset()
+        if self._gateway is not None and self._gateway.beam(satellite) == gateway:
+            direct = self._gateway.direct - {gateway}  # their answers say nothing of the gateway
+        if self._peers.any_heard_since(sent_s, direct):
+            return []
+        if self._doubted_s < begun_s:
+            self._doubted_s = now_s
+            return self._to_witnesses(satellite, centre, once=False)
+        if sent_s < self._doubted_s or self._peers.any_heard_since(self._doubted_s, direct):
+            return []
+        self._doubted_s = now_s
+        if self._gateway is not None:
+            self._gateway.silent(satellite, now_s)
+        return self._to_witnesses(satellite, centre, once=False)
+
+    def succeeded(self, now_s: float) -> None:
+        """An operation has ended well: what was silent may be back, too."""
+        if self.breaker.answered():
+            self._peers.suspects.probe_all(now_s)
+
+    def timed_out(self, started_s: float, now_s: float) -> None:
+        """An operation that began at ``started_s`` has timed out."""
+        if not self._peers.any_heard_since(started_s):
+            self.breaker.timed_out(now_s)
+
+    def _to_witnesses(self, silent: SatelliteId | None, centre: SatelliteId, once: bool) -> Probes:
+        gateway = [] if self._gateway is None or self._gateway.current is None else [self._gateway.current]
+        return [(satellite, once) for satellite in (*witnesses(self._sky, centre, silent), *gateway)]
+
+
+def witnesses(sky: SkyMap, centre: SatelliteId, silent: SatelliteId | None) -> list[SatelliteId]:
+    """Satellites to ask whether any is there: near the box's centre, of different planes, none of ``silent``'s."""
+    near = [satellite for satellite in nearest(centre, sky.torus) if silent is None or satellite.plane != silent.plane]
+    by_plane = {satellite.plane: satellite for satellite in reversed(near)}
+    return sorted(by_plane.values(), key=near.index)[:_WITNESSES] or [centre]
+
+
+_FIRST_PROBE_S = 0.1
+_LAST_PROBE_S = 2.0
+"""Probes come 0.1, 0.2, 0.4, … 2, 2 s after one another."""
+
+
+class CircuitBreaker:
+    """Opens when an operation has timed out and no satellite at all was heard meanwhile. Until any answer closes it,
+    operations fail at once, and the client's timer sends probes. ``state``: ``closed``, ``open``, or ``half-open``
+    (probes are in flight).
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._next_probe_s = 0.0
+        self._wait_s = _FIRST_PROBE_S
+        self.state = "closed"
+
+    @property
+    def is_open(self) -> bool:
+        return self.state != "closed"
+
+    @property
+    def next_probe_s(self) -> float:
+        """When to send the next probes; infinite while it is closed."""
+        return self._next_probe_s if self.is_open else math.inf
+
+    def timed_out(self, now_s: float) -> None:
+        if self.state == "closed":
+            self._counters.add("breaker_opened")
+            self._wait_s, self._next_probe_s = _FIRST_PROBE_S, now_s
+        self.state = "open"
+
+    def refuses(self) -> bool:
+        """Whether to refuse an operation, which is counted."""
+        if self.is_open:
+            self._counters.add("breaker_refused")
+        return self.is_open
+
+    def probe_due(self, now_s: float) -> bool:
+        """Whether to send probes now; the next are due later."""
+        if now_s < self.next_probe_s:
+            return False
+        self._counters.add("breaker_probes")
+        self._next_probe_s = now_s + self._wait_s
+        self._wait_s = min(2 * self._wait_s, _LAST_PROBE_S)
+        self.state = "half-open"
+        return True
+
+    def answered(self) -> bool:
+        """Close it; returns whether it was open."""
+        if self.state == "closed":
+            return False
+        self._counters.add("breaker_closed")
+        self.state = "closed"
+        return True

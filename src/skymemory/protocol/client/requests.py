@@ -1,86 +1,158 @@
-"""Requests between their first sending and their last answer: deadlines, repetitions, and the windows they fill."""
+"""Requests from their first packet to their last answer: packing, windows, deadlines, retransmission.
+
+``begin`` and ``transmit`` send a request. ``answered``, ``extend`` and ``hurry`` move its deadline as parts of the
+answer arrive; ``retire`` ends it. A request whose deadline passes is ``overdue``; ``repeat_or_give_up`` then, in order:
+
+1. retires it, where its chunks came by another request meanwhile;
+2. gives it up, where its satellite has been silent for ``give_up_s`` or more: the satellite becomes a suspect;
+3. waits on, where the satellite still works through what it got before;
+4. retransmits it under the same id, for the chunks that are missing, with back-off and half the window.
+"""
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.native import Landing
 from skymemory.placement.locate import Moves
-from skymemory.protocol.client.outbox import Operation, Outbox, Request
-from skymemory.protocol.client.peers import Links, Peer
-from skymemory.protocol.client.transfer import ReadTransfer, ReplicatedRead, WriteTransfer
+from skymemory.protocol.auth import Authority
+from skymemory.protocol.client.gateway import Gateway
+from skymemory.protocol.client.peers import Peer, Peers
+from skymemory.protocol.client.transfer import ReadTransfer, ReplicatedRead, TransferReport, WriteTransfer
 from skymemory.protocol.congestion import Window
-from skymemory.protocol.wire import Op
+from skymemory.protocol.messages import Selection
+from skymemory.protocol.segments import SegmentBatch, prefixed_batch, single
+from skymemory.protocol.wire import (
+    COMMAND_FORMAT,
+    COMMAND_PREFIX_BYTES,
+    CREDIT_UNIT_BYTES,
+    GROUND_SHELL,
+    HOP_LIMIT,
+    MOST_CREDIT,
+    SKY,
+    VERSION,
+    Op,
+    Status,
+    command_fields,
+)
 
-_LEAST_HEDGE_S = 0.002
-_NEARLY = 0.9
-ALWAYS_ASKED = (Op.PING, Op.ADVANCE)
-"""Even of those who have been silent: an operator wants to know."""
-_MOST_PATIENCE = 10
-"""A request that is answered only in part for so many times ``give_up_s`` is given up."""
-_MOST_LATE = 3
-"""A satellite whose answers come late is waited for so many times ``give_up_s`` at most."""
-_MOST_BACKOFF = 4
+ALWAYS_SENT = (Op.PING, Op.ADVANCE)
+"""Even to suspects: an operator wants to know."""
+_MIN_HEDGE_S = 0.002
+_MAX_PARTIAL = 10
+"""A request of which only parts are answered is given up after this many times ``give_up_s``."""
+_MAX_LATE = 3
+"""A satellite whose answers come late is waited for this many times ``give_up_s`` at most."""
+_MAX_BACKOFF = 4
 """Repetitions come at 1, 2, 4, 4 … timeouts: the windows already slow us down, and a lossy path needs many tries."""
-_LEAST_TRIES = 4
-"""So often a silent satellite is asked at least: where 10 % of them are lost, three lost tries happen every day."""
-
+_MIN_TRIES = 4
+"""A silent satellite is asked this often at least: where 10 % of them are lost, three lost tries happen every day."""
 _STAND_IN_TRIES = 3
-"""What is asked in place of a silent satellite is silent itself after so many: a dead plane holds most of them."""
-_PASSED_OVER = 3
-"""A satellite that has answered so many PINGs sent with repetitions of a question, and not the question, does not know
-it. At 2 % of loss each way one question in 390,000 comes to that by chance; it is then only not asked for a while."""
-
+"""Fewer for stand-ins of a silent satellite: a dead plane holds most of them."""
+_NEARLY_SILENT = 0.9
+_UNSUPPORTED_TRIES = 3
+"""A satellite that has answered this many PINGs sent with repetitions of a question, and not the question, does not
+know it. At 2 % of loss each way one question in 390,000 comes to that by chance; it is then only not asked for a while.
+"""
 _MODEST_BYTES_PER_S = 200e6
 """A busy satellite (or we) may take what is queued as slowly as this before it looks like loss."""
 _STALE_S = 10.0
-"""A round trip measured so long ago is none: in an overload that has passed answers took seconds."""
+"""A round trip measured this long ago is not used: in a past overload answers took seconds."""
+
+_COMMAND_PREFIX = struct.Struct(COMMAND_FORMAT + SKY.format.removeprefix(">"))
+_GROUND = GROUND_SHELL << 24
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """What a caller began: a read, a write, or (``transfer`` None) a question."""
+
+    number: int
+    transfer: ReadTransfer | WriteTransfer | None
+    started_s: float
+    report: TransferReport
+    requests: set[int] = field(default_factory=set)
+    queued: bool = False
+    """Whether it is queued for sending."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One packet (or burst of packets) in flight, until answered, repeated or given up.
+
+    A repetition keeps the request id, so that late answers to an earlier sending still count.
+    """
+
+    request_id: int
+    operation: Operation
+    satellite: SatelliteId
+    op: Op
+    indices: Sequence[int]
+    body: bytes
+    """Follows the headers; empty for a read whose selection is packed when it is sent."""
+    begun_s: float
+    deadline_s: float
+    in_flight_bytes: int
+    moves: Moves
+    window: Window
+    """The one it fills, whatever beam a later repetition takes."""
+    peer: Peer
+    once: bool = False
+    """It is waited for and not repeated."""
+    attempts: int = 1
+    sent_s: float = 0.0
+    """When it was last transmitted."""
+    hedged: bool = False
+    """The next copy has been asked, too."""
+    pings_answered: int = 0
+    """Of a question: PINGs sent with its repetitions that were answered while it was not."""
+    gap_seen: bool = False
+    """Later parts of its answer are here, earlier ones are not."""
 
 
 class InFlight:
-    """All requests of a ground host that are not settled. ``give_up_s``: how long a silent satellite is waited for."""
+    """All requests of a client that await answers."""
 
-    def __init__(self, links: Links, outbox: Outbox, give_up_s: float) -> None:
-        self._links = links
-        self._outbox = outbox
-        self._give_up_s = give_up_s
-        self._requests: dict[int, Request] = {}
+    def __init__(
+        self,
+        peers: Peers,
+        gateway: Gateway | None,
+        give_up_s: float,
+        ground: int,
+        credit_bytes: int,
+        authority: Authority | None = None,
+    ) -> None:
+        """``gateway`` None: every satellite has a beam of its own. ``give_up_s``: how long to wait for a silent
+        satellite. ``authority`` signs packets; None: no MACs.
+        """
+        self.by_id: dict[int, Request] = {}
         self.awaited: dict[int, Landing] = {}
-        """Of requests that are reads: where what answers them goes."""
+        """Where the answers to reads belong, by request id."""
+        self.packets: list[tuple[SegmentBatch, SatelliteId]] = []
+        """Packed, not yet taken: each batch with the satellite whose beam it takes."""
+        self._peers = peers
+        self._gateway = gateway
+        self._give_up_s = give_up_s
+        self._ground = ground
+        self._credit = min(credit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
+        self._authority = authority
         self._alarm_s = math.inf
-        """No deadline is earlier; deadlines are put off far more often than they pass."""
+        """No deadline is earlier; deadlines are postponed far more often than they pass."""
         self._next_request_id = 1
+        self._sequence = 0
 
-    def find(self, request_id: int) -> Request | None:
-        return self._requests.get(request_id)
+    # --- sending ---
 
     def window(self, op: Op, satellite: SatelliteId) -> Window:
         """A SET fills the beam it goes up by; answers to all else fill our own receive buffer."""
-        return self._links.outbound(self._outbox.beam(satellite)) if op is Op.SET else self._links.inbound
-
-    def send(
-        self,
-        operation: Operation,
-        satellite: SatelliteId,
-        op: Op,
-        indices: Sequence[int],
-        body: bytes,
-        size_bytes: int,
-        moves: Moves,
-        now_s: float,
-        once: bool = False,
-    ) -> None:
-        """A new request: ``size_bytes`` is what it puts on its way, up or down. ``once``: it is not repeated."""
-        request = self.begin(operation, satellite, op, indices, body, size_bytes, moves, now_s)
-        if once:
-            request.once, request.deadline_s = True, now_s + self._give_up_s
-        self.transmit([request], now_s)
-
-    def transmit(self, requests: Sequence[Request], now_s: float) -> None:
-        """Queue the packets of requests of one operation that have begun."""
-        self._outbox.transmit(requests, now_s)
+        if op is not Op.SET:
+            return self._peers.inbound
+        return self._peers.outbound(satellite if self._gateway is None else self._gateway.beam(satellite))
 
     def begin(
         self,
@@ -93,13 +165,13 @@ class InFlight:
         moves: Moves,
         now_s: float,
     ) -> Request:
-        """``send`` without the sending."""
-        window, peer = self.window(op, satellite), self._links.peer(satellite)
+        """A new request, to be transmitted. ``size_bytes`` is what it puts in flight, up or down."""
+        window, peer = self.window(op, satellite), self._peers.peer(satellite)
         if peer.heard_s + _STALE_S < now_s:
             peer.round_trip.forget()
-        timeout_s = min(_patience_s(peer, window), self._give_up_s)
+        timeout_s = min(_timeout_s(peer, window), self._give_up_s)
         if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
-            timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _LEAST_HEDGE_S))
+            timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
         request = Request(
             self._next_request_id,
             operation,
@@ -115,8 +187,8 @@ class InFlight:
             peer,
         )
         self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
-        self._alarm_s = min(self._alarm_s, request.deadline_s) if self._requests else request.deadline_s
-        self._requests[request.request_id] = request
+        self._alarm_s = min(self._alarm_s, request.deadline_s) if self.by_id else request.deadline_s
+        self.by_id[request.request_id] = request
         if isinstance(operation.transfer, ReadTransfer):
             self.awaited[request.request_id] = operation.transfer.landing
         operation.requests.add(request.request_id)
@@ -124,73 +196,140 @@ class InFlight:
         window.sent(size_bytes)
         return request
 
-    # --- settling ---
+    def transmit(self, requests: Sequence[Request], now_s: float) -> None:
+        """Pack requests of one operation and kind, for the chunks that they still want."""
+        for request in requests:
+            request.sent_s = now_s
+        transfer = requests[0].operation.transfer
+        gateway = self._gateway
+        if isinstance(transfer, WriteTransfer):
+            for request in requests:
+                beam = request.satellite if gateway is None else gateway.beam(request.satellite)
+                refs, payloads = transfer.of_these(request.indices)
+                sequence = self._take_sequence(len(payloads))
+                prefix = self._prefix(request, beam, 1, sequence, now_s)
+                self._queue(prefixed_batch(prefix, refs, payloads, sequence), beam, now_s)
+            return
+        rows, beams = [], []
+        for request in requests:
+            if transfer is not None and not request.body:
+                request.body = Selection.of(transfer.info.key, request.indices, transfer.info.servers).pack()
+            beam = request.satellite if gateway is None else gateway.beam(request.satellite)
+            rows.append(
+                (_wire_address(request.satellite), _GROUND | _wire_address(beam), request.request_id, request.body)
+            )
+            beams.append(beam)
+        prefix = self._prefix(requests[0], beams[0], 1, 0, now_s)
+        packets = native.command_packets(prefix, self._take_sequence(len(rows)), rows)
+        for packet, beam in zip(packets, beams, strict=True):
+            self._queue(single(packet), beam, now_s)
+
+    def _queue(self, batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
+        """A repetition is signed again: MACs carry a time."""
+        self.packets.append((batch if self._authority is None else self._authority.sign(batch, now_s), beam))
+
+    def _prefix(self, request: Request, beam: SatelliteId, body_bytes: int, sequence: int, now_s: float) -> bytes:
+        """The headers, packed without a ``SkyHeader`` in between: a block takes dozens."""
+        slot_moves, plane_moves = request.moves
+        return _COMMAND_PREFIX.pack(
+            *command_fields(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes),
+            VERSION,
+            request.op,
+            0,
+            Status.OK,
+            _wire_address(request.satellite),
+            _GROUND | _wire_address(beam),
+            self._ground,
+            request.request_id,
+            HOP_LIMIT,
+            0,
+            0,
+            int(now_s * 1e6) & 0xFFFFFFFF,
+            slot_moves,
+            plane_moves,
+            self._credit,
+            0,
+            0,
+        )
+
+    def _take_sequence(self, count: int) -> int:
+        first = self._sequence
+        self._sequence = (first + count) & 0x3FFF
+        return first
+
+    def take_packets(self) -> list[tuple[SegmentBatch, SatelliteId]]:
+        packets, self.packets = self.packets, []
+        return packets
+
+    # --- answers ---
 
     def answered(self, request: Request, size_bytes: int) -> None:
-        """So much of it has come."""
+        """This much of its answer has come."""
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.answered(size_bytes)
 
     def refused(self, request: Request, size_bytes: int) -> None:
-        """So much of it will not come."""
+        """This much of its answer will not come."""
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.given_up(size_bytes)
 
     def retire(self, request: Request) -> None:
-        """Nothing more is expected of it."""
-        if self._requests.pop(request.request_id, None) is not None:
+        """No more is expected of it."""
+        if self.by_id.pop(request.request_id, None) is not None:
             self.awaited.pop(request.request_id, None)
             request.operation.requests.discard(request.request_id)
             self.refused(request, request.in_flight_bytes)
 
     def drop(self, operation: Operation) -> None:
-        """Nothing more is expected of any request of this operation."""
+        """No more is expected of any request of this operation."""
         for request_id in operation.requests:
-            request = self._requests.pop(request_id)
+            request = self.by_id.pop(request_id)
             self.awaited.pop(request_id, None)
             if request.in_flight_bytes:
                 self.refused(request, request.in_flight_bytes)
         operation.requests.clear()
 
+    def extend(self, request: Request, now_s: float) -> None:
+        """Its answer is arriving: the rest has a whole timeout from now."""
+        request.deadline_s = now_s + _timeout_s(request.peer, request.window)
+
+    def hurry(self, request: Request, now_s: float) -> None:
+        """The end of its answer is here and an earlier part is not: that seems lost, so ask again soon."""
+        self._set_deadline(request, min(request.deadline_s, now_s + self._peers.grace_s(request.satellite)))
+        request.gap_seen = True
+
     # --- time ---
 
     def next_timer_s(self) -> float:
-        """When to look for what is overdue: not after the first deadline, sometimes before it; infinite for nothing."""
-        return self._alarm_s if self._requests else math.inf
+        """When to look for overdue requests: sometimes before the first deadline, never after; infinite for none."""
+        return self._alarm_s if self.by_id else math.inf
 
     def overdue(self, now_s: float) -> list[Request]:
-        """Each of these must be settled or sent again."""
+        """Requests whose deadlines have passed; each must be hedged, repeated or given up."""
         if now_s < self._alarm_s:
             return []
-        due = [request for request in self._requests.values() if request.deadline_s <= now_s]
-        later = (request.deadline_s for request in self._requests.values() if request.deadline_s > now_s)
+        due = [request for request in self.by_id.values() if request.deadline_s <= now_s]
+        later = (request.deadline_s for request in self.by_id.values() if request.deadline_s > now_s)
         self._alarm_s = min(later, default=math.inf)
         return due
 
-    def extend(self, request: Request, now_s: float) -> None:
-        """It is being answered: the rest has a whole timeout from now."""
-        request.deadline_s = now_s + _patience_s(request.peer, request.window)
-
-    def hurry(self, request: Request, now_s: float) -> None:
-        """Part of the answer is here and the rest seems lost: ask again soon rather than at the timeout."""
-        request.deadline_s = min(request.deadline_s, now_s + self._links.grace_s(request.satellite))
-        self._alarm_s = min(self._alarm_s, request.deadline_s)
-        request.gap_seen = True
+    def _set_deadline(self, request: Request, deadline_s: float) -> None:
+        request.deadline_s = deadline_s
+        self._alarm_s = min(self._alarm_s, deadline_s)
 
     def hedge(self, request: Request, now_s: float) -> bool:
-        """An overdue request for what has copies: whether the next copy is to be asked, and this one waited for."""
+        """An overdue request for a replicated value: whether the next copy is to be asked while this one is awaited."""
         transfer = request.operation.transfer
         if request.hedged or not isinstance(transfer, ReplicatedRead) or request.attempts > 1 or not transfer.hedge:
             return False
         request.hedged = True
-        request.deadline_s = now_s + _patience_s(request.peer, request.window)
-        self._alarm_s = min(self._alarm_s, request.deadline_s)
+        self._set_deadline(request, now_s + _timeout_s(request.peer, request.window))
         return transfer.ask_next(request.indices, request.satellite)
 
-    def give_up_or_repeat(self, request: Request, moves: Moves, now_s: float) -> str:
-        """An overdue request is settled or sent again; or it is hopeless, and this says why."""
+    def repeat_or_give_up(self, request: Request, moves: Moves, now_s: float) -> str:
+        """Settle an overdue request or send it again (the steps above); why it is given up, or empty."""
         transfer = request.operation.transfer
         wanted: list[int] = []
         if transfer is not None:
@@ -200,85 +339,87 @@ class InFlight:
                 self.retire(request)
                 return ""
         satellite = request.satellite
-        passed_over = transfer is None and self._passed_over(request)
-        if passed_over and request.passed_over >= _PASSED_OVER:
+        ignored = transfer is None and self._ignored(request)
+        if ignored and request.pings_answered >= _UNSUPPORTED_TRIES:
             request.peer.cannot(request.op, now_s)
             return "unsupported"
-        silent_until_s = self._links.silent_since_s(satellite, request.begun_s) + self._silence_s(request.peer)
-        if now_s >= silent_until_s or now_s >= request.begun_s + _MOST_PATIENCE * self._give_up_s:
+        silent_until_s = self._peers.silent_since_s(satellite, request.begun_s) + self._silence_s(request.peer)
+        if now_s >= silent_until_s or now_s >= request.begun_s + _MAX_PARTIAL * self._give_up_s:
             self._suspect_all(request.operation, now_s)
-            self._links.suspects.add(satellite, now_s)
+            self._peers.suspects.add(satellite, now_s)
             return "timeout"
-        if satellite in self._links.suspects and request.op not in ALWAYS_ASKED:
-            return "unreachable"  # it was found silent meanwhile by somebody who had asked before us
-        if not passed_over and self._still_queued(request, now_s):
+        if satellite in self._peers.suspects and request.op not in ALWAYS_SENT:
+            return "unreachable"  # an earlier request to it has found it silent meanwhile
+        if not ignored and self._still_queued(request, now_s):
             return ""
         stands_in = isinstance(transfer, ReadTransfer) and transfer.in_place_of_silent(wanted)
         if stands_in and request.attempts >= _STAND_IN_TRIES:
-            request.peer.quiet = True  # late, perhaps, and no suspect: those who need it wait for it
+            request.peer.quiet = True  # late, perhaps, and no suspect: requests that need it wait for it
             return "timeout"
         if request.once:
-            request.deadline_s = silent_until_s
-            self._alarm_s = min(self._alarm_s, request.deadline_s)
+            self._set_deadline(request, silent_until_s)
         else:
             self._repeat(request, wanted, moves, silent_until_s, now_s)
         return ""
 
-    def _silence_s(self, peer: Peer) -> float:
-        """How long it may be silent. One that was late of late, because it is overloaded, may be as late again, and
-        what was repeated may be lost meanwhile.
-        """
-        return max(self._give_up_s, min(_LEAST_TRIES * peer.round_trip.timeout_s(), _MOST_LATE * self._give_up_s))
-
-    def _passed_over(self, request: Request) -> bool:
-        """Whether a satellite that may not know this operation has answered what was sent with the question, or since.
-        The first sending does not count: nothing was sent with it.
-        """
-        if not request.peer.ignores(request.op) or request.attempts == 1 or request.op in ALWAYS_ASKED:
-            return False
-        passed_over = self._links.answered_since(request.satellite, request.sent_s)
-        request.passed_over += passed_over
-        return passed_over
-
-    def _suspect_all(self, operation: Operation, now_s: float) -> None:
-        """An operation ends for want of an answer: whoever else has left it waiting for as long is as suspect."""
-        for request in map(self._requests.__getitem__, operation.requests):
-            since_s = self._links.silent_since_s(request.satellite, request.begun_s)
-            if now_s >= since_s + _NEARLY * self._silence_s(request.peer):
-                self._links.suspects.add(request.satellite, now_s)
-
-    def _still_queued(self, request: Request, now_s: float) -> bool:
-        """Whether it is late only because the satellite is busy with what it got before: it answers, and nothing that
-        was sent later. Then it has a whole timeout from the last answer.
-        """
-        satellite = request.satellite
-        if request.gap_seen or self._links.overtaken(satellite, request.sent_s):
-            return False
-        heard_s = self._links.silent_since_s(satellite, request.sent_s)
-        request.deadline_s = heard_s + _patience_s(request.peer, request.window)
-        self._alarm_s = min(self._alarm_s, request.deadline_s)
-        return heard_s > request.sent_s and request.deadline_s > now_s
-
     def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:
         round_trip = request.peer.round_trip
         request.window.lost(now_s, round_trip.smoothed_s)
-        alive = request.passed_over or request.peer.heard_s > request.sent_s
-        backoff = 1 if alive else min(2 ** (request.attempts - 1), _MOST_BACKOFF)
+        alive = request.pings_answered or request.peer.heard_s > request.sent_s
+        backoff = 1 if alive else min(2 ** (request.attempts - 1), _MAX_BACKOFF)
         timeout_s = round_trip.timeout_s()
-        wait_s = min(timeout_s * backoff, max(timeout_s, self._silence_s(request.peer) / _LEAST_TRIES))
+        wait_s = min(timeout_s * backoff, max(timeout_s, self._silence_s(request.peer) / _MIN_TRIES))
+        self._set_deadline(request, min(now_s + wait_s, silent_until_s))
         request.attempts += 1
         request.gap_seen = False
-        request.deadline_s = min(now_s + wait_s, silent_until_s)
-        self._alarm_s = min(self._alarm_s, request.deadline_s)
         request.operation.report.requests += 1
         request.operation.report.retransmitted_chunks += len(wanted)
-        if isinstance(request.operation.transfer, ReadTransfer | WriteTransfer):
+        if request.operation.transfer is not None:
             request.indices = wanted
             request.body = b""
             request.moves = moves
-        self._outbox.transmit([request], now_s)
+        self.transmit([request], now_s)
+
+    def _silence_s(self, peer: Peer) -> float:
+        """How long it may be silent. One that has lately answered late, because it is overloaded, may be as late again,
+        and repetitions may be lost meanwhile.
+        """
+        return max(self._give_up_s, min(_MIN_TRIES * peer.round_trip.timeout_s(), _MAX_LATE * self._give_up_s))
+
+    def _ignored(self, request: Request) -> bool:
+        """Whether a satellite that may not know this operation has answered the PING sent with its repetition.
+        The first sending does not count: no PING goes with it.
+        """
+        if not request.peer.may_ignore(request.op) or request.attempts == 1 or request.op in ALWAYS_SENT:
+            return False
+        answered = self._peers.answered_since(request.satellite, request.sent_s)
+        request.pings_answered += answered
+        return answered
+
+    def _suspect_all(self, operation: Operation, now_s: float) -> None:
+        """An operation times out: its other satellites that have been silent for as long are suspects, too."""
+        for request in map(self.by_id.__getitem__, operation.requests):
+            since_s = self._peers.silent_since_s(request.satellite, request.begun_s)
+            if now_s >= since_s + _NEARLY_SILENT * self._silence_s(request.peer):
+                self._peers.suspects.add(request.satellite, now_s)
+
+    def _still_queued(self, request: Request, now_s: float) -> bool:
+        """Whether it is late only because the satellite still answers what it got before: then it has a whole timeout
+        from the last answer.
+        """
+        satellite = request.satellite
+        if request.gap_seen or self._peers.overtaken(satellite, request.sent_s):
+            return False
+        heard_s = self._peers.silent_since_s(satellite, request.sent_s)
+        self._set_deadline(request, heard_s + _timeout_s(request.peer, request.window))
+        return heard_s > request.sent_s and request.deadline_s > now_s
 
 
-def _patience_s(peer: Peer, window: Window) -> float:
-    """How long an answer may take: the round trip, and what is on its way before it at a modest rate."""
+def _timeout_s(peer: Peer, window: Window) -> float:
+    """How long an answer may take: the round trip, and the bytes in flight before it at a modest rate."""
     return peer.round_trip.timeout_s() + window.in_flight_bytes / _MODEST_BYTES_PER_S
+
+
+def _wire_address(satellite: SatelliteId) -> int:
+    """As ``Address.pack`` would make it."""
+    return satellite.plane << 12 | satellite.slot

@@ -1,9 +1,16 @@
-"""One value on its way: which of its chunks are here (or there), and which to ask for (or send) next."""
+"""The transfer of one value: which chunks have arrived (or are stored), and which to ask for (or send) next, and where.
+
+A read asks the satellite where the clock says that a chunk is. If that has not got it (``absent``), the likely places
+are asked one after the other, for the box may be moving; then, at once, all places where the chunk can have been left.
+Where a satellite is silent (``redirect``, ``avoid``), its stand-ins are asked: those that had the chunk before it. A
+replicated value is read from another copy first.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,41 +24,40 @@ from skymemory.native import Landing
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.peers import Suspects
 from skymemory.protocol.clock import PROOF_S
-from skymemory.protocol.messages import KEY_BYTES, Buffer, pack_steps
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, pack_steps
+from skymemory.protocol.satellite.retention import Retain, pack_retain
+from skymemory.protocol.satellite.tombstones import WRITING_S
 from skymemory.protocol.segments import Slices, pack_refs
 from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, REPLICA_OFFSET, TELEMETRY_PREFIX_BYTES
 
 Everywhere = Callable[[], Sequence[Moves]]
 """The moves at which a chunk of this value may ever have been left, those of now first."""
-
-
-class StandIns(NamedTuple):
-    """Whom to ask in place of a silent satellite: places by moves, but those who are ``quiet`` themselves."""
-
-    at: Everywhere
-    quiet: Callable[[SatelliteId], bool]
-
-
 Where = Callable[[Moves], tuple[SatelliteId, ...]]
 """The satellite of each server of this value at the given moves."""
 
 WRITE_BURST_CHUNKS = 64
 """Chunks of one SET request, which is answered as a whole; the windows may cut it."""
 CHUNK_OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
-"""What a chunk weighs in the air beyond its payload."""
+"""Bytes of a DATA or SET packet beside its payload."""
 _CRC_BYTES = 4
-_PLANNED_CHUNKS = 1 << 16
-"""The bursts of larger values are not remembered: working them out costs little beside the value."""
-
-_MOST_STAND_INS = 8
-"""Where a satellite is silent, so many others are asked for its chunks: those that had them last, or are next."""
+_CACHED_PLAN_CHUNKS = 1 << 16
+"""The bursts of larger values are not cached: computing them costs little beside the value."""
+_MAX_STAND_INS = 8
+"""Satellites asked in place of a silent one: those that had its chunks last, or are next."""
 _MAX_RENEWALS = 3
-"""How often the search for one chunk begins anew because the box has moved again."""
+"""How often the search for one chunk starts again because the box has moved."""
+
+
+class StandIns(NamedTuple):
+    """Satellites to ask in place of a silent one: places by moves, except those that are ``quiet`` themselves."""
+
+    at: Everywhere
+    quiet: Callable[[SatelliteId], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """All a reader must know of a value beside its key; the index keeps it, a probe (HAS) recovers it."""
+    """What a reader must know of a value; the index keeps it, a probe (HAS) recovers it."""
 
     key: bytes
     chunks: int
@@ -63,20 +69,20 @@ class ValueInfo:
     set_moves: Moves
 
     def check(self) -> None:
-        """Raises ``InvalidInput`` where the numbers contradict each other: an index may be old, a probe false."""
+        """Raises ``InvalidInput`` where the numbers contradict each other: an index may be stale, a probe wrong."""
         fits = 0 < self.chunk_bytes <= MAX_CHUNK_BYTES and 0 <= self.value_bytes < 1 << 32
         if not fits or self.chunks != max(1, -(-self.value_bytes // self.chunk_bytes)) or len(self.key) != KEY_BYTES:
             raise InvalidInput(
                 f"{self.chunks} chunks of {self.chunk_bytes} bytes for a value of {self.value_bytes}, "
-                f"key of {len(self.key)} bytes: not a value we could have stored"
+                f"key of {len(self.key)} bytes: no value has these numbers"
             )
 
 
 @dataclass(slots=True)
 class TransferReport:
-    """What one transfer cost. Bytes count payload only; ``requests`` are GET or SET requests sent.
+    """The cost of one transfer. Bytes count payload only; ``requests`` are GET or SET requests sent.
 
-    ``clock_ahead_s``, of a ping: how far the satellite's clock is before ours, to within half the round trip.
+    ``clock_ahead_s``, of a ping: how far the satellite's clock is ahead of ours, to within half the round trip.
     """
 
     value_bytes: int = 0
@@ -92,9 +98,7 @@ class TransferReport:
 
 
 class Burst(NamedTuple):
-    """Chunks to ask one satellite for, or to send to it, in one request. ``steps`` is what ``pack_steps`` makes of
-    them, or empty.
-    """
+    """Chunks to ask of one satellite, or to send to it, in one request. ``steps``: they as ``pack_steps``, or empty."""
 
     satellite: SatelliteId
     indices: Sequence[int]
@@ -115,7 +119,7 @@ def _bursts_in_turn(
 def _plan(
     chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
 ) -> tuple[tuple[Burst, ...], int]:
-    """The bursts of a transfer and the number of its satellites: the same for every value of one size in one place."""
+    """The bursts of a transfer and its number of satellites: equal for all values of one size in one place."""
     bursts = tuple(
         Burst(satellite, indices, pack_steps(indices))
         for satellite, indices in _bursts_in_turn(chunks, satellites, servers, burst_chunks)
@@ -126,16 +130,16 @@ def _plan(
 def planned(
     chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
 ) -> tuple[tuple[Burst, ...], int]:
-    plan = _plan if chunks <= _PLANNED_CHUNKS else _plan.__wrapped__
+    plan = _plan if chunks <= _CACHED_PLAN_CHUNKS else _plan.__wrapped__
     return plan(chunks, satellites, servers, burst_chunks)
 
 
 class Absence(NamedTuple):
-    """What a reader knows when a satellite says that it has not got some chunks.
+    """A MISS: a satellite has not got some chunks. What a reader knows then.
 
     ``nearby`` are the moves at which they may be found, those of now (``moves``) first; ``everywhere`` all at which
-    they may ever have been left. ``settled``: the satellite says that no handover of the key is under way there;
-    ``counted`` are the moves by its count. It was asked at ``asked_s`` and answered by ``now_s``.
+    they may ever have been left. ``settled``: the satellite reports no handover of the key in progress; ``counted``
+    are the moves by its count. It was asked at ``asked_s`` and has answered by ``now_s``.
     """
 
     satellite: SatelliteId
@@ -153,10 +157,10 @@ class Absence(NamedTuple):
 
 @dataclass(slots=True)
 class _Search:
-    """Where a chunk that was not in its place has yet to be looked for, as seen at moves ``at``.
+    """The search for one chunk that was not in its place, as seen at moves ``at``.
 
-    First place by place (``left``), then at all places where it can be at once: then ``silent`` are those that have not
-    answered, and ``proof`` says whether those that have leave no way for it to be anywhere.
+    First place by place (``left``), then at all possible places at once: then ``silent`` are those that have not
+    answered, and ``proof`` is whether the answers so far leave no place where it could be.
     """
 
     at: Moves
@@ -166,10 +170,10 @@ class _Search:
     since_s: float = 0.0
     proof: bool = True
     in_place_of_silent: bool = False
-    """Whether these are asked because another is silent."""
+    """Whether these are stand-ins of a silent satellite."""
 
     def renew(self, moves: Moves) -> bool:
-        """Begin anew where the box has moved since, if that has not been done too often."""
+        """Start again where the box has moved since, if that has not been done too often."""
         if self.at == moves or self.renewals == _MAX_RENEWALS:
             return False
         self.renewals += 1
@@ -181,7 +185,7 @@ class ReadTransfer:
     """Fetches one value into ``out`` (writable, at least ``value_bytes`` long)."""
 
     def __init__(self, info: ValueInfo, out: memoryview, where: Where, moves: Moves, burst_chunks: int) -> None:
-        """Raises ``InvalidInput`` for a description of a value that cannot be, or a buffer it does not fit into."""
+        """Raises ``InvalidInput`` for contradictory ``info``, or a buffer that does not hold the value."""
         info.check()
         if len(out) < info.value_bytes or out.readonly:
             raise InvalidInput(
@@ -207,24 +211,24 @@ class ReadTransfer:
             self.arrived,
             self.crcs,
         )
-        """Where its chunks go as they come."""
+        """Where the native helper places its chunks as they arrive."""
         self._where = where
         self._searches: dict[int, _Search] = {}
         self._aside: list[Burst] = []
-        """Not asked for until all is here that others are asked for in place of silent satellites."""
+        """Bursts that wait until the stand-ins have served: if those fail, the rest need not be read."""
         self._sought: set[int] = set()
         self.silence = ""
-        """What was first wrong with a satellite that others were asked in place of: if in vain, that ended the read."""
+        """The failure of the first satellite that needed stand-ins: the reason of the read's end if these fail."""
 
     def placed(self, placed: int, duplicates: int, corrupt: int) -> None:
-        """So many chunks have come to their places, come again, or come damaged."""
+        """Chunks have arrived: in their places, for a second time, or damaged."""
         self.missing -= placed
         self.report.duplicate_chunks += duplicates
         self.report.corrupt_chunks += corrupt
         self._take_up()
 
     def _take_up(self) -> None:
-        """Ask for what was put aside, once all is here that others are asked for in place of silent satellites."""
+        """Ask for what was put aside, once the stand-ins have served."""
         if self._aside and all(self.arrived[index] for index in self._sought):
             self.pending.extend(self._aside)
             self._aside.clear()
@@ -239,12 +243,13 @@ class ReadTransfer:
     def absent(self, indices: list[int], answer: Absence) -> str:
         """A satellite has not got these chunks: look where else they may be while the box is moving.
 
-        First at the likely places in turn. Only servers of the column or row that has just changed place have a second
-        candidate: a chunk is there until its copy has been acknowledged and aged, so the way is now → nearby → now
-        again. Then at all places where it can have been left, at once.
+        1. The likely places in turn. Only servers of the column or row that has just changed place have a second
+           candidate: a chunk is there until its copy has been acknowledged and aged, so the order is now → nearby →
+           now again.
+        2. All places where it can have been left, at once.
 
-        Returns why the read must end, or nothing: "missing" is proved (all places where the chunk can be have said so,
-        within ``PROOF_S``, at one count of moves, with no handover under way), "under way" is all else.
+        Returns why the read must end, or nothing. "missing" is proved: all possible places have answered so within
+        ``PROOF_S``, at one count of moves, with no handover in progress. "under way" is all else.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -282,7 +287,7 @@ class ReadTransfer:
         return search.silent
 
     def _answered_everywhere(self, search: _Search, answer: Absence) -> bool:
-        """Note one answer of the look at all places; whether it was the last."""
+        """Note an answer to the search at all places; returns whether it was the last."""
         assert search.silent is not None
         search.silent.discard(answer.satellite)
         search.proof = search.proof and answer.settled and answer.moves == search.at == answer.counted
@@ -302,9 +307,8 @@ class ReadTransfer:
     ) -> bool:
         """``satellite`` is dead: get these chunks elsewhere. False if they are nowhere else.
 
-        One of many that are asked whether they have a chunk need not answer: but then nothing is proved. In place of
-        another, those are asked that had the chunks before it, for it may have died before they were handed over;
-        if these have them neither, the read ends with ``failure``.
+        Where all places are being asked, one need not answer: but then nothing is proved. Otherwise its stand-ins are
+        asked: it may have died before it was handed the chunks. If these fail, too, the read ends with ``failure``.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -330,15 +334,15 @@ class ReadTransfer:
         found = self._places(index % self.info.servers, at)
         places = [place for place in found if place != silent and not others.quiet(place)]
         before = self._searches.get(index)
-        search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MOST_STAND_INS]))
+        search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MAX_STAND_INS]))
         search.in_place_of_silent = True
         self.silence = self.silence or failure
         self._searches[index] = search
         return search
 
     def avoid(self, suspects: Suspects, others: StandIns) -> bool:
-        """Some of those that are to be asked are silent: others first, and the rest only when these had the chunks.
-        False where there are none.
+        """Some of the satellites to ask are silent: ask stand-ins first, the others once these have served. False
+        where there are no stand-ins.
         """
         bursts, self.pending = self.pending, deque()
         for burst in bursts:
@@ -348,24 +352,24 @@ class ReadTransfer:
                 if not self.redirect(burst.indices, burst.satellite, "unreachable", others):
                     return False
             elif one_of_many or not self._sought.isdisjoint(burst.indices):
-                self.pending.append(burst)  # what is put aside waits for the answer to it
+                self.pending.append(burst)  # not put aside: what is put aside waits for it
             else:
                 self._aside.append(burst)
         self._take_up()
         return True
 
     def is_one_of_many(self, indices: Sequence[int]) -> bool:
-        """Whether these are being asked for everywhere, so that one place that is silent does not end the read."""
+        """Whether all places are being asked for these, so that one silent satellite does not end the read."""
         found = (self._searches.get(index) for index in indices if not self.arrived[index])
         return all(search is not None and search.silent is not None for search in found)
 
     def in_place_of_silent(self, indices: Sequence[int]) -> bool:
-        """Whether these are asked for because another satellite is silent: worth a try, and no long wait."""
+        """Whether these are asked of stand-ins: worth a try, but no long wait."""
         found = (self._searches.get(index) for index in indices if not self.arrived[index])
         return any(search is not None and search.in_place_of_silent for search in found)
 
     def verified(self) -> bool:
-        """Whether the whole value's checksum is right: it is combined from the chunks' own, which were checked."""
+        """Whether the value's checksum is right, by combining those of its chunks, which were verified."""
         info = self.info
         if info.value_bytes == 0:
             return info.value_crc == 0
@@ -374,7 +378,7 @@ class ReadTransfer:
 
 @dataclass(slots=True)
 class WriteTransfer:
-    """Sends one value: references and checksums made once, payloads as views of the caller's buffer."""
+    """Sends one value: references and checksums are computed once, payloads are views of the caller's buffer."""
 
     info: ValueInfo
     refs: np.ndarray
@@ -419,15 +423,15 @@ class WriteTransfer:
         return self.refs[indices].tobytes(), [self.payloads[index] for index in indices]
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
-        """What an answer to a request for ``asked`` means by ``indices``."""
+        """The chunks that ``indices`` of an answer to a request for ``asked`` stand for."""
         return indices
 
     def waive(self, indices: Sequence[int]) -> bool:
-        """These cannot be stored where they should be: whether that can be borne."""
+        """These cannot be stored in their places: whether the value is whole without them."""
         return False
 
     def acknowledge(self, indices: Sequence[int]) -> int:
-        """Chunks newly known to be stored."""
+        """These are stored; returns how many were not known to be."""
         if isinstance(indices, range):
             its = slice(indices.start, indices.stop, indices.step)
             before = self.acknowledged[its]
@@ -442,18 +446,14 @@ class WriteTransfer:
         return fresh
 
 
-# Values with copies: every chunk is on the satellites of several replicas, and whichever answers first is taken.
-#
-# Replica 0 is where a value without copies is. A read asks it first and the next copy where an answer is late or a
-# satellite dead; a write is good when every chunk is stored once at least.
-
-
 _WAIVED = 2
-"""Of a chunk's copy: not stored, because its satellite is dead or full; another copy has to do."""
+"""Of a chunk's copy: not stored, because its satellite is dead or full; another copy must do."""
 
 
 class ReplicatedRead(ReadTransfer):
-    """``hedge``: after so many round trips without an answer the next copy is asked too; 0: all are asked at once."""
+    """Reads a value of which each chunk is on the satellites of several replicas: replica 0 first, the next copy where
+    an answer is late or a satellite dead. ``hedge``: how many round trips are late; 0: all copies are asked at once.
+    """
 
     def __init__(
         self, info: ValueInfo, out: memoryview, copies: Sequence[Where], moves: Moves, burst_chunks: int, hedge: float
@@ -480,13 +480,13 @@ class ReplicatedRead(ReadTransfer):
         return True
 
     def ask_next(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
-        """These are late: ask for them elsewhere too, if they are anywhere else. Whether there is something to ask."""
+        """These are late: ask the next copy, too; returns whether there is one."""
         bursts = self._elsewhere(indices, satellite)
         self.pending.extend(bursts or ())
         return bool(bursts)
 
     def _elsewhere(self, indices: Sequence[int], satellite: SatelliteId) -> list[Burst] | None:
-        """Who else has those of these chunks that have not come; None if nobody has one of them."""
+        """Bursts for the missing ones of these chunks from other copies; None if one has no other copy."""
         places = [copy(self._moves) for copy in self._copies]
         wanted: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -509,7 +509,9 @@ class ReplicatedRead(ReadTransfer):
 
 
 class ReplicatedWrite(WriteTransfer):
-    """Copy r of chunk i has the index r · chunks + i in everything but on the wire."""
+    """Writes a value with copies; good when every chunk is stored at least once. Copy r of chunk i has the index
+    r · chunks + i in everything but on the wire.
+    """
 
     __slots__ = ()
 
@@ -541,3 +543,57 @@ class ReplicatedWrite(WriteTransfer):
                 self.acknowledged[index] = _WAIVED
                 self.missing -= 1
         return all(set(self.acknowledged[index % chunks :: chunks]) != {_WAIVED} for index in indices)
+
+
+_ANNOUNCE_EVERY_S = 0.5
+_MAX_SILENCE_S = WRITING_S - 1.0
+"""Between two announcements: the later one may take a second longer to arrive, and is still in time."""
+
+
+class WriteKeepalive:
+    """Announces writes in progress to their satellites (RETAIN with WRITING), with one packet each half second.
+
+    A value that is half written looks like one that has lost the other half: to readers without an index, and to
+    satellites that ask each other whether their blocks are whole. Those that have their chunks already, or none yet,
+    cannot know that more will come, for a write may take any time.
+
+    A writer that was paused for too long cannot know what has become of its first chunks: then the write has failed,
+    though all may have been acknowledged.
+    """
+
+    def __init__(self) -> None:
+        self._writes: dict[int, tuple[WriteTransfer, float]] = {}
+        """By the number of the operation; with the time of the last announcement."""
+        self.next_s = math.inf
+        """When ``due`` is to be called; infinite while no write is in progress."""
+
+    def began(self, number: int, transfer: WriteTransfer, now_s: float) -> None:
+        """The first chunks of a write leave. May be repeated."""
+        if number not in self._writes:
+            self._writes[number] = transfer, now_s
+            self.next_s = min(self.next_s, now_s + _ANNOUNCE_EVERY_S)
+
+    def ended(self, number: int, now_s: float) -> bool:
+        """Whether satellites may have taken the write for abandoned before it ended."""
+        _, announced_s = self._writes.pop(number, (None, now_s))
+        if not self._writes:
+            self.next_s = math.inf
+        return now_s - announced_s > _MAX_SILENCE_S
+
+    def due(
+        self, now_s: float, places: Callable[[WriteTransfer, float], Iterable[SatelliteId]]
+    ) -> tuple[list[int], list[tuple[SatelliteId, bytes]]]:
+        """The numbers of writes that it is too late for, and the bodies of RETAIN that announce the others."""
+        late = [number for number, (_, at_s) in self._writes.items() if now_s - at_s > _MAX_SILENCE_S]
+        keys: dict[SatelliteId, dict[bytes, None]] = {}
+        for number, (transfer, _) in self._writes.items():
+            if number not in late:
+                self._writes[number] = transfer, now_s
+                for satellite in places(transfer, now_s):
+                    keys.setdefault(satellite, {})[transfer.info.key] = None
+        self.next_s = now_s + _ANNOUNCE_EVERY_S if self._writes else math.inf
+        return late, [
+            (satellite, pack_retain(Retain.WRITING, 0.0, list(its)[at : at + MAX_KEYS_PER_PACKET]))
+            for satellite, its in keys.items()
+            for at in range(0, len(its), MAX_KEYS_PER_PACKET)
+        ]
