@@ -119,9 +119,9 @@ class Catalog:
             self._chunk_size(info),
             info.value_bytes,
             info.value_crc,
-            STRATEGY_CODES[info.strategy],
+            STRATEGY_CODES[info.strategy],  # type: ignore[index]
             info.servers,
-            (info.slot_moves, info.plane_moves),  # type: ignore[index]
+            (info.slot_moves, info.plane_moves),
         )
 
     def _chunk_size(self, info: BlockInfo) -> int:
