@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.cli._runs.status import StatusReport, print_status
+from skymemory.cli._status import StatusReport, print_status
 from skymemory.cli.main import main
 from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.torus import SatelliteId
@@ -63,24 +63,27 @@ def _main(words: str) -> int:
         ("up --base-port 65450", "the last port is 65535"),
         ("up --time-scale nan", "time scale nan"),
         ("up --frobnicate", "unrecognized arguments: --frobnicate"),
+        ("up --fualt-seed 1", "did you mean '--fault-seed'?"),
+        ("up --replacement lur", "did you mean 'lru'?"),
+        ("stauts", "there is no 'stauts'; did you mean 'status'?"),
         ("status --patience soon", "'soon' is not a duration"),
         ("plan --out p.json --host 10.0.0.1", "expected an address and a port"),
         ("plan --out p.json --host ten:1", "expected an IPv4 address"),
         ("plan --out p.json --host 127.0.0.1:²", "expected an address and a port"),
         ("plan --out . --host 127.0.0.1:26000", "it is a folder"),
-        ("plan --out p.keys --host 10.0.0.1:26000", "call the plan otherwise"),
+        ("plan --out p.keys --host 10.0.0.1:26000", "choose another for the plan"),
         ("up --base-port ²", "expected a number such as 26000, or auto"),
         ("up --hosts five", "'five': expected a whole number"),
         ("up --time-scale fast", "'fast': expected a number"),
         ("up --chunk " + 400 * "9", "expected at most 2^63"),
-        ("up --sweep 5s", "--sweep without periodic in --eviction lazy"),
-        ("up --host-at 40,-75", "--host-at changes nothing in testbed-19x5"),
-        ("up --preset paper-15x15 --gateway climbing", "--gateway changes nothing in paper-15x15"),
+        ("up --sweep 5s", "--sweep has no effect with --eviction lazy"),
+        ("up --host-at 40,-75", "--host-at has no effect with --preset testbed-19x5"),
+        ("up --preset paper-15x15 --gateway climbing", "--gateway has no effect with --preset paper-15x15"),
         ("up --preset starlink-a --host-at 1,1 --host-path way", "leave one of them out"),
         ("rotate --slots -", "'-': expected a whole number"),
         ("status --patience -1s", "expected one argument (one that begins with a dash is written after ="),
         ("disable", "see `skymemory constellation disable --help`"),
-        ("enable --all --plane 1", "--all and some by name"),
+        ("enable --all --plane 1", "--all with named satellites"),
     ],
 )
 def test_bad_input_is_told_with_what_was_expected(
@@ -100,7 +103,7 @@ def test_no_constellation_running_says_how_to_start_one(action: str, capsys: pyt
 
 def test_down_with_nothing_up_is_fine(capsys: pytest.CaptureFixture[str], run_dir: Path) -> None:
     assert _main("constellation down") == 0
-    assert "nothing was running" in capsys.readouterr().out
+    assert "no constellation runs" in capsys.readouterr().out
     assert not run_dir.exists()
 
 
@@ -204,7 +207,7 @@ def test_status_names_clocks_that_are_too_far_apart(capsys: pytest.CaptureFixtur
     for satellite, _ in plan.addresses_of(plan.hosts[1]):
         answers[satellite] = fine | {"clock_off_us": 2_500_000}
     print_status(StatusReport(plan, hosts, answers, "here"), as_json=False)
-    assert "the clocks of 19 satellites and of this computer are up to 2.5 s apart" in capsys.readouterr().out
+    assert "clocks of 19 satellites differ from this computer's by up to 2.5 s" in capsys.readouterr().out
     print_status(StatusReport(plan, hosts, answers, "here"), as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert (report["clocks_beyond_bound"], report["clock_off_us"]) == (19, 2_500_000)
@@ -241,7 +244,7 @@ def test_status_says_how_many_satellites_are_of_an_older_release(capsys: pytest.
     assert "older release" not in capsys.readouterr().out
     answers |= {satellite: older for satellite, _ in plan.addresses_of(plan.hosts[1])}
     print_status(StatusReport(plan, hosts, answers, "here"), as_json=False)
-    assert "19 satellites are of an older release" in capsys.readouterr().out
+    assert "19 satellites run an older release" in capsys.readouterr().out
     print_status(StatusReport(plan, hosts, answers, "here"), as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["of_older_releases"] == 19 and report["totals"]["chunks_held"] == 190

@@ -34,7 +34,7 @@ BY_EVENTS = ["--strategy", "precise", "--tokenizer", str(TOKENIZER)]
         ([*ONE, *BY_EVENTS, "--kv-events", "5557"], "--model"),
         ([*ONE, "--option", "cost=1"], "no strategy has an option 'cost'"),
         ([*ONE, "--replicas", "memcached://x"], "expected redis://"),
-        ([*ONE, "--replicas", "gossip://127.0.0.1:0"], "pickers share through Redis now: redis://"),
+        ([*ONE, "--replicas", "gossip://127.0.0.1:0"], "gossip was removed; expected redis://"),
         ([*ONE, "--replicas", "redis://127.0.0.1:1", "--strategy", "random"], "nothing to share"),
         ([*ONE, "--state", "x", "--strategy", "random"], "nothing that could be kept"),
         ([*ONE, "--strategy", "precise", "--option", "block_tokens=4"], "engines' block size"),

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from skymemory.cli import figures, layout
+from skymemory.cli import layout, reproduce
+from skymemory.cli.main import build_parser
 from skymemory.errors import InvalidInput, UnknownPreset
 
 
 def call(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    subparsers = parser.add_subparsers()
-    figures.add_parser(subparsers)
-    layout.add_parser(subparsers)
-    args = parser.parse_args(words)
-    code: int = args.run(args)
-    return code
+    args = build_parser([words[0]]).parse_args(words)
+    run = {"figures": reproduce.run, "layout": layout.run}[words[0]]
+    return run(args)
 
 
 def test_layout_prints_the_testbed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +49,7 @@ def test_layout_draws_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("--servers", "0"), "expected 1 to 95"),
         (("--strategy", "hops"), "did you mean 'hop'"),
         (("--figure", "9"), "expected one of 4"),
-        (("--figure", "8", "--strategy", "hop"), "its own layout"),
+        (("--figure", "8", "--strategy", "hop"), "sets the layout"),
         (("--out", "map.jpg"), "expected a name that ends in"),
     ],
 )

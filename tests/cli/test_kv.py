@@ -55,3 +55,8 @@ def test_a_get_writes_where_it_is_told(stored: str, tmp_path: Path) -> None:
     assert stat.S_IMODE(plain.stat().st_mode) == 0o666 & ~mask
     assert get(stored, Path("/dev/null")) == 0 and stat.S_ISCHR(os.stat("/dev/null").st_mode)
     assert get(stored, tmp_path) == 2
+
+
+def test_a_path_for_a_key_gets_a_hint(stored: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert get(stored, tmp_path / "out", str(tmp_path / "it")) == 1
+    assert "keys are names, not paths: did you mean 'it'?" in capsys.readouterr().err

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,71 @@ def test_each_verb_explains_itself(name: str, capsys: pytest.CaptureFixture[str]
         command.main([name, "--help"])
     assert ended.value.code == 0
     assert name in capsys.readouterr().out
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                yield from _parsers(inner)
+
+
+def test_every_help_is_formatted() -> None:
+    parsers = list(_parsers(command.build_parser()))
+    assert len(parsers) > 40
+    for parser in parsers:
+        assert "%%" not in parser.format_help(), parser.prog
+
+
+@pytest.mark.parametrize(
+    ("words", "guess"),
+    [
+        ("kv gte name", "'get'"),
+        ("keys rotat file", "'rotate'"),
+        ("demo rout", "'route'"),
+        ("kv get x --stroe y", "'--store'"),
+    ],
+)
+def test_a_mistyped_action_or_option_gets_a_suggestion(
+    words: str, guess: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert f"did you mean {guess}?" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "keys new nowhere/keys",
+        "doctor --compare nowhere",
+        "fit --url http://127.0.0.1:1 --shape nowhere",
+        "replay nowhere --url http://127.0.0.1:1",
+        "kv put nowhere --store memory://1MiB",
+        "constellation status --plan nowhere",
+        "satellite --plan nowhere --host 0",
+        "prefetch nowhere",
+        "route --settings nowhere",
+        "epp --settings nowhere",
+    ],
+)
+def test_a_file_that_is_not_there_is_named_without_an_error_number(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(words.split()) in (1, 2)
+    error = capsys.readouterr().err
+    assert "nowhere" in error and "Errno" not in error and error.count("\n") == 1
+
+
+def test_a_verb_ends_with_its_standard_input() -> None:
+    """What the demos start is gone when they are."""
+    probe = "import time; from skymemory.cli.main import _end_with_stdin; _end_with_stdin(); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", probe], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(30) != 0
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["satellite", "--help"], ["constellation", "up", "--help"]])

@@ -46,7 +46,7 @@ def test_it_tells_programs(habits: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_it_tells_people(habits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prefetch", str(habits)]) == 0
     said = capsys.readouterr().out
-    assert "2 prompts remembered, 1 of them on more than one day; times of Asia/Kathmandu" in said
+    assert "2 prompts, 1 of them seen on more than one day; times in Asia/Kathmandu" in said
     assert "4 blocks" in said and chain("daily")[0].hex()[:12] in said
     assert main(["prefetch", str(habits), "--within", "10m"]) == 0
     assert "nothing is expected within" in capsys.readouterr().out

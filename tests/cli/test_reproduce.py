@@ -89,4 +89,4 @@ def test_mooncake_answers_wrong_input(capsys: pytest.CaptureFixture[str], tmp_pa
     assert main(["reproduce", "mooncake", "--trace", str(tmp_path / "none")]) == 2
     assert "no such file" in capsys.readouterr().err
     assert main(["reproduce", "cake", "--fig", "swings"]) == 2
-    assert "have numbers" in capsys.readouterr().err
+    assert "expected the number of a figure" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_a_dead_endpoint_costs_its_requests_nothing_and_is_left_alone(servers: S
         entrance = Entrance("fallback", f"127.0.0.1:{picker.port}", endpoints=everybody, retries=2)
         with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
             answers = [ask(envoy.ports["fallback"], "/v1/completions", a_completion()) for _ in range(15)]
-        metrics = picker.port_after("tells what it counts")
+        metrics = picker.port_after("metrics at")
         page = ask(metrics, "/metrics").body.decode()
     assert [answer.status for answer in answers] == [200] * 15
     assert {answer.server for answer in answers} == set(servers.endpoints)

@@ -78,7 +78,7 @@ def test_ten_thousand_requests_leave_no_memory_no_files_and_a_closed_account(tmp
         with running_picker(*named, "--metrics-path", "", "--metrics-listen", "127.0.0.1:0") as picker:
             entrance = Entrance("door", f"127.0.0.1:{picker.port}", endpoints=servers.endpoints)
             with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
-                port, page = envoy.ports["door"], picker.port_after("tells what it counts")
+                port, page = envoy.ports["door"], picker.port_after("metrics at")
                 process = psutil.Process(picker.process.pid)
                 drive(port, 1500, 1)
                 for got in servers.got.values():

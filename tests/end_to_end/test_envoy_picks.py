@@ -51,9 +51,7 @@ class World:
     envoy: Envoy
 
     def counted(self, name: str, **labels: str) -> float:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self.picker.port_after('tells what it counts')}/metrics"
-        ) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.picker.port_after('metrics at')}/metrics") as page:
             lines = page.read().decode().splitlines()
         inside = ",".join(f'{key}="{value}"' for key, value in labels.items())
         head = f"skymemory_epp_{name}{{{inside}}}" if labels else f"skymemory_epp_{name}"

@@ -96,7 +96,7 @@ def test_a_deleted_index_is_rebuilt_by_the_next_process(sky: Sky) -> None:
     assert sky.find()["asked"] == 0, "what one process has adopted the others know"
     status = sky.status()
     assert status["values"] == status["values_adopted"] == 36 and not status["complete"]
-    assert "incomplete, so satellites are asked" in sky("constellation", "status")
+    assert "incomplete: keys that it lacks are looked up" in sky("constellation", "status")
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_name_is_found_after_the_loss_and_the_command_says_how(sky: Sky, tmp_p
     sky("kv", "put", str(file))
     sky.index.unlink()
     got = sky("kv", "get", "file.bin", "-o", str(tmp_path / "copy.bin"))
-    assert "found by asking the satellites" in got and (tmp_path / "copy.bin").read_bytes() == file.read_bytes()
+    assert "located by asking the satellites" in got and (tmp_path / "copy.bin").read_bytes() == file.read_bytes()
     again = json.loads(sky("kv", "get", "file.bin", "-o", str(tmp_path / "copy.bin"), "--json"))
     assert again["keys_probed"] == again["values_adopted"] == 0
 

@@ -169,13 +169,13 @@ def test_the_small_model_is_foretold_by_processor_time(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "name --engine small, or an endpoint"),
-        (["--engine", "small", "--url", "http://x"], "and not both"),
+        ([], "expected either --engine small or --url"),
+        (["--engine", "small", "--url", "http://x"], "expected either"),
         (["--url", "http://x"], "needs --shape"),
-        (["--engine", "small", "--flops", "1e12"], "--flops and --memory go together"),
+        (["--engine", "small", "--flops", "1e12"], "--flops and --memory need each other"),
         (["--engine", "small", "--lengths", "64-100"], "prompts of 64 to 100 tokens"),
         (["--engine", "small", "--shares", "0,1"], "0 or more and below 1"),
-        (["--engine", "small", "--clock", "processor", "--threads", "2"], "with one thread"),
+        (["--engine", "small", "--clock", "processor", "--threads", "2"], "with --threads 1"),
         (["--url", "http://x", "--shape", "/nowhere/config.json"], "--shape /nowhere/config.json"),
     ],
 )

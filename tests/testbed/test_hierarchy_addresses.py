@@ -182,10 +182,10 @@ def test_the_command_keeps_a_file_in_tiers(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["list"], "list is for a constellation"),
-        (["put", "FILE", "--ttl", "1m"], "--ttl is for a constellation"),
-        (["get", "x", "--access", "los"], "with --store they are part of the address"),
-        (["get", "x", "--no-index"], "with --store they are part of the address"),
+        (["list"], "list: memory does not support it"),
+        (["put", "FILE", "--ttl", "1m"], "--ttl: memory does not support it"),
+        (["get", "x", "--access", "los"], "write them in its address"),
+        (["get", "x", "--no-index"], "write them in its address"),
     ],
 )
 def test_the_command_says_what_a_store_cannot(

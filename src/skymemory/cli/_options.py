@@ -1,8 +1,9 @@
-"""Options that several verbs share, and how people write sizes, shares and durations on a command line."""
+"""Options that several verbs share, and parsers of what people type: sizes, shares, durations, ``NAME=VALUE``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +16,7 @@ T = TypeVar("T")
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """``parse`` as an argparse ``type=``, keeping the message that says what was wrong and what was
-    expected.
-    """
+    """``parse`` as an argparse ``type=`` that keeps the message of its error."""
 
     def parse_argument(text: str) -> T:
         try:
@@ -53,7 +52,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def check_serving_installed() -> None:
-    """Raises ``MissingExtra`` where an engine with a door cannot run; imports nothing of it."""
+    """Raises ``MissingExtra`` where an engine cannot serve; imports nothing of it."""
     from skymemory.engine.inputs import check_engine_installed
 
     check_engine_installed()
@@ -62,17 +61,26 @@ def check_serving_installed() -> None:
         raise MissingExtra(f"{', '.join(absent)} not installed, which serving needs: pip install 'skymemory[router]'")
 
 
-# Flags of `route` and `epp` as a settings file would say them.
+def check_router_installed() -> None:
+    """Raises ``MissingExtra`` where the extra 'router' is not installed; imports nothing of it."""
+    if absent := [name for name in ("aiohttp", "msgspec", "prometheus_client") if find_spec(name) is None]:
+        raise MissingExtra(f"{', '.join(absent)} not installed: pip install 'skymemory[router]'")
 
 
-def said(table: dict[str, Any]) -> dict[str, Any]:
-    """Without what was not said."""
-    tables = {key: said(value) if isinstance(value, dict) else value for key, value in table.items()}
+def os_error(error: OSError) -> str:
+    """An error of the system as users read it: the file and the reason, no number."""
+    reason = error.strerror or str(error)
+    return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
+
+
+def without_unset(table: dict[str, Any]) -> dict[str, Any]:
+    """Flags of `route` and `epp` as a table of settings, without those that were not given."""
+    tables = {key: without_unset(value) if isinstance(value, dict) else value for key, value in table.items()}
     return {key: value for key, value in tables.items() if value is not None and value != {}}
 
 
 def option(text: str) -> tuple[str, object]:
-    """``name=value``; a value that reads as a number, true or false is one."""
+    """``name=value``, the value as a number or a boolean where it reads as one."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")
@@ -87,7 +95,7 @@ def option(text: str) -> tuple[str, object]:
 
 
 def token_ids(text: str) -> tuple[int, int]:
-    """``300-1000`` → the first and the last."""
+    """``300-1000`` → 300, 1000."""
     first, dash, last = text.partition("-")
     if not dash or not first.isdecimal() or not last.isdecimal() or int(last) - int(first) < 15:
         raise InvalidInput(f"--ids {text!r}: expected a range of at least 16, such as 300-1000")

@@ -1,4 +1,6 @@
-"""``skymemory constellation``: start, look at, move and stop the constellation of processes."""
+"""``skymemory constellation``, to start, watch, change and stop a constellation of processes, and ``satellite``, to run
+one host's part of it.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,201 @@ if TYPE_CHECKING:
     from skymemory.testbed.supervisor import SignalGate, Started
 
 
+ACCESS_CHOICES = ("los", "gateway", "onboard", "hybrid")
+"""``protocol.client.gateway.ACCESS_MODES``, spelled out so that the help needs no import of it."""
+_DEFAULT_PLACE = (40.0, -75.0)
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("constellation", help="start, watch, change and stop a constellation of processes")
+    verbs = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    up = verbs.add_parser("up", help="start all satellites as processes of this computer")
+    _add_plan_options(up)
+    up.add_argument("--hosts", type=int, metavar="N", help="host processes (default: 5)")
+    up.add_argument(
+        "--base-port",
+        type=argument(_base_port),
+        default=26_000,
+        metavar="PORT",
+        help="first UDP port, one per satellite from here; auto: find free ones (default: 26000)",
+    )
+    up.add_argument("--foreground", action="store_true", help="stay in the foreground; Ctrl-C stops the constellation")
+    add_run_dir(up)
+
+    status = verbs.add_parser("status", help="show which hosts run, which satellites answer and what they hold")
+    status.add_argument(
+        "--plan", type=Path, metavar="FILE", help="ask the satellites of this plan, not of the run directory's"
+    )
+    status.add_argument(
+        "--patience", type=duration, default=1.0, metavar="TIME", help="timeout per satellite (default: 1s)"
+    )
+    add_run_dir(status)
+    add_json(status)
+
+    down = verbs.add_parser("down", help="stop the constellation and remove its files")
+    add_run_dir(down)
+
+    rotate = verbs.add_parser(
+        "rotate", help="move the overhead satellite by hand; chunks migrate as they would with time"
+    )
+    rotate.add_argument("--slots", type=int, default=1, metavar="N", help="slot moves (default: 1)")
+    rotate.add_argument("--planes", type=int, default=0, metavar="N", help="plane moves (default: 0)")
+    rotate.add_argument(
+        "--plan", type=Path, metavar="FILE", help="rotate the constellation of this plan, not of the run directory's"
+    )
+    add_run_dir(rotate)
+    add_json(rotate)
+
+    plan = verbs.add_parser("plan", help="write a plan for several computers, of which each runs its part")
+    _add_plan_options(plan)
+    plan.add_argument("--out", type=Path, required=True, metavar="FILE")
+    plan.add_argument(
+        "--host",
+        action="append",
+        required=True,
+        metavar="IP:PORT",
+        help="address and first UDP port of a computer; repeat for each, in the order of the planes",
+    )
+    plan.add_argument("--insecure", action="store_true", help="accept commands from other computers without keys")
+
+    attach = verbs.add_parser("attach", help="use a constellation that runs on other computers, by its plan")
+    attach.add_argument("plan", type=Path, metavar="FILE")
+    add_run_dir(attach)
+
+    _add_failures(verbs)
+    layout.add_parser(verbs)
+    _add_satellite(subparsers)
+
+
+def _add_satellite(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "satellite",
+        help="run the satellites of one host of a plan",
+        description="Run the satellites of one host of a plan, until Ctrl-C. `skymemory constellation up` starts "
+        "one such process per host on this computer; for several computers write one plan with "
+        "`skymemory constellation plan`, copy it to each, and run this there.",
+    )
+    parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="the plan that all hosts share")
+    parser.add_argument("--host", required=True, metavar="HOST", help="name or number (from 0) of a host of the plan")
+    parser.add_argument("--listen", metavar="IP", help="address to bind (default: the plan's; behind NAT: 0.0.0.0)")
+    parser.add_argument(
+        "--insecure", action="store_true", help="listen on a non-loopback address although the plan has no MACs"
+    )
+    add_run_dir(parser)
+    parser.add_argument("--supervisor-fd", type=int, help=argparse.SUPPRESS)
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Geometry, memory, authentication and faults; options left out have the preset's defaults."""
+    parser.add_argument("--preset", default="testbed-19x5", help="geometry of the constellation (default: %(default)s)")
+    parser.add_argument(
+        "--delay",
+        type=argument(parse_delay),
+        default=1.0,
+        metavar="real|off|xK",
+        help="hold each packet as long as light takes over the link, not at all, or K times as long (default: real)",
+    )
+    parser.add_argument(
+        "--memory-per-satellite",
+        type=size,
+        default=64 * 2**20,
+        metavar="SIZE",
+        help="memory of a satellite (default: 64MiB)",
+    )
+    parser.add_argument("--servers", type=int, help="satellites a value is spread over (default: the preset's, 10)")
+    parser.add_argument("--replicas", type=int, default=1, metavar="K", help="copies of every chunk (default: 1)")
+    parser.add_argument("--strategy", help="placement: rotation, hop, rotation_hop, cost or baseline")
+    _add_ground_options(parser)
+    parser.add_argument("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
+    parser.add_argument(
+        "--time-scale",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="speed of the satellites' clock: 0 stands still (default), 1 is real time, 60 is an hour per minute",
+    )
+    memory = parser.add_argument_group(
+        "memory", "what a satellite evicts when its memory is full; see docs/eviction.md"
+    )
+    memory.add_argument(
+        "--eviction",
+        default="lazy",
+        metavar="POLICIES",
+        help="how the rest of a block that lost a chunk is dropped: lazy, gossip or gossip-plane, periodic, migration, "
+        "several with commas, or none (default: %(default)s)",
+    )
+    memory.add_argument(
+        "--replacement",
+        default=DEFAULT_REPLACEMENT,
+        choices=REPLACEMENTS,
+        help="which block goes first: by recency (lru), frequency (lfuda), or both (lrfu; default)",
+    )
+    memory.add_argument(
+        "--sweep",
+        type=duration,
+        metavar="TIME",
+        help="interval of --eviction periodic and of the repair of lost replicas (default: 30s)",
+    )
+    _add_auth(parser)
+    faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%")
+    for name, what in (
+        ("loss", "packets dropped"),
+        ("duplicate", "packets sent twice"),
+        ("reorder", "packets delayed behind later ones"),
+        ("corrupt", "packets with a flipped bit"),
+    ):
+        faults.add_argument(f"--{name}", type=fraction, default=0.0, metavar="SHARE", help=what)
+    faults.add_argument("--fault-seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
+
+
+def _add_ground_options(parser: argparse.ArgumentParser) -> None:
+    """How the host reaches satellites, and where it is."""
+    parser.add_argument(
+        "--access",
+        choices=ACCESS_CHOICES,
+        default="los",
+        help="how the host reaches satellites: directly (los, default), all through the nearest in sight (gateway), "
+        "those in sight directly and the rest through it (hybrid), or as a satellite itself (onboard)",
+    )
+    ground = parser.add_argument_group("ground", "where the host is; only for presets with real orbits")
+    ground.add_argument(
+        "--host-at",
+        type=argument(_place),
+        metavar="LAT,LON",
+        help="degrees north and east (default: 40,-75); with a minus sign: --host-at=-33.9,18.4",
+    )
+    ground.add_argument(
+        "--host-path",
+        type=Path,
+        metavar="FILE",
+        help="track of a moving host: lines of `seconds latitude longitude`, seconds of the satellites' clock from now",
+    )
+    ground.add_argument(
+        "--mask",
+        type=float,
+        default=25.0,
+        metavar="DEG",
+        help="lowest elevation at which a satellite is in sight (default: 25)",
+    )
+    ground.add_argument(
+        "--gateway",
+        choices=("nearest", "climbing"),
+        help="which satellite in sight: the nearest (default), or the nearest that flies the same way as the box",
+    )
+
+
+def _add_auth(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--auth",
+        choices=("off", "on", "every"),
+        help="MACs on commands (on), on every packet, or none (default: on, with new keys)",
+    )
+    parser.add_argument(
+        "--keys", type=Path, metavar="FILE", help="key file from `skymemory keys new` (default: new keys)"
+    )
+
+
 def _base_port(text: str) -> int | None:
     if text == "auto":
         return None
@@ -35,140 +232,39 @@ def _base_port(text: str) -> int | None:
     return int(text)
 
 
-def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """What a constellation is; left out, the preset's own defaults hold."""
-    parser.add_argument("--preset", default="testbed-19x5", help="which constellation (default: %(default)s)")
-    parser.add_argument(
-        "--delay",
-        type=argument(parse_delay),
-        default=1.0,
-        metavar="real|off|xK",
-        help="hold packets as long as light takes over the geometry's links, not at all, or K times as long",
-    )
-    parser.add_argument(
-        "--memory-per-satellite", type=size, default=64 * 2**20, metavar="SIZE", help="(default: 64MiB)"
-    )
-    parser.add_argument("--servers", type=int, help="satellites a value is spread over (default: the preset's, 10)")
-    parser.add_argument("--replicas", type=int, default=1, metavar="K", help="copies of every chunk (default: 1)")
-    parser.add_argument("--strategy", help="placement: rotation, hop, rotation_hop, cost or baseline")
-    add_ground_options(parser)
-    parser.add_argument("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
-    parser.add_argument(
-        "--time-scale",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="speed of the satellites' clock: 0 stands still (default), 1 is real, 60 an hour a minute",
-    )
-    memory = parser.add_argument_group("memory", "what a satellite does when its memory is full; see docs/eviction.md")
-    memory.add_argument(
-        "--eviction",
-        default="lazy",
-        metavar="POLICIES",
-        help="who drops the rest of a block that lost a chunk: some of lazy, gossip or gossip-plane, periodic, "
-        "migration, with commas between them, or none (default: %(default)s)",
-    )
-    memory.add_argument(
-        "--replacement",
-        default=DEFAULT_REPLACEMENT,
-        choices=REPLACEMENTS,
-        help="what goes first: used longest ago (lru), seldom (lfuda), or seldom of late (lrfu; default)",
-    )
-    memory.add_argument(
-        "--sweep",
-        type=duration,
-        metavar="TIME",
-        help="between sweeps of periodic, and between looks for copies that are lost (default: 30s)",
-    )
-    add_auth(parser)
-    faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%%")
-    for name, what in (
-        ("loss", "packets dropped"),
-        ("duplicate", "packets doubled"),
-        ("reorder", "packets held back"),
-        ("corrupt", "packets with a changed bit"),
-    ):
-        faults.add_argument(f"--{name}", type=fraction, default=0.0, metavar="SHARE", help=what)
-    faults.add_argument("--fault-seed", type=int, default=0, metavar="N", help="the same seed, the same faults")
+def _place(text: str) -> tuple[float, float]:
+    try:
+        latitude_deg, longitude_deg = (float(word) for word in text.split(","))
+    except ValueError as error:
+        raise InvalidInput(f"{text!r}: expected LATITUDE,LONGITUDE in degrees such as 40,-75") from error
+    return latitude_deg, longitude_deg
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("constellation", help="start, look at, move and stop the constellation of processes")
-    verbs = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+def _satellite(text: str) -> SatelliteId:
+    from skymemory.constellation.torus import SatelliteId
 
-    up = verbs.add_parser("up", help="start all its satellites as processes on this computer")
-    _add_plan_options(up)
-    up.add_argument("--hosts", type=int, metavar="N", help="host processes (default: 5)")
-    up.add_argument(
-        "--base-port",
-        type=argument(_base_port),
-        default=26_000,
-        metavar="PORT",
-        help="first UDP port, one per satellite from here; auto looks for free ones (default: 26000)",
-    )
-    up.add_argument("--foreground", action="store_true", help="stay, and stop it all at Ctrl-C")
-    add_run_dir(up)
-
-    status = verbs.add_parser("status", help="which hosts run, which satellites answer, what they hold")
-    status.add_argument("--plan", type=Path, metavar="FILE", help="ask the satellites of this plan instead")
-    status.add_argument("--patience", type=duration, default=1.0, metavar="TIME", help="per satellite (default: 1s)")
-    add_run_dir(status)
-    add_json(status)
-
-    down = verbs.add_parser("down", help="stop it and remove its files")
-    add_run_dir(down)
-
-    rotate = verbs.add_parser("rotate", help="advance the overhead point by hand, so that the satellites migrate")
-    rotate.add_argument("--slots", type=int, default=1, metavar="N", help="slot moves (default: 1)")
-    rotate.add_argument("--planes", type=int, default=0, metavar="N", help="plane moves (default: 0)")
-    rotate.add_argument("--plan", type=Path, metavar="FILE", help="turn the constellation of this plan instead")
-    add_run_dir(rotate)
-    add_json(rotate)
-
-    plan = verbs.add_parser("plan", help="write the file that several computers share, each running its part")
-    _add_plan_options(plan)
-    plan.add_argument("--out", type=Path, required=True, metavar="FILE")
-    plan.add_argument(
-        "--host",
-        action="append",
-        required=True,
-        metavar="IP:PORT",
-        help="a computer and its first UDP port; once per computer, in the order of the planes",
-    )
-    plan.add_argument("--insecure", action="store_true", help="let other computers command it without keys")
-
-    attach = verbs.add_parser("attach", help="use the constellation of a plan that runs on other computers")
-    attach.add_argument("plan", type=Path, metavar="FILE")
-    add_run_dir(attach)
-
-    add_parsers(verbs)
-    layout.add_parser(verbs)
+    found = re.fullmatch(r"(\d{1,4}),(\d{1,4})", text)
+    if found is None:
+        raise InvalidInput(f"{text!r}: expected a satellite as PLANE,SLOT, such as 2,9")
+    return SatelliteId(int(found[1]), int(found[2]))
 
 
-def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> ConstellationPlan:
-    from skymemory.testbed.plan import Faults, MemoryPolicy, make_plan
-
-    if args.sweep is not None and "periodic" not in args.eviction and args.replicas == 1:
-        raise InvalidInput(
-            f"--sweep without periodic in --eviction {args.eviction} and with --replicas 1: nothing would be swept"
-        )
-    return make_plan(
-        args.preset,
-        hosts=hosts,
-        servers=args.servers,
-        strategy=args.strategy,
-        replicas=args.replicas,
-        access=args.access,
-        chunk_bytes=args.chunk,
-        delay_scale=args.delay,
-        memory_per_satellite_bytes=args.memory_per_satellite,
-        epoch_s=float(round(time.time())),
-        time_scale=args.time_scale,
-        memory_policy=MemoryPolicy(args.eviction, args.replacement, 30.0 if args.sweep is None else args.sweep),
-        ground=ground_of(args),
-        faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
-        **auth_of(args),
-    )
+def run(args: argparse.Namespace) -> int:
+    if args.verb == "satellite":
+        return _run_satellite(args)
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "up": _up,
+        "status": _status,
+        "down": _down,
+        "rotate": _rotate,
+        "plan": _write_plan,
+        "attach": _attach,
+        "layout": layout.run,
+        "disable": _disable,
+        "enable": _enable,
+        "revive": _revive,
+    }
+    return actions[args.action](args)
 
 
 def _directory(args: argparse.Namespace) -> RunDirectory:
@@ -196,7 +292,7 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate | None) -> Started:
-    """Start the constellation that the options ask for, and say that it is up."""
+    """Start the constellation of the options and print that it is up."""
     from skymemory.constellation.presets import preset_named
     from skymemory.testbed.carrying import check_time_scale
     from skymemory.testbed.control import confirm_all_answer
@@ -226,7 +322,7 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
 
 
 def _status(args: argparse.Namespace) -> int:
-    from skymemory.cli._runs.status import collect, print_status
+    from skymemory.cli._status import collect, print_status
 
     report = collect(_directory(args), args.plan, args.patience)
     print_status(report, as_json=args.json)
@@ -239,104 +335,56 @@ def _down(args: argparse.Namespace) -> int:
     directory = _directory(args)
     stopped, forced = stop(directory)
     if not stopped:
-        print(f"nothing was running in {directory.path}")
+        print(f"no constellation runs in {directory.path}")
     else:
-        print(f"stopped {_processes(stopped)}" + (f", {forced} of them by force" if forced else ""))
+        print(f"stopped {_processes(stopped)}" + (f", {forced} of them killed" if forced else ""))
     return 0
 
 
 def _rotate(args: argparse.Namespace) -> int:
-    from skymemory.cli._runs.status import print_rotation
+    from skymemory.cli._status import print_rotation
     from skymemory.testbed.control import rotate
     from skymemory.testbed.plan_file import load_plan, one_at_a_time, save_plan
 
     directory = _directory(args)
     path = args.plan or directory.plan_path
-    load_plan(path) if args.plan else directory.running_plan()  # there is one, or that is said
+    load_plan(path) if args.plan else directory.running_plan()  # raises before a lock is made where there is none
     with one_at_a_time(path):
-        plan = load_plan(path) if args.plan else directory.running_plan()  # another may have moved it meanwhile
+        plan = load_plan(path) if args.plan else directory.running_plan()  # another rotate may have run meanwhile
         report = rotate(plan, args.slots, args.planes)
-        if path.exists() and load_plan(path) == plan:  # neither stopped nor started anew while we rotated
+        if path.exists() and load_plan(path) == plan:  # neither stopped nor restarted while we rotated
             slot_moves, plane_moves = report.moves_after
             save_plan(replace(plan, pushed_slot_moves=slot_moves, pushed_plane_moves=plane_moves), path)
     print_rotation(report, as_json=args.json)
     return 0 if report.complete else 1
 
 
-def _write_plan(args: argparse.Namespace) -> int:
-    from skymemory.testbed.plan import remote_hosts
-    from skymemory.testbed.plan_file import save_plan
-
-    addresses = []
-    for text in args.host:
-        ip, colon, port = text.rpartition(":")
-        if not colon or not port.isdecimal():
-            raise InvalidInput(f"host {text!r}: expected an address and a port such as 10.0.0.1:26000")
-        addresses.append((ip, int(port)))
-    plan = _plan_of(args, remote_hosts(args.preset, addresses))
-    check_plan(plan, args.insecure)
-    save_plan(plan, args.out)
-    say_how_to_share(plan, args.out, args.insecure)
-    return 0
+# Satellites that fail, and come back.
 
 
-def _attach(args: argparse.Namespace) -> int:
-    from skymemory.testbed.plan_file import load_plan
-    from skymemory.testbed.supervisor import attach
-
-    directory = _directory(args)
-    plan = load_plan(args.plan)
-    attach(directory, plan)
-    print(f"attached to {plan.preset} on {len(plan.hosts)} hosts; `skymemory constellation down` forgets it")
-    return 0
-
-
-def run(args: argparse.Namespace) -> int:
-    actions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "up": _up,
-        "status": _status,
-        "down": _down,
-        "rotate": _rotate,
-        "plan": _write_plan,
-        "attach": _attach,
-        "layout": layout.run,
-        "disable": disable,
-        "enable": enable,
-        "revive": revive,
-    }
-    return actions[args.action](args)
-
-
-# ``skymemory constellation disable``, ``enable`` and ``revive``: things die and come back.
-
-
-def _satellite(text: str) -> SatelliteId:
-    from skymemory.constellation.torus import SatelliteId
-
-    found = re.fullmatch(r"(\d{1,4}),(\d{1,4})", text)
-    if found is None:
-        raise InvalidInput(f"{text!r} is not a satellite: expected its plane and slot, such as 2,9")
-    return SatelliteId(int(found[1]), int(found[2]))
-
-
-def add_parsers(verbs: Subparsers) -> None:
-    for verb, what in (("disable", "let satellites die"), ("enable", "let dead satellites come back, empty")):
+def _add_failures(verbs: Subparsers) -> None:
+    for verb, what in (
+        ("disable", "switch satellites off; their chunks are lost"),
+        ("enable", "switch satellites on again, empty"),
+    ):
         parser = verbs.add_parser(verb, help=what)
         parser.add_argument(
-            "satellites", nargs="*", type=argument(_satellite), metavar="PLANE,SLOT", help="counted from 0"
+            "satellites", nargs="*", type=argument(_satellite), metavar="PLANE,SLOT", help="plane and slot, from 0"
         )
-        parser.add_argument("--plane", action="append", type=int, default=[], metavar="N", help="a whole plane")
+        parser.add_argument(
+            "--plane", action="append", type=int, default=[], metavar="N", help="a whole plane; may be repeated"
+        )
         if verb == "enable":
             parser.add_argument("--all", action="store_true", help="every satellite")
         add_run_dir(parser)
-    revive = verbs.add_parser("revive", help="start the dead host processes of this computer again, empty")
+    revive = verbs.add_parser("revive", help="restart the dead host processes of this computer, empty")
     add_run_dir(revive)
 
 
 def _check_some_are_named(args: argparse.Namespace) -> None:
     if not (args.satellites or args.plane):
         raise InvalidInput(
-            "which satellites? name them as PLANE,SLOT or a plane with --plane; "
+            "no satellite given: name some as PLANE,SLOT, or a plane with --plane; "
             f"see `skymemory constellation {args.action} --help`"
         )
 
@@ -353,7 +401,7 @@ def _chosen(args: argparse.Namespace, plan: ConstellationPlan) -> list[Satellite
     ]
 
 
-def disable(args: argparse.Namespace) -> int:
+def _disable(args: argparse.Namespace) -> int:
     from skymemory.testbed import control
     from skymemory.testbed.run_directory import RunDirectory
 
@@ -364,14 +412,14 @@ def disable(args: argparse.Namespace) -> int:
     return 0
 
 
-def enable(args: argparse.Namespace) -> int:
+def _enable(args: argparse.Namespace) -> int:
     from skymemory.testbed import control
     from skymemory.testbed.run_directory import RunDirectory
 
     if not args.all:
         _check_some_are_named(args)
     elif args.satellites or args.plane:
-        raise InvalidInput("--all and some by name: leave one of them out")
+        raise InvalidInput("--all with named satellites: leave one of them out")
     directory = RunDirectory(args.run_dir)
     dead = control.enable(directory, None if args.all else _chosen(args, directory.running_plan()))
     print(f"{_satellites(len(dead))} disabled" if dead else "no satellite is disabled")
@@ -382,7 +430,7 @@ def _satellites(count: int) -> str:
     return "1 satellite is" if count == 1 else f"{count} satellites are"
 
 
-def revive(args: argparse.Namespace) -> int:
+def _revive(args: argparse.Namespace) -> int:
     from skymemory.testbed.run_directory import RunDirectory
     from skymemory.testbed.supervisor import revive as start_again
 
@@ -391,56 +439,117 @@ def revive(args: argparse.Namespace) -> int:
     return 0
 
 
-# Options of the ground's side of a constellation: where the host is, how it moves, what it sees, how it talks.
+# Plans for several computers.
 
 
-ACCESS_CHOICES = ("los", "gateway", "onboard", "hybrid")
-"""``protocol.client.gateway.ACCESS_MODES``, spelled out so that the help needs no import of it."""
-_DEFAULT_PLACE = (40.0, -75.0)
+def _write_plan(args: argparse.Namespace) -> int:
+    from skymemory.testbed.plan import remote_hosts
+    from skymemory.testbed.plan_file import save_plan
+
+    addresses = []
+    for text in args.host:
+        ip, colon, port = text.rpartition(":")
+        if not colon or not port.isdecimal():
+            raise InvalidInput(f"host {text!r}: expected an address and a port such as 10.0.0.1:26000")
+        addresses.append((ip, int(port)))
+    plan = _plan_of(args, remote_hosts(args.preset, addresses))
+    _check_plan(plan, args.insecure)
+    save_plan(plan, args.out)
+    _print_how_to_share(plan, args.out, args.insecure)
+    return 0
 
 
-def _place(text: str) -> tuple[float, float]:
-    try:
-        latitude_deg, longitude_deg = (float(word) for word in text.split(","))
-    except ValueError as error:
-        raise InvalidInput(f"{text!r} is no place: expected LATITUDE,LONGITUDE in degrees such as 40,-75") from error
-    return latitude_deg, longitude_deg
+def _check_plan(plan: ConstellationPlan, insecure: bool) -> None:
+    """Refuse a plan that accepts other computers without keys; make its keys if there are none."""
+    from skymemory.testbed.key_file import new_keys, read_keys
+    from skymemory.testbed.plan import check_exposure
+
+    for host in plan.hosts:
+        check_exposure(plan, host, None, insecure)
+    if plan.auth != "off":
+        path = Path(plan.keys_file)
+        if path.exists():
+            read_keys(path)
+        else:
+            new_keys(path)
 
 
-def add_ground_options(parser: argparse.ArgumentParser) -> None:
-    """How satellites are reached, from where."""
-    parser.add_argument(
-        "--access",
-        choices=ACCESS_CHOICES,
-        default="los",
-        help="how the host reaches satellites: a beam to each of the box (los, default), all through the nearest in "
-        "sight (gateway), a beam to those in sight and the others through it (hybrid), or it is a satellite (onboard)",
+def _print_how_to_share(plan: ConstellationPlan, path: Path, insecure: bool) -> None:
+    flag = " --insecure" if insecure and plan.auth == "off" else ""
+    if plan.auth == "off":
+        print(f"wrote {path}; copy it to each computer and run there:")
+    else:
+        print(f"wrote {path}, whose keys are in {plan.keys_file}: copy both into one folder of each computer,")
+        print("the keys over a secure channel, and run there:")
+    for number, host in enumerate(plan.hosts):
+        print(f"  on {host.ip}: skymemory satellite --plan {path.name} --host {number}{flag}")
+    if flag:
+        print("packets are not authenticated: use a network that only your computers reach")
+
+
+def _attach(args: argparse.Namespace) -> int:
+    from skymemory.testbed.plan_file import load_plan
+    from skymemory.testbed.supervisor import attach
+
+    directory = _directory(args)
+    plan = load_plan(args.plan)
+    attach(directory, plan)
+    print(f"attached to {plan.preset} on {len(plan.hosts)} hosts; detach with `skymemory constellation down`")
+    return 0
+
+
+def _run_satellite(args: argparse.Namespace) -> int:
+    from skymemory.testbed.host_process import run_host
+    from skymemory.testbed.plan import check_ip
+    from skymemory.testbed.plan_file import load_plan
+    from skymemory.testbed.run_directory import RunDirectory
+
+    plan = load_plan(args.plan)
+    if args.listen is not None:
+        check_ip(args.listen, "--listen")
+    run_host(
+        plan,
+        plan.host_named(args.host),
+        listen=args.listen,
+        say=print,
+        directory=RunDirectory(args.run_dir) if args.run_dir else None,
+        supervisor_fd=args.supervisor_fd,
+        insecure=args.insecure,
     )
-    ground = parser.add_argument_group("ground", "where the host is; of the presets with real orbits")
-    ground.add_argument(
-        "--host-at",
-        type=argument(_place),
-        metavar="LAT,LON",
-        help="degrees north and east (default: 40,-75; write --host-at=-33.9,18.4 for the south)",
-    )
-    ground.add_argument(
-        "--host-path",
-        type=Path,
-        metavar="FILE",
-        help="the host moves: lines of `seconds latitude longitude`, seconds of the satellites' time from now",
-    )
-    ground.add_argument(
-        "--mask", type=float, default=25.0, metavar="DEG", help="lowest elevation of a beam (default: 25)"
-    )
-    ground.add_argument(
-        "--gateway",
-        choices=("nearest", "climbing"),
-        help="which satellite in sight: the nearest (default), or the nearest on the box's branch of the orbits",
+    return 0
+
+
+# From options to a plan.
+
+
+def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> ConstellationPlan:
+    from skymemory.testbed.plan import Faults, MemoryPolicy, make_plan
+
+    if args.sweep is not None and "periodic" not in args.eviction and args.replicas == 1:
+        raise InvalidInput(
+            f"--sweep has no effect with --eviction {args.eviction} and --replicas 1: add periodic, or leave it out"
+        )
+    return make_plan(
+        args.preset,
+        hosts=hosts,
+        servers=args.servers,
+        strategy=args.strategy,
+        replicas=args.replicas,
+        access=args.access,
+        chunk_bytes=args.chunk,
+        delay_scale=args.delay,
+        memory_per_satellite_bytes=args.memory_per_satellite,
+        epoch_s=float(round(time.time())),
+        time_scale=args.time_scale,
+        memory_policy=MemoryPolicy(args.eviction, args.replacement, 30.0 if args.sweep is None else args.sweep),
+        ground=_ground_of(args),
+        faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
+        **_auth_of(args),
     )
 
 
-def ground_of(args: argparse.Namespace) -> Ground:
-    """What ``add_ground_options`` was told."""
+def _ground_of(args: argparse.Namespace) -> Ground:
+    """``Ground`` from the options of ``_add_ground_options``."""
     from skymemory.constellation.ground_track import parse_waypoints
     from skymemory.testbed.plan import Ground
 
@@ -452,7 +561,7 @@ def ground_of(args: argparse.Namespace) -> Ground:
         except OSError as error:
             raise InvalidInput(f"cannot read the waypoints {args.host_path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise InvalidInput(f"{args.host_path}: not a text file, so no waypoints") from error
+            raise InvalidInput(f"{args.host_path}: not a text file with waypoints") from error
         waypoints = parse_waypoints(lines, str(args.host_path))
     latitude_deg, longitude_deg = args.host_at or _DEFAULT_PLACE
     gateway = args.gateway or "nearest"
@@ -460,40 +569,24 @@ def ground_of(args: argparse.Namespace) -> Ground:
 
 
 def _check_has_an_orbit(args: argparse.Namespace) -> None:
-    """Refuse options that change nothing where the preset has a fixed centre, and two that exclude each other."""
+    """Refuse ground options for presets with a fixed box, and --host-at with --host-path."""
     from skymemory.constellation.presets import PRESETS, preset_named
 
     if args.host_at is not None and args.host_path is not None:
-        raise InvalidInput("--host-at and --host-path: a host stands or moves, leave one of them out")
+        raise InvalidInput("--host-at with --host-path: leave one of them out")
     if preset_named(args.preset).fixed_centre is None:
         return
     for option, value in (("--host-at", args.host_at), ("--host-path", args.host_path), ("--gateway", args.gateway)):
         if value is not None:
             real = ", ".join(name for name, preset in PRESETS.items() if preset.fixed_centre is None)
             raise InvalidInput(
-                f"{option} changes nothing in {args.preset}, whose box lies where the paper has it: "
-                f"leave it out, or choose --preset {real}"
+                f"{option} has no effect with --preset {args.preset}, whose box is fixed: "
+                f"leave it out, or use --preset {real}"
             )
 
 
-# ``--auth`` and ``--keys`` of the verbs that make a plan, and what a plan for other computers needs of them.
-
-
-def add_auth(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--auth",
-        choices=("off", "on", "every"),
-        help="MACs on commands (on), on every packet, or none (default: on, with keys made for it)",
-    )
-    parser.add_argument(
-        "--keys", type=Path, metavar="FILE", help="the keys, as `skymemory keys new` makes them (default: new ones)"
-    )
-
-
-def auth_of(args: argparse.Namespace) -> dict[str, str]:
-    """The fields ``auth`` and ``keys_file`` of a plan. New keys lie in the run directory, or beside the plan: a
-    reader of the plan looks for them there.
-    """
+def _auth_of(args: argparse.Namespace) -> dict[str, str]:
+    """Fields ``auth`` and ``keys_file`` of a plan. New keys go into the run directory, or beside a written plan."""
     from skymemory.testbed.key_file import read_keys
     from skymemory.testbed.run_directory import RunDirectory
 
@@ -509,36 +602,6 @@ def auth_of(args: argparse.Namespace) -> dict[str, str]:
     if args.action == "plan":
         keys_path = args.out.absolute().with_suffix(".keys")
         if keys_path == args.out.absolute():
-            raise InvalidInput(
-                f"--out {args.out}: the plan's keys go into a file of this name; call the plan otherwise"
-            )
+            raise InvalidInput(f"--out {args.out}: the plan's keys need this name; choose another for the plan")
         return {"auth": auth, "keys_file": str(keys_path)}
     return {"auth": auth, "keys_file": str(RunDirectory(args.run_dir).keys_path)}
-
-
-def check_plan(plan: ConstellationPlan, insecure: bool) -> None:
-    """Refuse a plan that lets other computers in without keys; make the keys that it needs and are not there yet."""
-    from skymemory.testbed.key_file import new_keys, read_keys
-    from skymemory.testbed.plan import check_exposure
-
-    for host in plan.hosts:
-        check_exposure(plan, host, None, insecure)
-    if plan.auth != "off":
-        path = Path(plan.keys_file)
-        if path.exists():
-            read_keys(path)
-        else:
-            new_keys(path)
-
-
-def say_how_to_share(plan: ConstellationPlan, path: Path, insecure: bool) -> None:
-    flag = " --insecure" if insecure and plan.auth == "off" else ""
-    if plan.auth == "off":
-        print(f"wrote {path}; copy it to each computer and run there:")
-    else:
-        print(f"wrote {path}, whose keys are in {plan.keys_file}: copy both to one folder of each computer, the keys")
-        print("in secret, and run there:")
-    for number, host in enumerate(plan.hosts):
-        print(f"  on {host.ip}: skymemory satellite --plan {path.name} --host {number}{flag}")
-    if flag:
-        print("packets are not authenticated: keep these addresses on a network of your own")

@@ -1,4 +1,4 @@
-"""``skymemory demo``: the paper's testbed and its table 3, on this machine, from nothing."""
+"""``skymemory demo``: the paper's testbed and its table 3 on this machine, and five other demos."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skymemory.cli._options import argument, check_serving_installed, size
+from skymemory.config import suggestion
 from skymemory.demo.choices import ROUTE_STRATEGIES
 from skymemory.errors import InvalidInput
 
@@ -17,25 +18,27 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="a prompt's KV cache goes up to a constellation and comes back sooner than it can be computed",
+        help="load a prompt's KV cache from a constellation sooner than it is computed: the paper's table 3",
         description="Starts the 19x5 constellation as five processes with the delays of its geometry, runs a model of "
         "TinyLlama-1.1B's shape over a document with and without the cache, and prints the paper's table 3.",
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="a smaller model and fewer tokens: under 45 s")
+    add("--quick", action="store_true", help="a smaller model and fewer tokens; under 45 s")
     add(
         "--model",
         metavar="NAME|DIR",
-        help="what table 3 is made with: small (the trained model that is shipped), small-random, tinyllama-random, "
+        help="small (the trained model that is shipped), small-random, tinyllama-random, "
         "tinyllama-6-random, or a folder saved by transformers (default: tinyllama-random, with --quick "
         "tinyllama-6-random)",
     )
-    add("--document", type=Path, metavar="FILE", help="the text to use as context (default: a shipped handbook)")
-    add("--tokens", type=int, metavar="N", help="tokens of prompt (default: 524, four blocks and a tail)")
-    add("--seed", type=int, default=0, help="seed of the random weights")
+    add("--document", type=Path, metavar="FILE", help="text to use as context (default: a shipped handbook)")
+    add("--tokens", type=int, metavar="N", help="length of the prompt (default: 524, four blocks and a tail)")
+    add("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     add("--json", action="store_true", help="print the results as one JSON object")
     others = parser.add_subparsers(
-        dest="what", metavar="motion|cells|cake|route|conductor", help="another demo: see demo motion --help"
+        dest="what",
+        metavar="motion|cells|cake|route|conductor",
+        help="another demo: see `skymemory demo motion --help`",
     )
     _add_motion(others)
     _add_cells(others)
@@ -47,16 +50,16 @@ def add_parser(subparsers: Subparsers) -> None:
 def _add_motion(others: Subparsers) -> None:
     motion = others.add_parser(
         "motion",
-        help="an orbit run fast: the box moves over the grid, a plane dies and returns, reads go on",
-        description="Starts the 19x5 constellation with its clock running fast, draws the box as it moves over the "
-        "grid, reads known values all the while, kills the process of one plane in the middle and starts it again, "
-        "and reports what was moved, lost and computed again. Needs no model.",
+        help="an orbit in fast motion: the box moves, a plane fails and returns, reads go on",
+        description="Starts the 19x5 constellation with a fast clock, draws the box as it moves over the grid, reads "
+        "known values throughout, kills the process of one plane halfway and restarts it, and reports what was moved, "
+        "lost and recomputed. Needs no model.",
     )
     add = motion.add_argument
-    add("--seconds", type=float, default=36.0, metavar="N", help="how long it flies (default: 36)")
-    add("--speed", type=float, default=160.0, metavar="X", help="times as fast as real (default: 160)")
+    add("--seconds", type=float, default=36.0, metavar="N", help="duration (default: 36)")
+    add("--speed", type=float, default=160.0, metavar="X", help="speed of the clock, times real time (default: 160)")
     add("--no-color", action="store_true", help="draw without colours (NO_COLOR does the same)")
-    add("--seed", type=int, default=0, help="seed of the values' bytes")
+    add("--seed", type=int, default=0, help="seed of the values' bytes (default: 0)")
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
@@ -65,98 +68,104 @@ def _add_cells(others: Subparsers) -> None:
 
     cells = others.add_parser(
         "cells",
-        help="users among base stations on the ground: the cache follows, or stays",
-        description="Drives through a grid of base stations over virtual time, reading a value all the while, once "
+        help="a user among base stations on the ground: the cache follows, or stays",
+        description="Drives through a grid of base stations in virtual time, reading a value throughout, once "
         "with a cache that follows the user (rotation_hop) and once with one that stays (hop), and reports reads, "
         "latency and bytes handed over. Starts no process and needs no model. The exit code is 1 if a read missed.",
     )
     add = cells.add_argument
     add("--grid", type=argument(parse_grid), default="24x24", metavar="RxC", help="rows x columns (default: 24x24)")
-    add("--cell-m", type=float, default=500.0, metavar="M", help="metres from a cell to the next (default: 500)")
+    add("--cell-m", type=float, default=500.0, metavar="M", help="distance between cells in metres (default: 500)")
     add("--speed-kmh", type=float, default=50.0, metavar="V", help="speed of the user (default: 50)")
-    add("--legs", type=int, default=3, metavar="N", help="straight ways to random places (default: 3)")
+    add("--legs", type=int, default=3, metavar="N", help="straight legs to random places (default: 3)")
     add("--servers", type=int, default=9, metavar="S", help="cells that hold the value (default: 9)")
     add("--value", type=size, default=2_883_584, metavar="SIZE", help="bytes of the value (default: 2.75MiB)")
-    add("--seed", type=int, default=1, help="seed of the drive and of the value's bytes")
+    add("--seed", type=int, default=1, help="seed of the drive and of the value's bytes (default: 1)")
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
 def _add_cake(others: Subparsers) -> None:
     cake = others.add_parser(
         "cake",
-        help="a prompt is computed, loaded, and both at once from its two ends",
+        help="a prompt is computed, loaded, and both at once from its two ends (Cake)",
         description="Runs a small model over one prompt three times: computing it, loading its KV cache over a link of "
         "limited rate, and both at once, computed from the front and loaded from the back until the two meet. Draws "
-        "the three as bars, then tells the same of other rates. Starts no process. The exit code is 1 if the three "
-        "did not lead to the same next token.",
+        "the three as bars, then repeats it at other rates. Starts no process. The exit code is 1 if the three "
+        "differ in the next token.",
     )
     add = cake.add_argument
-    add("--quick", action="store_true", help="a shorter prompt and fewer rates: about 20 s")
-    add("--tokens", type=int, metavar="N", help="tokens of prompt (default: what takes about 2 s to compute)")
-    add("--share", type=float, default=1.0, metavar="S", help="share of each step; other prompts get the rest")
+    add("--quick", action="store_true", help="a shorter prompt and fewer rates; about 20 s")
+    add("--tokens", type=int, metavar="N", help="length of the prompt (default: what takes about 2 s to compute)")
+    add(
+        "--share",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="share of the compute that the prompt gets; other prompts get the rest (default: 1)",
+    )
     add("--no-color", action="store_true", help="draw without colours (NO_COLOR does the same)")
-    add("--seed", type=int, default=0, help="seed of the weights and of the prompt")
+    add("--seed", type=int, default=0, help="seed of the weights and of the prompt (default: 0)")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
 def _add_route(others: Subparsers) -> None:
     route = others.add_parser(
         "route",
-        help="four real engines behind the router: the same requests once for each strategy",
-        description="Starts four engines of the shipped small model, each with a prefix cache that has room for a "
-        "third of what the prompts are made of, puts the router before them, and sends the same prompts at the same "
-        "times once for each strategy. Shows hits, load and times to first token, all measured. The exit code "
-        "is 1 if a request was not answered.",
+        help="four real engines behind the router: the same requests under each strategy",
+        description="Starts four engines of the shipped small model, each with a prefix cache for a third of the "
+        "prompts' blocks, and the router before them, and sends the same prompts at the same times once for each "
+        "strategy. Prints measured hits, load and times to first token. The exit code is 1 if a request was not "
+        "answered.",
     )
     add = route.add_argument
-    add("--quick", action="store_true", help="fewer requests: under 45 s")
+    add("--quick", action="store_true", help="fewer requests; under 45 s")
     add(
         "--strategies",
         type=argument(_strategies),
         default=(),
         metavar="A,B,…",
-        help=f"which of the router's strategies (default: {','.join(ROUTE_STRATEGIES)}; with --quick without precise)",
+        help=f"strategies of the router (default: {','.join(ROUTE_STRATEGIES)}; with --quick without precise)",
     )
     add(
         "--workload",
         choices=("conversations", "tenants"),
         default="conversations",
-        help="whose statistics the prompts have: of Mooncake's conversation trace (the default), or of many tenants, "
-        "each with a long system prompt",
+        help="prompts as in Mooncake's conversation trace (default), or of many tenants, each with a long system "
+        "prompt",
     )
-    add("--requests", type=int, metavar="N", help="requests of a round (default: 50, with --quick 32)")
-    add("--seed", type=int, default=0, help="seed of prompts, arrivals, the strategies' order and their ties")
+    add("--requests", type=int, metavar="N", help="requests per strategy (default: 50, with --quick 32)")
+    add("--seed", type=int, default=0, help="seed of prompts, arrivals, the order of strategies and ties (default: 0)")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
 def _add_conductor(others: Subparsers) -> None:
     conductor = others.add_parser(
         "conductor",
-        help="a cluster in virtual time: queues, hits, transfers and refusals under four schedulers",
-        description="Simulates eight machines that prefill and eight that decode, once for each of four schedulers, "
-        "with the scheduler and the admission of production, and plays the four back side by side: who waits where, "
-        "what hits, what is moved between machines, who is refused. Then the table of what came of it.",
+        help="a simulated cluster: queues, hits, transfers and refusals under four schedulers",
+        description="Simulates eight prefill and eight decode machines, once for each of four schedulers, with the "
+        "production schedulers and admission rules, and plays the four back side by side: queues, cache hits, "
+        "transfers between machines, refusals. Ends with a table of the results.",
     )
     add = conductor.add_argument
-    add("--quick", action="store_true", help="four minutes of requests instead of ten: under 30 s")
-    add("--rate", type=float, default=2.0, metavar="X", help="times the workload's own rate (default: 2)")
-    add("--admission", default="early", metavar="RULE", help="who is let in (default: early)")
+    add("--quick", action="store_true", help="four minutes of requests instead of ten; under 30 s")
+    add("--rate", type=float, default=2.0, metavar="X", help="request rate, times the workload's own (default: 2)")
+    add("--admission", default="early", metavar="RULE", help="admission rule (default: early)")
     add("--trace", type=Path, metavar="FILE", help="the released conversation trace (default: a seeded generator)")
     add(
         "--cost",
         type=Path,
         metavar="FILE|NAME",
-        help="machines as `skymemory fit` found one, or a preset, as qwen-7b-l4 (default: LLaMA-70B on 8×A800)",
+        help="cost model of a machine from `skymemory fit`, or a preset (default: LLaMA-70B on 8×A800)",
     )
-    add("--no-play", action="store_true", help="only the table")
+    add("--no-play", action="store_true", help="print only the table")
     add(
         "--report",
         type=Path,
         metavar="FILE",
         help="write a page of plots: .png, .svg or .pdf (needs the extra 'figures')",
     )
-    add("--chart", type=Path, metavar="FILE", help="write a chart of time as JSON for chrome://tracing or Perfetto")
-    add("--seed", type=int, default=0, help="seed of requests, jitter and ties")
+    add("--chart", type=Path, metavar="FILE", help="write a timeline as JSON for chrome://tracing or Perfetto")
+    add("--seed", type=int, default=0, help="seed of requests, jitter and ties (default: 0)")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
@@ -166,9 +175,9 @@ def _strategies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in NAMES:
-            raise InvalidInput(f"{name!r} is not a strategy; they are {', '.join(NAMES)}")
+            raise InvalidInput(f"no routing strategy {name!r}; {suggestion(name, NAMES)}")
     if not names:
-        raise InvalidInput(f"no strategy in {text!r}: name one or several, such as random,least-ttft")
+        raise InvalidInput(f"no strategy in {text!r}: expected some, such as random,least-ttft")
     return names
 
 
@@ -186,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
         return run_route(args)
     if args.what == "cake":
         if not 0 < args.share <= 1:
-            raise InvalidInput(f"--share {args.share}: expected more than 0, at most 1")
+            raise InvalidInput(f"--share {args.share}: expected above 0, at most 1")
         if args.tokens is not None and not 320 <= args.tokens <= 8000:
             raise InvalidInput(f"--tokens {args.tokens}: expected 320 to 8000")
         from skymemory.demo.cake import run_cake

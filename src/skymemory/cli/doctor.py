@@ -1,4 +1,4 @@
-"""``skymemory doctor``: why is my hit rate 0?"""
+"""``skymemory doctor``: diagnoses a hit rate of 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli._options import add_json
+from skymemory.cli._options import add_json, os_error
 from skymemory.errors import InvalidInput
 from skymemory.files import read_bounded
 
@@ -21,17 +21,22 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="why is my hit rate 0?",
-        description="Try a model, its tokenizer and a store as a request would use them: blocks are computed, stored "
-        "and loaded. Exit code 1 where something is wrong. With --save and --compare: what two computers differ in.",
+        description="Use a model, its tokenizer and a store as a request would: compute blocks, store and load them. "
+        "The exit code is 1 if something is wrong. With --save and --compare it shows in what two computers differ.",
     )
     add = parser.add_argument
     add("--model", default="small", metavar="NAME|DIR", help="a folder saved by transformers, or a name as in serve")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="numbers (default: bfloat16)")
-    add("--store", default="memory://1GiB", metavar="ADDRESS", help="the store (default: memory of this process)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="bfloat16",
+        help="data type of the model (default: bfloat16)",
+    )
+    add("--store", default="memory://1GiB", metavar="ADDRESS", help="store to try (default: memory of this process)")
     add("--block-tokens", type=int, default=128, metavar="N", help="tokens of a block (default: 128)")
-    add("--codec", default="raw", help="how blocks are stored (default: raw)")
-    add("--save", type=Path, metavar="FILE", help="write the context, to be compared on another computer")
-    add("--compare", type=Path, metavar="FILE", help="a context that was saved on another computer")
+    add("--codec", default="raw", help=argparse.SUPPRESS)
+    add("--save", type=Path, metavar="FILE", help="write the cache context, for --compare on another computer")
+    add("--compare", type=Path, metavar="FILE", help="compare with a context that --save wrote on another computer")
     add_json(parser)
 
 
@@ -40,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_model(args.model)
     if args.save is not None and not args.save.parent.is_dir():
-        raise InvalidInput(f"--save {args.save}: there is no folder {str(args.save.parent)!r}")
+        raise InvalidInput(f"--save {args.save}: no folder {str(args.save.parent)!r}")
     check_engine_installed()
     other = _read(args.compare) if args.compare is not None else None
     from skymemory.engine.doctor import examine
@@ -72,8 +77,10 @@ def run(args: argparse.Namespace) -> int:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_bounded(path, _MOST_BYTES))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"--compare {path}: {error}: expected what --save wrote on the other computer") from error
+    except OSError as error:
+        raise InvalidInput(f"--compare {os_error(error)}") from error
+    except ValueError as error:
+        raise InvalidInput(f"--compare {path}: expected what --save wrote on the other computer") from error
     if not isinstance(found, dict):
         raise InvalidInput(f"--compare {path}: expected what --save wrote on the other computer")
     return found

@@ -1,4 +1,4 @@
-"""``skymemory keys``: files of secret keys, for commands to satellites or for a tenant's payloads, and of API keys."""
+"""``skymemory keys``: files of secret keys (of a constellation or a tenant) and of a router's API keys."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "keys",
         help="make, rotate and retire secret keys",
-        description="Files of secret keys, readable by their owner only. Whoever uses one follows it: a change counts "
-        "within a second and no satellite has to be started again. On several computers, copy the file to all of them "
-        "before a new key's time comes.",
+        description="Manage files of secret keys, readable by their owner only. Processes reload a changed file within "
+        "a second, without a restart. With several computers, copy the file to all of them before a new key is used.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     new = actions.add_parser("new", help="make a file with one new key")
     new.add_argument("file", type=Path, metavar="FILE")
-    rotate = actions.add_parser("rotate", help="add a new key: accepted at once, used from some seconds on")
+    rotate = actions.add_parser("rotate", help="add a key: accepted at once, used after --after")
     rotate.add_argument("file", type=Path, metavar="FILE")
     rotate.add_argument(
-        "--after", type=duration, default=10.0, metavar="TIME", help="when it is used (default: after 10s)"
+        "--after", type=duration, default=10.0, metavar="TIME", help="delay until it is used (default: 10s)"
     )
-    retire = actions.add_parser("retire", help="accept old keys no longer")
+    retire = actions.add_parser("retire", help="remove old keys")
     retire.add_argument("file", type=Path, metavar="FILE")
-    retire.add_argument("ids", type=int, nargs="*", metavar="ID", help="which (default: all older than the one in use)")
+    retire.add_argument(
+        "ids", type=int, nargs="*", metavar="ID", help="keys to remove (default: all older than the one in use)"
+    )
     api = actions.add_parser(
         "api",
-        help="add an API key to a router's file, and print it",
-        description="Make an API key for a tenant of a router. It is printed once; the file, in TOML, has its SHA-256, "
-        "and is made if there is none. Quotas stand in its table [tenants.NAME]: requests_per_minute, "
-        "tokens_per_minute, max_in_flight, priority, weight. To retire a key, take its lines out.",
+        help="add an API key to a router's file and print it",
+        description="Make an API key for a tenant of a router. It is printed once; the file (TOML) keeps its SHA-256. "
+        "Quotas go into the file's table [tenants.NAME]: requests_per_minute, tokens_per_minute, "
+        "max_in_flight, priority, weight. To revoke a key, delete its lines.",
     )
     api.add_argument("file", type=Path, metavar="FILE")
     api.add_argument("tenant", metavar="TENANT")
-    api.add_argument("--note", default="", metavar="TEXT", help="whose it is, for who reads the file")
-    show = actions.add_parser("show", help="which keys a file has, without the secrets")
+    api.add_argument("--note", default="", metavar="TEXT", help="comment in the file, such as the owner")
+    show = actions.add_parser("show", help="list the keys of a file, without the secrets")
     show.add_argument("file", type=Path, metavar="FILE")
 
 
@@ -73,8 +74,8 @@ def _add_api_key(path: Path, tenant: str, note: str) -> int:
         raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
     key = new_key(os.urandom(SECRET_BYTES))
     try:
-        said = read_bounded(path).decode("utf-8") if path.exists() else ""
-        write_private(path, with_key(said, tenant, key, note), durable=True)
+        table = read_bounded(path).decode("utf-8") if path.exists() else ""
+        write_private(path, with_key(table, tenant, key, note), durable=True)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     except InvalidInput as error:

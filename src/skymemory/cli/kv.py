@@ -1,20 +1,24 @@
-"""``skymemory kv``: any file in the sky, or in any other store, by name."""
+"""``skymemory kv``: values by name in any store; ``prefetch``: recurring prompts that a habits file expects."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zoneinfo import ZoneInfo
 
-from skymemory.cli._options import add_json, add_run_dir, argument
+from skymemory.cli._options import add_json, add_run_dir, argument, duration
 from skymemory.cli.constellation import ACCESS_CHOICES
 from skymemory.errors import CommandsRefused, InvalidInput, SkyMemoryError
 from skymemory.files import read_bounded, write_output
 from skymemory.units import format_duration, format_size, parse_duration
 
 if TYPE_CHECKING:
+    from skymemory.cache.predictor import Expectation, Predictor
     from skymemory.cli.main import Subparsers
     from skymemory.store.base import Store
 
@@ -30,55 +34,60 @@ _MAX_VALUE_BYTES = 2**32 - 1
 def _lifetime(text: str) -> float:
     seconds = parse_duration(text)
     if not seconds:
-        raise InvalidInput(f"{text!r}: expected a time longer than nothing, such as 30m")
+        raise InvalidInput(f"{text!r}: expected a time above 0, such as 30m")
     return seconds
 
 
 def _printable(name: str) -> str:
-    """A name as it is, but no control characters: whoever stored it must not steer our terminal."""
+    """The name with control characters escaped: a stored name must not control the terminal."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("kv", help="put any file into the constellation, and get it back")
+    parser = subparsers.add_parser("kv", help="store files in the constellation by name, and read them back")
     verbs = parser.add_subparsers(dest="kv_verb", metavar="put|get|pin|delete|list", required=True)
     put = verbs.add_parser("put", help="store a file under its name, or under --key")
-    put.add_argument("file", type=Path)
+    put.add_argument("file", type=Path, metavar="FILE")
     put.add_argument("--key", help="the name to store it under (default: the file's name)")
     put.add_argument(
-        "--ttl", type=argument(_lifetime), metavar="TIME", help="have it forgotten after so long, such as 30m"
+        "--ttl", type=argument(_lifetime), metavar="TIME", help="lifetime of the value, such as 30m (default: no limit)"
     )
     pin = verbs.add_parser("pin", help="keep a value from being evicted for a time")
-    pin.add_argument("key")
+    pin.add_argument("key", metavar="KEY")
     how_long = pin.add_mutually_exclusive_group()
     how_long.add_argument(
-        "--ttl", type=argument(_lifetime), default=3600.0, metavar="TIME", help="for so long (default: 1h)"
+        "--ttl", type=argument(_lifetime), default=3600.0, metavar="TIME", help="how long (default: 1h)"
     )
-    how_long.add_argument("--off", action="store_true", help="take the pin out")
+    how_long.add_argument("--off", action="store_true", help="unpin the value")
     get = verbs.add_parser("get", help="read a value back")
-    get.add_argument("key")
-    get.add_argument("-o", "--out", help="where to write it; - is standard output (default: a file of the key's name)")
-    delete = verbs.add_parser("delete", help="forget a value")
-    delete.add_argument("key")
-    verbs.add_parser("list", help="the names of the values, with their sizes")
+    get.add_argument("key", metavar="KEY", help="the name it was stored under, not a path")
+    get.add_argument("-o", "--out", help="file to write; - is standard output (default: the key's name)")
+    delete = verbs.add_parser("delete", help="delete a value")
+    delete.add_argument("key", metavar="KEY")
+    verbs.add_parser("list", help="list names and sizes of the values")
     for verb in verbs.choices.values():
         verb.add_argument(
             "--store",
             metavar="ADDRESS",
-            help="any store instead of this user's constellation, such as "
+            help="a store (default: this user's constellation), such as "
             "tiers:///etc/skymemory/tiers.toml, disk:///directory?budget=1GiB or redis://host",
         )
         add_run_dir(verb)
         add_json(verb)
         verb.add_argument("--access", choices=ACCESS_CHOICES, help="how to reach the satellites (default: the plan's)")
         verb.add_argument(
-            "--no-index", action="store_true", help="ask the satellites instead of the local index, as after its loss"
+            "--no-index", action="store_true", help="ask the satellites, not the local index, as after its loss"
         )
     for verb in (put, get):
-        verb.add_argument("--seal", type=Path, metavar="FILE", help="the tenant's keys, to seal and open it with")
+        verb.add_argument(
+            "--seal", type=Path, metavar="FILE", help="the tenant's key file, to encrypt and decrypt the value"
+        )
+    _add_prefetch(subparsers)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.verb == "prefetch":
+        return _prefetch(args)
     from skymemory.testbed.connect import sealed
     from skymemory.testbed.key_file import KeyFollower
 
@@ -111,14 +120,13 @@ def _open(args: argparse.Namespace) -> Store:
         return open_constellation(args.run_dir, use_index=not args.no_index, access=args.access)
     if args.run_dir is not None or args.no_index or args.access is not None:
         raise InvalidInput(
-            "--run-dir, --access and --no-index are for this user's constellation: with --store they are part of the "
-            "address, as in constellation:///run/dir?index=no&access=gateway"
+            "--run-dir, --access and --no-index do not go with --store: write them in its address, as in constellation:///run/dir?index=no&access=gateway"
         )
     store = open_store(args.store)
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
     if only_there and not isinstance(bare(store), Listing if only_there == "list" else Expiring):
         store.close()
-        raise InvalidInput(f"{only_there} is for a constellation: {store.name} cannot do it")
+        raise InvalidInput(f"{only_there}: {store.name} does not support it; a constellation does")
     return store
 
 
@@ -137,13 +145,13 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
         raise InvalidInput(f"cannot read {args.file}: {error.strerror}") from error
     key = args.file.name if args.key is None else args.key
     if not key:
-        raise InvalidInput("a value needs a name: --key is empty")
+        raise InvalidInput("--key is empty: expected a name")
     done = NamedValues(edge).put(key, data, ttl_s=args.ttl)
     if done.reason == NOT_PROMISED:
-        raise SkyMemoryError(f"{key}: {NOT_PROMISED}: try --ttl again")
+        raise SkyMemoryError(f"{key}: {NOT_PROMISED}: try again")
     if not done.ok:
         raise SkyMemoryError(
-            f"{key} was not stored in {_called(store)}: {done.reason}. The file is untouched"
+            f"{key} was not stored in {_called(store)}: {done.reason}"
             + ("; see `skymemory constellation status`" if args.store is None else "")
         )
     facts: dict[str, object] = {
@@ -156,7 +164,7 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     text = f"stored {key}: {format_size(len(data))} in {format_duration(done.seconds)}, {done.retransmitted} resent"
     if args.ttl is not None:
         facts["ttl_s"] = args.ttl
-        text += f", forgotten in {format_duration(args.ttl)}"
+        text += f", expires in {format_duration(args.ttl)}"
     return _say(args, facts, text)
 
 
@@ -169,8 +177,8 @@ def _pin(args: argparse.Namespace, store: Store) -> int:
     ttl_s = 0.0 if args.off else args.ttl
     if not values.pin(args.key, ttl_s):
         raise SkyMemoryError(
-            f"{args.key} is not pinned: a satellite with chunks of it is silent, lacks them, or has pinned half of its "
-            "memory already; take out other pins with --off, or give the satellites more memory"
+            f"{args.key} is not pinned: a satellite with chunks of it does not answer, lacks them, or has half of its "
+            "memory pinned; unpin other values with --off, or start the satellites with more memory"
         )
     facts: dict[str, object] = {"key": args.key, "pinned": not args.off, "ttl_s": ttl_s}
     text = f"{args.key} may be evicted again" if args.off else f"pinned {args.key} for {format_duration(args.ttl)}"
@@ -182,7 +190,7 @@ def _called(store: Store) -> str:
 
 
 def _probing(store: Store) -> dict[str, int | float]:
-    """What the index did not know and the satellites were asked for."""
+    """How many keys were looked up at the satellites and adopted by the index."""
     stats = store.stats()
     return {name: stats.get(f"index_{name}", 0) for name in ("keys_probed", "values_adopted")}
 
@@ -198,8 +206,10 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
         if done.reason == NOT_AUTHENTIC:
             raise NotStored(f"{args.key} does not open with {args.seal}: it was sealed with other keys, or not at all")
         if done.reason == UNKNOWN_KEY:
-            raise NotStored(f"{args.key} was sealed with a later key than {args.seal} has: copy the newer file here")
-        raise NotStored(f"{args.key} is not in {_called(store)} ({done.reason})")
+            raise NotStored(
+                f"{args.key} was sealed with a later key than {args.seal} has: copy the newer key file here"
+            )
+        raise NotStored(f"{args.key} is not in {_called(store)} ({done.reason}){_key_hint(args.key)}")
     facts: dict[str, object] = {
         "key": args.key,
         "bytes": len(done.value),
@@ -209,10 +219,10 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
     }
     text = (
         f"read {args.key}: {format_size(len(done.value))} in {format_duration(done.seconds)}, "
-        f"{done.retransmitted} chunks asked for again"
+        f"{done.retransmitted} chunks requested again"
     )
     if facts["keys_probed"]:
-        text += ", found by asking the satellites"
+        text += ", located by asking the satellites"
     if args.out == "-":
         sys.stdout.buffer.write(done.value)
         return _say(args, facts, text, to_stderr=True)
@@ -224,13 +234,19 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
     return _say(args, {**facts, "file": str(out)}, f"{text}, written to {out}")
 
 
+def _key_hint(key: str) -> str:
+    """Says what the key of a file is, where the user typed a path."""
+    name = Path(key).name
+    return f"; keys are names, not paths: did you mean {name!r}?" if name and name != key else ""
+
+
 def _delete(args: argparse.Namespace, store: Store) -> int:
     from skymemory.store.named import NamedValues
 
     deleted = NamedValues(store).delete(args.key)
     if deleted is None:
         raise NotStored(
-            f"{_called(store)} has not confirmed that {args.key} is gone: delete it again when all of it answers"
+            f"{_called(store)} did not confirm the deletion of {args.key}: delete it again when all satellites answer"
         )
     if not deleted:
         raise NotStored(f"{args.key} is not in {_called(store)}")
@@ -249,3 +265,87 @@ def _list(args: argparse.Namespace, store: Store) -> int:
     if not values:
         print("no named values", file=sys.stderr)
     return 0
+
+
+def _add_prefetch(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "prefetch",
+        help="show which recurring prompts are expected, and prefetch them now",
+        description="Show which recurring prompts a habits file (of PrefetchScheduler) expects, and when. A prompt is "
+        "identified by the hashes of its first and last block.",
+    )
+    parser.add_argument("habits", type=Path, metavar="FILE", help="the habits file")
+    parser.add_argument(
+        "--within", type=duration, default=86_400.0, metavar="TIME", help="how far to look ahead (default: 24h)"
+    )
+    parser.add_argument(
+        "--now",
+        action="store_true",
+        help="copy the expected blocks to the satellites that will be overhead then (strategy hop only)",
+    )
+    add_run_dir(parser)
+    add_json(parser)
+
+
+def _prefetch(args: argparse.Namespace) -> int:
+    from skymemory.cache.predictor import Predictor
+    from skymemory.cache.prefetching import read_habits
+
+    zone, habits = read_habits(args.habits)
+    predictor = Predictor(zone=zone, capacity_blocks=max(1, 2 * sum(len(habit.keys) for habit in habits)))
+    predictor.restore(habits)
+    now_s = time.time()
+    expected = predictor.expected(now_s, args.within)
+    near = _bring(expected, args.run_dir) if args.now else None
+    if args.json:
+        print(json.dumps(_prefetch_facts(predictor, expected, near)))
+        return 0
+    recurring = sum(habit.recurs for habit in habits)
+    print(f"{len(habits):,} prompts, {recurring:,} of them seen on more than one day; times in {zone or 'UTC'}")
+    for number, one in enumerate(expected):
+        brought = "" if near is None else f"  near {near[number]}"
+        print(f"{_wall(one, zone):%a %Y-%m-%d %H:%M}  {len(one.keys):>6,} blocks  {_label(one)}{brought}")
+    if not expected:
+        print(f"nothing is expected within {format_duration(args.within)}")
+    return 0
+
+
+def _bring(expected: list[Expectation], run_dir: Path | None) -> list[int]:
+    """How many blocks of each expectation were brought near."""
+    from skymemory.store.base import bring_near
+    from skymemory.testbed.connect import open_constellation
+
+    store = open_constellation(run_dir)
+    try:
+        return [sum(bring_near(store, one.keys, one.at_s)) for one in expected]
+    finally:
+        store.close()
+
+
+def _prefetch_facts(predictor: Predictor, expected: list[Expectation], near: list[int] | None) -> dict[str, object]:
+    habits = predictor.habits
+    return {
+        "zone": predictor.zone or "UTC",
+        "habits": len(habits),
+        "recurring": sum(habit.recurs for habit in habits),
+        "expected": [
+            {
+                "at_s": one.at_s,
+                "at": _wall(one, predictor.zone).isoformat(timespec="seconds"),
+                "blocks": len(one.keys),
+                "first": one.keys[0].hex(),
+                "last": one.keys[-1].hex(),
+                "weight": one.weight,
+                **({} if near is None else {"near": near[number]}),
+            }
+            for number, one in enumerate(expected)
+        ],
+    }
+
+
+def _wall(one: Expectation, zone: str | None) -> datetime:
+    return datetime.fromtimestamp(one.at_s, ZoneInfo(zone or "UTC"))
+
+
+def _label(one: Expectation) -> str:
+    return f"{one.keys[0].hex()[:12]}…{one.keys[-1].hex()[:12]}"

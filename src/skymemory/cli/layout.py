@@ -1,4 +1,4 @@
-"""``skymemory layout``: which satellite is which server, as a map in the terminal, as JSON or drawn."""
+"""``skymemory layout``: which satellite is which server, as a map in the terminal, as JSON or as an image."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from skymemory.cli._options import add_json
 from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
     from skymemory.view.layout_map import LayoutMap
-
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "layout",
         help="show which satellite is which server, now or after some rotations",
-        description="Print the map of a placement as in figures 4 to 8 of the SkyMemory paper: planes are rows, "
-        "satellites of a plane are columns and fly east, the one overhead is in parentheses. "
+        description="Print the map of a placement as in figures 4 to 8 of the SkyMemory paper: rows are planes, "
+        "columns are the satellites of a plane, which fly east; the one overhead is in parentheses. "
         "Numbers are 1-based as in the paper.",
     )
     parser.add_argument("--preset", metavar="NAME", help="constellation (default: testbed-19x5)")
@@ -32,21 +31,20 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="NAME",
         help="rotation, hop, rotation_hop, cost or baseline (default: the preset's)",
     )
-    parser.add_argument("--servers", type=int, metavar="S", help="how many servers (default: the preset's)")
+    parser.add_argument("--servers", type=int, metavar="S", help="number of servers (default: the preset's)")
     parser.add_argument(
         "--rotations",
         type=int,
         default=0,
         metavar="R",
-        help="slots the constellation has flown on since the set",
+        help="slot moves since the value was stored (default: 0)",
     )
     parser.add_argument(
-        "--planes", type=int, default=0, metavar="P", help="planes the Earth has turned on since the set"
+        "--planes", type=int, default=0, metavar="P", help="plane moves since the value was stored (default: 0)"
     )
-    parser.add_argument("--figure", type=int, metavar="N", help="one of the paper's figures 4, 5, 6, 7, 8 instead")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="draw it to a .png, .svg or .pdf file instead")
+    parser.add_argument("--figure", type=int, metavar="N", help="show a figure of the paper: 4, 5, 6, 7 or 8")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="draw it to a .png, .svg or .pdf file")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +72,7 @@ def _shown(args: argparse.Namespace) -> LayoutMap:
 
     if args.figure is not None:
         if any((args.preset, args.strategy, args.servers, args.rotations, args.planes)):
-            raise InvalidInput(f"figure {args.figure} has its own layout: leave the other options of the layout away")
+            raise InvalidInput(f"--figure {args.figure} sets the layout: leave its other options out")
         return paper_map(args.figure)
     preset = preset_named(DEFAULT_PRESET if args.preset is None else args.preset)
     strategy = None if args.strategy is None else parse_strategy(args.strategy)

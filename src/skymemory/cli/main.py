@@ -1,10 +1,8 @@
-"""The ``skymemory`` command: finds the verbs (one file each beside this one), runs one, answers errors in
-one line.
+"""The ``skymemory`` command: loads one verb, runs it, prints its errors in one line.
 
-A verb is a module ``cli/<verb>.py`` with ``add_parser(subparsers)`` and ``run(args) -> int``; a file whose
-name begins with an underscore is shared by verbs and is none itself. When the first argument names a verb
-only that file is imported, so a map is drawn without numpy and a satellite starts without torch; verbs import
-what is heavy inside ``run``.
+A verb is a module of this folder with ``add_parser(subparsers)`` and ``run(args) -> int``; ``_IN_FILE_OF`` lists the
+verbs that share one. Only the module of the verb that was typed is imported, and verbs import what is heavy inside
+``run``: a map is drawn without numpy, a satellite starts without torch.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import skymemory
-from skymemory.cli._options import argument
+from skymemory.cli._options import argument, os_error
 from skymemory.config import suggestion
 from skymemory.errors import InvalidInput, SkyMemoryError
 
@@ -31,25 +29,28 @@ EXIT_FAILED = 1
 EXIT_INVALID_INPUT = 2
 EXIT_INTERRUPTED = 130
 
+END_WITH_STDIN = "--end-with-stdin"
+"""Before a verb, for programs that start one: it ends when its standard input does, so when its parent is gone."""
+_GRACE_S = 4.0
+"""From the end of standard input until the process ends without waiting for its verb."""
+
+_IN_FILE_OF = {"figures": "reproduce", "prefetch": "kv", "satellite": "constellation"}
 _OPTIONS_BEFORE_VERB = {"-h", "--help", "--version"}
 
 
 def verb_names() -> list[str]:
-    """Every verb there is, by the names of the files beside this one, sorted."""
+    """All verbs, sorted."""
     here = [os.path.dirname(__file__)]
-    return sorted(
-        module.name
-        for module in pkgutil.iter_modules(here)
-        if module.name != "main" and not module.name.startswith("_")
-    )
+    files = (module.name for module in pkgutil.iter_modules(here) if not module.name.startswith("_"))
+    return sorted({*files, *_IN_FILE_OF} - {"main"})
 
 
 def _load(verb: str) -> ModuleType:
-    return importlib.import_module(f"skymemory.cli.{verb}")
+    return importlib.import_module(f"skymemory.cli.{_IN_FILE_OF.get(verb, verb)}")
 
 
 class Parser(argparse.ArgumentParser):
-    """Its complaints are our errors, in one line, where argparse prints all options before the one that is wrong."""
+    """An argparse parser whose errors are one line with a suggestion, and no list of all options."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,6 +62,21 @@ class Parser(argparse.ArgumentParser):
             message += " (one that begins with a dash is written after =, as in --ttl=-1)"
         verb = self.prog.removeprefix("skymemory").strip()
         raise InvalidInput(f"{verb + ': ' if verb else ''}{message}; see `{self.prog} --help`")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses unknown options here, where the parser of the verb knows which there are."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            options = [option for action in self._actions for option in action.option_strings]
+            guess = suggestion(word, options) if word.startswith("--") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; {guess}' if guess.startswith('did') else ''}")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            guess = suggestion(str(value), [str(choice) for choice in action.choices])
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {guess}")
 
 
 def _whole(text: str) -> int:
@@ -86,8 +102,8 @@ def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"skymemory {skymemory.__version__}")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in verb_names() if verbs is None else verbs:
-        _load(verb).add_parser(subparsers)
+    for file in dict.fromkeys(_IN_FILE_OF.get(verb, verb) for verb in (verb_names() if verbs is None else verbs)):
+        _load(file).add_parser(subparsers)
     return parser
 
 
@@ -97,13 +113,16 @@ def _check_verb(word: str, names: Sequence[str]) -> None:
     raise InvalidInput(f"{word!r} is not a verb of skymemory; {suggestion(word, names)}")
 
 
-def _say(error: SkyMemoryError) -> None:
-    print(f"skymemory: {error}", file=sys.stderr)
+def _print_error(message: object) -> None:
+    print(f"skymemory: {message}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit code: 0 done, 1 failed, 2 the input was wrong, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == [END_WITH_STDIN]:
+        _end_with_stdin()
+        del arguments[0]
     names = verb_names()
     try:
         if arguments:
@@ -117,23 +136,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _load(args.verb).run(args)
         sys.stdout.flush()
     except InvalidInput as error:
-        _say(error)
+        _print_error(error)
         return EXIT_INVALID_INPUT
     except SkyMemoryError as error:
-        _say(error)
+        _print_error(error)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("skymemory: interrupted", file=sys.stderr)
+        _print_error("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (``| head``); keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except OSError as error:
-        # A full disk, a socket the system refuses: nothing of ours to explain, nothing to trace.
-        print(f"skymemory: {error}", file=sys.stderr)
+        # A full disk, a folder that is not there, a socket the system refuses: a trace would explain no more.
+        _print_error(os_error(error))
         return EXIT_FAILED
     return int(status)
+
+
+def _end_with_stdin() -> None:
+    import signal
+    import threading
+    import time
+
+    def follow() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=follow, name="follow", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,41 @@
-"""``skymemory replay``: a trace's requests sent to any OpenAI endpoint at their times, and what came of them."""
+"""``skymemory replay``: sends the requests of a trace to an OpenAI endpoint at their times and reports latencies."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
-from skymemory.cli._options import add_json, duration, token_ids
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.cli._options import add_json, check_router_installed, duration, token_ids
+from skymemory.errors import InvalidInput, SkyMemoryError
 
 if TYPE_CHECKING:
+    import aiohttp
+
     from skymemory.cli.main import Subparsers
+    from skymemory.serving.replay.client import Client
+    from skymemory.serving.replay.outcome import Outcome
+    from skymemory.serving.replay.play import Player
+    from skymemory.serving.replay.prompts import Ask, Asks, MakePrompt, Measure
+    from skymemory.serving.replay.report import EngineCounts, Report
+    from skymemory.sim.trace import TraceRequest
+
 
 UNITS = ("tokens", "characters", "ids")
+_MARGIN = 0.03
+"""Share of the context left free where lengths of prompts are approximate."""
+_EVERY_S = 0.5
+_LATEST = 500
+"""Latest answers whose percentiles are shown."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -21,93 +43,96 @@ def add_parser(subparsers: Subparsers) -> None:
         "replay",
         help="send a trace's requests to an OpenAI endpoint",
         description="Send the requests of a trace (Mooncake's format) or of the generator to any OpenAI endpoint, each "
-        "when it is due, and report times to the first token and between tokens, hits, refusals and how late the "
-        "client itself was. Prompts are made up: equal block ids give equal prefixes, of the trace's lengths.",
-        epilog="docs/guide/replay.md says what each figure means.",
+        "when it is due, and report times to the first token and between tokens, cache hits, refusals and how late "
+        "the client itself was. Prompts are synthetic: equal block ids give equal prefixes, lengths are the trace's.",
+        epilog="What each figure means: docs/guide/replay.md",
     )
     parser.add_argument(
         "trace", nargs="?", type=Path, help="JSON lines with timestamp, input_length, output_length, hash_ids"
     )
     parser.add_argument("--url", required=True, help="the endpoint, as http://127.0.0.1:8000")
-    what = parser.add_argument_group("what is sent")
-    what.add_argument("--workload", metavar="NAME", help="of the generator, without a trace: conversations or tenants")
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and generator (default: 0)")
-    what.add_argument("--requests", type=int, metavar="N", help="the first N only")
-    what.add_argument("--seconds", type=duration, metavar="TIME", help="only what is due in so long, of this replay")
+    what = parser.add_argument_group("requests")
+    what.add_argument("--workload", metavar="NAME", help="generate requests, without a trace: conversations or tenants")
+    what.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompts and generator (default: 0)")
+    what.add_argument("--requests", type=int, metavar="N", help="only the first N")
+    what.add_argument(
+        "--seconds", type=duration, metavar="TIME", help="only requests due within this time of the replay"
+    )
     what.add_argument(
         "--scale-lengths", type=float, default=1.0, metavar="X", help="prompts and answers X times as long"
     )
-    what.add_argument("--max-tokens", type=int, metavar="N", help="of an answer at most")
+    what.add_argument("--max-tokens", type=int, metavar="N", help="limit of an answer")
     what.add_argument(
         "--prompt-unit",
         choices=UNITS,
         default="tokens",
-        help="a token of the trace becomes a token, by the server's own count; a character; or a token id, where "
-        "the server takes lists of them (default: tokens)",
+        help="what a token of the trace becomes: a token by the server's count, a character, or a token id, where "
+        "the server accepts lists of ids (default: tokens)",
     )
-    what.add_argument("--ids", metavar="A-B", default="300-1000", help="token ids to choose from (default: 300-1000)")
-    when = parser.add_argument_group("when")
-    when.add_argument("--rate", type=float, default=1.0, metavar="X", help="requests come X times as fast (default: 1)")
+    what.add_argument(
+        "--ids", metavar="A-B", default="300-1000", help="range of token ids to draw from (default: 300-1000)"
+    )
+    when = parser.add_argument_group("arrivals")
+    when.add_argument("--rate", type=float, default=1.0, metavar="X", help="send requests X times as fast (default: 1)")
     when.add_argument(
         "--jitter",
         type=duration,
         default=0.0,
         metavar="TIME",
-        help="arrivals moved by up to so much of the trace's time",
+        help="move each arrival by up to this much of the trace's time",
     )
     when.add_argument(
-        "--concurrency", type=int, metavar="N", help="requests under way at most; others wait, and are late"
+        "--concurrency", type=int, metavar="N", help="limit of requests in flight; others wait and count as late"
     )
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("endpoint")
     how.add_argument(
-        "--api", choices=("completions", "chat"), default="completions", help="which door (default: completions)"
+        "--api", choices=("completions", "chat"), default="completions", help="which API (default: completions)"
     )
-    how.add_argument("--model", metavar="NAME", help="(default: the one that the endpoint serves)")
+    how.add_argument("--model", metavar="NAME", help="model name (default: the one that the endpoint serves)")
     how.add_argument(
-        "--context", type=int, metavar="N", help="longer requests are left out (default: what the endpoint says)"
+        "--context", type=int, metavar="N", help="leave out requests that are longer (default: the endpoint's context)"
     )
     how.add_argument(
         "--api-key-env",
         default="OPENAI_API_KEY",
         metavar="NAME",
-        help="the environment variable that holds the key, if there is one (default: OPENAI_API_KEY)",
+        help="environment variable with the API key (default: OPENAI_API_KEY)",
     )
     how.add_argument(
-        "--patience", type=duration, default=300.0, metavar="TIME", help="for a whole answer (default: 300s)"
+        "--patience", type=duration, default=300.0, metavar="TIME", help="timeout of a whole answer (default: 300s)"
     )
-    told = parser.add_argument_group("what is told")
-    told.add_argument("--ttft-slo", type=duration, metavar="TIME", help="wanted: from due to the first token, at most")
-    told.add_argument(
-        "--tbt-slo", type=duration, metavar="TIME", help="wanted: a request's mean time between tokens, at most"
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--ttft-slo", type=duration, metavar="TIME", help="objective for the time from due to the first token"
     )
-    told.add_argument(
+    report.add_argument(
+        "--tbt-slo", type=duration, metavar="TIME", help="objective for a request's mean time between tokens"
+    )
+    report.add_argument(
         "--metrics",
         action="append",
         default=[],
         metavar="URL",
-        help="an engine whose own counts are shown beside; once for each",
+        help="an engine whose own counters are shown beside; may be repeated",
     )
-    told.add_argument("--out", type=Path, metavar="FILE", help="one JSON line for each request")
+    report.add_argument("--out", type=Path, metavar="FILE", help="write one JSON line per request")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    try:
-        from skymemory.cli._runs.replay import replay
-    except ModuleNotFoundError as error:
-        raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
-    return replay(args, os.environ.get(args.api_key_env) or None)
+    check_router_installed()
+    return _replay(args, os.environ.get(args.api_key_env) or None)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises InvalidInput for what cannot go together; looks at no file and asks nobody."""
+    """Raises InvalidInput for options that exclude or need each other; reads no file."""
     if (args.trace is None) == (args.workload is None):
-        raise InvalidInput("replay: name a trace, or --workload, and not both")
+        raise InvalidInput("replay: expected either a trace or --workload")
     if args.workload is not None and args.workload not in ("conversations", "tenants"):
-        raise InvalidInput(f"--workload {args.workload!r}: there are conversations and tenants")
+        raise InvalidInput(f"--workload {args.workload!r}: expected conversations or tenants")
     if args.workload is not None and args.seconds is None and args.requests is None:
-        raise InvalidInput("--workload has no end by itself: say --seconds or --requests")
+        raise InvalidInput("--workload is endless: add --seconds or --requests")
     for name in ("requests", "max_tokens", "concurrency", "context"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise InvalidInput(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
@@ -116,5 +141,330 @@ def check(args: argparse.Namespace) -> None:
     if args.patience <= 0:
         raise InvalidInput("--patience: expected more than 0")
     if args.prompt_unit == "ids" and args.api == "chat":
-        raise InvalidInput("--prompt-unit ids: chats take no token ids; use --api completions")
+        raise InvalidInput("--prompt-unit ids: the chat API accepts no token ids; use --api completions")
     token_ids(args.ids)
+
+
+@dataclass
+class _Replay:
+    """State of one replay: enough for a report whenever it ends."""
+
+    args: argparse.Namespace
+    asks: Asks
+    outcomes: list[Outcome]
+    player: Player | None = None
+    measure: Measure | None = None
+    model: str = ""
+    before: EngineCounts | None = None
+    after: EngineCounts | None = None
+    cut_at_s: float | None = None
+    """Seconds into the replay at which it was interrupted."""
+
+    def report(self) -> Report:
+        from skymemory.serving.replay.prompts import reusable_share
+        from skymemory.serving.replay.report import Slo, report_of
+        from skymemory.sim.trace import BLOCK_TOKENS
+
+        args = self.args
+        stalls = self.player.stalls_s if self.player is not None else ()
+        ended = {outcome.number for outcome in self.outcomes}
+        sent = [ask for ask in self.asks.asks if ask.number in ended]
+        share = reusable_share(sent, BLOCK_TOKENS * args.scale_lengths)
+        in_tokens = args.prompt_unit != "characters"
+        slo = Slo(args.ttft_slo, args.tbt_slo)
+        return report_of(self.outcomes, len(self.asks.asks), slo, stalls, share, in_tokens, self.cut_at_s)
+
+
+def _replay(args: argparse.Namespace, key: str | None) -> int:
+    """Exit code 0 if an answer came, 1 if none did, 130 if it was interrupted; each prints the report."""
+    import asyncio
+
+    from skymemory.serving.replay.client import base_url
+    from skymemory.serving.replay.report import lines_of
+
+    requests = shapes(args)
+    url = base_url(args.url)
+    stream = sys.stderr if args.json else sys.stdout
+    out = args.out.open("w", encoding="utf-8") if args.out is not None else None
+    try:
+        one, interrupted = asyncio.run(_interruptible(args, requests, url, key, stream, out))
+    finally:
+        if out is not None:
+            out.close()
+    report = one.report()
+    if args.json:
+        print(json.dumps(_object(one, report, url, interrupted), indent=1))
+    else:
+        print("\n".join([*lines_of(report), *_engine_lines(one, report)]))
+        if interrupted:
+            print("interrupted: the report covers what was done until then")
+    return 130 if interrupted else 0 if report.completed else 1
+
+
+def shapes(args: argparse.Namespace) -> Sequence[TraceRequest]:
+    """Requests of the trace or the generator, at the rate of ``--rate``."""
+    from skymemory.sim.trace import at_rate, jittered, read_trace
+
+    if args.trace is not None:
+        requests = read_trace(args.trace)
+    else:
+        requests = _generated(args)
+    if args.jitter:
+        requests = jittered(requests, args.seed, args.jitter)
+    return at_rate(requests, args.rate)
+
+
+def _generated(args: argparse.Namespace) -> list[TraceRequest]:
+    """Enough requests of the generator for ``--seconds`` or ``--requests``."""
+    from skymemory.sim.workload import WORKLOADS, generate
+
+    kind = WORKLOADS[args.workload]
+    if args.seconds is not None:
+        return generate(kind, args.seconds * args.rate + kind.batch_s + 1.0, args.seed)
+    span_s = 60.0 + 2 * args.requests / kind.conversations_per_s
+    while len(requests := generate(kind, span_s, args.seed)) < args.requests:
+        span_s *= 2
+    return requests
+
+
+async def _interruptible(
+    args: argparse.Namespace,
+    requests: Sequence[TraceRequest],
+    url: str,
+    key: str | None,
+    stream: TextIO,
+    out: TextIO | None,
+) -> tuple[_Replay, bool]:
+    """The replay, and whether SIGINT, SIGTERM or SIGHUP ended it; a second signal changes nothing."""
+    import asyncio
+
+    from skymemory.serving.replay.prompts import Asks
+
+    one = _Replay(args, Asks((), 0), [])
+    task = asyncio.ensure_future(_run(one, requests, url, key, stream, out))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, lambda: None if task.cancelling() else task.cancel())
+    try:
+        await task
+    except asyncio.CancelledError:
+        if one.player is None:
+            raise KeyboardInterrupt from None
+        one.cut_at_s = one.player.clock()
+        return one, True
+    return one, False
+
+
+async def _run(
+    one: _Replay, requests: Sequence[TraceRequest], url: str, key: str | None, stream: TextIO, out: TextIO | None
+) -> None:
+    import asyncio
+
+    import aiohttp
+
+    from skymemory.serving.replay.client import Client, Target
+    from skymemory.serving.replay.play import Player
+
+    args = one.args
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+        client = Client(session, Target(url, args.model or "", args.api == "chat", args.patience))
+        prompts = await _prepared(one, client, requests, stream)
+        metrics = args.metrics
+        one.before = await _counts(session, metrics)
+
+        def record(outcome: Outcome) -> None:
+            one.outcomes.append(outcome)
+            if out is not None:
+                out.write(json.dumps(outcome.as_json()) + "\n")
+
+        asks, target = one.asks.asks, client.target
+        player = Player(
+            asks,
+            lambda ask: target.body(prompts(ask), ask.output_tokens),
+            lambda ask, body, clock, held_up_s: client.ask(ask, body, clock, record, held_up_s),
+            args.concurrency,
+        )
+        one.player = player
+        progress = asyncio.create_task(Progress(stream, player, one.outcomes, asks).follow())
+        try:
+            await player.play()
+        finally:
+            progress.cancel()
+            with suppress(asyncio.CancelledError):
+                await progress
+        one.after = await _counts(session, metrics)
+
+
+async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceRequest], stream: TextIO) -> MakePrompt:
+    """Probe the endpoint and settle which requests are sent with which prompts."""
+    from skymemory.serving.replay.play import agree, calibrate
+    from skymemory.serving.replay.prompts import asks_of, character_prompts, id_prompts, word_prompts
+    from skymemory.sim.trace import BLOCK_TOKENS
+    from skymemory.sim.workload import WORDS
+
+    args = one.args
+    known = await _known(client, args)
+    one.model, context = client.target.model, args.context or known
+    block = BLOCK_TOKENS * args.scale_lengths
+    began_s = time.perf_counter()
+
+    def clock() -> float:
+        return time.perf_counter() - began_s
+
+    prompts: MakePrompt
+    room = context
+    if args.prompt_unit == "ids":
+        first, last = token_ids(args.ids)
+        prompts = id_prompts(first, last, block, args.seed)
+        notes = (await agree(client, [first] * 8, clock))[1]
+    elif args.prompt_unit == "characters":
+        prompts = character_prompts(WORDS, block, args.seed)
+        notes = (await agree(client, WORDS[args.seed % len(WORDS)], clock))[1]
+        room = None
+    else:
+        one.measure, notes = await calibrate(client, WORDS, args.seed, context, clock)
+        prompts = word_prompts(WORDS, block, one.measure, args.seed)
+        room = None if context is None else int(context * (1 - _MARGIN))
+    one.asks = asks_of(
+        requests,
+        scale=args.scale_lengths,
+        most_output=args.max_tokens,
+        context_tokens=room,
+        span_s=args.seconds,
+        most=args.requests,
+    )
+    asks = one.asks.asks
+    unit = "characters" if args.prompt_unit == "characters" else "tokens"
+    prompt, output = (total / len(asks) for total in (one.asks.prompt_tokens, sum(ask.output_tokens for ask in asks)))
+    words = (
+        f"{len(asks):,} requests due within {asks[-1].due_s:.1f} s, prompts of {prompt:,.0f} {unit} and answers of "
+        f"{output:,.0f} tokens on average, to {one.model}"
+    )
+    if one.measure is not None:
+        words += (
+            f"; {one.measure.tokens_per_word:.3f} tokens a word, {one.measure.added_tokens:.0f} added to each prompt"
+        )
+    print(words, file=stream)
+    if one.asks.too_long:
+        print(f"left out: {one.asks.too_long:,} that do not fit {context:,} tokens (--scale-lengths)", file=stream)
+    for note in notes:
+        print(f"note: {note}", file=stream)
+    stream.flush()
+    return prompts
+
+
+async def _known(client: Client, args: argparse.Namespace) -> int | None:
+    """The context's size if the endpoint reports it; with ``--model`` it need not list its models."""
+    from skymemory.serving.replay.play import look
+
+    try:
+        return (await look(client, args.model)).context_tokens
+    except InvalidInput:
+        raise
+    except SkyMemoryError:
+        if args.model is None:
+            raise
+        client.target = replace(client.target, model=args.model)
+        return None
+
+
+async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> EngineCounts | None:
+    """Counters of all ``urls`` together; None where there are none.
+
+    Raises:
+        SkyMemoryError: one does not report them.
+    """
+    import aiohttp
+
+    from skymemory.serving.replay.client import base_url
+    from skymemory.serving.replay.report import counts_of
+
+    total: EngineCounts | None = None
+    for url in urls:
+        where = url if url.rstrip("/").endswith("/metrics") else f"{base_url(url)}/metrics"
+        try:
+            async with session.get(where, timeout=aiohttp.ClientTimeout(total=10)) as answer:
+                answer.raise_for_status()
+                counted = counts_of(await answer.text())
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise SkyMemoryError(f"--metrics {where}: {error}") from error
+        total = counted if total is None else total.plus(counted)
+    return total
+
+
+def _engine_lines(one: _Replay, report: Report) -> list[str]:
+    """Counters of the engines beside what the answers said."""
+    if one.before is None or one.after is None:
+        return []
+    counted, lines = one.after.since(one.before), ["  by the engines' own /metrics, beside what the answers said:"]
+    answered = (report.completed, report.prompt_tokens, report.cached_tokens, report.output_tokens)
+    names = ("requests", "prompt tokens", "of them cached", "tokens answered")
+    for name, theirs, ours in zip(names, counted.all(), answered, strict=True):
+        lines.append(f"    {name:<18}{'not counted' if theirs is None else f'{theirs:,.0f}':>14}{ours:>14,}")
+    return lines
+
+
+def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[str, Any]:
+    from skymemory.serving.replay.report import as_json
+
+    args = one.args
+    counted = None if one.before is None or one.after is None else one.after.since(one.before)
+    return {
+        "url": url,
+        "model": one.model,
+        "source": str(args.trace) if args.trace is not None else args.workload,
+        "seed": args.seed,
+        "rate": args.rate,
+        "scale_lengths": args.scale_lengths,
+        "prompt_unit": args.prompt_unit,
+        "api": args.api,
+        "ended_early": interrupted,
+        "left_out": one.asks.too_long,
+        "tokens_per_word": None if one.measure is None else round(one.measure.tokens_per_word, 4),
+        **as_json(report),
+        "engines": None if counted is None else asdict(counted),
+    }
+
+
+class Progress:
+    """How far a replay is, in one line that is overwritten; only on a terminal."""
+
+    def __init__(self, stream: TextIO, player: Player, outcomes: Sequence[Outcome], asks: Sequence[Ask]) -> None:
+        self._stream = stream
+        self._player = player
+        self._outcomes = outcomes
+        self._asks = asks
+
+    async def follow(self) -> None:
+        """Until cancelled, which erases the line."""
+        import asyncio
+
+        if not self._stream.isatty():
+            return
+        try:
+            while True:
+                width = shutil.get_terminal_size().columns
+                self._stream.write(f"\r\x1b[K{self.line()[: width - 1]}")
+                self._stream.flush()
+                await asyncio.sleep(_EVERY_S)
+        finally:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def line(self) -> str:
+        from skymemory.serving.replay.outcome import Status
+        from skymemory.stats import spread
+
+        latest = self._outcomes[-_LATEST:]
+        ttft = spread(one.ttft_s for one in latest if one.status is Status.COMPLETED)
+        late = spread(one.late_s for one in latest)
+        bad = sum(one.status is not Status.COMPLETED for one in self._outcomes)
+        words = (
+            f"{max(0.0, self._player.clock()):6.1f} of {self._asks[-1].due_s:.1f} s: {self._player.begun:,} of "
+            f"{len(self._asks):,} sent, {self._player.under_way:,} in flight, {len(self._outcomes) - bad:,} completed, "
+            f"{bad:,} failed"
+        )
+        if ttft.count:
+            words += f"; TTFT p50 {ttft.p50:.3f} s, p90 {ttft.p90:.3f} s; late by {late.p90 * 1000:.1f} ms (p90)"
+        return words

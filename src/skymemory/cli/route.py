@@ -1,4 +1,4 @@
-"""``skymemory route``: an OpenAI-compatible proxy that sends each request where its prompt's cache is."""
+"""``skymemory route``: an OpenAI-compatible proxy that routes each request to the engine with its prompt's cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli._options import duration, option, said, size
+from skymemory.cli._options import duration, option, size, without_unset
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -18,61 +18,78 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "route",
-        help="an OpenAI-compatible proxy that routes by prefix",
-        description="Serve OpenAI's API in front of several engines (vLLM, SGLang, ...) and send each request to the "
-        "one that is believed to hold most of its prompt, unless that one has too much to do. Runs until Ctrl-C.",
-        epilog="Everything that --settings can say: docs/reference/router.md",
+        help="an OpenAI-compatible proxy that routes by prompt prefix",
+        description="Serve OpenAI's API in front of engines (vLLM, SGLang, ...) and send each request to the one with "
+        " the shortest estimated time to the first token, given its cache and its queue. Runs until Ctrl-C.",
+        epilog="All settings: docs/reference/router.md",
     )
     parser.add_argument(
-        "--backend", action="append", default=[], metavar="URL", help="an engine, as http://host:port; once for each"
+        "--backend",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine, such as http://host:port; may be repeated",
     )
     parser.add_argument(
-        "--settings", type=Path, metavar="FILE", help="settings in TOML; followed while running, as is SIGHUP"
+        "--settings", type=Path, metavar="FILE", help="settings in TOML; reloaded on change and on SIGHUP"
     )
-    parser.add_argument("--listen", metavar="HOST:PORT", help="where to listen (default: 127.0.0.1:8080; port 0: any)")
-    parser.add_argument("--strategy", metavar="NAME", help="how a server is chosen (default: the best we know)")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the strategy; once for each"
+        "--listen", metavar="HOST:PORT", help="address to listen on (default: 127.0.0.1:8080; port 0: any free)"
+    )
+    parser.add_argument("--strategy", metavar="NAME", help="routing strategy (default: least-ttft)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the strategy; may be repeated"
     )
     parser.add_argument(
         "--cost",
         metavar="FILE|NAME",
-        help="what prefills take, as `skymemory fit` found, or a preset (default: learnt)",
+        help="cost model from `skymemory fit`, or a preset (default: learnt while running)",
     )
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="a tokenizer.json or a folder with one: blocks of tokens, not characters"
+        "--tokenizer",
+        metavar="PATH",
+        help="the model's tokenizer.json or its folder; blocks are then counted in tokens",
     )
-    parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens of a block, as the engines have it")
-    parser.add_argument("--max-body", type=size, metavar="SIZE", help="larger bodies are refused (default: 16MiB)")
-    parser.add_argument("--max-in-flight", type=int, metavar="N", help="requests at once (default: 4096)")
-    parser.add_argument("--drain", type=duration, metavar="TIME", help="for requests to end on SIGTERM (default: 30s)")
-    parser.add_argument("--admission", metavar="RULE", help="who is let in under overload (default: all; try goodput)")
-    parser.add_argument("--ttft", type=duration, metavar="TIME", help="what is promised to the first token")
-    parser.add_argument("--tbt", type=duration, metavar="TIME", help="what is promised between tokens; only counted")
+    parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens per block, as the engines have it")
     parser.add_argument(
-        "--fair", action="store_true", default=None, help="priorities and fair shares of tenants under overload"
+        "--max-body", type=size, metavar="SIZE", help="largest request body; 413 above (default: 16MiB)"
+    )
+    parser.add_argument("--max-in-flight", type=int, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--drain", type=duration, metavar="TIME", help="time for requests to finish on SIGTERM (default: 30s)"
+    )
+    parser.add_argument("--admission", metavar="RULE", help="admission rule under overload (default: all; try goodput)")
+    parser.add_argument(
+        "--ttft", type=duration, metavar="TIME", help="objective for the time to the first token, for --admission"
+    )
+    parser.add_argument("--tbt", type=duration, metavar="TIME", help=argparse.SUPPRESS)
+    parser.add_argument("--fair", action="store_true", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--admission-option", action="append", default=[], metavar="NAME=VALUE", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--queue", type=int, metavar="N", help="requests that may queue while every server is full (see --max-waiting)"
     )
     parser.add_argument(
-        "--admission-option", action="append", default=[], metavar="NAME=VALUE", help="of the rule; once for each"
+        "--max-waiting",
+        type=int,
+        metavar="N",
+        help="requests without their first byte at which a server counts as full",
     )
     parser.add_argument(
-        "--queue", type=int, metavar="N", help="requests that may wait where every server is full (--max-waiting)"
+        "--api-keys", metavar="FILE", help="API keys and quotas of tenants (`skymemory keys api` adds a key)"
     )
-    parser.add_argument(
-        "--max-waiting", type=int, metavar="N", help="requests that wait for their first byte and make a server full"
-    )
-    parser.add_argument("--api-keys", metavar="FILE", help="who may ask, and how much (`skymemory keys api` adds one)")
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain (PEM): serve HTTPS")
-    parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
+    parser.add_argument("--tls-key", metavar="FILE", help="key of the certificate (PEM)")
     parser.add_argument(
-        "--cors-origin", action="append", default=[], metavar="URL", help='pages that may ask; once for each, or "*"'
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help='origin whose pages may send requests, or "*"; may be repeated',
     )
-    parser.add_argument("--state", metavar="FILE", help="where what was learnt is kept over a restart")
-    parser.add_argument("--log-requests", action="store_true", default=None, help="one line per request, on stderr")
-    parser.add_argument(
-        "--check", action="store_true", help="only look at the servers, and say what is wrong with which"
-    )
-    parser.add_argument("--json", action="store_true", help="with --check: one JSON object")
+    parser.add_argument("--state", metavar="FILE", help="file that keeps the prefix index and estimates over a restart")
+    parser.add_argument("--log-requests", action="store_true", default=None, help="log one line per request to stderr")
+    parser.add_argument("--check", action="store_true", help="check the servers, print their problems and exit")
+    parser.add_argument("--json", action="store_true", help="print the result of --check as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,11 +108,11 @@ def run(args: argparse.Namespace) -> int:
     flags = _flags(args)
     settings = read_settings(args.settings, flags)
     if not settings.backends:
-        raise InvalidInput("route: no server; name each with --backend URL, or in the file of --settings")
+        raise InvalidInput("route: no server: add --backend URL, or list them in the file of --settings")
     if args.check:
         return run_check(settings, args.json)
     if args.json:
-        raise InvalidInput("route: --json goes with --check")
+        raise InvalidInput("route: --json needs --check")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     loop_factory = None
     try:
@@ -116,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _flags(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say, as a settings file would."""
+    """The flags as a table of settings."""
     table: dict[str, Any] = {
         "listen": args.listen,
         "strategy": args.strategy,
@@ -143,14 +160,11 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
         "door": {"api_keys": args.api_keys, "tls_cert": args.tls_cert, "tls_key": args.tls_key},
         "cors": {"origins": args.cors_origin or None},
     }
-    return said(table)
-
-
-# ``skymemory route --check``: what is behind the router, before it runs.
+    return without_unset(table)
 
 
 def run_check(settings: Settings, as_json: bool) -> int:
-    """Prints what was found. The exit code: 0, or 1 where a server has a problem."""
+    """``--check``: prints the state of each server. Exit code 1 if one has a problem."""
     import asyncio
 
     from skymemory.router.http.check import check
@@ -162,7 +176,7 @@ def run_check(settings: Settings, as_json: bool) -> int:
         return int(problems > 0)
     for each in found:
         print("\n".join(_lines(each)))
-    print(f"{len(found) - problems} of {len(found)} servers are as they should be")
+    print(f"{len(found) - problems} of {len(found)} servers have no problem")
     return int(problems > 0)
 
 

@@ -1,4 +1,4 @@
-"""``skymemory serve``: a small engine behind the OpenAI protocol, until Ctrl-C."""
+"""``skymemory serve``: a small inference engine with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
     parser = subparsers.add_parser(
         "serve",
-        help="a small engine behind the OpenAI protocol",
-        description="Serve a model by OpenAI's protocol (/v1/completions, /v1/chat/completions, /v1/models; streamed "
-        "or whole) with a prefix cache, until Ctrl-C. /metrics and KV events are as vLLM has them. It is made to try "
-        "and test routers with: prompts are computed one at a time. Whoever reaches its address may use it.",
+        help="a small inference engine with OpenAI's API",
+        description="Serve a model with OpenAI's API (/v1/completions, /v1/chat/completions, /v1/models; streamed or "
+        "not) and a prefix cache, until Ctrl-C. /metrics and KV events are vLLM's. It is meant for testing routers and "
+        "clients: prompts are computed one at a time, and there is no authentication.",
     )
     add = parser.add_argument
     add(
@@ -33,29 +33,40 @@ def add_parser(subparsers: Subparsers) -> None:
         help="small (the trained model that is shipped), small-random, tinyllama-random, tinyllama-6-random, or a "
         "folder saved by transformers (default: small)",
     )
-    add("--name", default="", metavar="NAME", help="what requests call the model (default: its name or its folder's)")
+    add("--name", default="", metavar="NAME", help="name of the model in requests (default: its name or its folder's)")
     add(
         "--listen",
         type=argument(_address),
         default=("127.0.0.1", 8000),
         metavar="HOST:PORT",
-        help="where to listen; port 0 takes a free one (default: 127.0.0.1:8000)",
+        help="address to listen on; port 0: any free (default: 127.0.0.1:8000)",
     )
     add("--cache", type=size, default=64 << 20, metavar="SIZE", help="memory of the prefix cache (default: 64MiB)")
     add("--block-tokens", type=int, default=16, metavar="N", help="tokens of a cache block (default: 16)")
-    add("--policy", choices=POLICIES, default="lru", help="what goes first when the cache is full (default: lru)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="numbers (default: float32)")
-    add("--threads", type=int, default=1, metavar="N", help="threads that compute (default: 1)")
-    add("--context", type=int, metavar="N", help="tokens of prompt and answer at most (default: what the model has)")
-    add("--running", type=int, default=8, metavar="N", help="requests in the model's memory at most (default: 8)")
-    add("--waiting", type=int, default=256, metavar="N", help="requests in line before it answers 429 (default: 256)")
-    add("--engines", type=int, default=1, metavar="N", help="so many processes, each at the next port (default: 1)")
-    add("--kv-events", metavar="ENDPOINT", help="publish KV events here, such as tcp://127.0.0.1:5557 (ZeroMQ)")
+    add("--policy", choices=POLICIES, default="lru", help="eviction policy of the cache (default: lru)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="data type of the model (default: float32)",
+    )
+    add("--threads", type=int, default=1, metavar="N", help="compute threads (default: 1)")
+    add("--context", type=int, metavar="N", help="limit of prompt and answer in tokens (default: the model's)")
+    add("--running", type=int, default=8, metavar="N", help="limit of running requests (default: 8)")
+    add("--waiting", type=int, default=256, metavar="N", help="limit of queued requests; 429 above (default: 256)")
+    add(
+        "--engines",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of engine processes, on successive ports (default: 1)",
+    )
+    add("--kv-events", metavar="ENDPOINT", help="publish KV events there, such as tcp://127.0.0.1:5557 (ZeroMQ)")
     add(
         "--kv-replay",
         default="tcp://127.0.0.1:*",
         metavar="ENDPOINT",
-        help="where missed KV events are asked for (default: tcp://127.0.0.1:*, a free port)",
+        help="endpoint that resends missed KV events (default: tcp://127.0.0.1:*, a free port)",
     )
 
 

@@ -35,7 +35,8 @@ async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "skymemory.cli._runs.service",
+            "skymemory.cli.main",
+            "--end-with-stdin",
             *words,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -52,7 +52,7 @@ def url(run: Callable[..., Running]) -> str:
 
 def test_servers_that_are_well_and_one_that_is_not_there(checked: Checked, url: str) -> None:
     code, said = checked({"url": url})
-    assert code == 0 and "1 of 1 servers are as they should be" in said
+    assert code == 0 and "1 of 1 servers have no problem" in said
     assert "metrics  vllm\n" in said and "models   small" in said
     assert "note: metrics without vllm:cache_config_info" in said
     code, said = checked({"url": url}, {"url": "http://127.0.0.1:1"})
@@ -104,4 +104,4 @@ def test_events_that_nobody_publishes_or_that_are_not_said(
 
 def test_json_without_a_check_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["route", "--backend", url, "--json"]) != 0
-    assert "--json goes with --check" in capsys.readouterr().err
+    assert "--json needs --check" in capsys.readouterr().err

@@ -111,7 +111,7 @@ def test_a_router_that_was_killed_starts_again_and_ctrl_c_ends_it_without_a_word
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "no server; name each with --backend"),
+        ([], "no server: add --backend"),
         (["--backend", "127.0.0.1:8000"], "is not the address of a server"),
         (["--backend", "http://127.0.0.1:1", "--strategy", "least-lode"], "least-load"),
         (["--backend", "http://127.0.0.1:1", "--listen", "8080"], "not an address to listen at"),

@@ -153,11 +153,14 @@ def test_a_key_is_sent_and_never_told(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--url", "http://127.0.0.1:1"], "name a trace, or --workload"),
+        (["--url", "http://127.0.0.1:1"], "expected either a trace or --workload"),
         (["t.jsonl", "--url", "127.0.0.1:1"], "expected an address such as"),
         (["--workload", "tenants", "--url", "http://127.0.0.1:1"], "--seconds or --requests"),
         (["t.jsonl", "--url", "http://x", "--rate", "0"], "--rate 0"),
-        (["t.jsonl", "--url", "http://x", "--prompt-unit", "ids", "--api", "chat"], "chats take no token ids"),
+        (
+            ["t.jsonl", "--url", "http://x", "--prompt-unit", "ids", "--api", "chat"],
+            "accepts no token ids",
+        ),
         (["t.jsonl", "--url", "http://x", "--ids", "7-9"], "--ids '7-9'"),
         (["t.jsonl", "--url", "http://x", "--concurrency", "0"], "--concurrency 0"),
     ],

@@ -1,4 +1,4 @@
-"""What ``skymemory constellation status`` and ``rotate`` found out, for people and for programs."""
+"""Reports of ``skymemory constellation status`` and ``rotate``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _NO_SUMS = {"late_us", *OURS.figures()}
 
 @dataclass(frozen=True, slots=True)
 class StatusReport:
-    """Processes as this computer sees them, satellites as they answer."""
+    """State of the host processes of this computer and the satellites' answers."""
 
     plan: ConstellationPlan
     hosts: list[HostState]
     answers: dict[SatelliteId, Housekeeping | None]
     where: str
     index: tuple[Standing, int] | None = None
-    """What the local index says of itself, and how many values it knows; None where there is none."""
+    """State of the local index and its number of values; None without one."""
 
     @property
     def healthy(self) -> bool:
         return all(answer is not None for answer in self.answers.values())
 
     def answering(self, host: str) -> tuple[int, int]:
-        """Satellites of ``host`` that answer, of how many."""
+        """How many satellites of ``host`` answer, and how many it has."""
         mine = [satellite for satellite, _ in self.plan.addresses_of(self.plan.host_named(host))]
         return sum(self.answers[satellite] is not None for satellite in mine), len(mine)
 
@@ -59,27 +59,27 @@ class StatusReport:
 
     @property
     def wrong_clocks(self) -> list[SatelliteId]:
-        """Satellites whose clocks are further from ours than the moves of this plan tolerate."""
+        """Satellites whose clock differs from ours by more than the plan tolerates."""
         bound_us = tolerated_skew_s(self.plan) * 1e6
         return [here for here, answer in self.answers.items() if answer and answer["clock_off_us"] > bound_us]
 
     @property
     def of_older_releases(self) -> int:
-        """How many satellites answer without a word, or do not know all operations that this release knows."""
+        """How many satellites report no capabilities, or lack operations of this release."""
         known = [Capabilities.of_figures(answer) for answer in self.answers.values() if answer]
         return sum(not one.stated or bool(OURS.operations & ~one.operations) for one in known)
 
     def per_host(self, field: str) -> int:
-        """Sum over hosts of a field that every satellite of a host reports alike."""
+        """Sum over hosts of a field that all satellites of a host report alike."""
         total = 0
         for host in self.plan.hosts:
-            told = [answer for satellite, _ in self.plan.addresses_of(host) if (answer := self.answers.get(satellite))]
-            total += max((answer.get(field, 0) for answer in told), default=0)
+            answers = (self.answers.get(satellite) for satellite, _ in self.plan.addresses_of(host))
+            total += max((answer.get(field, 0) for answer in answers if answer), default=0)
         return total
 
 
 def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) -> StatusReport:
-    """Look at the processes of the run directory (or of none, for a plan file) and ask every satellite."""
+    """Inspect the processes of the run directory (none, with a plan file) and ping every satellite."""
     if plan_path is not None:
         plan = load_plan(plan_path)
         hosts = [HostState(host.name, "elsewhere", None, None, "") for host in plan.hosts]
@@ -90,8 +90,8 @@ def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) 
     silence = Silence(patience_s, busy=demand.busy, off=_disabled(directory))
     if all(host.state == "dead" for host in hosts):
         raise NoConstellation(
-            f"the constellation of {directory.path} has died, all {len(hosts)} host processes; "
-            f"start another with `skymemory constellation up`\n{hosts[0].log_tail}".rstrip()
+            f"all {len(hosts)} host processes of the constellation in {directory.path} have died; "
+            f"start it again with `skymemory constellation up`\n{hosts[0].log_tail}".rstrip()
         )
     index = look_at_journal(directory.index_path)
     return StatusReport(plan, hosts, ping_all(plan, silence), str(directory.path), index)
@@ -101,7 +101,7 @@ def _disabled(directory: RunDirectory) -> frozenset[SatelliteId]:
     try:
         return read_outages(directory)
     except InvalidInput:
-        return frozenset()  # the hosts say so in their logs; a satellite that is off is only waited for longer
+        return frozenset()  # the hosts log it; here a satellite that is off only costs its timeout
 
 
 def _as_object(report: StatusReport) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
     }
 
 
-def _delay_words(scale: float) -> str:
+def _delay_text(scale: float) -> str:
     return {0.0: "off", 1.0: "real"}.get(scale, f"x{scale:g}")
 
 
@@ -166,7 +166,7 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
     plan = report.plan
     print(
         f"{plan.preset}: {plan.planes} planes x {plan.slots_per_plane} slots = {plan.torus.size} satellites; "
-        f"{plan.servers} servers by {plan.strategy}; access {plan.access}; delay {_delay_words(plan.delay_scale)}"
+        f"{plan.servers} servers by {plan.strategy}; access {plan.access}; delay {_delay_text(plan.delay_scale)}"
     )
     print(f"{'host':<10}{'planes':<10}{'ports':<14}{'process':<16}{'memory':<12}satellites that answer")
     for share, host in zip(plan.hosts, report.hosts, strict=True):
@@ -183,29 +183,27 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
             f"{format_size(report.total('memory_limit_bytes'))}; moved by hand: {moves[0]} slots, {moves[1]} planes"
         )
         if plan.delay_scale > 0:
-            print(f"delays held to within {report.worst('delay_error_p99_us')} µs (99th percentile of the worst host)")
+            print(f"link delays are off by up to {report.worst('delay_error_p99_us')} µs (p99 of the worst host)")
         if plan.faults.any:
             print(f"faults injected: {report.per_host('faults_injected')}")
     if report.index is not None:
         standing, values = report.index
         print(
             f"index of this computer: {values} values"
-            + ("" if standing.complete else "; incomplete, so satellites are asked for what it does not know")
-            + (f": {standing.values_adopted} values adopted so far" if standing.values_adopted else "")
+            + ("" if standing.complete else "; incomplete: keys that it lacks are looked up at the satellites")
+            + (f": {standing.values_adopted} values found there so far" if standing.values_adopted else "")
         )
     if older := report.of_older_releases:
-        print(
-            f"{older} satellites are of an older release than this program: what they do not know is not asked of them"
-        )
+        print(f"{older} satellites run an older release than this program; operations that they lack are not used")
     if report.wrong_clocks:
         print(
-            f"WARNING: the clocks of {len(report.wrong_clocks)} satellites and of this computer are up to "
-            f"{report.worst('clock_off_us') / 1e6:.3g} s apart, at time scale {plan.time_scale:g} at most "
-            f"{tolerated_skew_s(plan):.3g} s is tolerated: set the clocks of the hosts"
+            f"WARNING: clocks of {len(report.wrong_clocks)} satellites differ from this computer's by up to "
+            f"{report.worst('clock_off_us') / 1e6:.3g} s; at time scale {plan.time_scale:g} at most "
+            f"{tolerated_skew_s(plan):.3g} s is tolerated: synchronise the clocks of the hosts (NTP)"
         )
     for host in report.hosts:
         if host.state == "dead":
-            print(f"{host.name} is dead" + (f"; its log ends:\n{host.log_tail}" if host.log_tail else ""))
+            print(f"{host.name} is dead" + (f"; its log ends with:\n{host.log_tail}" if host.log_tail else ""))
 
 
 def print_rotation(report: Rotation, *, as_json: bool) -> None:
@@ -214,6 +212,6 @@ def print_rotation(report: Rotation, *, as_json: bool) -> None:
         return
     print(
         f"moved from {report.moves_before} to {report.moves_after} (slots, planes): {report.acknowledged} of "
-        f"{report.satellites} satellites follow, {report.chunks_migrated} chunks handed over in "
-        f"{format_duration(report.seconds)}" + ("" if report.settled else ", and more are still on their way")
+        f"{report.satellites} satellites acknowledged, {report.chunks_migrated} chunks handed over in "
+        f"{format_duration(report.seconds)}" + ("" if report.settled else "; more are in flight")
     )

@@ -1,1 +1,0 @@
-"""What verbs do: imported when a verb runs, since its imports take seconds."""
