@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from _bench import print_table, write_json
-from skymemory.store.buffer_pool import ALIGNED, Rooms
+from skymemory.store.buffer_pool import ALIGNED, BufferPool
 from skymemory.store.disk import DiskStore
 
 BLOCKS, BLOCK_BYTES = 8, 2_949_248
@@ -32,8 +32,8 @@ def room_at(offset: int) -> np.ndarray:
 
 
 def read_s(store: DiskStore, keys: list[bytes], room: np.ndarray) -> float:
-    store._rooms = Rooms()
-    store._rooms.give_back(room)
+    store._buffers = BufferPool()
+    store._buffers.give_back(room)
     began_s = time.thread_time()
     ticket = store.prepare_load(keys)
     if any(value is None for value in store.complete_load(ticket)):

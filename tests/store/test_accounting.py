@@ -12,7 +12,7 @@ from tests.store.key_tree import ANCESTORS, CHAINS, TREE, key
 
 from skymemory.errors import InvalidInput
 from skymemory.eviction.policies import POLICIES
-from skymemory.store.accounting import Shelf
+from skymemory.store.accounting import Inventory
 from skymemory.store.base import LoadTicket, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
 
@@ -190,7 +190,7 @@ def test_room_that_cannot_be_made_costs_nobody_anything() -> None:
 
 def test_of_keys_that_are_used_together_the_first_is_the_most_recent() -> None:
     """In one order for all: in memory it is that of the policy, on a disk that of the files' times."""
-    shelf = Shelf(BUDGET_BYTES, 0, "lru")
+    shelf = Inventory(BUDGET_BYTES, 0, "lru")
     keys = [bytes([number]) * 32 for number in range(3)]
     for one in keys:
         shelf.put(one, 10)
@@ -221,13 +221,13 @@ def test_a_victim_is_found_without_a_look_at_all_entries(policy: str) -> None:
     """Ten times the entries may not make an eviction ten times as long."""
     seconds = {}
     for entries in (1_000, 10_000):
-        shelf = Shelf(entries, 0, policy)
+        shelf = Inventory(entries, 0, policy)
         for number in range(entries):
             shelf.put(number.to_bytes(4) * 8, 1)
         tickets = [StoreTicket(((number.to_bytes(4) * 8, b"x"),), 1e9) for number in range(50_000, 50_500)]
         began_s = time.thread_time()
         for ticket in tickets:
-            shelf.set_aside(ticket, 0.0)
+            shelf.reserve(ticket, 0.0)
             (victim,) = shelf.in_the_way([(ticket.items[0][0], 1)])[1]
             shelf.evict(victim)
             shelf.put(ticket.items[0][0], 1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.contract.store_contract import key, value
 
-from skymemory.store.buffer_pool import ALIGNED, Rooms, aligned_bytes, aligned_room
+from skymemory.store.buffer_pool import ALIGNED, BufferPool, aligned_buffer, aligned_bytes
 from skymemory.store.disk import DiskStore
 
 
@@ -18,7 +18,7 @@ def address(view: memoryview) -> int:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 63, 64, 65, 3000, 1 << 20, (1 << 20) + 7, 23_000_001])
 def test_memory_begins_at_a_line_and_is_long_enough(size_bytes: int) -> None:
-    rooms = [aligned_room(size_bytes) for _ in range(3)]
+    rooms = [aligned_buffer(size_bytes) for _ in range(3)]
     for room in rooms:
         assert len(room) >= max(1, size_bytes) and not room.ctypes.data % ALIGNED
     assert size_bytes <= aligned_bytes(size_bytes) < size_bytes + ALIGNED and not aligned_bytes(size_bytes) % ALIGNED
@@ -35,7 +35,7 @@ def test_every_value_of_a_load_begins_at_a_line(tmp_path: Path) -> None:
 
 
 def test_the_largest_few_are_kept_and_handed_out_again() -> None:
-    rooms = Rooms()
+    rooms = BufferPool()
     given = [rooms.take(size) for size in (100, 200, 300, 400, 500, 600)]
     for room in given:
         rooms.give_back(room)
@@ -44,7 +44,7 @@ def test_the_largest_few_are_kept_and_handed_out_again() -> None:
 
 
 def test_what_was_handed_out_is_nobody_elses_until_it_is_given_back() -> None:
-    rooms = Rooms()
+    rooms = BufferPool()
     rooms.give_back(rooms.take(1000))
     held = [rooms.take(size) for size in (1000, 1000, 500)]
     assert not any(np.shares_memory(one, other) for at, one in enumerate(held) for other in held[:at])

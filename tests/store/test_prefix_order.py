@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.store.key_tree import CHAINS, key
 
-from skymemory.store.prefix_order import Chains
+from skymemory.store.prefix_order import PrefixOrder
 
 
 class Watcher:
     def __init__(self, remembered: int = 100) -> None:
         self.may: dict[bytes, bool] = {}
-        self.chains = Chains(self.may.__setitem__, remembered)
+        self.order = PrefixOrder(self.may.__setitem__, remembered)
 
 
 calls = st.tuples(
@@ -30,7 +30,7 @@ def test_calls_that_are_no_chains_never_make_anybody_immortal(
 ) -> None:
     """Whatever was named after whatever: in the end all can go, one after the other, and nothing is left of them."""
     watcher = Watcher(remembered)
-    chains, here, held = watcher.chains, set[bytes](), Counter[bytes]()
+    chains, here, held = watcher.order, set[bytes](), Counter[bytes]()
     for verb, keys in steps:
         one = keys[0]
         if verb == "learn":
@@ -38,11 +38,11 @@ def test_calls_that_are_no_chains_never_make_anybody_immortal(
         elif verb == "came" and one not in here:
             here.add(one)
             watcher.may[one] = True
-            chains.came(one)
+            chains.added(one)
         elif verb == "left":
             here.discard(one)
             watcher.may.pop(one, None)
-            chains.left(one)
+            chains.removed(one)
         elif verb == "hold":
             held[one] += 1
             chains.hold(one)
@@ -58,43 +58,43 @@ def test_calls_that_are_no_chains_never_make_anybody_immortal(
         assert free, "everybody waits for somebody"
         here.discard(free[0])
         del watcher.may[free[0]]
-        chains.left(free[0])
+        chains.removed(free[0])
     assert len(chains) == 0
 
 
 def test_what_was_deleted_still_joins_what_is_before_it_and_behind_it() -> None:
     watcher = Watcher()
-    chains = watcher.chains
+    chains = watcher.order
     chains.learn(CHAINS[3])
     for one in CHAINS[3]:
         watcher.may[one] = True
-        chains.came(one)
-    chains.left(key(2))
-    chains.left(key(1))
+        chains.added(one)
+    chains.removed(key(2))
+    chains.removed(key(1))
     assert not watcher.may[key(0)], "3 is behind it"
-    chains.left(key(3))
+    chains.removed(key(3))
     assert watcher.may[key(0)]
 
 
 def test_keys_named_in_a_circle_hold_nobody() -> None:
     """Where both have something behind them already, nothing else would end it."""
     watcher = Watcher()
-    chains, (one, other) = watcher.chains, (key(1), key(2))
+    chains, (one, other) = watcher.order, (key(1), key(2))
     for each in (one, other):
         watcher.may[each] = True
-        chains.came(each)
+        chains.added(each)
         chains.hold(each)
     chains.learn([one, other])
     chains.learn([other, one])
     for each in (one, other):
         chains.free(each)
     assert watcher.may[other], "it stands behind the first, and nothing behind it"
-    chains.left(other)
+    chains.removed(other)
     assert watcher.may[one]
 
 
 def test_neighbours_of_keys_that_are_not_here_are_remembered_within_bounds() -> None:
-    chains = Watcher(remembered=10).chains
+    chains = Watcher(remembered=10).order
     keys = [bytes([number]) * 32 for number in range(200)]
     for at in range(0, 200, 2):
         chains.learn(keys[at : at + 2])
@@ -105,8 +105,8 @@ def test_a_neighbour_learnt_late_counts() -> None:
     watcher = Watcher()
     for number in (0, 1, 2):
         watcher.may[key(number)] = True
-        watcher.chains.came(key(number))
-    watcher.chains.learn([key(1), key(2)])
-    watcher.chains.learn([key(0), key(1), key(2)])
+        watcher.order.added(key(number))
+    watcher.order.learn([key(1), key(2)])
+    watcher.order.learn([key(0), key(1), key(2)])
     assert [watcher.may[key(number)] for number in (0, 1, 2)] == [False, False, True]
-    assert watcher.chains.depth(key(1)) == 1 and watcher.chains.before(key(2)) == key(1)
+    assert watcher.order.depth(key(1)) == 1 and watcher.order.before(key(2)) == key(1)

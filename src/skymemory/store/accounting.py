@@ -1,30 +1,35 @@
-"""What a store with a byte budget holds and may evict: sizes, leases, pins and room set aside. No I/O, no clock.
+"""Stores with a byte budget: sizes, leases, pins, reservations and eviction, whatever holds the values.
 
-A policy ranks (``policies``), and chains say who may go (``chains``): never a block with one behind it that is here,
-nor what is leased, pinned, being stored, or before something that is. So presence stays prefix-closed under every
-policy, and the next victim is found in O(log entries).
+A policy ranks the entries (``eviction.policies``); ``prefix_order`` says which may be evicted: none with a block behind
+it that is here, none that is leased, pinned or being stored, and none before such a one. So presence stays
+prefix-closed under every policy, and the next victim is found in O(log entries).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from skymemory.errors import ValueTooLarge
+from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.eviction.policies import DEFAULT_POLICY, policy_named
+from skymemory.forks import OwnLock
 from skymemory.kv.block import Place
+from skymemory.metrics import Counters
 from skymemory.store.base import (
     Buffer,
     LoadTicket,
     OpenTickets,
     Places,
+    Presence,
     StoreTicket,
+    TwoPhase,
     check_items,
     check_keys,
     check_places,
+    check_ttl,
 )
-from skymemory.store.prefix_order import Chains
+from skymemory.store.prefix_order import PrefixOrder
 from skymemory.units import format_size
 
 
@@ -35,8 +40,8 @@ class Entry:
     size_bytes: int
 
 
-class Shelf:
-    """Accounts for at most ``budget_bytes``. Whoever uses it holds a lock around every call.
+class Inventory:
+    """The entries of a store: at most ``budget_bytes``, no I/O, no clock. The caller holds a lock around every call.
 
     Raises:
         InvalidInput: no such policy.
@@ -46,39 +51,39 @@ class Shelf:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.entries: dict[bytes, Entry] = {}
-        self.chains = Chains(self._may_go)
+        self.order = PrefixOrder(self._set_evictable)
         self.kept: set[bytes] = set()
-        """Keys whose values a later release wrote: not read, not replaced, and they take their room."""
+        """Keys whose values a later release wrote: neither read nor replaced, but they count."""
         self._places: dict[bytes, Place] = {}
-        """What writers said of what is here."""
+        """Places of entries, as their writers gave them."""
         self._policy = policy_named(policy, self._depth)
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._leases: dict[LoadTicket, list[bytes]] = {}
-        """What each open load holds."""
-        self._rooms: dict[StoreTicket, list[tuple[bytes, int]]] = {}
-        """What each open store holds, with its size in bytes."""
+        """The keys that each open load protects."""
+        self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}
+        """The keys that each open store protects, with their sizes in bytes."""
         self._reserved_bytes = 0
         self._pin_budget_bytes = pin_budget_bytes
         self._pins: dict[bytes, float] = {}
         self._pin_ends: list[tuple[float, bytes]] = []
-        """A heap; what ``_pins`` says otherwise of is stale."""
+        """A heap; entries that differ from ``_pins`` are stale."""
         self._pinned_bytes = 0
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def _may_go(self, key: bytes, yes: bool) -> None:
-        (self._policy.free if yes else self._policy.hold)(key)
+    def _set_evictable(self, key: bytes, evictable: bool) -> None:
+        (self._policy.free if evictable else self._policy.hold)(key)
 
     def _depth(self, key: bytes) -> int:
         place = self._places.get(key)
-        return self.chains.depth(key) if place is None else place.depth
+        return self.order.depth(key) if place is None else place.depth
 
-    # --- what is here ---
+    # --- entries ---
 
     def put(self, key: bytes, size_bytes: int, place: Place | None = None) -> None:
-        """A value is here, in place of what was; a pin on that is gone with it. A place that is known stays so."""
+        """Enter a value. It replaces an earlier one, whose pin ends; a known place stays."""
         self._unpin(key)
         if place is not None:
             self._places[key] = place
@@ -87,17 +92,15 @@ class Shelf:
         self.entries[key] = Entry(size_bytes)
         self._policy.noted(key)
         if old is None:
-            self.chains.came(key)
+            self.order.added(key)
 
     def keep(self, key: bytes, size_bytes: int) -> None:
-        """A value of a later release is here: it takes room, and is neither read, replaced nor evicted."""
+        """Enter a value of a later release: it counts, and is neither read, replaced nor evicted."""
         self.kept.add(key)
         self.used_bytes += size_bytes
 
     def remove(self, key: bytes) -> bool:
-        return self._remove(key, evicted=False)
-
-    def _remove(self, key: bytes, evicted: bool) -> bool:
+        """Returns whether it was here."""
         entry = self.entries.get(key)
         if entry is None:
             return False
@@ -105,23 +108,29 @@ class Shelf:
         self.take_place(key)
         del self.entries[key]
         self.used_bytes -= entry.size_bytes
-        self._policy.gone(key, evicted)
-        self.chains.left(key)
+        self._policy.gone(key, evicted=False)
+        self.order.removed(key)
         return True
 
+    def evict(self, victim: bytes) -> None:
+        """Remove what ``in_the_way`` or ``over_budget`` named."""
+        self.used_bytes -= self.entries.pop(victim).size_bytes
+        self.order.removed(victim)
+        self._policy.gone(victim, evicted=True)
+
     def take_place(self, key: bytes) -> Place | None:
-        """The place of an evicted block, if its writer said it; forgotten here with this call."""
+        """The place of an evicted block, if its writer gave it; this call forgets it."""
         return self._places.pop(key, None)
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
-        """They were asked for. Returns those that are here, in the order of their use: the first of ``keys`` last."""
+        """Count a use. Returns the keys that are here, the most recently used (the first of ``keys``) last."""
         used = [key for key in reversed(keys) if key in self.entries]
         for key in used:
             self._policy.used(key)
         return used
 
     def touch(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The first becomes the most recent; that is no use of it. Returns as ``use`` does."""
+        """Mark as recent without counting a use, the first as the most recent. Returns as ``use`` does."""
         touched = [key for key in reversed(keys) if key in self.entries]
         for key in touched:
             self._policy.noted(key)
@@ -137,20 +146,20 @@ class Shelf:
         return ticket
 
     def take_load(self, ticket: LoadTicket) -> None:
-        """It is being completed; InvalidInput unless it is open. Its lease goes on until ``end_lease``."""
+        """It is being completed; InvalidInput unless it is open. Its lease lasts until ``end_lease``."""
         self._loads.take(ticket)
 
     def close_load(self, ticket: LoadTicket) -> None:
-        """It is given up, or done with."""
+        """It is abandoned, or done."""
         self._loads.discard(ticket)
         self.end_lease(ticket)
 
     def open_store(
         self, items: Sequence[tuple[bytes, Buffer]], places: Places, now_s: float, lease_s: float, store_name: str
     ) -> tuple[StoreTicket, list[bool]]:
-        """Room for ``items``: per item whether there is.
+        """Reserve room for ``items``; returns per item whether there is.
 
-        Raises InvalidInput for what is no item, and ValueTooLarge for one that the budget could never hold.
+        Raises InvalidInput for an invalid item, and ValueTooLarge for one that the budget could never hold.
         """
         items = check_items(items)
         for _, value in items:
@@ -161,11 +170,11 @@ class Shelf:
                 )
         ticket = StoreTicket(items, now_s + lease_s, places=check_places(items, places))
         self._stores.add(ticket, now_s)
-        ticket.state = given = self.set_aside(ticket, now_s)
+        ticket.state = given = self.reserve(ticket, now_s)
         return ticket, given
 
     def take_store(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """It is being completed, which raises InvalidInput unless it is open: per item whether it has room still."""
+        """It is being completed; InvalidInput unless it is open. Returns per item whether it still has room."""
         self._stores.take(ticket)
         if isinstance(ticket.state, list) and self.has_room(ticket, now_s):
             return list(ticket.state)
@@ -176,21 +185,21 @@ class Shelf:
         """Loads and stores that have begun and not ended."""
         return len(self._loads) + len(self._stores)
 
-    # --- what must stay ---
+    # --- leases and pins ---
 
     def lease(self, ticket: LoadTicket) -> None:
-        """Those of its keys that are here stay until ``end_lease``, or until it expires."""
-        self.chains.learn(ticket.keys)
+        """Protect those of its keys that are here until ``end_lease``, or until it expires."""
+        self.order.learn(ticket.keys)
         self._leases[ticket] = [key for key in ticket.keys if key in self.entries]
         for key in self._leases[ticket]:
-            self.chains.hold(key)
+            self.order.hold(key)
 
     def end_lease(self, ticket: LoadTicket) -> None:
         for key in self._leases.pop(ticket, ()):
-            self.chains.free(key)
+            self.order.free(key)
 
     def pin(self, key: bytes, until_s: float, now_s: float) -> bool:
-        """False where it is absent or would be over the pin budget; ``until_s`` not after ``now_s`` unpins."""
+        """False if it is absent or exceeds the pin budget; ``until_s`` not after ``now_s`` unpins."""
         self._expire(now_s)
         entry = self.entries.get(key)
         if entry is None:
@@ -208,34 +217,34 @@ class Shelf:
         if len(self._pin_ends) > 2 * len(self._pins) + 64:
             self._pin_ends = [(end_s, pinned) for pinned, end_s in self._pins.items()]
             heapq.heapify(self._pin_ends)
-        self.chains.hold(key)
+        self.order.hold(key)
         return True
 
     def _unpin(self, key: bytes) -> None:
         if self._pins.pop(key, None) is not None:
             self._pinned_bytes -= self.entries[key].size_bytes
-            self.chains.free(key)
+            self.order.free(key)
 
-    # --- room ---
+    # --- reservations and eviction ---
 
-    def set_aside(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Room for the items of ``ticket``, until ``end_store`` or until it expires: per item whether there is. What
-        has to go for it is here until then (``in_the_way``), so that a store which fails costs nothing.
+    def reserve(self, ticket: StoreTicket, now_s: float) -> list[bool]:
+        """Reserve room for the items of ``ticket`` until ``end_store``, or until it expires; returns per item whether
+        there is. Victims stay until they are in the way (``in_the_way``): a store that fails costs nothing.
         """
         self._expire(now_s)
         self._learn(ticket)
         room: list[tuple[bytes, int]] = []
-        self._rooms[ticket] = room
+        self._reservations[ticket] = room
         given = [key not in self.kept for key, _ in ticket.items]
         wanted = [(key, size_of(value)) for (key, value), yes in zip(ticket.items, given, strict=True) if yes]
         for item in wanted:
             self._reserve(item, room)
         if self._is_room(0):
             return given
-        self.end_store(ticket)  # not for all of them: one after the other
-        self._rooms[ticket] = room = []
+        self.end_store(ticket)  # there is not room for all: one after the other
+        self._reservations[ticket] = room = []
         for at, (key, value) in enumerate(ticket.items):
-            given[at] = given[at] and self._is_room(size_of(value), self.chains.before(key))
+            given[at] = given[at] and self._is_room(size_of(value), self.order.before(key))
             if given[at]:
                 self._reserve((key, size_of(value)), room)
         return given
@@ -243,20 +252,20 @@ class Shelf:
     def _reserve(self, item: tuple[bytes, int], room: list[tuple[bytes, int]]) -> None:
         room.append(item)
         self._reserved_bytes += item[1]
-        self.chains.hold(item[0])
+        self.order.hold(item[0])
 
     def _learn(self, ticket: StoreTicket) -> None:
-        """What is before each item: by the writer's word, or else the item before it in the call."""
+        """Each item's predecessor: as its writer gave it, or else the item before it in the call."""
         above: bytes | None = None
         for (key, _), place in zip(ticket.items, ticket.places, strict=True):
             before = above if place is None else place.parent
             if before is not None:
-                self.chains.learn((before, key))
+                self.order.learn((before, key))
             above = key
 
     def in_the_way(self, items: Sequence[tuple[bytes, int]]) -> tuple[int, list[bytes]]:
-        """Of these, for which room was set aside, with their sizes: how many of the first can be put, and what has to
-        go for them first, by ``evict`` and in this order. Not all can where what was to go is leased or pinned by now.
+        """Of these reserved items, with their sizes: how many of the first can be put, and which victims to ``evict``
+        for them first, in this order. Not all can be put if victims have been leased or pinned meanwhile.
         """
         for count in range(len(items), 0, -1):
             sizes = dict(items[:count])
@@ -268,26 +277,21 @@ class Shelf:
         return 0, []
 
     def over_budget(self, now_s: float) -> list[bytes]:
-        """What is to go by ``evict``, in this order, for the budget to hold as far as it can."""
+        """Victims to ``evict``, in this order, to get below the budget, or as far as possible."""
         self._expire(now_s)
         return self._victims(self.used_bytes - self.budget_bytes, partly=True) or []
 
-    def evict(self, victim: bytes) -> None:
-        self.used_bytes -= self.entries.pop(victim).size_bytes
-        self.chains.left(victim)
-        self._policy.gone(victim, evicted=True)
-
     def _is_room(self, size_bytes: int, behind: bytes | None = None) -> bool:
-        """Whether so much more can be freed than is set aside, without ``behind`` and what is before that."""
+        """Whether ``size_bytes`` more than is reserved can be freed, sparing ``behind`` and the blocks before it."""
         if behind is not None:
-            self.chains.hold(behind)
+            self.order.hold(behind)
         victims = self._victims(self.used_bytes + self._reserved_bytes + size_bytes - self.budget_bytes)
         if behind is not None:
-            self.chains.free(behind)
+            self.order.free(behind)
         return victims is not None
 
     def _victims(self, excess_bytes: int, partly: bool = False) -> list[bytes] | None:
-        """Who would go to free so many bytes, first to last. None: not so many can be freed, unless ``partly`` does."""
+        """Victims that free ``excess_bytes``, first to last. None if too few can be; ``partly``: as many as can be."""
         victims: list[bytes] = []
         while excess_bytes > 0:
             victim = self._policy.victim()
@@ -295,30 +299,30 @@ class Shelf:
                 break
             excess_bytes -= self.entries[victim].size_bytes
             victims.append(victim)
-            self._policy.hold(victim)  # as if it were gone: what is before it may be next
-            self.chains.left(victim)
+            self._policy.hold(victim)  # as if it were gone: the block before it may be next
+            self.order.removed(victim)
         for victim in reversed(victims):
-            self.chains.came(victim)
+            self.order.added(victim)
             self._policy.free(victim)
         return None if excess_bytes > 0 and not partly else victims
 
     def has_room(self, ticket: StoreTicket, now_s: float) -> bool:
-        """Whether its room is still set aside."""
-        return ticket in self._rooms and ticket.expires_s > now_s
+        """Whether its room is still reserved."""
+        return ticket in self._reservations and ticket.expires_s > now_s
 
     def end_store(self, ticket: StoreTicket) -> None:
-        for key, size_bytes in self._rooms.pop(ticket, ()):
+        for key, size_bytes in self._reservations.pop(ticket, ()):
             self._reserved_bytes -= size_bytes
-            self.chains.free(key)
+            self.order.free(key)
 
     def pending(self, now_s: float) -> set[bytes]:
-        """Keys that room is set aside for."""
-        return {key for ticket, items in self._rooms.items() if ticket.expires_s > now_s for key, _ in items}
+        """Keys with a reservation."""
+        return {key for ticket, items in self._reservations.items() if ticket.expires_s > now_s for key, _ in items}
 
     def _expire(self, now_s: float) -> None:
         for load in [ticket for ticket in self._leases if ticket.expires_s <= now_s]:
             self.end_lease(load)
-        for store in [ticket for ticket in self._rooms if ticket.expires_s <= now_s]:
+        for store in [ticket for ticket in self._reservations if ticket.expires_s <= now_s]:
             self.end_store(store)
         while self._pin_ends and self._pin_ends[0][0] <= now_s:
             until_s, key = heapq.heappop(self._pin_ends)
@@ -328,3 +332,78 @@ class Shelf:
 
 def size_of(value: Buffer) -> int:
     return value.nbytes if isinstance(value, memoryview) else len(value)
+
+
+class BudgetedStore(TwoPhase):
+    """A store over an ``Inventory``: everything but the values themselves, which subclasses hold.
+
+    Each call takes the store's lock, and raises InvalidInput once the store is closed.
+    """
+
+    def __init__(
+        self, name: str, inventory: Inventory, lease_s: float, clock: Callable[[], float], counters: Counters
+    ) -> None:
+        self._name = name
+        self._inventory = inventory
+        self._lease_s = lease_s
+        self._clock = clock
+        self._counters = counters
+        self._lock = OwnLock(f"the {name} store")
+        self._closed = False
+        self.on_evict: Callable[[bytes, bytes, Place | None], object] | None = None
+        """As in ``base.Evicting``."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        keys = check_keys(keys)
+        with self._open():
+            pending, there = self._inventory.pending(self._clock()), self._inventory.entries
+            return [
+                Presence.HIT if key in there else Presence.PENDING if key in pending else Presence.MISS for key in keys
+            ]
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        keys = check_keys(keys)
+        with self._open():
+            self._inventory.order.learn(keys)
+            return next((i for i, key in enumerate(keys) if key not in self._inventory.entries), len(keys))
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        with self._open():
+            return self._inventory.open_load(keys, self._clock(), self._lease_s)
+
+    def release(self, ticket: LoadTicket) -> None:
+        with self._lock:
+            self._inventory.close_load(ticket)
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        """Victims stay until ``complete_store`` has the values to replace them."""
+        with self._open():
+            ticket, given = self._inventory.open_store(items, places, self._clock(), self._lease_s, self._name)
+            self._counters.add("refused", given.count(False))
+            return ticket
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        keys, ttl_s = check_keys(keys), check_ttl(ttl_s)
+        with self._open():
+            now_s = self._clock()
+            return [self._inventory.pin(key, now_s + ttl_s, now_s) for key in keys]
+
+    def stats(self) -> dict[str, int | float]:
+        with self._lock:
+            return {
+                **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
+                "entries": len(self._inventory),
+                "used_bytes": self._inventory.used_bytes,
+                "budget_bytes": self._inventory.budget_bytes,
+                "open_leases": self._inventory.open_tickets,
+            }
+
+    def _open(self) -> OwnLock:
+        """The lock, for a ``with`` statement; InvalidInput once closed."""
+        if self._closed:
+            raise InvalidInput(f"the {self._name} store is closed: open a new one")
+        return self._lock

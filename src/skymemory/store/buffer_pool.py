@@ -1,4 +1,4 @@
-"""Buffers that values are received into, used again: the first touch of fresh memory costs more than the bytes."""
+"""Buffers for received values, reused: touching fresh memory for the first time costs more than filling it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 _KEPT = 4
 ALIGNED = 64
-"""Where values should begin, in bytes. ``malloc`` promises 16 and usually gives just that: what is read or summed into
-such memory crosses a cache line with every other vector, and takes a quarter longer.
+"""Alignment of values in bytes. ``malloc`` gives 16: reading into such memory crosses a cache line with every other
+vector, and takes a quarter longer.
 """
 
 
-class Rooms:
-    """At most a few buffers that nobody looks into any more. May be used from any thread."""
+class BufferPool:
+    """Keeps a few free buffers. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
@@ -23,27 +23,27 @@ class Rooms:
     def take(self, size_bytes: int) -> np.ndarray:
         """At least ``size_bytes`` bytes, contents undefined, aligned."""
         with self._lock:
-            for at, room in enumerate(self._free):
-                if len(room) >= size_bytes:
+            for at, buffer in enumerate(self._free):
+                if len(buffer) >= size_bytes:
                     return self._free.pop(at)
-        return aligned_room(size_bytes)
+        return aligned_buffer(size_bytes)
 
-    def give_back(self, room: np.ndarray) -> None:
-        """Whoever had it has copied what it needs."""
+    def give_back(self, buffer: np.ndarray) -> None:
+        """No view of it is in use any more."""
         with self._lock:
-            self._free.append(room)
+            self._free.append(buffer)
             if len(self._free) > _KEPT:
                 self._free.sort(key=len)
                 del self._free[0]
 
 
-def aligned_room(size_bytes: int) -> np.ndarray:
-    """New memory of at least a byte that begins at a multiple of ``ALIGNED``."""
-    room = np.empty(max(size_bytes, 1) + ALIGNED, dtype=np.uint8)
-    begin = -room.ctypes.data % ALIGNED
-    return room[begin : begin + max(size_bytes, 1)]
+def aligned_buffer(size_bytes: int) -> np.ndarray:
+    """New memory, at least a byte, that begins at a multiple of ``ALIGNED``."""
+    buffer = np.empty(max(size_bytes, 1) + ALIGNED, dtype=np.uint8)
+    begin = -buffer.ctypes.data % ALIGNED
+    return buffer[begin : begin + max(size_bytes, 1)]
 
 
 def aligned_bytes(size_bytes: int) -> int:
-    """How far behind a value the next one begins."""
+    """Bytes from the beginning of a value to that of the next."""
     return -(-size_bytes // ALIGNED) * ALIGNED

@@ -1,8 +1,12 @@
-"""The directory of a disk store: whose it is, what is in it, and nothing of ours in anybody else's.
+"""The directory of a disk store, and the format of its files.
 
-``format`` names the layout, ``lock`` is held by the one process that has the store open, ``values/`` has one file per
-value. A file's time of change is when its value was last used, so that a new process knows what to evict first.
-Others may have put things in the way: nothing is followed, waited for, or written through that is not a plain file.
+``format`` names the layout; ``lock`` is held by the one process that has the store open; ``values/`` has one file per
+value. A file's modification time is when its value was last used, so that a new process knows what to evict first.
+Other users may have placed links or pipes there: only plain files are opened.
+
+A value's file is a header of 64 bytes, then the value. It is written once as a ``.part``, renamed into place, and never
+changed. So a process that dies while it writes leaves only a part behind. A power cut may tear a file all the same,
+renamed before its bytes were on the disk: it fails its checksum and is a miss.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ _OURS = {"format", "lock", "values"}
 
 @dataclass(frozen=True, slots=True)
 class FoundValue:
-    """A value that was there when the directory was opened."""
+    """A value in a directory that is being opened."""
 
     key: bytes
     size_bytes: int
@@ -38,10 +42,10 @@ class FoundValue:
 
 
 class StoreDirectory:
-    """The directory at ``path``, made if need be, and locked until ``close``.
+    """The directory at ``path``, created if it does not exist, and locked until ``close``.
 
     Raises:
-        InvalidInput: it cannot be made or written, is another process's at the moment, or holds other things.
+        InvalidInput: it cannot be created or written, is open in another process, or holds other files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +53,7 @@ class StoreDirectory:
         self.values = self.path / "values"
         self._values_text = f"{self.values}/"
         self.torn = 0
-        """Files that a scan removed because they were not whole."""
+        """Incomplete files that a scan removed."""
         self._lock_fd = -1
         self._owner = Owner(f"the disk store at {self.path}", self.close)
         try:
@@ -58,19 +62,19 @@ class StoreDirectory:
             strangers = sorted(set(os.listdir(self.path)) - _OURS)
             if strangers and not (self.path / "format").exists():
                 raise InvalidInput(
-                    f"{self.path} holds other things ({strangers[0]} …): give a disk store a directory of its own"
+                    f"{self.path} holds other files ({strangers[0]} …): a disk store needs a directory of its own"
                 )
             self._lock()
             self._check_format()
             if self.values.is_symlink():
-                raise InvalidInput(f"{self.values} is a link: a disk store keeps its values in a directory of its own")
+                raise InvalidInput(f"{self.values} is a link: a disk store needs a directory of its own")
             self.values.mkdir(mode=0o700, exist_ok=True)
             _close_to_others(self.path)
             _close_to_others(self.values)
         except OSError as error:
             self.close()
             raise InvalidInput(
-                f"no disk store at {self.path}: {error.strerror}: give a directory to write in"
+                f"cannot open a disk store at {self.path}: {error.strerror}: this user must be able to write there"
             ) from error
         except InvalidInput:
             self.close()
@@ -83,11 +87,11 @@ class StoreDirectory:
         except BlockingIOError:
             holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
             raise InvalidInput(
-                f"the disk store at {self.path} is open already (process {holder}): one process at a time; "
-                "give this one another directory"
+                f"the disk store at {self.path} is open in process {holder}: one process at a time can use it; "
+                "use another directory here"
             ) from None
         os.ftruncate(self._lock_fd, 0)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without the process id
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def _check_format(self) -> None:
@@ -110,8 +114,8 @@ class StoreDirectory:
             os.close(fd)
 
     def scan(self) -> Iterator[FoundValue]:
-        """What is there, in no order. Parts and torn files are removed; names that are not ours left alone, and so are
-        folders and what a later release wrote.
+        """The values here, in no order. Parts and incomplete files are removed; folders, foreign names and files of a
+        later release are left alone.
         """
         with os.scandir(self.values) as entries:
             for entry in entries:
@@ -133,19 +137,19 @@ class StoreDirectory:
                     yield FoundValue(key, status.st_size, status.st_mtime_ns, later=True)
                     continue
                 except OSError as error:
-                    if error.errno not in FAULTS_OF_THE_FILE:  # too many open ones: it may be read later
+                    if error.errno not in FAULTS_OF_THE_FILE:  # too many open files, say: it can be read later
                         status = entry.stat(follow_symlinks=False)
                         yield FoundValue(key, max(0, status.st_size - HEADER_BYTES), status.st_mtime_ns)
                         continue
                 self.torn += 1
                 self.remove(path)
 
-    def make_values_anew(self) -> bool:
-        """Where somebody has removed the folder of values, and nothing else: whether there is one again."""
+    def restore_values(self) -> bool:
+        """Create ``values/`` again where just that was removed; returns whether it was."""
         try:
             held = os.fstat(self._lock_fd)
             if not os.path.samestat(held, os.lstat(self.path / "lock")):
-                return False  # the whole directory is another one now, and perhaps another's
+                return False  # the whole directory was replaced, perhaps by another user
             self.values.mkdir(mode=0o700)
         except OSError:
             return False
@@ -155,20 +159,20 @@ class StoreDirectory:
         return self.values / file_name(key)
 
     def path_text_of(self, key: bytes) -> str:
-        """The same as text: making a ``Path`` takes longer than opening the file."""
+        """As text: constructing a ``Path`` takes longer than opening the file."""
         return self._values_text + file_name(key)
 
     def part_of(self, key: bytes, number: int) -> Path:
         return self.values / f"{file_name(key)}.{number}{PART}"
 
     def stamp(self, key: bytes, used_ns: int) -> None:
-        """Note that the value was used; who cannot be stamped is only evicted earlier by the next process."""
+        """Record when the value was used. Where that fails, the next process evicts it earlier."""
         with contextlib.suppress(OSError):
             os.utime(self.path_text_of(key), ns=(used_ns, used_ns), follow_symlinks=False)
 
     @staticmethod
     def remove(path: Path) -> bool:
-        """Whether it is gone."""
+        """Returns whether it is removed."""
         try:
             path.unlink(missing_ok=True)
         except OSError:
@@ -176,7 +180,7 @@ class StoreDirectory:
         return True
 
     def free_bytes(self) -> int:
-        """What the file system still takes; 0 where it does not say."""
+        """What the file system has left; 0 if unknown."""
         try:
             found = os.statvfs(self.values)
         except OSError:
@@ -184,7 +188,7 @@ class StoreDirectory:
         return found.f_bavail * found.f_frsize
 
     def sync(self) -> None:
-        """Names on the disk itself: renames and removals so far outlive a power cut."""
+        """Flush names to the disk: renames and removals so far survive a power cut."""
         fd = os.open(self.values, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -192,8 +196,8 @@ class StoreDirectory:
             os.close(fd)
 
     def close(self) -> None:
-        """Let others have it. May be repeated. A forked child closes its copy of the lock, which is the parent's still:
-        else the directory would stay locked for as long as the child lives.
+        """Release the lock. May be repeated. A forked child closes its copy, too: the parent keeps the lock, and the
+        directory does not stay locked for as long as the child lives.
         """
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
@@ -208,7 +212,7 @@ def _close_to_others(path: Path) -> None:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """A file of the store itself. InvalidInput for a link, a pipe, or whatever else stands there in its place."""
+    """A file of the store itself. InvalidInput for a link, a pipe, or anything else in its place."""
     try:
         fd = os.open(path, flags | PLAIN, 0o600)
     except OSError as error:
@@ -221,26 +225,19 @@ def _open_own(path: Path, flags: int) -> int:
     return fd
 
 
-# One value as one file: a header of 64 bytes, then the value. Written once, renamed into place, never changed.
-#
-# A file that is complete has been renamed, so a process that dies while it writes leaves only a ``.part`` behind.
-# What a
-# power cut tore all the same (a file renamed before its bytes were on the disk) fails a checksum and is a miss.
-
-
 _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ8xII")
-"""Magic, key, size of the value in bytes, eight bytes of nothing, CRC-32 of the value, CRC-32 of all before it."""
+"""Magic, key, size of the value in bytes, eight zero bytes, CRC-32 of the value, CRC-32 of everything before it."""
 
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"SKYVAL\x00\x01"
-"""The last byte is the version. A later one keeps the seven before it; all else is its own."""
+"""The last byte is the version. Later versions keep only the seven before it."""
 PART = ".part"
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""How files in the store's directory are opened: no link is followed, no pipe waited for."""
+"""Flags to open files with: no link is followed, no pipe waited for."""
 
 FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
-"""It is not there, not readable, or a link, a pipe or a socket. Of no other error does the file seem to be the cause:
-there may be too many open ones, or too little memory.
+"""It does not exist, is not readable, or is a link, a pipe or a socket. Other errors have other causes: too many open
+files, too little memory.
 """
 
 
@@ -259,10 +256,10 @@ def key_of(name: str) -> bytes | None:
 
 
 def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> None:
-    """Header and value into a new file at ``path``; with ``synced``, on the disk itself when this returns.
+    """Write header and value to a new file at ``path``; with ``synced``, they are on the disk when this returns.
 
     Raises:
-        OSError: disk full, over a quota, … The file is then not there.
+        OSError: disk full, over a quota, … The file is removed.
     """
     header = _HEADER.pack(_MAGIC, key, value.nbytes, crc32(value), 0)[:-4]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -278,7 +275,7 @@ def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> No
 
 
 def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
-    """A write may stop early (a disk nearly full, more than 2 GiB): then the rest, until it is all or an error."""
+    """A write may stop early (a disk nearly full, more than 2 GiB): repeat until all is written, or an error."""
     left = [part for part in parts if part.nbytes]
     while left:
         written = os.writev(fd, left)
@@ -289,15 +286,15 @@ def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
 
 
 def read_value(path: str, key: bytes, out: memoryview) -> bool:
-    """The value of ``key`` into ``out``, which is just as long; False if the file does not hold just that.
+    """Read the value of ``key`` into ``out``, which has its size; False if the file does not hold it whole.
 
     Raises:
-        OSError: there is no such file, it is no plain one, or it cannot be read.
+        OSError: the file does not exist, is no plain one, or cannot be read.
     """
     header = bytearray(HEADER_BYTES)
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
-        # One call for both: the value lands where it is wanted, the header beside it.
+        # One call for both: the value goes directly to ``out``, the header beside it.
         got = os.preadv(fd, [header, out] if out.nbytes else [header], 0)
         while HEADER_BYTES <= got < HEADER_BYTES + out.nbytes:
             more = os.preadv(fd, [out[got - HEADER_BYTES :]], got)
@@ -313,7 +310,7 @@ def read_value(path: str, key: bytes, out: memoryview) -> bool:
 
 
 def stored_bytes(path: Path, key: bytes) -> int | None:
-    """Size of the value in the file by header and length of the file, without reading it; None if they are at odds.
+    """Size of the value by the header, without reading it; None if the file's length or header is wrong.
 
     Raises:
         LaterVersion: a later release wrote it.

@@ -1,8 +1,8 @@
-"""Which keys are prefixes of which, as far as calls have told, and who may go without leaving anything behind it.
+"""The order of blocks in their chains, and which of them may be evicted without leaving others behind a hole.
 
-Calls name keys in the order of their chain (``store.base``), so each key's neighbour before it is known once both were
-named together. A key that is here may go when nothing holds it: no key behind it that is here, no lease, no pin, no
-room set aside. What was deleted, but has something behind it, holds on to what is before it all the same.
+Calls name keys in the order of their chain (``store.base``), so a key's predecessor is known once both were named
+together. A key that is here is evictable when nothing holds it: no key behind it that is here, no lease, pin or
+reservation. A deleted key that has others behind it still holds those before it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 REMEMBERED = 16_384
-"""Keys that are not here whose neighbour is remembered: those of the prompts being computed. Some 4 MB when full."""
+"""Absent keys whose predecessor is remembered: those of the prompts being computed. Some 4 MB when full."""
 
 
 class _Node:
-    """A key that is here, or that something here or held is behind."""
+    """A key that is here, or that precedes one that is here or held."""
 
     __slots__ = ("before", "depth", "here", "holds")
 
@@ -24,29 +24,29 @@ class _Node:
         self.before = before
         self.depth = depth
         self.holds = 0
-        """Of whoever wants it kept, and one of each node behind it."""
+        """Calls of ``hold`` for it, and one for each node behind it."""
         self.here = False
 
 
-class Chains:
-    """``may_go(key, yes)`` is called whenever a key that is here becomes one that may go, or ceases to be.
+class PrefixOrder:
+    """``set_evictable(key, evictable)`` is called whenever that changes for a key that is here.
 
-    Every call costs O(1) per key named, but for a key that gets its neighbour after having something behind it: then
-    as many steps as it has before it, once.
+    Every call costs O(1) per key named, except for a key that gets its predecessor after others came behind it: that
+    takes a step for each key before it, once.
     """
 
-    def __init__(self, may_go: Callable[[bytes, bool], object], remembered: int = REMEMBERED) -> None:
-        self._may_go = may_go
+    def __init__(self, set_evictable: Callable[[bytes, bool], object], remembered: int = REMEMBERED) -> None:
+        self._set_evictable = set_evictable
         self._nodes: dict[bytes, _Node] = {}
         self._before: OrderedDict[bytes, bytes] = OrderedDict()
-        """Neighbours of keys that have no node; who was named longest ago first."""
+        """Predecessors of keys without a node, in the order in which they were last named."""
         self._remembered = remembered
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def learn(self, keys: Sequence[bytes]) -> None:
-        """These follow one another. What is known already stays: a key has one prefix."""
+        """These follow one another. What is known stays: a key has one prefix."""
         for before, key in pairwise(keys):
             node = self._nodes.get(key)
             if node is None:
@@ -57,7 +57,7 @@ class Chains:
     def _adopt(self, key: bytes, node: _Node, before: bytes) -> None:
         if before not in self._nodes or before == key:
             return
-        if node.holds:  # calls that are no chains might name keys in a circle, and nobody in it could ever go
+        if node.holds:  # calls that are no chains might name keys in a circle, which could never be evicted
             above: bytes | None = before
             while above is not None:
                 if above == key:
@@ -73,17 +73,17 @@ class Chains:
             self._before.popitem(last=False)
 
     def before(self, key: bytes) -> bytes | None:
-        """The key's neighbour; None at the beginning of a chain, or where nothing is known."""
+        """The key's predecessor; None at the start of a chain, or if unknown."""
         node = self._nodes.get(key)
         return self._before.get(key) if node is None else node.before
 
     def depth(self, key: bytes) -> int:
-        """How many keys there are before it, by what was known when it came."""
+        """Number of keys before it, as known when it was added."""
         node = self._nodes.get(key)
         return 0 if node is None else node.depth
 
-    def came(self, key: bytes) -> None:
-        """It is here now; unless this says otherwise, it may go."""
+    def added(self, key: bytes) -> None:
+        """It is here now; evictable, unless ``set_evictable`` says otherwise."""
         node = self._nodes.get(key)
         if node is None:
             node = self._new(key, ())
@@ -92,10 +92,10 @@ class Chains:
         if not node.here:
             node.here = True
             if node.holds:
-                self._may_go(key, False)
+                self._set_evictable(key, False)
 
-    def left(self, key: bytes) -> None:
-        """It is here no longer."""
+    def removed(self, key: bytes) -> None:
+        """It is no longer here."""
         node = self._nodes.get(key)
         if node is None or not node.here:
             return
@@ -104,11 +104,11 @@ class Chains:
             self._forget(key, node)
 
     def hold(self, key: bytes) -> None:
-        """It is not to go, here or not, and what is before it neither, until it is freed as often."""
+        """Keep it, here or not, and the keys before it from eviction, until ``free`` was called as often."""
         self._hold_chain(key, set())
 
     def _hold_chain(self, key: bytes, made: set[bytes]) -> None:
-        """``made``: keys whose nodes were made on the way here; nothing before them may be one of them."""
+        """``made``: keys whose nodes this call has created; none of them may precede another."""
         at: bytes | None = key
         while at is not None:
             node = self._nodes.get(at)
@@ -119,7 +119,7 @@ class Chains:
             node.holds += 1
             if not is_new:
                 if node.holds == 1:
-                    self._may_go(at, False)
+                    self._set_evictable(at, False)
                 return
             at = node.before
 
@@ -131,7 +131,7 @@ class Chains:
             if node.holds:
                 return
             if node.here:
-                self._may_go(at, True)
+                self._set_evictable(at, True)
                 return
             del self._nodes[at]
             if node.before is not None:

@@ -32,7 +32,7 @@ from skymemory.store.base import (
     StoreTicket,
     check_items,
 )
-from skymemory.store.buffer_pool import Rooms
+from skymemory.store.buffer_pool import BufferPool
 from skymemory.store.wrappers import Wrapped
 
 NONCE_BYTES, TAG_BYTES = 12, 16
@@ -80,7 +80,7 @@ class SealedStore(Wrapped):
         self._ring = ring
         self._now_s = now_s
         self._ciphers: dict[bytes, Any] = {}
-        self._rooms = Rooms()
+        self._buffers = BufferPool()
         self._counters = Counters()
         self._owner = Owner(f"the sealed {store.name} store")
 
@@ -136,7 +136,7 @@ class SealedStore(Wrapped):
         sealed = self.store.complete_load(below)
         try:
             values = {key: value for key, value in zip(ticket.keys, sealed, strict=True) if value is not None}
-            room = self._rooms.take(sum(max(0, len(value) - OVERHEAD_BYTES) for value in values.values()))
+            room = self._buffers.take(sum(max(0, len(value) - OVERHEAD_BYTES) for value in values.values()))
             opened, rejected, at = dict[bytes, memoryview](), dict[bytes, str](), 0
             for key, value in values.items():
                 out = room.data[at : at + max(0, len(value) - OVERHEAD_BYTES)]
@@ -178,7 +178,7 @@ class SealedStore(Wrapped):
         if isinstance(state, LoadTicket):
             self.store.release(state)
         elif state is not None:
-            self._rooms.give_back(state)  # type: ignore[arg-type]
+            self._buffers.give_back(state)  # type: ignore[arg-type]
 
     # --- storing ---
 
@@ -186,7 +186,7 @@ class SealedStore(Wrapped):
         self._owner.check()
         items = check_items(items)
         views = [(key, memoryview(value).cast("B")) for key, value in items]
-        room = self._rooms.take(sum(len(value) + OVERHEAD_BYTES for _, value in views))
+        room = self._buffers.take(sum(len(value) + OVERHEAD_BYTES for _, value in views))
         sealed, at = [], 0
         for key, value in views:
             out = room.data[at : at + len(value) + OVERHEAD_BYTES]
@@ -202,7 +202,7 @@ class SealedStore(Wrapped):
             raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
         ticket.state = None
         stored = self.store.complete_store(state.below)
-        self._rooms.give_back(state.room)
+        self._buffers.give_back(state.room)
         ticket.seconds, ticket.state = state.below.seconds, state.below.state
         ticket.unanswered = state.below.unanswered
         self._counters.add("values_sealed", sum(stored))

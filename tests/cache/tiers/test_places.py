@@ -17,7 +17,7 @@ from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import InvalidInput
 from skymemory.keys import first_ring
 from skymemory.kv.block import Place
-from skymemory.store.accounting import Shelf
+from skymemory.store.accounting import Inventory
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.sealed import SealedStore
@@ -112,7 +112,7 @@ def test_a_block_is_touched_when_what_follows_it_is_stored_though_nobody_looked_
 
 
 def test_a_shelf_believes_the_writer_and_not_the_order_of_blocks_of_several_prompts() -> None:
-    shelf = Shelf(10_000, 0, "length")
+    shelf = Inventory(10_000, 0, "length")
     one, other = [key(n) for n in range(3)], [key(n) for n in range(10, 13)]
     items = [(k, bytes(1000)) for k in (one[2], other[0], one[1])]
     places = [Place(2, one[1]), Place(0), Place(1, one[0])]
@@ -121,7 +121,7 @@ def test_a_shelf_believes_the_writer_and_not_the_order_of_blocks_of_several_prom
     for (k, data), place in zip(items, places, strict=True):
         shelf.put(k, len(data), place)
     shelf.end_store(ticket)
-    assert [shelf.chains.before(k) for k in (one[2], one[1], other[0])] == [one[1], one[0], None]
+    assert [shelf.order.before(k) for k in (one[2], one[1], other[0])] == [one[1], one[0], None]
     _, given = shelf.open_store([(key(99), bytes(8000))], (), 0.0, 30.0, "shelf")
     assert given == [True]
     assert shelf.in_the_way([(key(99), 8000)]) == (1, [one[2]]), "the block with the longest prefix before it"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from skymemory.errors import InvalidInput
-from skymemory.store.accounting import Shelf
+from skymemory.store.accounting import Inventory
 from skymemory.store.base import StoreTicket
 
 
@@ -32,41 +32,41 @@ class Memory(Protocol):
 
 
 class PolicyMemory:
-    """Blocks under one of the policies of the memory and disk tiers, through the very shelf that these use."""
+    """Blocks under one of the policies of the memory and disk tiers, through the inventory that these use."""
 
     def __init__(self, capacity: int, policy: str) -> None:
         if capacity < 1:
             raise InvalidInput(f"a memory of {capacity} blocks holds nothing; at least one is needed")
         self.capacity = capacity
-        self._shelf = Shelf(capacity, 0, policy)
+        self._inventory = Inventory(capacity, 0, policy)
 
     def __len__(self) -> int:
-        return len(self._shelf)
+        return len(self._inventory)
 
     def leading(self, chain: Sequence[int]) -> int:
-        here = self._shelf.entries
+        here = self._inventory.entries
         for at, block in enumerate(chain):
             if block.to_bytes(8) not in here:
                 return at
         return len(chain)
 
     def use(self, chain: Sequence[int]) -> list[int]:
-        shelf, keys = self._shelf, [block.to_bytes(8) for block in chain]
-        shelf.chains.learn(keys)
+        inventory, keys = self._inventory, [block.to_bytes(8) for block in chain]
+        inventory.order.learn(keys)
         held = self.leading(chain)
-        shelf.use(keys[:held])
+        inventory.use(keys[:held])
         if held == len(keys):
             return []
         ticket = StoreTicket(tuple((key, b"1") for key in keys[held:]), math.inf)
-        given = shelf.set_aside(ticket, 0.0)
+        given = inventory.reserve(ticket, 0.0)
         wanted = [(key, 1) for (key, _), yes in zip(ticket.items, given, strict=True) if yes]
-        count, gone = shelf.in_the_way(wanted)
+        count, gone = inventory.in_the_way(wanted)
         for key in gone:
-            shelf.evict(key)
+            inventory.evict(key)
         for key, _ in wanted[:count]:
-            shelf.put(key, 1)
-        shelf.end_store(ticket)
-        shelf.touch(keys[held:])
+            inventory.put(key, 1)
+        inventory.end_store(ticket)
+        inventory.touch(keys[held:])
         return [int.from_bytes(key) for key in gone]
 
 

@@ -37,7 +37,7 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
-from skymemory.store.buffer_pool import Rooms
+from skymemory.store.buffer_pool import BufferPool
 from skymemory.store.sky.catalog import Catalog
 from skymemory.store.sky.driver import ClientDriver, SkySettings
 from skymemory.store.sky.maintenance import Prefetcher, Upkeep
@@ -72,7 +72,7 @@ class ConstellationStore(TwoPhase):
         self._name = name
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
-        self._rooms = Rooms()
+        self._buffers = BufferPool()
         self._counters = Counters()
         self._upkeep = Upkeep(driver, sky, self._catalog, self._counters, self.settings.replicas)
         self._prefetcher = Prefetcher(driver, sky, self._catalog, self._counters)
@@ -124,7 +124,7 @@ class ConstellationStore(TwoPhase):
         started_s = self._driver.now_s()
         infos, certain = self._catalog.take(ticket.keys)
         unique = list(infos.values())
-        room = self._rooms.take(sum(info.value_bytes for info in unique))
+        room = self._buffers.take(sum(info.value_bytes for info in unique))
         ticket.state = room
         outcomes, values = self._fetch(unique, room.data)
         seconds = self._driver.now_s() - started_s
@@ -194,7 +194,7 @@ class ConstellationStore(TwoPhase):
         self._loads.discard(ticket)
         room, ticket.state = ticket.state, None
         if isinstance(room, np.ndarray):
-            self._rooms.give_back(room)
+            self._buffers.give_back(room)
 
     # --- storing ---
 
