@@ -74,7 +74,7 @@ class StoreDirectory:
         except OSError as error:
             self.close()
             raise InvalidInput(
-                f"cannot open a disk store at {self.path}: {error.strerror}: this user must be able to write there"
+                f"no disk store at {self.path}: {error.strerror}: it must be a directory that this user may write"
             ) from error
         except InvalidInput:
             self.close()
@@ -87,8 +87,8 @@ class StoreDirectory:
         except BlockingIOError:
             holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
             raise InvalidInput(
-                f"the disk store at {self.path} is open in process {holder}: one process at a time can use it; "
-                "use another directory here"
+                f"the disk store at {self.path} is open already, in process {holder}; one process at a time can "
+                "use it: use another directory here"
             ) from None
         os.ftruncate(self._lock_fd, 0)
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the process id
