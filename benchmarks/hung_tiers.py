@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from _bench import constellation, print_table, redis_server, write_json
-from skymemory.cache.patience import worth
+from skymemory.cache.patience import recompute_cost
 from skymemory.cache.tiers.store import TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.engine.huggingface import KVCManager
@@ -150,8 +150,8 @@ def measure(
                 healthy.append(waited_s(kvc.last.seconds))
             assert set(kvc.last.hit_tokens) == {name}
         size_bytes = int(tier.mean_value_bytes * (tokens // kvc.layout.block_tokens))
-        usual_s = tier._usual["load"].p99_s(size_bytes) or 0.0
-        with worth(kvc.blocks.compute.seconds(tokens)):
+        usual_s = tier._latencies["load"].p99_s(size_bytes) or 0.0
+        with recompute_cost(kvc.blocks.compute.seconds(tokens)):
             may_s = tier.deadline_s("load", size_bytes)
         with stop():
             waited = []

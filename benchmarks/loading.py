@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from _bench import print_table, write_json
-from skymemory.cache.pace import Pace
+from skymemory.cache.cake.pace import Pace
 from skymemory.constellation.presets import DEFAULT_HOST, preset_named
 from skymemory.reproduce.cake import MBIT_BYTES, load_with_cake, prompt_chunks
 from skymemory.sim.loading import (

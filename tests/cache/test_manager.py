@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
 
-from skymemory.cache.blocks import PAYLOAD_AT, BlockCache, block_header
+from skymemory.cache.blocks import BlockCache
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, ValueTooLarge
 from skymemory.keys import KeyRing, SecretKey, first_ring
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
+from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.store.memory import MemoryStore
 from skymemory.store.sealed import SealedStore
 
@@ -320,7 +321,10 @@ def test_a_value_of_another_layout_or_block_is_foreign() -> None:
     first, second = cache.hashes(TOKENS)[:2]
     payload = Engine(TOKENS).truth(0)
     other = KVLayout(2, 2, 4, 2 * BLOCK, "float32")
-    for header in (block_header(second, LAYOUT, RAW, payload), block_header(first, other, RAW, payload)):
+    for header in (
+        block_header(second, LAYOUT, RAW.codec_id, payload),
+        block_header(first, other, RAW.codec_id, payload),
+    ):
         store.put_many([(first, header + payload)])
         assert load(cache, TOKENS)[0].failed_blocks == {"foreign": 1}
         assert store.get_many([first]) == [None]

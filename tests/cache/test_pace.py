@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from skymemory.cache.cake.pace import Pace
 from skymemory.cache.cake.scheduler import FetchQueue
-from skymemory.cache.pace import Pace
 
 
 def test_nothing_is_known_before_the_first_measurement() -> None:
@@ -47,13 +47,13 @@ def test_learns_what_a_step_costs_that_is_not_full(part_s: float, part: float) -
 @pytest.mark.parametrize(("others_fill", "part"), [(True, 1.0), (False, 0.25)])
 def test_what_is_supposed_holds_until_it_is_measured(others_fill: bool, part: float) -> None:
     pace = Pace()
-    pace.suppose(others_fill)
+    pace.assume_batch(others_fill)
     assert pace.part(0.25) == part
     pace.step_took(100, 1.0)
     pace.step_took(100, 0.5, filled=0.25)
-    pace.suppose(others_fill)
+    pace.assume_batch(others_fill)
     assert pace.part(0.25) == pytest.approx(0.5)
-    pace.suppose(not others_fill)
+    pace.assume_batch(not others_fill)
     assert pace.part(0.25) == 1.25 - part, "measured for each apart"
 
 

@@ -20,10 +20,10 @@ from tests.engine.generation import BLOCK, cake, tokens_of  # noqa: E402
 from tests.store.conftest import udp_store  # noqa: E402
 from tests.store.redis_server import RedisServer  # noqa: E402
 
-from skymemory.cache.blocks import is_sound_block  # noqa: E402
 from skymemory.cache.cake.cake import CakeSettings  # noqa: E402
 from skymemory.cache.tiers.store import TieredStore  # noqa: E402
 from skymemory.cache.tiers.tier import TierSettings  # noqa: E402
+from skymemory.kv.value import is_sound_block  # noqa: E402
 from skymemory.store import disk_files  # noqa: E402
 from skymemory.store.base import LoadTicket, Store  # noqa: E402
 from skymemory.store.disk import DiskStore  # noqa: E402
@@ -74,6 +74,12 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
     store.close()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stalled machine is no hanging tier: calls are given up by the deadlines of the settings alone."""
+    monkeypatch.setattr("skymemory.cache.patience.MIN_PATIENCE_S", 60.0)
+
+
 def files_of(disk: DiskStore) -> list[Path]:
     return sorted((disk.stats() and Path(disk._directory.values)).iterdir())
 
@@ -99,6 +105,7 @@ def test_a_failing_store(model: Any, ids: Any, plain: list[int], outage: str) ->
         kvc.add_blocks_ids(ids)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_tier_that_dies_in_mid_load(model: Any, ids: Any, plain: list[int]) -> None:
     far = HostileStore()
 
@@ -118,7 +125,7 @@ def test_a_tier_that_dies_in_mid_load(model: Any, ids: Any, plain: list[int]) ->
 def test_a_tier_that_hangs_for_ever_in_mid_load(model: Any, ids: Any, plain: list[int], loading: str) -> None:
     hangs = threading.Event()
     memory = MemoryStore()
-    settings = CakeSettings(step_tokens=2 * BLOCK, deadline_s=0.5)
+    settings = CakeSettings(step_tokens=2 * BLOCK, deadline_s=2.0)
     hanging = Hanging(RateLimited(memory, 1 << 20), hangs)
     with cake(model, hanging, loading, settings=settings) as kvc:
         kvc.add_blocks_ids(ids)
@@ -127,9 +134,12 @@ def test_a_tier_that_hangs_for_ever_in_mid_load(model: Any, ids: Any, plain: lis
         last = kvc.last
         assert time.monotonic() - began_s < 25 and last.cached_tokens + last.computed_tokens == ids.shape[1]
         if loading == "load":
-            # the chunk that hangs, perhaps the first one, of which nobody knew yet how long it takes, and on a busy
-            # machine another
-            assert last.failed_blocks.keys() == {"deadline"} and last.loaded_blocks >= 12
+            # One chunk hangs. On a stalled machine more of them exceed the patience, which follows from the speed of
+            # computing: so how many were loaded is not asserted, but that each chunk was loaded or given up.
+            assert last.failed_blocks.keys() == {"deadline"} and hanging.loads >= 3
+            assert last.loader.failed_loads >= 1
+            assert last.loaded_blocks + 2 * last.loader.failed_loads == last.found_blocks == 20
+            assert last.cached_tokens == last.loaded_blocks * BLOCK
         hangs.set()
         until_s = time.monotonic() + 30
         while memory.stats()["open_leases"] and time.monotonic() < until_s:
@@ -138,6 +148,7 @@ def test_a_tier_that_hangs_for_ever_in_mid_load(model: Any, ids: Any, plain: lis
         assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
 
 
+@pytest.mark.usefixtures("patient")
 def test_of_two_tiers_the_far_one_dies_in_mid_load(model: Any, ids: Any, plain: list[int]) -> None:
     near, far = MemoryStore(name="near"), HostileStore()
     with cake(model, far) as kvc:
@@ -157,6 +168,7 @@ def test_of_two_tiers_the_far_one_dies_in_mid_load(model: Any, ids: Any, plain: 
     tiers.close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_disk_with_corrupt_files_and_one_cut_in_mid_load(
     model: Any, ids: Any, plain: list[int], disk: DiskStore
 ) -> None:
@@ -180,6 +192,7 @@ def test_a_disk_with_corrupt_files_and_one_cut_in_mid_load(
         assert kvc.last.loaded_blocks == 20
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_disk_that_is_full(
     model: Any, ids: Any, plain: list[int], disk: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +224,7 @@ def test_a_disk_whose_files_vanish_in_mid_load(model: Any, ids: Any, plain: list
         assert kvc.last.cached_tokens + kvc.last.computed_tokens == ids.shape[1]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_constellation_whose_values_are_lost_in_mid_load(model: Any, ids: Any, plain: list[int]) -> None:
     with udp_store() as sky, cake(model, sky, "load") as kvc:
         assert kvc.add_blocks_ids(ids).stored_blocks == 20
@@ -226,6 +240,7 @@ def test_a_constellation_whose_values_are_lost_in_mid_load(model: Any, ids: Any,
         assert 0 < kvc.last.cached_tokens < 20 * BLOCK and kvc.last.failed_blocks
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_redis_that_is_killed_in_mid_load(
     model: Any, ids: Any, plain: list[int], tmp_path: Path, comes_back: bool

@@ -184,7 +184,7 @@ def test_a_redis_that_goes_and_comes_back_is_told_once_each(
     model: Any, ids: Any, tiers: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "skymemory")
-    monkeypatch.setattr("skymemory.cache.tiers.tier.LEAST_PATIENCE_S", 5.0)  # on a busy computer 20 ms are an outage
+    monkeypatch.setattr("skymemory.cache.patience.MIN_PATIENCE_S", 5.0)  # on a busy computer 20 ms are an outage
     server = RedisServer(tmp_path)
     url = server.url
     try:

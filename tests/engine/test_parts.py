@@ -19,11 +19,11 @@ transformers = pytest.importorskip("transformers")
 from tests.engine.families import FAMILIES, build, known  # noqa: E402
 
 from skymemory import KVCManager, MemoryStore  # noqa: E402
-from skymemory.cache.blocks import PAYLOAD_AT  # noqa: E402
 from skymemory.cache.cake.cake import CakeSettings  # noqa: E402
 from skymemory.engine.kv_cache import GroupRoom, RoomPool  # noqa: E402
 from skymemory.engine.staging import Staging  # noqa: E402
 from skymemory.errors import CacheMisuse  # noqa: E402
+from skymemory.kv.value import PAYLOAD_AT  # noqa: E402
 from skymemory.serving.engine.caches import PrefixCaches  # noqa: E402
 
 pytestmark = pytest.mark.engine

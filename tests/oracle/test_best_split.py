@@ -7,8 +7,8 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skymemory.cache.cake.pace import Pace
 from skymemory.cache.cake.scheduler import PromptChunk
-from skymemory.cache.pace import Pace
 from skymemory.sim.loading import LinkTrace, best_split_s, simulate_load
 
 COSTS = st.lists(st.floats(0.1, 5), min_size=1, max_size=7).map(sorted)

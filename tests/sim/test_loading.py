@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from skymemory.cache.cake.pace import Pace
 from skymemory.cache.cake.scheduler import PromptChunk
-from skymemory.cache.pace import Pace
 from skymemory.errors import InvalidInput
 from skymemory.sim.loading import LinkTrace, best_split_s, simulate_load
 

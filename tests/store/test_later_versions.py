@@ -19,13 +19,13 @@ from tests.store.redis_server import RedisServer
 from tests.store.sky.test_shared_index import INFO, add, key
 from tests.store.test_sealed import sealed
 
-from skymemory.cache.blocks import BlockCache, block_name, is_sound_block
+from skymemory.cache.blocks import BlockCache
 from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.cache.tiers.store import TieredStore, TierSettings
 from skymemory.errors import InvalidInput, LaterFile, LaterVersion
 from skymemory.index.journal import RecordOp, decode_records, encode_record, unpack_snapshot
 from skymemory.kv.codec.cachegen import CacheGen
-from skymemory.kv.value import LATER_VERSION, ValueHeader, unpack_header, unpack_value
+from skymemory.kv.value import LATER_VERSION, ValueHeader, block_name, is_sound_block, unpack_header, unpack_value
 from skymemory.native import crc32
 from skymemory.store.base import Presence, Store
 from skymemory.store.disk import DiskStore

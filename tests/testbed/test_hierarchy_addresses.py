@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from skymemory import open_store
-from skymemory.cache.blocks import is_sound_block
 from skymemory.cache.tiers.store import TieredStore
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput, NoConstellation, SkyMemoryError
+from skymemory.kv.value import is_sound_block
 from skymemory.store.base import Presence
 from skymemory.store.disk import DiskStore
 from skymemory.store.wrappers import TenantStore
@@ -121,7 +121,7 @@ def test_rules_are_for_the_whole(tmp_path: Path) -> None:
         ('[[tier]]\nstore = "memory"\nload_deadline = 3\n', "load_deadline: expected a text in quotes, got 3"),
         ('[[tier]]\nstore = "memory"\nverify = "all"\n', "verify: expected blocks or none"),
         ('[[tier]]\nstore = "memory"\nbreaker = { failure = 1 }\n', "breaker: unknown setting 'failure'"),
-        ('[[tier]]\nstore = "memory"\nbreaker = { first_wait = "9s", last_wait = "1s" }\n', "first wait <= last wait"),
+        ('[[tier]]\nstore = "memory"\nbreaker = { first_wait = "9s", last_wait = "1s" }\n', "first_wait <= last_wait"),
         ('promote = "rarely"\n[[tier]]\nstore = "memory"\n', "promote='rarely'"),
         ('outbound = "much"\n[[tier]]\nstore = "memory"\n', "outbound: .*not a size"),
         ('colour = "red"\n[[tier]]\nstore = "memory"\n', "unknown setting 'colour', expected promote"),

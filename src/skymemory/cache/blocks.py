@@ -1,24 +1,24 @@
-"""BlockCache: a prompt's blocks out of a store and into it, for any engine.
+"""BlockCache: loads and saves a prompt's blocks, for any engine and any store.
 
-It sees token ids, hashes, tiers and seconds; never tensors, never satellites. An engine gives it a sink to place
-blocks in and a source to read them from. This is the one place where a tier's failure becomes a miss.
+It sees token ids, hashes, tiers and seconds; never tensors, never satellites. An engine passes a sink for loaded blocks
+and a source of blocks to save. Failures of the store become misses here.
+
+A load: hash the prompt's blocks, look up the longest stored prefix, lease it in batches, and for each batch fetch, then
+verify, decode and place block by block. The first block that fails ends the prefix.
 """
 
 from __future__ import annotations
 
-import base64
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
-from skymemory import native
-from skymemory.cache.pace import ComputeRate
-from skymemory.cache.patience import worth
+from skymemory.cache.patience import ComputeRate, recompute_cost
 from skymemory.cache.results import LoadResult
 from skymemory.errors import (
     CodecUnavailable,
@@ -33,30 +33,91 @@ from skymemory.kv.block import BlockHash, Tokens, hash_blocks, places_in
 from skymemory.kv.codec.base import RAW, Codec
 from skymemory.kv.context import CacheContext
 from skymemory.kv.layout import KVLayout
-from skymemory.kv.value import HEADER_BYTES, LATER_VERSION, ValueHeader, unpack_value
+from skymemory.kv.value import LATER_VERSION, PAYLOAD_AT, ForeignBlock, block_header, open_block
 from skymemory.metrics import Counters
 from skymemory.store.base import KeyReport, LoadTicket, Places, Presence, Store
 from skymemory.store.sealed import NOT_AUTHENTIC
 
-TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
-"""What a broken tier may raise; programming errors (TypeError, AttributeError …) still surface."""
-
-FAILING_REASONS = frozenset({"unreachable", "timeout"})
-"""Misses that say that the store, and not the value, was not there."""
-SHORT = "shorter than a block"
-"""Why nothing of a prompt is found that has no block."""
 _log = logging.getLogger(__name__)
+
+TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
+"""What a broken tier may raise; programming errors (TypeError, AttributeError …) are not caught."""
+FAILING_REASONS = frozenset({"unreachable", "timeout"})
+"""Miss reasons that mean the store did not answer, rather than that the value is absent."""
+TOO_SHORT = "shorter than a block"
+"""Miss reason of a prompt without a full block."""
+_INVALID = ("corrupt", "foreign")
+"""Reasons that mean that the bytes are wrong for any reader; their block is deleted."""
 
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
-"""Bytes in flight at most, loading and storing."""
+"""Bounds on the bytes in flight, loading and storing."""
+
+
+class BlockSink(Protocol):
+    """Where an engine wants loaded blocks."""
+
+    def place(self, index: int, block: memoryview) -> None:
+        """Copy block ``index``'s raw bytes (``KVLayout.shape``, C order) out of ``block`` before returning."""
+
+
+class BlockSource(Protocol):
+    """Where an engine's blocks to be saved come from."""
+
+    def read(self, index: int, out: memoryview) -> None:
+        """Write block ``index``'s raw bytes (``KVLayout.shape``, C order) into ``out``."""
+
+
+class PhaseClock:
+    """Seconds by phase, summed, in order of first use."""
+
+    def __init__(self, clock: Callable[[], float], seconds: dict[str, float]) -> None:
+        self._clock = clock
+        self.seconds = seconds
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started_s = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._clock() - started_s
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedBatch:
+    """Consecutive blocks of a prompt that are fetched together."""
+
+    start: int
+    hashes: list[BlockHash]
+    ticket: LoadTicket | None
+    """None where the store failed to give a lease."""
+
+
+@dataclass(slots=True)
+class LoadTally:
+    """Progress of a load."""
+
+    tiers: list[str] = field(default_factory=list)
+    """The tier of each block placed, in order."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Failed blocks, by reason."""
+    size_bytes: int = 0
+    retransmitted: int = 0
+
+    def tokens_by_tier(self, block_tokens: int, limit_tokens: int) -> dict[str, int]:
+        """Tokens each tier supplied, up to ``limit_tokens`` in all."""
+        tokens: Counter[str] = Counter()
+        for index, tier in enumerate(self.tiers):
+            tokens[tier] += min(limit_tokens - index * block_tokens, block_tokens)
+        return dict(tokens)
 
 
 class BlockCache:
     """The blocks of one context in one store.
 
-    ``codec`` is what new blocks are written with; blocks written with any of ``readable`` (and RAW) are read.
-    A lossy codec under a context that promises no loss raises InvalidInput.
+    New blocks are encoded with ``codec``; blocks in RAW, ``codec`` or any of ``readable`` are read. Raises InvalidInput
+    for a lossy codec in a lossless context.
     """
 
     def __init__(
@@ -89,12 +150,12 @@ class BlockCache:
         }
         self.clock = clock
         self.compute = ComputeRate()
-        """How fast the engine computes, as far as it reports: it bounds how long a tier is waited for."""
+        """The engine's speed, as far as it is reported: it bounds how long a tier is waited for."""
         self.owner = Owner("this BlockCache")
-        self._answers = True
+        self._logged_answering = True
         self._failures = Lock()  # loads of several threads may fail at once
         self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
-        """Told of the full blocks of every prompt that is looked up (``PrefetchScheduler.saw`` wants to know)."""
+        """Called with the full blocks of every prompt that is looked up (for ``PrefetchScheduler.saw``)."""
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
         """Chained hashes of the full blocks of ``tokens``."""
@@ -109,10 +170,10 @@ class BlockCache:
         seconds: dict[str, float] | None = None,
         account: bool = True,
     ) -> LoadResult:
-        """Place the longest cached prefix of ``tokens`` in the sink that ``open_sink(found_blocks)`` gives.
+        """Place the longest cached prefix of ``tokens`` in the sink that ``open_sink(found_blocks)`` returns.
 
-        ``limit_tokens`` bounds the tokens counted as supplied (default: all but the last). Blocks behind the first
-        one that fails are not used. ``account=False`` keeps this load out of the token counters.
+        ``limit_tokens`` bounds the tokens counted as supplied (default: all but the last). ``account=False`` keeps this
+        load out of the token counters.
         """
         self.owner.check()
         phase = PhaseClock(self.clock, seconds if seconds is not None else {})
@@ -125,10 +186,10 @@ class BlockCache:
             self.on_prompt(hashes)
         computing_s = self.compute.seconds(count)
         tally = LoadTally()
-        with worth(computing_s):
+        with recompute_cost(computing_s):
             with phase("lookup"):
                 found = self.prefix(hashes[:wanted])
-                not_found = self.why_not(hashes[found]) if found < wanted else "" if hashes else SHORT
+                not_found = self.miss_reason(hashes[found]) if found < wanted else "" if hashes else TOO_SHORT
             if found:
                 self.load_found(hashes[:found], open_sink(found), tally, phase, computing_s)
         result = LoadResult(
@@ -149,8 +210,8 @@ class BlockCache:
     def load_found(
         self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
     ) -> None:
-        """Place these, one behind another from block 0 of ``sink`` on: batch after batch until one fails, or until
-        computing all of the prompt would have taken as long.
+        """Place these consecutively, from block 0 of ``sink`` on: batch after batch until a block fails, or
+        ``computing_s`` (the time to compute the whole prompt instead) is over.
         """
         batches = self._lease(hashes)
         started_s = self.clock()
@@ -160,15 +221,15 @@ class BlockCache:
                     tally.failed["deadline"] += 1
                     break
                 self._load_batch(batches[0], sink, tally, phase)
-                self._let_go(batches.pop(0))
+                self._release(batches.pop(0))
         finally:
             for batch in batches:
-                self._let_go(batch)
+                self._release(batch)
         if tally.failed and (behind := len(hashes) - len(tally.tiers) - 1):
             tally.failed["behind a failed block"] += behind
 
-    def there(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """Of each block, whether the store says it has it."""
+    def stored(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Of each block, whether the store has it."""
         try:
             presence = self.store.lookup(hashes)
         except TIER_FAILURES:
@@ -177,10 +238,10 @@ class BlockCache:
         return [one is Presence.HIT for one in presence]
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Positions of the blocks that the store does not have and that are not being stored."""
+        """Positions of the blocks that are neither in the store nor being stored."""
         self.owner.check()
         try:
-            with worth(self.compute.seconds(len(hashes) * self.layout.block_tokens)):
+            with recompute_cost(self.compute.seconds(len(hashes) * self.layout.block_tokens)):
                 presence = self.store.lookup(hashes)
         except TIER_FAILURES:
             self.tier_failed()
@@ -195,24 +256,24 @@ class BlockCache:
         seconds: dict[str, float] | None = None,
         account: bool = True,
     ) -> tuple[int, int]:
-        """Store the blocks ``indices`` (ascending); how many were acknowledged, and their bytes.
+        """Store the blocks ``indices`` (ascending); returns the number acknowledged, and their bytes.
 
-        Stops at the first block that the codec cannot take, so that presence stays prefix-closed. Raises
-        ValueTooLarge when a block can never fit the store; any other failure of the tier stores nothing.
-        ``account=False`` keeps them out of the counters of blocks; their bytes count.
+        Stops at the first block that the codec refuses, so that what is stored of a prompt stays a prefix. Raises
+        ValueTooLarge for a block that can never fit the store; on any other failure of the tier nothing is stored.
+        ``account=False`` keeps the blocks out of the counters; their bytes count.
         """
         self.owner.check()
         phase = PhaseClock(self.clock, seconds if seconds is not None else {})
         value_bytes = PAYLOAD_AT + self.layout.block_bytes
         batch = max(1, STORE_BATCH_BYTES // value_bytes)
-        rooms = [bytearray(value_bytes) for _ in range(min(batch, len(indices)))]
+        buffers = [bytearray(value_bytes) for _ in range(min(batch, len(indices)))]
         stored = size_bytes = 0
         for start in range(0, len(indices), batch):
             part = indices[start : start + batch]
             items: list[tuple[bytes, memoryview]] = []
             with phase("encode"):
-                for index, room in zip(part, rooms, strict=False):
-                    value = self._encode(hashes[index], index, source, room)
+                for index, buffer in zip(part, buffers, strict=False):
+                    value = self._encode(hashes[index], index, source, buffer)
                     if value is None:
                         break
                     items.append((hashes[index], value))
@@ -229,7 +290,7 @@ class BlockCache:
         return stored, size_bytes
 
     def prefix(self, hashes: list[BlockHash]) -> int:
-        """Leading blocks that the store says it has."""
+        """Number of leading blocks that the store has."""
         if not hashes:
             return 0
         try:
@@ -238,32 +299,32 @@ class BlockCache:
             self.tier_failed()
             return 0
 
-    def why_not(self, block_hash: BlockHash) -> str:
-        """Why a block that look-up does not know of is not there: by the report of a load, which says so."""
+    def miss_reason(self, block_hash: BlockHash) -> str:
+        """Why a block that look-up did not find is missing: the reason that a load reports."""
         try:
             ticket = self.store.prepare_load([block_hash])
-            came = self.store.complete_load(ticket)[0] is not None
+            loaded = self.store.complete_load(ticket)[0] is not None
             report = ticket.report
             self.store.release(ticket)
         except TIER_FAILURES:
             self.tier_failed()
             reason = "unreachable"
         else:
-            reason = "stored just now" if came else report.keys[0].reason if report is not None else "absent"
-        self._tell(reason not in FAILING_REASONS)
+            reason = "stored just now" if loaded else report.keys[0].reason if report is not None else "absent"
+        self._log_state(reason not in FAILING_REASONS)
         return reason
 
-    def _tell(self, answers: bool) -> None:
-        """A log has a line for each time that the store goes or comes back."""
-        if answers is not self._answers:
-            self._answers = answers
-            if answers:
+    def _log_state(self, answering: bool) -> None:
+        """One line each time that the store stops or resumes answering."""
+        if answering is not self._logged_answering:
+            self._logged_answering = answering
+            if answering:
                 _log.warning("the %s store answers again", self.store.name)
             else:
                 _log.warning("the %s store does not answer: prompts are computed meanwhile", self.store.name)
 
     def _lease(self, hashes: list[BlockHash]) -> list[LeasedBatch]:
-        """Leases for all of ``hashes`` at once, in batches of bounded bytes; fewer where the store fails."""
+        """Leases on all of ``hashes``, in batches of bounded bytes."""
         size = max(1, LOAD_BATCH_BYTES // (PAYLOAD_AT + self.layout.block_bytes))
         batches = []
         for start in range(0, len(hashes), size):
@@ -292,21 +353,21 @@ class BlockCache:
                 value = values[offset] if offset < len(values) else None
                 if value is None:
                     tally.failed[(keys[offset].reason if keys else "") or "unreachable"] += 1
-                    self.forget_sealed(batch.hashes, keys)
+                    self.delete_sealed(batch.hashes, keys)
                     return
                 failure = self.place(sink, batch.start + offset, block_hash, value)
                 if failure:
                     tally.failed[failure] += 1
-                    self.forget_wrong(block_hash, failure)
+                    self.delete_invalid(block_hash, failure)
                     return
                 tally.tiers.append((keys[offset].tier if keys else "") or self.store.name)
                 tally.size_bytes += value.nbytes
 
     def fetch(self, block_hash: BlockHash, sink: BlockSink) -> str:
-        """Place one block, whatever is before it, in ``sink`` as block 0; why that could not be, or empty."""
+        """Place one block in ``sink`` as block 0; returns the reason of a failure, or ""."""
         self.owner.check()
         try:
-            with worth(self.compute.seconds(self.layout.block_tokens)):
+            with recompute_cost(self.compute.seconds(self.layout.block_tokens)):
                 (value,) = self.store.get_many([block_hash])
         except TIER_FAILURES:
             self.tier_failed()
@@ -314,30 +375,50 @@ class BlockCache:
         if value is None:
             return "absent"
         if failure := self.place(sink, 0, block_hash, value):
-            self.forget_wrong(block_hash, failure)
+            self.delete_invalid(block_hash, failure)
         return failure
 
     def place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
-        """Verify, decode and hand over one block; why it could not be used, or empty."""
-        return place_block(sink, index, block_hash, value, self.layout, self._readable)
+        """Verify and decode one stored block and hand it to ``sink``; returns the reason of a failure, or ""."""
+        layout = self.layout
+        try:
+            codec_id, payload = open_block(value, block_hash, layout)
+            codec = self._readable.get(codec_id)
+            if codec is None:
+                return "codec not readable"
+            if codec is RAW and payload.nbytes == layout.block_bytes:
+                sink.place(index, payload)
+                return ""
+            block = memoryview(bytearray(layout.block_bytes))
+            codec.decode(payload, layout, block)
+            sink.place(index, block)
+        except CodecUnavailable:
+            return "codec not installed"
+        except ForeignBlock:
+            return "foreign"
+        except LaterVersion:
+            return LATER_VERSION
+        except MalformedPacket:
+            return "corrupt"
+        return ""
 
-    def _encode(self, block_hash: BlockHash, index: int, source: BlockSource, room: bytearray) -> memoryview | None:
-        """Block ``index`` as a value; in ``room`` if it is stored raw. None if the codec cannot take it."""
-        value = memoryview(room)
+    def _encode(self, block_hash: BlockHash, index: int, source: BlockSource, buffer: bytearray) -> memoryview | None:
+        """Block ``index`` as a value, in ``buffer`` if it is stored raw. None if the codec refuses it."""
+        value = memoryview(buffer)
         source.read(index, value[PAYLOAD_AT:])
         if self.codec is RAW:
-            value[:PAYLOAD_AT] = block_header(block_hash, self.layout, RAW, value[PAYLOAD_AT:])
+            value[:PAYLOAD_AT] = block_header(block_hash, self.layout, RAW.codec_id, value[PAYLOAD_AT:])
             return value
         try:
             payload = self.codec.encode(value[PAYLOAD_AT:], self.layout)
         except InvalidInput:
             self.counters.add("codec_refused_blocks_total", label=self.codec.name)
             return None
-        return memoryview(block_header(block_hash, self.layout, self.codec, payload) + payload)
+        return memoryview(block_header(block_hash, self.layout, self.codec.codec_id, payload) + payload)
 
     def _put(self, items: list[tuple[bytes, memoryview]], places: Places) -> list[bool]:
         try:
-            with worth(self.compute.seconds(len(items) * self.layout.block_tokens)):
+            with recompute_cost(self.compute.seconds(len(items) * self.layout.block_tokens)):
                 return self.store.put_many(items, places) if items else []
         except ValueTooLarge:
             raise
@@ -345,44 +426,45 @@ class BlockCache:
             self.tier_failed()
             return [False] * len(items)
 
-    def _forget(self, block_hash: BlockHash) -> None:
-        """A block that came wrong is removed, so that the next storing replaces it."""
+    def _delete(self, block_hash: BlockHash) -> None:
         try:
             self.store.delete([block_hash])
         except TIER_FAILURES:
             self.tier_failed()
 
-    def forget_wrong(self, block_hash: BlockHash, failure: str) -> None:
-        """Remove a block whose bytes were wrong; one that only this reader cannot read stays."""
-        if failure in WRONG:
-            self._forget(block_hash)
+    def delete_invalid(self, block_hash: BlockHash, failure: str) -> None:
+        """Delete a block whose bytes were wrong, so that it is stored again; one that only this reader cannot read
+        stays.
+        """
+        if failure in _INVALID:
+            self._delete(block_hash)
 
-    def forget_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
-        """Blocks that none of our keys opens (it was retired, or they are somebody else's) would be misses for ever:
-        the tier has them, so they would not be stored again. Those of a key that is to come stay (``UNKNOWN_KEY``).
+    def delete_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
+        """Delete blocks that no key of ours opens (retired keys, another owner): they would be permanent misses, as
+        blocks that are present are not stored again. Those of a key not distributed yet stay (``UNKNOWN_KEY``).
         """
         for block_hash, report in zip(hashes, reports, strict=False):
             if report.reason == NOT_AUTHENTIC:
-                self._forget(block_hash)
+                self._delete(block_hash)
 
-    def _let_go(self, batch: LeasedBatch) -> None:
+    def _release(self, batch: LeasedBatch) -> None:
         if batch.ticket is not None:
             self.release(batch.ticket)
 
     def release(self, ticket: LoadTicket) -> None:
-        """Give a lease or its values back."""
+        """Release a lease or its values."""
         try:
             self.store.release(ticket)
         except TIER_FAILURES:
             self.tier_failed()
 
     def tier_failed(self) -> None:
-        """Count a call that the store did not answer."""
+        """Count a call that failed."""
         with self._failures:
             self.counters.add("tier_failures_total", label=self.store.name)
 
     def count_load(self, result: LoadResult, account: bool) -> None:
-        """Add a load to the counters; with ``account`` its tokens, too."""
+        """Add a load to the counters, with ``account`` including its tokens."""
         for reason, blocks in result.failed_blocks.items():
             self.counters.add("failed_blocks_total", blocks, reason)
         self.counters.add("loaded_bytes_total", result.size_bytes, self.store.name)
@@ -390,162 +472,8 @@ class BlockCache:
             self.count_tokens(result)
 
     def count_tokens(self, result: LoadResult) -> None:
-        """Add the tokens of a prompt to the counters, by where they come from."""
+        """Add the tokens of a prompt to the counters, by tier."""
         self.counters.add("lookup_tokens_total", result.prompt_tokens)
         self.counters.add("computed_tokens_total", result.computed_tokens)
         for tier, tokens in result.hit_tokens.items():
             self.counters.add("hit_tokens_total", tokens, tier)
-
-
-# What an engine lends the cache: a sink for loaded blocks, a source of blocks to store; and a load's own notes.
-
-
-class BlockSink(Protocol):
-    """Where loaded blocks go."""
-
-    def place(self, index: int, block: memoryview) -> None:
-        """Copy block ``index``'s raw bytes (``KVLayout.shape``, C order) out of ``block`` before returning."""
-
-
-class BlockSource(Protocol):
-    """Where blocks to be stored come from."""
-
-    def read(self, index: int, out: memoryview) -> None:
-        """Write block ``index``'s raw bytes (``KVLayout.shape``, C order) into ``out``."""
-
-
-class PhaseClock:
-    """Seconds by phase, summed, in order of first use."""
-
-    def __init__(self, clock: Callable[[], float], seconds: dict[str, float]) -> None:
-        self._clock = clock
-        self.seconds = seconds
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started_s = self._clock()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._clock() - started_s
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedBatch:
-    """Consecutive blocks of a prompt that are fetched together."""
-
-    start: int
-    hashes: list[BlockHash]
-    ticket: LoadTicket | None
-    """None where the store failed to give one."""
-
-
-@dataclass(slots=True)
-class LoadTally:
-    """What a load has come to so far."""
-
-    tiers: list[str] = field(default_factory=list)
-    """The tier of each block placed, in order."""
-    failed: Counter[str] = field(default_factory=Counter)
-    size_bytes: int = 0
-    retransmitted: int = 0
-
-    def tokens_by_tier(self, block_tokens: int, limit_tokens: int) -> dict[str, int]:
-        """Tokens each tier supplied; what lies past ``limit_tokens`` in the last block is not counted."""
-        tokens: Counter[str] = Counter()
-        for index, tier in enumerate(self.tiers):
-            tokens[tier] += min(limit_tokens - index * block_tokens, block_tokens)
-        return dict(tokens)
-
-
-# One stored value into its place in the engine's memory: verified, decoded, copied once.
-
-
-WRONG = ("corrupt", "foreign")
-"""The reasons that say that the bytes are wrong, and not that this reader cannot read them."""
-
-
-def place_block(
-    sink: BlockSink,
-    index: int,
-    block_hash: BlockHash,
-    value: memoryview,
-    layout: KVLayout,
-    readable: Mapping[int, Codec],
-) -> str:
-    """Hand block ``index`` over to ``sink``; why it could not be used, or empty."""
-    try:
-        codec_id, payload = open_block(value, block_hash, layout)
-        codec = readable.get(codec_id)
-        if codec is None:
-            return "codec not readable"
-        if codec is RAW and payload.nbytes == layout.block_bytes:
-            sink.place(index, payload)
-            return ""
-        block = memoryview(bytearray(layout.block_bytes))
-        codec.decode(payload, layout, block)
-        sink.place(index, block)
-    except CodecUnavailable:
-        return "codec not installed"
-    except ForeignBlock:
-        return "foreign"
-    except LaterVersion:
-        return LATER_VERSION
-    except MalformedPacket:
-        return "corrupt"
-    return ""
-
-
-# One block as a stored value: its header names the block and carries the payload's checksum.
-#
-# The name is 64 characters, so that the payload begins at byte 128, aligned for any engine's copy.
-
-
-NAME_BYTES = 64
-PAYLOAD_AT = HEADER_BYTES + NAME_BYTES
-_NAME = "block {} crc32 {:08x}"
-
-
-class ForeignBlock(MalformedPacket):
-    """A sound value, but not of the block, layout or loss that was asked for."""
-
-
-def block_name(block_hash: BlockHash, payload_crc: int) -> str:
-    """``block <43 characters of base64> crc32 <8 of hex>``: ties the payload to its block hash."""
-    return _NAME.format(base64.urlsafe_b64encode(block_hash).decode().rstrip("="), payload_crc)
-
-
-def block_header(block_hash: BlockHash, layout: KVLayout, codec: Codec, payload: memoryview | bytes) -> bytes:
-    """The ``PAYLOAD_AT`` bytes that go in front of ``payload``."""
-    name = block_name(block_hash, native.crc32(payload))
-    return ValueHeader(codec.codec_id, layout.block_bytes, len(payload), layout, name).pack()
-
-
-def is_sound_block(block_hash: BlockHash, value: memoryview) -> bool:
-    """Whether these bytes are a stored block of this hash, undamaged; of whichever layout. What a later release wrote
-    passes: it is not for us to judge, and is kept and moved as it is.
-    """
-    try:
-        header, payload = unpack_value(value)
-    except LaterVersion:
-        return True
-    except MalformedPacket:
-        return False
-    return header.name == block_name(block_hash, native.crc32(payload))
-
-
-def open_block(value: memoryview, block_hash: BlockHash, layout: KVLayout) -> tuple[int, memoryview]:
-    """Codec id and payload of a stored block, after every check.
-
-    Raises MalformedPacket for damaged bytes, and its subclasses ForeignBlock for another block or layout, LaterVersion
-    for what a later release wrote.
-    """
-    header, payload = unpack_value(value)
-    if header.layout != layout:
-        raise ForeignBlock(f"a block of {header.layout}, expected {layout}")
-    expected = block_name(block_hash, 0)[:-8]
-    if header.name[:-8] != expected:
-        raise ForeignBlock(f"a value named {header.name!r}, expected {expected}…")
-    if header.name[-8:] != f"{native.crc32(payload):08x}":
-        raise MalformedPacket("a block's payload differs from its checksum")
-    return header.codec_id, payload

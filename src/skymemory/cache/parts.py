@@ -1,9 +1,8 @@
-"""The blocks of a model whose layers do not all see equally far back: each part of them stored apart.
+"""Parts: the blocks of a model with sliding-window layers, stored separately for each attention span.
 
-A block holds all tokens' keys and values of its part. To go on behind a prompt's first tokens the model needs all of
-them in a part without a window, and of a part with one those that its next token sees. So a prompt is found as far as
-the first part has it from its beginning, and each other part where the window touches; where one is lacking there, up
-to the last place where all have what is seen.
+A part is a group of layers with the same window; a block holds its tokens' keys and values of one part. To continue
+behind a prefix the model needs all blocks of a part without a window, and of a windowed part only those in the window
+of the next token. So the prefix found is the longest at whose end every part has what it needs.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from skymemory.cache.blocks import PAYLOAD_AT, SHORT, BlockCache, BlockSink, BlockSource, LoadTally, PhaseClock
-from skymemory.cache.pace import ComputeRate
-from skymemory.cache.patience import worth
+from skymemory.cache.blocks import TOO_SHORT, BlockCache, BlockSink, BlockSource, LoadTally, PhaseClock
+from skymemory.cache.patience import ComputeRate, recompute_cost
 from skymemory.cache.results import LoadResult
 from skymemory.kv.block import BlockHash, Tokens
+from skymemory.kv.value import PAYLOAD_AT
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers that see equally far back, and their blocks."""
+    """Layers with the same attention window, and their blocks."""
 
     blocks: BlockCache
     window: int | None = None
-    """A token sees so many, itself among them; None: all before it."""
+    """Tokens that a token attends to, itself included; None: all before it."""
 
     def seen(self, tokens: int) -> range:
-        """The blocks that the token behind the first ``tokens`` sees something of."""
+        """The blocks that the token behind the first ``tokens`` attends to, even in part."""
         block = self.blocks.layout.block_tokens
         first = 0 if self.window is None else max(0, tokens - self.window + 1)
         return range(first // block, -(-tokens // block))
@@ -39,26 +38,26 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What came of a saving."""
+    """Result of ``Parts.save``."""
 
     blocks: int = 0
-    """Of the first part."""
+    """Blocks of the first part."""
     size_bytes: int = 0
     raw_bytes: int = 0
-    """Before the codec."""
+    """The same blocks before the codec."""
 
     def __add__(self, other: Saved) -> Saved:
         return Saved(self.blocks + other.blocks, self.size_bytes + other.size_bytes, self.raw_bytes + other.raw_bytes)
 
 
 class Parts:
-    """All parts of one model in one store. If there is one without a window, it is the first.
+    """All parts of one model in one store; the one without a window, if any, is the first.
 
-    Blocks and tokens are counted by the first part, bytes by all of them.
+    Blocks and tokens are counted for the first part, bytes for all.
     """
 
     def __init__(self, parts: Sequence[Part], compute: ComputeRate | None = None) -> None:
-        """``compute``: how fast the engine computes, as far as that is known already."""
+        """``compute``: the engine's speed, if it was measured before."""
         self.parts = tuple(parts)
         self.first = parts[0].blocks
         for part in parts:
@@ -66,15 +65,15 @@ class Parts:
 
     @property
     def value_bytes(self) -> int:
-        """What all parts of a block take in the store, before any codec."""
+        """Stored bytes of all parts of a block, before any codec."""
         return sum(PAYLOAD_AT + part.blocks.layout.block_bytes for part in self.parts)
 
     def hashes(self, tokens: Tokens) -> list[list[BlockHash]]:
-        """Of each part those of the full blocks of ``tokens``."""
+        """For each part, the hashes of the full blocks of ``tokens``."""
         return [part.blocks.hashes(tokens) for part in self.parts]
 
     def missing(self, hashes: Sequence[Sequence[BlockHash]]) -> list[list[int]]:
-        """As ``BlockCache.missing``, of each part."""
+        """``BlockCache.missing`` for each part."""
         return [part.blocks.missing(chain) if chain else [] for part, chain in zip(self.parts, hashes, strict=True)]
 
     def load(
@@ -86,8 +85,8 @@ class Parts:
         seconds: dict[str, float] | None = None,
         account: bool = True,
     ) -> LoadResult:
-        """As ``BlockCache.load``, with a sink for each part. A part with a window gets the blocks that are seen from
-        the end of what was found; others only where a load that failed has left them.
+        """``BlockCache.load`` with a sink for each part. Of a windowed part only the blocks in sight of its end are
+        loaded.
         """
         first = self.first
         if len(self.parts) == 1 and self.parts[0].window is None:
@@ -104,11 +103,11 @@ class Parts:
             for chain in hashes:
                 first.on_prompt(chain)
         loading = _Loading(self.parts, hashes, sinks, limit_tokens, phase, first.compute.seconds(count))
-        with worth(loading.computing_s):
+        with recompute_cost(loading.computing_s):
             with phase("lookup"):
                 wanted = min(count // block, -(-limit_tokens // block))
                 found = loading.found(wanted)
-                not_found = loading.why_not(found) if found < wanted else "" if hashes[0] else SHORT
+                not_found = loading.miss_reason(found) if found < wanted else "" if hashes[0] else TOO_SHORT
             loaded = loading.load(found)
         result = LoadResult(
             prompt_tokens=count,
@@ -126,8 +125,8 @@ class Parts:
         return result
 
     def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
-        """Place those blocks of ``tokens`` that are ``wanted`` of each part, ascending, as far as they come: none in a
-        forked child, whose the store is not.
+        """Place the ``wanted`` blocks (ascending) of each part, as far as they can be loaded; none in a forked child,
+        which does not own the store.
         """
         if self.first.owner.elsewhere:
             return
@@ -135,18 +134,18 @@ class Parts:
         for part, chain, sink, indices in zip(self.parts, self.hashes(tokens), sinks, wanted, strict=True):
             if asked := chain[indices[0] : indices[-1] + 1] if indices else []:
                 tally = LoadTally()
-                with worth(computing_s):
+                with recompute_cost(computing_s):
                     part.blocks.load_found(
                         asked, _From(sink, indices[0]), tally, PhaseClock(self.first.clock, {}), computing_s
                     )
                 self.first.count_load(LoadResult(0, failed_blocks=tally.failed, size_bytes=tally.size_bytes), False)
 
     def __deepcopy__(self, memo: object) -> Parts:
-        """A copied cache has blocks brought from the same store."""
+        """A copied cache uses the same store."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A cache that comes from elsewhere has no store here."""
+        """A cache from another process has no store here."""
         return type(None), ()
 
     def save(
@@ -156,7 +155,7 @@ class Parts:
         sources: Sequence[BlockSource],
         seconds: dict[str, float] | None = None,
     ) -> Saved:
-        """Store the blocks ``wanted`` of each part, the first part last: it says what is found."""
+        """Store the ``wanted`` blocks of each part; the first part last, as look-ups start with it."""
         saved = Saved()
         for number in reversed(range(len(self.parts))):
             blocks = self.parts[number].blocks
@@ -168,7 +167,7 @@ class Parts:
 
 
 class _Loading:
-    """One prompt: what is known of each part's blocks, and which of them are in their place."""
+    """One prompt's load: which blocks of each part the store has, and which are in place."""
 
     def __init__(
         self,
@@ -188,7 +187,7 @@ class _Loading:
         self._windows = [number for number, part in enumerate(parts) if part.window is not None]
         self._known: list[dict[int, bool]] = [{} for _ in parts]
         self._placed: list[dict[int, str]] = [{} for _ in parts]
-        """The tier of each block that is in its place."""
+        """For each part, the tier of each block that is in place."""
         self._failed: Counter[str] = Counter()
         self.size_bytes = 0
         self.retransmitted = 0
@@ -197,19 +196,19 @@ class _Loading:
         return min(blocks * self._parts[0].blocks.layout.block_tokens, self._limit_tokens)
 
     def found(self, wanted: int) -> int:
-        """Leading blocks of which every part has what is needed, at most ``wanted``."""
+        """The longest prefix, at most ``wanted`` blocks, of which every part has what it needs."""
         if self._parts[0].window is None:
             wanted = self._parts[0].blocks.prefix(self._hashes[0][:wanted])
             self._known[0] = {wanted: False}
         return self._longest(wanted)
 
     def _longest(self, most: int) -> int:
-        """The most blocks, up to ``most``, from whose end all parts with windows have what is seen."""
-        if most and all(self._there(number, self._seen(number, most)).all() for number in self._windows):
+        """The longest prefix, up to ``most`` blocks, at whose end all windowed parts have what is in sight."""
+        if most and all(self._stored(number, self._seen(number, most)).all() for number in self._windows):
             return most
         good = np.ones(most + 1, bool)
         for number in self._windows if most else ():
-            lacking = np.concatenate([[0], np.cumsum(~self._there(number, range(most)))])
+            lacking = np.concatenate([[0], np.cumsum(~self._stored(number, range(most)))])
             for blocks in range(1, most + 1):
                 seen = self._seen(number, blocks)
                 good[blocks] &= bool(lacking[seen.stop] == lacking[seen.start])
@@ -218,27 +217,27 @@ class _Loading:
     def _seen(self, number: int, blocks: int) -> range:
         return self._parts[number].seen(self._end(blocks))
 
-    def _there(self, number: int, indices: range) -> npt.NDArray[np.bool_]:
-        """Of these blocks of a part, whether the store says it has them; asked once."""
+    def _stored(self, number: int, indices: range) -> npt.NDArray[np.bool_]:
+        """Of these blocks of a part, whether the store has them; each is looked up once."""
         known = self._known[number]
         if unknown := [index for index in indices if index not in known]:
             asked = range(unknown[0], unknown[-1] + 1)
-            presence = self._parts[number].blocks.there(self._hashes[number][asked.start : asked.stop])
+            presence = self._parts[number].blocks.stored(self._hashes[number][asked.start : asked.stop])
             for index, present in zip(asked, presence, strict=True):
-                known.setdefault(index, present)  # of one whose load has failed more is known than the store says
+                known.setdefault(index, present)  # a failed load outweighs the look-up
         return np.array([known[index] for index in indices], bool)
 
-    def why_not(self, found: int) -> str:
-        """Why no more than ``found`` blocks were found: of the first that is known to be lacking behind them."""
+    def miss_reason(self, found: int) -> str:
+        """Why no more than ``found`` blocks were found: the reason of the first missing block behind them."""
         for number, part in enumerate(self._parts):
             seen = self._seen(number, found + 1) if part.window is not None else range(found, found + 1)
             for index in seen:
                 if not self._known[number].get(index, True):
-                    return part.blocks.why_not(self._hashes[number][index])
+                    return part.blocks.miss_reason(self._hashes[number][index])
         return ""
 
     def load(self, found: int) -> int:
-        """Place what is needed of the first ``found`` blocks; how many came, whatever of them failed on its way."""
+        """Place what is needed of the first ``found`` blocks; returns the length of the prefix that is in place."""
         loaded = found
         if found and self._parts[0].window is None:
             self._place(0, range(found))
@@ -251,7 +250,7 @@ class _Loading:
         return loaded
 
     def _place(self, number: int, indices: range) -> bool:
-        """Place those of a part that are not yet; whether all came."""
+        """Place the blocks of a part that are not in place yet; whether all succeeded."""
         placed, blocks = self._placed[number], self._parts[number].blocks
         rest = [index for index in indices if index not in placed]
         if not rest:
@@ -269,13 +268,13 @@ class _Loading:
         return not tally.failed
 
     def tiers(self, loaded: int) -> list[str]:
-        """The tier of each of the leading blocks. One that is out of every window came with those that are not."""
+        """The tier of each leading block; blocks out of every window were not loaded and take the tier of the next."""
         placed = next((there for there in self._placed if there), {})
         nearest = next(iter(placed.values()), "")
         return [placed.get(index, nearest) for index in range(loaded)]
 
     def failures(self, blocks: int) -> dict[str, int]:
-        """Of so many that were found and are not used, why."""
+        """Reasons for ``blocks`` blocks that were found and are not used."""
         if not blocks:
             return {}
         reason = next(iter(self._failed))
@@ -283,7 +282,7 @@ class _Loading:
 
 
 class _From:
-    """A sink whose block 0 is block ``first`` of another."""
+    """A sink whose block 0 is block ``first`` of ``sink``."""
 
     def __init__(self, sink: BlockSink, first: int) -> None:
         self._sink = sink

@@ -1,10 +1,9 @@
-"""What a look-up and a storing say of themselves: tokens by source, bytes, and seconds by phase."""
+"""Results of loading and storing one prompt: tokens by source, bytes, and seconds by phase."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from skymemory.units import format_duration, format_size
 
@@ -15,27 +14,27 @@ class LoadResult:
 
     prompt_tokens: int
     hit_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens supplied, by tier. A full hit still leaves the last token to compute."""
+    """Tokens supplied, by tier; a full hit still leaves the last token to compute."""
     blocks: int = 0
     """Full blocks in the prompt."""
     found_blocks: int = 0
-    """Leading blocks that the store said it has."""
+    """Leading blocks that look-up found."""
     loaded_blocks: int = 0
-    """Leading blocks that came and were right; of layers with a window, those that are seen from their end."""
+    """Leading blocks that were loaded and valid; of layers with a window, those in sight of their end."""
     failed_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks found but not usable, by reason: "absent", "corrupt", "foreign", "behind a failed block" …"""
     not_found: str = ""
-    """Why the first block that was not found was not: "absent", "unreachable", "uncertain" …; "shorter than a block"
-    where the prompt has none; empty where all were found.
+    """Why the first block behind those found is missing: "absent", "unreachable", "uncertain" …; "shorter than a block"
+    for a prompt without a full block; empty if all were found.
     """
     size_bytes: int = 0
     """Bytes fetched and used, as stored."""
     retransmitted: int = 0
-    """What the tier had to ask for again."""
+    """Packets that the tier had to request again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase, in order: tokenize, hash, lookup, then fetch and decode, or (loaded from both ends) cake."""
+    """By phase, in order: tokenize, hash, lookup, then fetch and decode, or cake."""
     loader: LoaderResult | None = None
-    """Where a prompt was loaded from both ends: what was computed meanwhile, and where they met."""
+    """With Cake: what was computed meanwhile, and where both sides met."""
 
     @property
     def cached_tokens(self) -> int:
@@ -43,15 +42,15 @@ class LoadResult:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens for the model; at least one unless the prompt is empty. Some of them it may have computed already."""
+        """Tokens not supplied, at least one unless the prompt is empty. With Cake some are computed already."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def left_tokens(self) -> int:
-        """Tokens that the model has still to compute."""
+        """Tokens that the model still has to compute."""
         if self.loader is None:
             return self.computed_tokens
-        return max(self.computed_tokens - self.loader.computed_tokens, 1)  # the last one, for what it leads to
+        return max(self.computed_tokens - self.loader.computed_tokens, 1)  # the last one, for its logits
 
     @property
     def total_s(self) -> float:
@@ -80,14 +79,14 @@ class StoreResult:
 
     prompt_tokens: int
     blocks: int = 0
-    """Full blocks in the prompt; a prompt shorter than a block has none, and nothing is stored."""
+    """Full blocks in the prompt."""
     present_blocks: int = 0
-    """Already there (or being stored by someone else)."""
+    """Stored before (or being stored by another client)."""
     stored_blocks: int = 0
     refused_blocks: int = 0
-    """Not acknowledged: no room, no answer, or nothing to store them from."""
+    """Not acknowledged: no room, no answer, or no source to store them from."""
     prefilled_tokens: int = 0
-    """Tokens computed on purpose to have something to store; 0 after a generate."""
+    """Tokens computed only to be stored; 0 after a generate."""
     size_bytes: int = 0
     """Bytes stored, headers included."""
     raw_bytes: int = 0
@@ -111,60 +110,20 @@ class StoreResult:
         )
 
 
-# What the loader asks for, and what it says of a prompt in the end.
-
-
-class Origin(Enum):
-    """Where a chunk's KV came from; None stands for not there yet."""
-
-    RESIDENT = "resident"
-    COMPUTED = "computed"
-    LOADED = "loaded"
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeStep:
-    """Prefill these tokens now; answer with ``chunk_computed``."""
-
-    index: int
-    """The chunk it begins in."""
-    first_token: int
-    tokens: int
-    chunks: int = 1
-    """That it reaches into, one behind another; the last may not become whole."""
-
-    @property
-    def indices(self) -> range:
-        """The chunks it reaches into."""
-        return range(self.index, self.index + self.chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class Actions:
-    """What to do now. One step is under way at most; fetches are served in the order in which they were asked for."""
-
-    compute: ComputeStep | None = None
-    fetch: tuple[int, ...] = ()
-    cancel: tuple[int, ...] = ()
-    """Cancelled fetches; what still arrives for them is ignored."""
-    wake_s: float | None = None
-    """Ask again then, even if nothing has happened."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoaderResult:
-    """What became of one prompt."""
+    """What Cake computed and loaded of one prompt."""
 
     resident_tokens: int
     computed_tokens: int
     loaded_tokens: int
     loaded_bytes: int
     met_at_token: int | None
-    """First token of the last chunk that joined the two sides; None where one side did all, or before the end."""
+    """First token of the chunk where both sides met; None if one side did all, or before the end."""
     wasted_bytes: int
-    """Asked for and not used: cancelled, late or failed loads, counted in full."""
+    """Bytes of cancelled, late or failed loads."""
     wasted_tokens: int
-    """Computed for chunks that were loaded first."""
+    """Tokens computed for chunks that were loaded first."""
     failed_loads: int
     seconds: float
     aborted: bool

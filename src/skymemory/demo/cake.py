@@ -17,7 +17,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from skymemory.cache.cake.cake import CakeSettings
-from skymemory.cache.pace import Pace
+from skymemory.cache.cake.pace import Pace
 from skymemory.demo.screen import Screen
 from skymemory.engine.background import OtherPrompts
 from skymemory.engine.huggingface import KVCManager

@@ -13,8 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from skymemory.cache.cake.cake import Cake, Sides
+from skymemory.cache.cake.scheduler import ComputeStep
 from skymemory.cache.cake.session import LoadingSession
-from skymemory.cache.results import ComputeStep, LoadResult
+from skymemory.cache.results import LoadResult
 from skymemory.engine.kv_cache import SkyCache, Tokens
 from skymemory.engine.prompts import at_positions
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from skymemory.cache.pace import ComputeRate
+from skymemory.cache.patience import ComputeRate
 
 _ROWS = 64
 _RUNS = 3
@@ -63,7 +63,7 @@ class ComputeClock:
         self._rate = rate
         self._model = weakref.ref(model)
         if (token_s := estimated_token_s(model)) is not None:
-            rate.suppose(token_s)
+            rate.assume(token_s)
         self._begun = threading.local()
         self._hooks = [
             model.register_forward_pre_hook(self._begins, with_kwargs=True),

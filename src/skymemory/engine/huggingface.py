@@ -22,8 +22,8 @@ from transformers.cache_utils import Cache
 
 from skymemory.cache.blocks import BlockCache, PhaseClock
 from skymemory.cache.cake.cake import Cake, CakeSettings, Sides
-from skymemory.cache.pace import ComputeRate
 from skymemory.cache.parts import Part, Parts, Saved
+from skymemory.cache.patience import ComputeRate
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.engine.cake import CakePrefill
 from skymemory.engine.compute_clock import ComputeClock
@@ -283,14 +283,16 @@ class KVCManager:
                 cache.context = self.context
             cache.guard, cache.prompt, cache.source = self._guard, ids, self.parts
             self.last = cache.result
-            _log.info("%s", cache.result.describe())
+            if _log.isEnabledFor(logging.INFO):
+                _log.info("%s", cache.result.describe())
             self._kept.append(cache)
             self._handed.add(cache)
             return cache
 
     def _empty(self, prompt_tokens: int) -> SkyCache:
         model = self._identity
-        blocks_apart = -(-model.states.size_bytes // self.layout.block_bytes)  # states take as much room as blocks
+        # States are kept so far apart that they take as much room as the blocks between them.
+        blocks_apart = -(-model.states.size_bytes // self.layout.block_bytes) if model.states is not None else 1
         return SkyCache(
             self.layout,
             self._room_tokens(prompt_tokens),
@@ -381,7 +383,8 @@ class KVCManager:
                 raw_bytes=saved.raw_bytes,
                 seconds=seconds,
             )
-            _log.info("%s", self.last_stored.describe())
+            if _log.isEnabledFor(logging.INFO):
+                _log.info("%s", self.last_stored.describe())
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:
@@ -535,10 +538,10 @@ class KVCManager:
 
     def _stored_states(self) -> StoredStates | None:
         states, tokens = self._identity.states, self.layout.block_tokens
-        if not states:
+        if states is None:
             return None
         blocks = BlockCache(
-            self._identity.states_context, states.layout(tokens), self.store, counters=Counters()
+            self._identity.states_context(states), states.layout(tokens), self.store, counters=Counters()
         )  # what they count is nobody's tokens
         blocks.compute = self.blocks.compute
         return StoredStates(states, blocks)

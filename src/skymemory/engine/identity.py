@@ -81,10 +81,11 @@ class Identity:
         self._conditions = conditions()
         check_supported(model)
         self._check_hooks()
-        self.layout, self.states = probe_layout(model, block_tokens)
+        self.layout, states = probe_layout(model, block_tokens)
+        self.states = states if states else None
         self.kinds = kinds_of(model)
         self.groups = groups_of(self.kinds)
-        check_goes_on(model, self.layout, self.kinds, self.states)
+        check_goes_on(model, self.layout, self.kinds, states)
         self.context = self._context(self._substance.digest() if weights is None else self._substance.watch(weights))
 
     def renew(self) -> bool:
@@ -101,7 +102,8 @@ class Identity:
         layout, states = probe_layout(self._model, self._block_tokens)
         kinds = kinds_of(self._model)
         check_goes_on(self._model, layout, kinds, states)
-        self.layout, self.states, self.kinds, self.groups = layout, states, kinds, groups_of(kinds)
+        self.layout, self.states = layout, states if states else None
+        self.kinds, self.groups = kinds, groups_of(kinds)
         self._conditions = now
         self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
         return self.context != before
@@ -123,10 +125,9 @@ class Identity:
             return self.context
         return dataclasses.replace(self.context, layout=group.describe(self.layout))
 
-    @property
-    def states_context(self) -> CacheContext:
-        """That of the recurrent states, which are stored as blocks of another layout."""
-        return dataclasses.replace(self.context, layout=self.states.describe(), kv_dtype="states", lossless=True)
+    def states_context(self, states: States) -> CacheContext:
+        """The context of the recurrent states, which are stored as blocks of another layout."""
+        return dataclasses.replace(self.context, layout=states.describe(), kv_dtype="states", lossless=True)
 
     def _check_hooks(self) -> None:
         if where := foreign_hook(self._model, self._our_hooks):

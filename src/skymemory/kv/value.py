@@ -1,4 +1,4 @@
-"""The header in front of every stored value: what the bytes behind it are.
+"""The header in front of every stored value, and blocks as stored values.
 
 Layout, little-endian, 64 bytes, then the name, then the payload::
 
@@ -14,6 +14,7 @@ suffices. What has a later version, a dtype that is not known or a reserved byte
 
 from __future__ import annotations
 
+import base64
 import struct
 from dataclasses import dataclass
 
@@ -146,3 +147,55 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
         return ValueHeader(codec_id, raw_bytes, payload_bytes, layout, name)
     except (InvalidInput, UnicodeDecodeError) as error:
         raise MalformedPacket(f"the header of a stored value is inconsistent: {error}") from None
+
+
+# --- a block of a KV cache as a stored value: its name ties the payload to its hash and carries the payload's CRC ---
+
+PAYLOAD_AT = HEADER_BYTES + 64
+"""A block's name has 64 characters: its payload begins at byte 128, aligned for any engine's copy."""
+_BLOCK_NAME = "block {} crc32 {:08x}"
+
+
+class ForeignBlock(MalformedPacket):
+    """An intact value of another block or layout than the requested one."""
+
+
+def block_name(block_hash: bytes, payload_crc: int) -> str:
+    """``block <43 characters of base64> crc32 <8 of hex>``."""
+    return _BLOCK_NAME.format(base64.urlsafe_b64encode(block_hash).decode().rstrip("="), payload_crc)
+
+
+def block_header(block_hash: bytes, layout: KVLayout, codec_id: int, payload: Buffer) -> bytes:
+    """The ``PAYLOAD_AT`` bytes in front of ``payload``."""
+    name = block_name(block_hash, native.crc32(payload))
+    return ValueHeader(codec_id, layout.block_bytes, len(payload), layout, name).pack()
+
+
+def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
+    """Whether ``value`` is an undamaged block of this hash, in any layout. What a later release wrote passes: it is
+    kept and moved unread.
+    """
+    try:
+        header, payload = unpack_value(value)
+    except LaterVersion:
+        return True
+    except MalformedPacket:
+        return False
+    return header.name == block_name(block_hash, native.crc32(payload))
+
+
+def open_block(value: memoryview, block_hash: bytes, layout: KVLayout) -> tuple[int, memoryview]:
+    """Codec id and payload of a stored block, after every check.
+
+    Raises MalformedPacket for damaged bytes, and its subclasses ForeignBlock for another block or layout, LaterVersion
+    for what a later release wrote.
+    """
+    header, payload = unpack_value(value)
+    if header.layout != layout:
+        raise ForeignBlock(f"a block of {header.layout}, expected {layout}")
+    expected = block_name(block_hash, 0)[:-8]
+    if header.name[:-8] != expected:
+        raise ForeignBlock(f"a value named {header.name!r}, expected {expected}…")
+    if header.name[-8:] != f"{native.crc32(payload):08x}":
+        raise MalformedPacket("a block's payload differs from its checksum")
+    return header.codec_id, payload

@@ -15,8 +15,8 @@ from functools import lru_cache
 from statistics import mean, median
 from typing import Literal
 
+from skymemory.cache.cake.pace import Pace
 from skymemory.cache.cake.scheduler import PromptChunk
-from skymemory.cache.pace import Pace
 from skymemory.errors import InvalidInput
 from skymemory.sim.loading import (
     A100,

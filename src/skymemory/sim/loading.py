@@ -12,9 +12,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk
-from skymemory.cache.pace import Pace
-from skymemory.cache.results import ComputeStep, LoaderResult
+from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk
+from skymemory.cache.results import LoaderResult
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import EPOCH_UNIX_S
 from skymemory.constellation.torus import SatelliteId

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from skymemory.cache.blocks import is_sound_block
 from skymemory.cache.tiers.breaker import BreakerConfig
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.eviction.policies import DEFAULT_POLICY
 from skymemory.files import read_bounded
+from skymemory.kv.value import is_sound_block
 from skymemory.store.base import Store
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore

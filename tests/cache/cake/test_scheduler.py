@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk, cut_prompt
-from skymemory.cache.pace import Pace
-from skymemory.cache.results import ComputeStep
+from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk, cut_prompt
 from skymemory.errors import InvalidInput
 from skymemory.sim.loading import LinkTrace, best_split_s, simulate_load
 

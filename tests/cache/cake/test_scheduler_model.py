@@ -14,9 +14,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk
-from skymemory.cache.pace import Pace
-from skymemory.cache.results import ComputeStep
+from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk
 
 KINDS = st.lists(st.tuples(st.sampled_from((7, 20, 20, 33)), st.sampled_from("sssssh")), min_size=1, max_size=8)
 MOSTLY = st.sampled_from((True, True, True, False))

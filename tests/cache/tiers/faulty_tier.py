@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from skymemory import native
@@ -31,6 +32,8 @@ class FaultyTier(MemoryStore):
         super().__init__(budget_bytes, name=name)
         self.trouble, self.rate, self.slow_s = "", 1.0, slow_s
         self.calls = 0
+        self.asked_by: Counter[str] = Counter()
+        """Calls by the name of their thread."""
         self.hangs: threading.Event | threading.Barrier | None = None
         self._dice = random.Random(seed)
 
@@ -39,6 +42,7 @@ class FaultyTier(MemoryStore):
 
     def _enter(self) -> None:
         self.calls += 1
+        self.asked_by[threading.current_thread().name] += 1
         if self.hangs is not None:
             self.hangs.wait(20.0)
         if self._befallen("raise"):

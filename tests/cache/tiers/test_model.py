@@ -40,7 +40,7 @@ def well_again(tiers: TieredStore, stores: list[FaultyTier], value: bytes) -> bo
     until_s = time.monotonic() + 30
     while time.monotonic() < until_s:
         tiers.lookup(KEYS)
-        if all(tier.breaker.closed and not tier.doubts for tier in tiers.tiers):
+        if all(tier.breaker.closed and not tier.dirty_keys for tier in tiers.tiers):
             tiers.put_many([(one, sealed(one, value)) for one in KEYS[:2]])
             if tiers.get_many(KEYS[:2]) == [sealed(one, value) for one in KEYS[:2]]:
                 return True

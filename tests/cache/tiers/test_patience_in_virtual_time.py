@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.store_contract import key, value
 
-from skymemory.cache.patience import worth
+from skymemory.cache.patience import MIN_PATIENCE_S, PATIENCE_SHARE, TIMES_P99, recompute_cost
 from skymemory.cache.tiers import tier as tier_module
 from skymemory.cache.tiers.load import InFlightBudget, TierLoad
-from skymemory.cache.tiers.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, Tier, TierSettings
-from skymemory.cache.tiers.workers import Call, KeyGuard
+from skymemory.cache.tiers.tier import Tier, TierSettings
+from skymemory.cache.tiers.workers import Call, KeyLocks
 from skymemory.metrics import SharedCounters
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket
 from skymemory.store.memory import MemoryStore
@@ -71,14 +71,14 @@ def far_tier() -> Iterator[tuple[World, Tier]]:
     store = MemoryStore(name="far", clock=lambda: world.now_s)
     store.put_many([(key(number), value(number, SIZE_BYTES)) for number in range(4)])
     with mock.patch.object(tier_module, "TierWorkers", lambda name, threads: world):
-        yield world, Tier(store, TierSettings(), 1, KeyGuard(), SharedCounters(), lambda: world.now_s)
+        yield world, Tier(store, TierSettings(), 1, KeyLocks(), SharedCounters(), lambda: world.now_s)
 
 
 def prompt(world: World, tier: Tier, computing_s: float) -> tuple[float, bool]:
     """One prompt that the tier has: how long it was waited for, and whether it came."""
     began_s = world.now_s
     keys = [key(number) for number in range(4)]
-    with worth(computing_s):
+    with recompute_cost(computing_s):
         if not tier.prefix(keys) or (load := TierLoad.lease(tier, keys)) is None:
             return world.now_s - began_s, False
         until_s = world.now_s + tier.deadline_s("load", load.expected_bytes)
@@ -107,7 +107,7 @@ def test_a_slow_tier_is_used_once_it_is_known_however_little_computing_takes(
             missed += not prompt(world, tier, computing_s)[1]
             world.pass_until(world.now_s + computing_s + pause_s + 2 * least_s)
         assert missed <= 2 and tier.breaker.times_opened == 0
-        if least_s * 1.9 <= max(WORTH_SHARE * computing_s, LEAST_PATIENCE_S):
+        if least_s * 1.9 <= max(PATIENCE_SHARE * computing_s, MIN_PATIENCE_S):
             assert not missed
 
 
@@ -125,7 +125,7 @@ def test_a_tier_that_hangs_costs_one_prompt_a_tenth_of_computing_or_twice_its_us
             slowest_s = max(slowest_s, least_s * times)
             world.pass_until(world.now_s + 10.0)
         world.takes_s = lambda work: NEVER_S
-        most_s = max(WORTH_SHARE * computing_s, TIMES_USUAL * slowest_s, LEAST_PATIENCE_S)
+        most_s = max(PATIENCE_SHARE * computing_s, TIMES_P99 * slowest_s, MIN_PATIENCE_S)
         waited_s = [0.0]
         for _, pause_s in drawn:
             took_s, came = prompt(world, tier, computing_s)
@@ -162,10 +162,10 @@ def test_a_tier_whose_index_goes_on_answering_is_waited_for_once_too() -> None:
             for _ in range(60):
                 waited_s.append(prompt(world, tier, 1.0)[0])
                 world.pass_until(world.now_s + 0.9)
-                with worth(1.0):
+                with recompute_cost(1.0):
                     tier.prefix([key(99)])  # another prompt, of which it has nothing
                 world.pass_until(world.now_s + 0.1)
-        assert sum(waited > 0.001 for waited in waited_s) == 1 and max(waited_s) <= WORTH_SHARE + 0.001
+        assert sum(waited > 0.001 for waited in waited_s) == 1 and max(waited_s) <= PATIENCE_SHARE + 0.001
         world.takes_s = lambda work: 0.0001
         world.pass_until(world.now_s + 40.0)
         prompt(world, tier, 1.0)

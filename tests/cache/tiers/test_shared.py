@@ -17,7 +17,7 @@ from tests.store.redis_server import RedisServer
 from tests.store.test_sealed import sealed as wrapped
 
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
-from skymemory.cache.tiers.tier import Again, TierSettings
+from skymemory.cache.tiers.tier import RetryTimer, TierSettings
 from skymemory.errors import ConstellationError
 from skymemory.kv.block import Place
 from skymemory.store.base import Buffer, Places, Presence, StoreTicket
@@ -33,7 +33,7 @@ def places(*numbers: int) -> list[Place]:
 
 
 def well(tiers: TieredStore) -> bool:
-    return all(tier.breaker.closed and not tier.doubts for tier in tiers.tiers)
+    return all(tier.breaker.closed and not tier.dirty_keys for tier in tiers.tiers)
 
 
 class Gated(FaultyTier):
@@ -83,7 +83,7 @@ def test_what_a_tier_missed_of_blocks_that_others_stored_there_stays(write_back:
     far.trouble = "raise"
     assert tiers.prefix([at for at, _ in stored]) == 0
     assert tiers.put_many(stored, places(*EIGHT)) == [True] * 8 and tiers.flush(5.0)
-    assert not tiers.tiers[2].doubts
+    assert not tiers.tiers[2].dirty_keys
     far.trouble = ""
     assert soon(lambda: well(tiers))
     assert tiers.stats().get("tier_doubts_settled_total{far}", 0) == 0
@@ -100,7 +100,7 @@ def test_a_block_whose_put_was_given_up_is_neither_doubted_nor_deleted() -> None
     far.put_many(items(1))
     far.gate.clear()
     assert tiers.put_many(items(1, 2), places(1, 2)) == [True, True]
-    assert key(1) not in tiers.tiers[1].doubts
+    assert key(1) not in tiers.tiers[1].dirty_keys
     far.gate.set()
     assert soon(lambda: well(tiers) and far.lookup([key(1), key(2)]) == [Presence.HIT] * 2)
     assert sources(tiers, 1) == ["near"]
@@ -112,9 +112,9 @@ def test_a_named_value_that_lands_late_and_sound_is_believed_from_then_on() -> N
     far = Gated("far")
     tiers = given_up(far)
     far.gate.clear()
-    assert tiers.put_many(items(1)) == [True] and key(1) in tiers.tiers[1].doubts
+    assert tiers.put_many(items(1)) == [True] and key(1) in tiers.tiers[1].dirty_keys
     far.gate.set()
-    assert soon(lambda: not tiers.tiers[1].doubts)
+    assert soon(lambda: not tiers.tiers[1].dirty_keys)
     assert far.lookup([key(1)]) == [Presence.HIT]
     assert tiers.stats().get("tier_doubts_settled_total{far}", 0) == 0
     tiers.close()
@@ -148,7 +148,7 @@ def test_a_deleted_block_does_not_come_back_with_its_late_put() -> None:
     assert soon(lambda: tiers.tiers[1].usable(())), "it hangs, and answers probes"
     assert tiers.delete([key(1)]) == [None], "the put may still land"
     threading.Event().wait(0.2)
-    assert key(1) in tiers.tiers[1].doubts
+    assert key(1) in tiers.tiers[1].dirty_keys
     far.gate.set()
     assert soon(lambda: well(tiers) and far.lookup([key(1)]) == [Presence.MISS])
     assert tiers.get_many([key(1)]) == [None]
@@ -257,16 +257,16 @@ def test_a_named_value_is_written_back_when_the_server_that_did_not_answer_is_ba
 
 
 def test_a_tier_that_does_not_answer_is_paid_at_growing_intervals() -> None:
-    again, tried_s = Again(), []
+    again, tried_s = RetryTimer(), []
     for at_s in (tick / 100 for tick in range(20_000)):
         if again.due(at_s):
             tried_s.append(at_s)
-            again.went(False, at_s)
+            again.finished(False, at_s)
     waits_s = [after - before for before, after in pairwise(tried_s)]
     assert waits_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, *[30.0] * 4], abs=0.02)
-    again.went(True, 100.0)
+    again.finished(True, 100.0)
     assert again.due(100.0)
-    again.went(False, 100.0)
+    again.finished(False, 100.0)
     assert not again.due(100.05) and again.due(100.1)
 
 
@@ -287,7 +287,7 @@ def test_a_tier_that_is_away_is_not_asked_for_what_it_is_owed() -> None:
 def test_what_a_tier_refused_by_its_own_word_is_not_offered_again() -> None:
     near, far = MemoryStore(name="near"), FaultyTier("far", budget_bytes=3000)
     tiers = over(near, far)
-    tiers._mover.stop(5.0)  # so that it stays, were it owed
+    tiers._mover.stop(5.0)  # so that it stays, were it backlog
     far.put_many(items(11, 12, 13))
     ticket = far.prepare_load([key(11), key(12), key(13)])  # so that there is no room
     assert tiers.put_many(items(1, 2), places(1, 2)) == [True, True]
@@ -307,7 +307,7 @@ def test_a_later_releases_value_in_redis_is_not_deleted_through_a_hierarchy(tmp_
         tiers = TieredStore([(MemoryStore(name="near"), LOCAL), (RedisStore(server.url), TierSettings(breaker=QUICK))])
         assert tiers.get_many([key(1)]) == [None]
         assert tiers.put_many([(key(1), b"mine"), (key(2), b"other")]) == [True, True]
-        assert soon(lambda: not tiers.tiers[1].doubts)
+        assert soon(lambda: not tiers.tiers[1].dirty_keys)
         assert raw.get(name) == theirs and tiers.get_many([key(1)]) == [b"mine"]
         assert tiers.delete([key(1)]) == [True] and raw.get(name) is None, "what somebody deletes is deleted"
         tiers.close()

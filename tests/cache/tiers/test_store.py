@@ -124,7 +124,7 @@ def test_what_a_disk_evicts_goes_to_the_next(tmp_path: Path) -> None:
 def test_who_tells_somebody_else_is_refused_and_nobody_is_taken_over() -> None:
     near, middle, far = MemoryStore(2000, name="near"), MemoryStore(2000, name="middle"), MemoryStore(name="far")
     middle.on_evict = heard = lambda evicted, data, place: None
-    with pytest.raises(InvalidInput, match="the middle store tells somebody else"):
+    with pytest.raises(InvalidInput, match="the middle store reports evictions to another hierarchy"):
         over(near, middle, far)
     assert near.on_evict is None and middle.on_evict is heard
 
@@ -249,7 +249,7 @@ def test_a_hierarchy_that_could_not_be_told_apart_is_refused() -> None:
         HierarchySettings(promote="sometimes")
     shared = MemoryStore(name="shared")
     first = over(shared, MemoryStore())
-    with pytest.raises(InvalidInput, match="somebody else"):
+    with pytest.raises(InvalidInput, match="to another hierarchy"):
         over(shared, MemoryStore())
     first.close()
 

@@ -1,4 +1,4 @@
-"""The parts of a hierarchy by themselves: breaker, bytes in flight, workers, keys held, values on their way, doubts."""
+"""The parts of a hierarchy by themselves: breaker, bytes in flight, workers, keys held, outbound values, dirty keys."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from tests.contract.store_contract import key
 
 from skymemory.cache.tiers.breaker import BreakerConfig, TierBreaker
-from skymemory.cache.tiers.dirty_keys import Doubts, Owed
+from skymemory.cache.tiers.dirty_keys import Backlog, DirtyKeys
 from skymemory.cache.tiers.load import InFlightBudget
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier, TierSettings
-from skymemory.cache.tiers.workers import Call, KeyGuard, TierWorkers
+from skymemory.cache.tiers.workers import Call, KeyLocks, TierWorkers
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters
@@ -77,7 +77,7 @@ def test_a_probe_that_is_never_heard_of_counts_as_failed() -> None:
 
 
 def test_a_breaker_that_could_not_work_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="first wait"):
+    with pytest.raises(InvalidInput, match="first_wait"):
         BreakerConfig(first_wait_s=5.0, last_wait_s=1.0)
 
 
@@ -128,15 +128,15 @@ def test_an_error_goes_to_the_one_who_waits() -> None:
 
 
 def test_moving_takes_only_what_is_free_and_unchanged() -> None:
-    guard = KeyGuard()
-    versions = guard.versions([key(1), key(1 << 16), key(3 << 16)])
-    with guard.changing([key(1)]), guard.moving([key(1), key(1 << 16)]) as held:
+    locks = KeyLocks()
+    versions = locks.versions([key(1), key(1 << 16), key(3 << 16)])
+    with locks.exclusive([key(1)]), locks.try_lock([key(1), key(1 << 16)]) as held:
         assert held == {key(1 << 16)}
-    with guard.moving([key(1), key(1 << 16)], versions) as held:
+    with locks.try_lock([key(1), key(1 << 16)], versions) as held:
         assert held == {key(1 << 16)}
     order: list[str] = []
-    with guard.moving([key(2)]):
-        thread = threading.Thread(target=lambda: _change(guard, order))
+    with locks.try_lock([key(2)]):
+        thread = threading.Thread(target=lambda: _change(locks, order))
         thread.start()
         time.sleep(0.02)
         order.append("moved")
@@ -144,8 +144,8 @@ def test_moving_takes_only_what_is_free_and_unchanged() -> None:
     assert order == ["moved", "changed"]
 
 
-def _change(guard: KeyGuard, order: list[str]) -> None:
-    with guard.changing([key(2)]):
+def _change(locks: KeyLocks, order: list[str]) -> None:
+    with locks.exclusive([key(2)]):
         order.append("changed")
 
 
@@ -165,8 +165,8 @@ def test_only_the_latest_value_of_a_key_is_on_its_way() -> None:
     outbound.add(old)
     outbound.add(new)
     outbound.add(Moving(key(1), b"evicted meanwhile", (1,)))
-    outbound.arrived([old])
-    assert outbound.get([key(1)])[key(1)] is new and outbound.still([old, new]) == [new]
+    outbound.done([old])
+    assert outbound.get([key(1)])[key(1)] is new and outbound.still_queued([old, new]) == [new]
     assert outbound.discard([key(1), key(2)]) == {key(1)} and outbound.used_bytes == len(outbound) == 0
 
 
@@ -175,49 +175,53 @@ def test_batches_have_one_destination_and_bounded_bytes() -> None:
     movings = [Moving(key(n), bytes(100), (1 + n % 2,)) for n in range(6)]
     for moving in movings:
         outbound.add(moving)
-    assert outbound.first(200) == [movings[0], movings[2]] and outbound.first(1) == [movings[0]]
-    outbound.last([movings[0], movings[2], movings[4]])
-    assert outbound.first(1000) == [movings[1], movings[3], movings[5]]
+    assert outbound.next_batch(200) == [movings[0], movings[2]] and outbound.next_batch(1) == [movings[0]]
+    outbound.requeue([movings[0], movings[2], movings[4]])
+    assert outbound.next_batch(1000) == [movings[1], movings[3], movings[5]]
 
 
 def test_a_doubt_is_settled_only_when_no_call_is_under_way() -> None:
-    doubts = Doubts(limit=3)
-    doubts.give_up([key(1)])
-    assert doubts.unsettled(key(1)) and key(1) not in doubts and not doubts.unsettled(key(2))
-    doubts.add([key(1), key(2)])
-    assert doubts.to_delete(9) == [key(2)]
-    doubts.settle([key(1), key(2)])
-    assert key(1) in doubts and key(2) not in doubts
-    doubts.landed([key(1)])
-    assert doubts.to_delete(9) == [key(1)]
-    doubts.settle([key(1)])
-    assert not doubts
-    doubts.add([key(n) for n in range(3)])
-    assert doubts.full
+    dirty_keys = DirtyKeys(limit=3)
+    dirty_keys.call_given_up([key(1)])
+    assert dirty_keys.uncertain(key(1)) and key(1) not in dirty_keys and not dirty_keys.uncertain(key(2))
+    dirty_keys.add([key(1), key(2)])
+    assert dirty_keys.to_delete(9) == [key(2)]
+    dirty_keys.clear([key(1), key(2)])
+    assert key(1) in dirty_keys and key(2) not in dirty_keys
+    dirty_keys.call_ended([key(1)])
+    assert dirty_keys.to_delete(9) == [key(1)]
+    dirty_keys.clear([key(1)])
+    assert not dirty_keys
+    dirty_keys.add([key(n) for n in range(3)])
+    assert dirty_keys.full
 
 
 def test_a_doubt_ends_only_where_nothing_has_happened_since() -> None:
-    doubts = Doubts(limit=9)
-    mark = doubts.add([key(1), key(2), key(3), key(4)])
-    doubts.add([key(2)])
-    doubts.add([key(3)], deleted=True)
-    doubts.give_up([key(4)])
-    doubts.end([key(n) for n in range(6)], mark)
-    assert [key(n) in doubts for n in range(6)] == [False, False, True, True, True, False]
-    assert [doubts.deleted(key(n)) for n in range(5)] == [False, False, False, True, False]
-    doubts.add([key(3)])
-    assert doubts.deleted(key(3)), "put again, but not there"
-    doubts.settle([key(3)])
-    assert not doubts.deleted(key(3))
+    dirty_keys = DirtyKeys(limit=9)
+    mark = dirty_keys.add([key(1), key(2), key(3), key(4)])
+    dirty_keys.add([key(2)])
+    dirty_keys.add([key(3)], deleted=True)
+    dirty_keys.call_given_up([key(4)])
+    dirty_keys.clear_since([key(n) for n in range(6)], mark)
+    assert [key(n) in dirty_keys for n in range(6)] == [False, False, True, True, True, False]
+    assert [dirty_keys.delete_pending(key(n)) for n in range(5)] == [False, False, False, True, False]
+    dirty_keys.add([key(3)])
+    assert dirty_keys.delete_pending(key(3)), "put again, but not there"
+    dirty_keys.clear([key(3)])
+    assert not dirty_keys.delete_pending(key(3))
 
 
 def test_what_is_owed_is_bounded_and_keeps_its_order() -> None:
-    owed = Owed(limit=3)
-    owed.add({key(n): Place(0) for n in range(4)})
-    owed.add({key(1): Place(0)})
-    assert list(owed.first(9)) == [key(1), key(2), key(3)] and list(owed.first(1)) == [key(1)] and owed.dropped == 1
-    owed.discard([key(2), key(7)])
-    assert list(owed.first(9)) == [key(1), key(3)] and len(owed) == 2
+    backlog = Backlog(limit=3)
+    backlog.add({key(n): Place(0) for n in range(4)})
+    backlog.add({key(1): Place(0)})
+    assert (
+        list(backlog.first(9)) == [key(1), key(2), key(3)]
+        and list(backlog.first(1)) == [key(1)]
+        and backlog.dropped == 1
+    )
+    backlog.discard([key(2), key(7)])
+    assert list(backlog.first(9)) == [key(1), key(3)] and len(backlog) == 2
 
 
 class Scripted(MemoryStore):
@@ -238,7 +242,7 @@ class Scripted(MemoryStore):
 
 
 def tier_of(store: Store) -> Tier:
-    return Tier(store, TierSettings(local=True), 1, KeyGuard(), SharedCounters(), time.monotonic)
+    return Tier(store, TierSettings(local=True), 1, KeyLocks(), SharedCounters(), time.monotonic)
 
 
 def test_what_a_tier_is_doubted_about_is_neither_there_nor_in_a_prefix() -> None:
@@ -246,7 +250,7 @@ def test_what_a_tier_is_doubted_about_is_neither_there_nor_in_a_prefix() -> None
     tier, keys = tier_of(store), [key(number) for number in range(4)]
     store.presences = [Presence.HIT] * 4
     assert tier.lookup(keys) == [Presence.HIT] * 4 and tier.prefix(keys) == 4
-    tier.doubts.add([keys[2]])
+    tier.dirty_keys.add([keys[2]])
     assert tier.lookup(keys) == [Presence.HIT, Presence.HIT, Presence.MISS, Presence.HIT] and tier.prefix(keys) == 2
     tier.close()
 

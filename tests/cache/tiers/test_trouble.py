@@ -14,10 +14,11 @@ from tests.cache.tiers.small_tiers import LOCAL, QUICK, items, near_and_far, ove
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
 from tests.contract.store_contract import key
 
-from skymemory.cache.blocks import BlockCache, is_sound_block
+from skymemory.cache.blocks import BlockCache
 from skymemory.cache.tiers.outbound import Moving
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
+from skymemory.kv.value import is_sound_block
 from skymemory.store.base import LoadTicket, Presence
 from skymemory.store.memory import MemoryStore
 
@@ -33,14 +34,13 @@ def test_a_dead_tier_costs_next_to_nothing_and_comes_back_by_itself() -> None:
     for _ in range(2):
         assert tiers.get_many([key(1), key(2)]) == [items(1)[0][1], None]
     assert tiers.stats()["far_breaker_open"] == 1
-    costs_s, waits_s = [], []
+    # It is not called by a reader, only by probes, of four calls each (and those of before may still be on their way).
+    calls = far.calls
+    far.asked_by.clear()
     for _ in range(50):
-        waited_s = time.monotonic()
-        started_s = time.thread_time()
         assert tiers.get_many([key(1), key(2)]) == [items(1)[0][1], None]
-        costs_s.append(time.thread_time() - started_s)
-        waits_s.append(time.monotonic() - waited_s)
-    assert sorted(costs_s)[25] < 0.005 and sorted(waits_s)[25] < 0.1, (costs_s, waits_s)
+    assert far.calls - calls <= 4 * tiers.stats()["tier_probes_total{far}"] + 4
+    assert far.asked_by.keys() <= {"tier far"}, "no reader waits for it"
     far.trouble = ""
     assert soon(lambda: tiers.get_many([key(2)]) == [items(2)[0][1]])
     assert tiers.stats()["far_breaker_open"] == 0 and tiers.stats()["tier_probes_total{far}"] >= 1
@@ -156,7 +156,7 @@ def test_a_tier_that_spoils_values_is_passed_over_and_mended() -> None:
     assert tiers.stats()["tier_corrupt_total{middle}"] == 1
     middle.trouble = ""
     assert soon(lambda: middle.lookup([key(1)]) == [Presence.MISS])
-    assert soon(lambda: not tiers.tiers[1].doubts)
+    assert soon(lambda: not tiers.tiers[1].dirty_keys)
     tiers.put_many(items(1))
     near.delete([key(1)])
     assert sources(tiers, 1) == ["middle"]
@@ -200,14 +200,14 @@ def test_a_write_that_lands_after_it_was_given_up_is_not_believed() -> None:
     far.trouble, far.slow_s = "slow", 0.15
     tiers.tiers[1].settings = TierSettings(ask_deadline_s=1.0, store_deadline_s=0.05)
     assert tiers.put_many([(key(1), sealed(key(1), b"late"))]) == [True]
-    assert key(1) in tiers.tiers[1].doubts
+    assert key(1) in tiers.tiers[1].dirty_keys
     far.trouble = ""
     assert tiers.put_many([(key(1), sealed(key(1), b"new"))]) == [True]
     near.delete([key(1)])
     for _ in range(40):
         assert tiers.get_many([key(1)]) == [None]
         time.sleep(0.005)
-    assert soon(lambda: not tiers.tiers[1].doubts)
+    assert soon(lambda: not tiers.tiers[1].dirty_keys)
     assert tiers.get_many([key(1)]) == [None] and far.lookup([key(1)]) == [Presence.MISS]
     tiers.close()
 
@@ -217,7 +217,7 @@ def test_what_the_nearest_tier_is_doubted_about_is_not_promoted_into_it() -> Non
     tiers, near, far = near_and_far()
     far.put_many(items(1, 2))
     near.delete = lambda keys: (_ for _ in ()).throw(ConnectionError("not now"))  # type: ignore[method-assign]
-    tiers.tiers[0].doubts.add([key(1)])
+    tiers.tiers[0].dirty_keys.add([key(1)])
     assert tiers.get_many([key(1), key(2)]) == [data for _, data in items(1, 2)]
     assert near.lookup([key(1), key(2)]) == [Presence.MISS, Presence.HIT]
     del near.delete
@@ -239,7 +239,7 @@ def test_a_put_replaces_what_is_on_its_way_between_tiers(write_back: bool) -> No
 def test_too_many_keys_in_doubt_refuse_writes() -> None:
     tiers, _near, far = near_and_far()
     far.trouble = "raise"
-    tiers.tiers[1].doubts._limit = 2
+    tiers.tiers[1].dirty_keys._limit = 2
     assert tiers.put_many(items(1, 2)) == [True, True]
     assert tiers.put_many(items(3)) == [False]
     assert tiers.stats()["writes_refused_in_doubt_total"] == 1

@@ -1,33 +1,32 @@
-"""Prompts loaded from both ends: what the store has of a prompt is cut into chunks and given to the loader.
+"""Cake for an engine: looks a prompt up, cuts it into chunks, and loads and computes it from both ends.
 
-An engine asks the ``CakeLoad`` it gets for steps, computes them, and takes the result. Everything that is not torch is
-here, and the same for every engine and every tier.
+``Cake.open`` returns a ``CakeLoad``; the engine takes steps from its session, computes them and calls ``finish``.
+Independent of engine, tensors and tiers.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from skymemory.cache.blocks import TIER_FAILURES, BlockCache, BlockSink, PhaseClock
 from skymemory.cache.cake.chunks import BlockChunks, ChunksOfParts
+from skymemory.cache.cake.pace import Pace
 from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk, cut_prompt
 from skymemory.cache.cake.session import LoadingSession
-from skymemory.cache.pace import Pace
 from skymemory.cache.parts import Parts
-from skymemory.cache.patience import Usual, worth
+from skymemory.cache.patience import Latencies, patience_s, patience_while_computing_s, recompute_cost
 from skymemory.cache.results import LoadResult
-from skymemory.cache.tiers.tier import LEAST_PATIENCE_S, TIMES_USUAL, WORTH_SHARE, patience_s
 from skymemory.cache.tiers.workers import Call, TierWorkers
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import BlockHash, Tokens
 from skymemory.store.base import Presence
 
 Sides = Literal["both", "compute", "load"]
-"""Which of the two pointers move: both, or (to compare with) one. What cannot be loaded is computed in any case."""
+"""Which of the two pointers move: both, or one (for comparison). What cannot be loaded is always computed."""
 
 _KEPT_SAMPLES = 16.0
 _WAITING = 1 << 16
@@ -38,29 +37,29 @@ class CakeSettings:
     """How prompts are loaded from both ends."""
 
     step_tokens: int = 512
-    """Tokens of one step of the engine, those of other requests included; whole blocks."""
+    """Tokens of one engine step, those of other requests included; whole blocks."""
     chunk_tokens: int | None = None
-    """Tokens that are loaded at once, in whole blocks; None: what a step takes of ours. Small ones let both sides meet
-    more exactly, and each costs a request to the tier."""
+    """Tokens per chunk, in whole blocks; None: our share of a step. Small chunks let both sides meet more exactly, and
+    each costs a request to the tier."""
     in_flight_bytes: int = 64 << 20
-    """Asked for and not here, at most; one chunk always may be."""
+    """Bound on requested bytes; one chunk is always allowed."""
     fetch_threads: int = 3
-    """Three: a chunk is verified and put in its place, the next is on its way, and one more waits for its turn."""
+    """Three: one chunk is verified and placed, the next is being loaded, one more waits for its turn."""
     deadline_s: float = 10.0
-    """What the tier has not answered by then is computed; for a chunk's bytes it has the time they take besides, at
-    ``least_bytes_per_s``. A thread whose call did not end in time is not used until it comes back; while none is left,
-    everything is computed."""
+    """A chunk not loaded by then (plus its bytes at ``least_bytes_per_s``) is computed. A thread whose fetch hangs is
+    unavailable until it returns; without a thread everything is computed."""
     least_bytes_per_s: float = 1e6
-    """Of a link that is slow rather than broken."""
+    """Rate of the slowest link that is not considered broken."""
 
     def check(self, block_tokens: int) -> None:
         if self.step_tokens < block_tokens or self.step_tokens % block_tokens:
-            raise InvalidInput(f"step_tokens is {self.step_tokens}: not whole blocks of {block_tokens} tokens")
+            raise InvalidInput(f"step_tokens is {self.step_tokens}: expected whole blocks of {block_tokens} tokens")
         if self.chunk_tokens is not None and (
             not block_tokens <= self.chunk_tokens <= self.step_tokens or self.chunk_tokens % block_tokens
         ):
             raise InvalidInput(
-                f"chunk_tokens is {self.chunk_tokens}: not whole blocks of {block_tokens} tokens in a step"
+                f"chunk_tokens is {self.chunk_tokens}: expected whole blocks of {block_tokens} tokens, at most "
+                f"step_tokens={self.step_tokens}"
             )
         if self.in_flight_bytes < 1 or self.fetch_threads < 1:
             raise InvalidInput("in_flight_bytes and fetch_threads must be at least 1")
@@ -68,14 +67,14 @@ class CakeSettings:
             raise InvalidInput("deadline_s and least_bytes_per_s must be above 0")
 
     def patience_s(self, size_bytes: int) -> float:
-        """How long a load of so many bytes may take."""
+        """How long a load of ``size_bytes`` may take."""
         return self.deadline_s + size_bytes / self.least_bytes_per_s
 
 
 class Cake:
-    """Loads the prompts of one model's ``Parts``. The speeds it has measured are kept from prompt to prompt.
+    """Loads the prompts of one model's ``Parts``; keeps the measured speeds from prompt to prompt.
 
-    Where the sides meet is not known before: so of each block it loads, it loads all parts.
+    As it is unknown where the sides will meet, all parts of each block are loaded.
     """
 
     def __init__(self, parts: Parts, settings: CakeSettings | None = None) -> None:
@@ -84,14 +83,15 @@ class Cake:
         self.parts = parts
         self.pace = Pace()
         self._stored_block_bytes = float(parts.value_bytes)
-        self._late: deque[tuple[int, float]] = deque(maxlen=1)
+        self._last_late: tuple[int, float] | None = None
+        """Bytes and seconds of a load that computing overtook."""
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
         self._lookups = TierWorkers("cake look-up", 1)
-        self._usual_lookup, self._usual_fetch = Usual(), Usual()
+        self._lookup_latencies, self._fetch_latencies = Latencies(), Latencies()
 
     @property
     def blocks(self) -> BlockCache:
-        """Those of the first part."""
+        """Blocks of the first part."""
         return self.parts.first
 
     def open(
@@ -107,11 +107,11 @@ class Cake:
         on_chunks: Callable[[int], object] | None = None,
         on_settled: Callable[[int, str], object] | None = None,
     ) -> CakeLoad:
-        """Look ``tokens`` up and begin to load, each part into its sink. ``budget_tokens``: of a step, those that are
-        ours to begin with.
+        """Look ``tokens`` up and begin to load, each part into its sink. ``budget_tokens``: our first step's tokens.
 
-        The load reaches up to the end of the last block that the store has; blocks before it that are missing are
-        computed. ``limit_tokens`` bounds the tokens counted as supplied.
+        The load reaches to the end of the last stored block; missing blocks before it are computed. ``limit_tokens``
+        bounds the tokens counted as supplied. ``on_chunks`` gets the number of chunks, ``on_settled`` index and origin
+        of each chunk that is in place.
         """
         self.blocks.owner.check()
         blocks, block_tokens = self.blocks, self.blocks.layout.block_tokens
@@ -123,9 +123,9 @@ class Cake:
             for chain in hashes:
                 blocks.on_prompt(chain)
         computing_s = self._computing_s(len(tokens))
-        with phase("lookup"), worth(computing_s):
-            there = [] if self._workers.awaited else self._there([chain[:wanted] for chain in hashes])
-        reach = len(there) - there[::-1].index(True) if True in there else 0
+        with phase("lookup"), recompute_cost(computing_s):
+            stored = [] if self._workers.any_hung else self._look_up([chain[:wanted] for chain in hashes])
+        reach = len(stored) - stored[::-1].index(True) if True in stored else 0
         chunks: tuple[PromptChunk, ...] = ()
         session = None
         chunk_tokens = (
@@ -137,11 +137,11 @@ class Cake:
                 reach * block_tokens,
                 step_tokens=max(1, chunk_tokens // block_tokens) * block_tokens,
                 block_tokens=block_tokens,
-                stored_blocks=[size_bytes if one else None for one in there[:reach]],
+                stored_blocks=[size_bytes if one else None for one in stored[:reach]],
             )
         source = ChunksOfParts(
             [
-                BlockChunks(part.blocks, chain, chunks, sink, self._usual_fetch)
+                BlockChunks(part.blocks, chain, chunks, sink, self._fetch_latencies)
                 for part, chain, sink in zip(self.parts.parts, hashes, sinks, strict=True)
             ]
         )
@@ -149,10 +149,10 @@ class Cake:
             if on_chunks is not None:
                 on_chunks(len(chunks))
             self.pace.fade(_KEPT_SAMPLES)
-            if self._late and not self.pace.loads_are_recent:
-                # Every load was overtaken by computing: what came too late is all that tells the rate.
-                self.pace.load_took(*self._late.pop(), from_idle=True)
-            self._late.clear()
+            late, self._last_late = self._last_late, None
+            if late is not None and not self.pace.loads_are_recent:
+                # Computing overtook every load: the late ones are the only measurement of the rate.
+                self.pace.load_took(*late, from_idle=True)
             loader = BidirectionalLoader(
                 max_in_flight_bytes=self.settings.in_flight_bytes,
                 budget_tokens=budget_tokens,
@@ -171,11 +171,11 @@ class Cake:
                 patience_s=lambda size_bytes: self._fetch_patience_s(size_bytes, len(tokens)),
             )
         return CakeLoad(
-            self, session, chunks, source, len(tokens), limit_tokens, len(hashes[0]), sum(there), phase, account
+            self, session, chunks, source, len(tokens), limit_tokens, len(hashes[0]), sum(stored), phase, account
         )
 
-    def _there(self, hashes: list[list[BlockHash]]) -> list[bool]:
-        """Of each block, whether the store says it has all parts of it; nothing where it does not say it in time."""
+    def _look_up(self, hashes: list[list[BlockHash]]) -> list[bool]:
+        """Of each block, whether the store has all parts of it; empty where it does not answer in time."""
         if not hashes[0]:
             return []
 
@@ -184,12 +184,12 @@ class Cake:
             return [all(one is Presence.HIT for one in block) for block in zip(*presence, strict=True)]
 
         call: Call[object] = Call(ask)
-        asked = not self._lookups.held_up and self._lookups.submit(call)
+        asked = not self._lookups.all_hung and self._lookups.submit(call)
         began_s = time.monotonic()
-        patience = min(self.settings.deadline_s, patience_s(self._usual_lookup.p99_s()))
+        patience = min(self.settings.deadline_s, patience_s(self._lookup_latencies))
 
         def answered(result: object = None) -> None:
-            self._usual_lookup.took(time.monotonic() - began_s)
+            self._lookup_latencies.took(time.monotonic() - began_s)
 
         if not asked or (not self._lookups.wait(call, patience) and call.give_up(answered)):
             self.blocks.tier_failed()
@@ -199,43 +199,40 @@ class Cake:
             if not isinstance(call.error, TIER_FAILURES):
                 raise call.error
             self.blocks.tier_failed()
-        there = call.result
-        return there if isinstance(there, list) and len(there) == len(hashes[0]) else []
+        stored = call.result
+        return stored if isinstance(stored, list) and len(stored) == len(hashes[0]) else []
 
     def _computing_s(self, tokens: int) -> float | None:
-        """What computing all of a prompt would take, as far as is known now."""
+        """Expected seconds to compute all of a prompt; None before a measurement."""
         return self.pace.prompt_s(tokens, self.settings.step_tokens) or self.blocks.compute.seconds(tokens)
 
     def _fetch_patience_s(self, size_bytes: int, tokens: int) -> float:
-        """How long one fetch may take. Waiting for it costs nothing while the engine computes the rest; when that is
-        done, and a tenth of it has been waited besides, its chunk is computed too. Before anything was computed
-        nothing is given up by an estimate: the first step tells.
-        """
+        """How long one fetch may take: the settings' deadline, or less once computing has been measured."""
         computing_s = self._computing_s(tokens) if self.blocks.compute.measured else None
         if computing_s is None:
             return self.settings.patience_s(size_bytes)
-        usual_s = TIMES_USUAL * (self._usual_fetch.p99_s(size_bytes) or 0.0)
         return min(
-            self.settings.patience_s(size_bytes), max((1 + WORTH_SHARE) * computing_s, usual_s, LEAST_PATIENCE_S)
+            self.settings.patience_s(size_bytes),
+            patience_while_computing_s(computing_s, self._fetch_latencies, size_bytes),
         )
 
     def _came_late(self, size_bytes: int, seconds: float) -> None:
-        self._late.append((size_bytes, seconds))
+        self._last_late = (size_bytes, seconds)
 
     def learn(self, blocks: int, size_bytes: int) -> None:
-        """So many bytes came for so many blocks: what the next ones are expected to be."""
+        """Bytes loaded for ``blocks``: the expected size of the next ones."""
         if blocks:
             self._stored_block_bytes = size_bytes / blocks
 
     def close(self) -> None:
-        """The threads end with the calls they are at."""
+        """Threads end after their current calls."""
         self._workers.close()
         self._lookups.close()
 
 
 @dataclass(slots=True)
 class CakeLoad:
-    """One prompt on its way. ``session`` is None where the store has nothing of it."""
+    """One prompt being loaded. ``session`` is None where the store has no block of it."""
 
     cake: Cake
     session: LoadingSession | None
@@ -250,20 +247,20 @@ class CakeLoad:
 
     @property
     def reach_tokens(self) -> int:
-        """Tokens from the first on that are in their place at the end."""
+        """Leading tokens that are in place when the session is done."""
         return self.chunks[-1].first_token + self.chunks[-1].tokens if self.chunks else 0
 
     def finish(self) -> LoadResult:
-        """Close it, and say what came from where."""
+        """Close the session, count the load, and report where the tokens came from."""
         tokens, block_tokens = Counter[str](), self.cake.blocks.layout.block_tokens
         size_bytes = retransmitted = loaded_blocks = 0
-        told = None
+        loader_result = None
         if self.session is not None:
             self.session.close()
-            told = self.session.result()
+            loader_result = self.session.result()
             for index, origin in self.source.origins.items():
                 if self.session.origin(index) != "loaded":
-                    continue  # it came when the chunk had been computed
+                    continue  # loaded after the chunk had been computed
                 for at, tier in enumerate(origin.tiers):
                     first = self.chunks[index].first_token + at * block_tokens
                     tokens[tier] += max(0, min(self.limit_tokens - first, block_tokens))
@@ -271,7 +268,7 @@ class CakeLoad:
                 size_bytes += origin.size_bytes
                 retransmitted += origin.retransmitted
             self.cake.learn(loaded_blocks, size_bytes)
-            told = replace(told, loaded_bytes=size_bytes)
+            loader_result = replace(loader_result, loaded_bytes=size_bytes)
         result = LoadResult(
             prompt_tokens=self.prompt_tokens,
             hit_tokens=dict(tokens),
@@ -282,7 +279,7 @@ class CakeLoad:
             size_bytes=size_bytes,
             retransmitted=retransmitted,
             seconds=self.phase.seconds,
-            loader=told,
+            loader=loader_result,
         )
         self.cake.blocks.count_load(result, self.account)
         return result

@@ -1,4 +1,4 @@
-"""The chunks of a prompt out of the store's blocks: fetched, verified, decoded straight into their place, and told of.
+"""A prompt's chunks as blocks of the store: fetched, verified and decoded straight into the engine's memory.
 
 Every fetch is a lease and a load of its own, so that a chunk that is computed instead is never leased.
 """
@@ -12,23 +12,23 @@ from threading import Lock
 
 from skymemory.cache.blocks import TIER_FAILURES, BlockCache, BlockSink
 from skymemory.cache.cake.scheduler import PromptChunk
-from skymemory.cache.patience import Usual
+from skymemory.cache.patience import Latencies
 from skymemory.kv.block import BlockHash
 from skymemory.store.base import KeyReport, LoadTicket
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrigin:
-    """Where the blocks of a chunk that was put in its place came from."""
+    """Where the blocks of a placed chunk came from."""
 
     tiers: tuple[str, ...]
-    """Of each block."""
+    """The tier of each block."""
     size_bytes: int
     retransmitted: int
 
 
 class BlockChunks:
-    """``chunks`` of the prompt with these block hashes, out of the store of ``blocks`` into ``sink``."""
+    """``chunks`` of the prompt with these block hashes, loaded from the store of ``blocks`` into ``sink``."""
 
     def __init__(
         self,
@@ -36,22 +36,21 @@ class BlockChunks:
         hashes: Sequence[BlockHash],
         chunks: Sequence[PromptChunk],
         sink: BlockSink,
-        usual: Usual,
+        latencies: Latencies,
     ) -> None:
-        """``usual`` is given the seconds of each fetch that succeeds."""
         self._blocks = blocks
-        self._usual = usual
+        self._latencies = latencies
         self._hashes = hashes
         self._chunks = chunks
         self._sink: BlockSink | None = sink
         self._lock = Lock()
         self._late: set[int] = set()
         self.origins: dict[int, ChunkOrigin] = {}
-        """Of the chunks put in their place, by index."""
+        """Origins of the placed chunks, by index."""
         self._failed: Counter[str] = Counter()
 
     def fetch(self, index: int) -> FetchedBlocks | None:
-        """A chunk's blocks, leased and loaded; None where one of them did not come."""
+        """A chunk's blocks, leased and loaded; None if one of them did not come."""
         first, hashes = self._blocks_of(index)
         store, clock = self._blocks.store, self._blocks.clock
         ticket, began_s = None, clock()
@@ -67,18 +66,18 @@ class BlockChunks:
             self._blocks.tier_failed()
             self._fail(index, "unreachable", len(hashes))
             return None
-        told = report.keys if report is not None and len(report.keys) == len(hashes) else ()
-        there = [value for value in values if value is not None]
-        if len(there) < len(hashes) or len(values) != len(hashes):
+        reports = report.keys if report is not None and len(report.keys) == len(hashes) else ()
+        loaded = [value for value in values if value is not None]
+        if len(loaded) < len(hashes) or len(values) != len(hashes):
             for at in range(len(hashes)):
                 if at >= len(values) or values[at] is None:
-                    self._fail(index, (told[at].reason if told else "") or "unreachable")
-            self._blocks.forget_sealed(hashes, told)
+                    self._fail(index, (reports[at].reason if reports else "") or "unreachable")
+            self._blocks.delete_sealed(hashes, reports)
             self._blocks.release(ticket)
             return None
-        resent = report.retransmitted if report is not None else 0
-        self._usual.took(clock() - began_s, sum(value.nbytes for value in there))
-        return FetchedBlocks(self, index, first, hashes, there, ticket, told, resent)
+        retransmitted = report.retransmitted if report is not None else 0
+        self._latencies.took(clock() - began_s, sum(value.nbytes for value in loaded))
+        return FetchedBlocks(self, index, first, hashes, loaded, ticket, reports, retransmitted)
 
     def _blocks_of(self, index: int) -> tuple[int, Sequence[BlockHash]]:
         chunk, tokens = self._chunks[index], self._blocks.layout.block_tokens
@@ -86,7 +85,7 @@ class BlockChunks:
         return first, self._hashes[first : first + chunk.tokens // tokens]
 
     def give_up(self, index: int) -> None:
-        """The chunk did not come in time; what still becomes of it is not told of any more."""
+        """The fetch of this chunk timed out; its late failures are not counted again."""
         _, hashes = self._blocks_of(index)
         self._blocks.tier_failed()
         self._fail(index, "deadline", len(hashes))
@@ -94,11 +93,11 @@ class BlockChunks:
             self._late.add(index)
 
     def close(self) -> None:
-        """Nothing is put in its place any more: a fetch that hangs must not keep the engine's memory."""
+        """Place nothing from now on; a fetch that hangs must not keep the engine's memory alive."""
         self._sink = None
 
     def failures(self) -> dict[str, int]:
-        """Blocks that did not come or were wrong, by reason."""
+        """Number of blocks that did not come or were invalid, by reason."""
         with self._lock:
             return dict(self._failed)
 
@@ -108,7 +107,7 @@ class BlockChunks:
                 self._failed[reason] += blocks
 
     def place(self, fetched: FetchedBlocks) -> bool:
-        """Put a fetched chunk in its place; False from the first block on that is not what it should be."""
+        """Verify, decode and place a fetched chunk; False at its first invalid block."""
         if (sink := self._sink) is None:
             return False
         for offset, (block_hash, value) in enumerate(zip(fetched.hashes, fetched.values, strict=True)):
@@ -116,23 +115,23 @@ class BlockChunks:
                 self._fail(fetched.index, failure)
                 fetched.wrong = block_hash, failure
                 return False
-        store, told = self._blocks.store, fetched.told
-        tiers = tuple(one.tier or store.name for one in told) if told else (store.name,) * len(fetched.hashes)
+        name, reports = self._blocks.store.name, fetched.reports
+        tiers = tuple(one.tier or name for one in reports) if reports else (name,) * len(fetched.hashes)
         size_bytes = sum(value.nbytes for value in fetched.values)
         with self._lock:
             self.origins[fetched.index] = ChunkOrigin(tiers, size_bytes, fetched.retransmitted)
         return True
 
-    def let_go(self, fetched: FetchedBlocks) -> None:
-        """Give it back; a block that was wrong is removed now, for while it was put in its place others waited."""
+    def release(self, fetched: FetchedBlocks) -> None:
+        """Release its lease, and delete an invalid block: not in ``place``, where other threads wait."""
         self._blocks.release(fetched.ticket)
         if fetched.wrong is not None:
-            self._blocks.forget_wrong(*fetched.wrong)
+            self._blocks.delete_invalid(*fetched.wrong)
 
 
 @dataclass(slots=True)
 class FetchedBlocks:
-    """One chunk's stored values, as the store handed them out."""
+    """One chunk's stored values, leased from the store."""
 
     source: BlockChunks
     index: int
@@ -141,29 +140,29 @@ class FetchedBlocks:
     hashes: Sequence[BlockHash]
     values: list[memoryview]
     ticket: LoadTicket
-    told: Sequence[KeyReport]
+    reports: Sequence[KeyReport]
     retransmitted: int
     wrong: tuple[BlockHash, str] | None = None
-    """The block that was not what it should be, and why."""
+    """The invalid block, and why."""
 
     def place(self) -> bool:
         return self.source.place(self)
 
     def release(self) -> None:
         self.values = []
-        self.source.let_go(self)
+        self.source.release(self)
 
 
 class ChunksOfParts:
-    """Chunks whose blocks are stored in several parts, each of which is all there or the chunk does not come."""
+    """Chunks whose blocks are stored in several parts; a chunk counts as loaded only if all its parts are."""
 
     def __init__(self, sources: Sequence[BlockChunks]) -> None:
-        """The first says where a chunk came from."""
+        """The first part determines a chunk's origin."""
         self._sources = sources
 
     @property
     def origins(self) -> dict[int, ChunkOrigin]:
-        """As of ``BlockChunks``, with the bytes of all parts."""
+        """As in ``BlockChunks``, with the bytes of all parts."""
         first, *others = (source.origins for source in self._sources)
         return {
             index: replace(
@@ -176,14 +175,14 @@ class ChunksOfParts:
         }
 
     def fetch(self, index: int) -> FetchedParts | None:
-        there: list[FetchedBlocks] = []
+        fetched: list[FetchedBlocks] = []
         for source in self._sources:
             part = source.fetch(index)
             if part is None:
-                FetchedParts(there).release()
+                FetchedParts(fetched).release()
                 return None
-            there.append(part)
-        return FetchedParts(there)
+            fetched.append(part)
+        return FetchedParts(fetched)
 
     def give_up(self, index: int) -> None:
         self._sources[0].give_up(index)

@@ -1,335 +1,35 @@
-"""Compute from the front, load from the back, until the two meet: Cake's loader as a scheduler without I/O.
+"""Cake's algorithm ("Compute or load KV cache? Why not both?", sections 4.2, A and B), as a scheduler without I/O.
 
-The shell around it tells what happened (``chunk_computed``, ``chunk_loaded``, ``load_failed``, ``budget_changed``,
-``abort``), always with ``now_s``, and then asks ``poll`` what to do. Chunks are known by their index in the prompt.
+The caller reports events (``chunk_computed``, ``chunk_loaded``, ``load_failed``, ``budget_changed``, ``abort``), always
+with ``now_s``, and then asks ``poll`` what to do. Chunks are known by their index in the prompt. The paper's steps:
 
-A token can be computed only when all before it are there; a loaded chunk may lie anywhere. A step takes as many tokens
-as its budget has, over several chunks if they are small, so chunks can be as small as loading likes. Where both sides
-could take the same chunk, it goes to the one that is expected to have it sooner by the speeds measured so far; before
-there is a measurement both go on, as in the paper. Who waits for a load that is late waits at most as long as computing
-takes: then it computes after all, so a dead link costs at most the price of the chunk once more.
-Compute-only and I/O-only are the same scheduler with ``loads`` or ``computes`` off; what cannot be loaded is computed
-in either. Source: "Compute or load KV cache? Why not both?", section 4 and appendices A and B.
+1. Split the prompt into chunks (A.1): ``cut_prompt``.
+2. Two pointers (A.2): ``_compute_ptr``, the first chunk that is missing, and ``_io_ptr``, the last one not requested.
+3. ``push_seq`` (B.2, 2) takes the chunks and lists the fetches, last chunk first, so that buffers can be allocated.
+4. Load backwards from ``_io_ptr`` (A.5): ``_next_fetch``.
+5. Compute forwards from ``_compute_ptr`` (A.4): ``_next_step``. A token can be computed only when all before it are
+   there; a loaded chunk may lie anywhere. After each step ``is_resident`` (B.2, 4) shows what came meanwhile.
+6. Finished when the pointers have met and every chunk is resident (A.6): ``done``.
+
+Beyond the paper: a step takes as many tokens as its budget, over several chunks if they are small, so chunks can be as
+small as loading likes. A chunk that both sides could take goes to the side expected to have it sooner by the speeds
+measured so far (``Pace``); before any measurement both sides go on, as in the paper. A late load is waited for at most
+as long as computing takes, so a dead link costs at most the price of its chunk once more. Compute-only and I/O-only are
+the same scheduler with ``loads`` or ``computes`` off; what cannot be loaded is computed in either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 
-from skymemory.cache.pace import Pace
-from skymemory.cache.results import Actions, ComputeStep, LoaderResult, Origin
+from skymemory.cache.cake.pace import Pace
+from skymemory.cache.results import LoaderResult
 from skymemory.errors import InvalidInput
 
-_ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the shell twice for one decision
-
-
-class BidirectionalLoader:
-    """One prompt's loader. ``max_in_flight_bytes`` bounds what is asked for and not here, but one chunk always may."""
-
-    def __init__(
-        self,
-        *,
-        max_in_flight_bytes: int,
-        budget_tokens: int,
-        pace: Pace | None = None,
-        computes: bool = True,
-        loads: bool = True,
-        others_fill: bool | None = None,
-    ) -> None:
-        """``others_fill``: whether other requests fill what our part of a step leaves free, so that the step takes as
-        long as a full one. It counts until it is measured; None is not to know.
-        """
-        if max_in_flight_bytes < 1 or budget_tokens < 0:
-            raise InvalidInput("max_in_flight_bytes must be positive, budget_tokens not negative")
-        self._budget_tokens = budget_tokens
-        self._pace = pace or Pace()
-        if others_fill is not None:
-            self._pace.suppose(others_fill)
-        self._link = FetchQueue(self._pace, max_in_flight_bytes)
-        self._computes, self._loads = computes, loads
-        self._chunks: tuple[PromptChunk, ...] = ()
-        self._work = PromptWork((), loads)
-        self._origin: list[Origin | None] = []
-        self._loadable: list[bool] = []
-        self._computed_tokens: list[int] = []
-        self._step: ComputeStep | None = None
-        self._step_budget = 0
-        self._step_since_s = 0.0
-        self._compute_at = 0  # first chunk that is not there
-        self._load_at = -1  # last chunk not yet asked for
-        self._cancelled: list[int] = []
-        self._wasted_bytes = self._wasted_tokens = self._failed_loads = 0
-        self._met_at: int | None = None
-        self._start_s = self._end_s = 0.0
-        self._aborted = False
-
-    # What goes in
-
-    def push_seq(self, chunks: Sequence[PromptChunk], now_s: float) -> tuple[tuple[int, int], ...]:
-        """Take the prompt; return (index, bytes) of what may be fetched, in that order, to allocate buffers ahead.
-
-        Raises InvalidInput for chunks that do not follow each other, or a second prompt.
-        """
-        if self._chunks or not chunks:
-            raise InvalidInput("a loader takes one prompt, of at least one chunk")
-        expected = chunks[0].first_token
-        for chunk in chunks:
-            if chunk.first_token != expected or chunk.tokens < 1 or chunk.size_bytes < 0:
-                raise InvalidInput(f"chunks must follow each other and hold tokens: {chunk}")
-            expected += chunk.tokens
-        self._chunks = tuple(chunks)
-        self._work = PromptWork(chunks, self._loads)
-        self._origin = [Origin.RESIDENT if chunk.resident else None for chunk in chunks]
-        self._loadable = [chunk.loadable and self._loads and not chunk.resident for chunk in chunks]
-        self._computed_tokens = [0] * len(chunks)
-        self._load_at = len(chunks) - 1
-        self._start_s = self._end_s = now_s
-        self._advance()
-        return tuple((i, chunks[i].size_bytes) for i in reversed(range(len(chunks))) if self._loadable[i])
-
-    def chunk_computed(self, now_s: float) -> None:
-        """The step that was asked for is done. Raises InvalidInput where none was."""
-        step = self._step
-        if step is None:
-            raise InvalidInput("no step is under way")
-        self._step = None
-        self._pace.step_took(
-            step.first_token + step.tokens / 2, now_s - self._step_since_s, step.tokens / self._step_budget
-        )
-        self._end_s = now_s
-        index, left = step.index, step.tokens
-        while left:
-            tokens = min(left, self._chunks[index].tokens - self._computed_tokens[index])
-            left -= tokens
-            if self._origin[index] is not None:
-                self._wasted_tokens += tokens + self._computed_tokens[index]
-                self._computed_tokens[index] = 0
-            elif not self._aborted:
-                self._computed_tokens[index] += tokens
-                if self._computed_tokens[index] == self._chunks[index].tokens:
-                    self._drop_fetch(index, now_s)
-                    self._settle(index, Origin.COMPUTED)
-            index += 1
-
-    def step_dropped(self) -> None:
-        """The step that was asked for was not computed: its chunk came first, or the engine goes away."""
-        step, self._step = self._step, None
-        if step is not None and self._origin[step.index] is not None:
-            self._wasted_tokens += self._computed_tokens[step.index]
-
-    def chunk_loaded(self, index: int, now_s: float) -> None:
-        """A fetch has come, whole and verified. One that was cancelled, or comes twice, changes nothing."""
-        if index not in self._link:
-            return
-        self._link.came(index, now_s)
-        self._end_s = max(self._end_s, now_s)
-        if self._computed_tokens[index] and (self._step is None or self._step.index != index):
-            self._wasted_tokens += self._computed_tokens[index]  # part of it, in a step that ended within the chunk
-        self._settle(index, Origin.LOADED)
-
-    def load_failed(self, index: int, now_s: float) -> None:
-        """A fetch will not come: the chunk is to be computed; all others keep what they have."""
-        if index not in self._link:
-            return
-        self._wasted_bytes += self._link.failed(index, now_s)
-        self._loadable[index] = False
-        self._failed_loads += 1
-
-    def budget_changed(self, budget_tokens: int) -> None:
-        """Tokens of each step from now on that are ours; with 0 computing pauses and loading goes on."""
-        if budget_tokens < 0:
-            raise InvalidInput(f"budget_tokens is {budget_tokens}: negative")
-        self._budget_tokens = budget_tokens
-
-    def abort(self, now_s: float) -> None:
-        """The request is gone: nothing more is asked for, and the next ``poll`` cancels every fetch."""
-        if self.done:
-            return
-        self._aborted = True
-        self._end_s = now_s
-        for index in self._link.indices():
-            self._drop_fetch(index, now_s)
-
-    # What comes out
-
-    def is_resident(self, index: int) -> bool:
-        """Whether a chunk is there, wherever it came from."""
-        return self._origin[index] is not None
-
-    def origin(self, index: int) -> str:
-        """Where a chunk came from, or "" while it is not there."""
-        origin = self._origin[index]
-        return origin.value if origin else ""
-
-    def link_takes_s(self, index: int) -> float | None:
-        """Seconds that the link is expected to be busy with a chunk; None before a rate is known."""
-        rate = self._pace.bytes_per_s
-        return None if rate is None else self._chunks[index].size_bytes / rate
-
-    @property
-    def done(self) -> bool:
-        """Every chunk is there (or the request gone), and no step is under way."""
-        return self._step is None and (self._aborted or self._compute_at == len(self._chunks))
-
-    def poll(self, now_s: float) -> Actions:
-        """What to do now; call it after every event and at ``wake_s``."""
-        fetch: list[int] = []
-        compute: ComputeStep | None = None
-        wake_s: float | None = None
-        if not self._aborted:
-            while (index := self._next_fetch(now_s)) is not None:
-                self._link.ask(index, self._chunks[index].size_bytes, now_s)
-                self._load_at = index - 1
-                fetch.append(index)
-            if self._step is None:
-                compute, wake_s = self._next_step(now_s)
-        cancel, self._cancelled = tuple(self._cancelled), []
-        return Actions(compute, tuple(fetch), cancel, wake_s)
-
-    def result(self) -> LoaderResult:
-        """What was computed, what was loaded, and where they met, so far."""
-
-        pairs = list(zip(self._chunks, self._origin, strict=True))
-        resident, computed, loaded = (sum(c.tokens for c, o in pairs if o is origin) for origin in Origin)
-        met = self._met_at if computed and loaded and self._compute_at == len(self._chunks) else None
-        return LoaderResult(
-            resident_tokens=resident,
-            computed_tokens=computed,
-            loaded_tokens=loaded,
-            loaded_bytes=sum(c.size_bytes for c, o in pairs if o is Origin.LOADED),
-            met_at_token=None if met is None else self._chunks[met].first_token,
-            wasted_bytes=self._wasted_bytes,
-            wasted_tokens=self._wasted_tokens,
-            failed_loads=self._failed_loads,
-            seconds=self._end_s - self._start_s,
-            aborted=self._aborted,
-        )
-
-    # Who takes the next chunk
-
-    def _next_fetch(self, now_s: float) -> int | None:
-        """Last chunk that is worth asking for now, or None."""
-        index = self._load_at
-        while index >= self._compute_at and (self._origin[index] is not None or not self._loadable[index]):
-            index -= 1
-        self._load_at = index
-        if index < self._compute_at or not self._link.has_room(self._chunks[index].size_bytes):
-            return None
-        load_s = self._link.idle_after_s(self._chunks[index].size_bytes, now_s)
-        compute_s = self._compute_s(index) if self._computes and self._budget_tokens else None
-        if load_s is None or compute_s is None:
-            return index
-        if self._step:
-            compute_s -= now_s - self._step_since_s
-        return index if compute_s > load_s else None
-
-    def _next_step(self, now_s: float) -> tuple[ComputeStep | None, float | None]:
-        """From the first chunk that is not there, unless its load is expected sooner; and when to think again."""
-        at = self._compute_at
-        if at == len(self._chunks) or not self._budget_tokens:
-            return None, None
-        if self._loadable[at]:
-            if not self._computes:
-                return None, None
-            compute_s, load_s = self._compute_s(at), self._load_s(at, now_s)
-            if compute_s is not None and load_s is not None and load_s < compute_s * _ALMOST:
-                # A late load is expected to be late as long again, so the wait ends at the price of computing.
-                head_s = self._link.head_s(now_s)
-                return None, now_s + head_s + compute_s - (load_s - abs(head_s))
-        first_token = self._chunks[at].first_token + self._computed_tokens[at]
-        tokens, index = self._chunks[at].tokens - self._computed_tokens[at], at + 1
-        while tokens < self._budget_tokens and index < len(self._chunks) and self._goes_along(index, now_s):
-            tokens += self._chunks[index].tokens
-            index += 1
-        self._step = ComputeStep(at, first_token, min(tokens, self._budget_tokens), index - at)
-        self._step_since_s = now_s
-        self._step_budget = self._budget_tokens
-        return self._step, None
-
-    def _goes_along(self, index: int, now_s: float) -> bool:
-        """Whether a step that reaches chunk ``index`` should go on into it."""
-        if self._origin[index] is not None:
-            return False
-        if not self._loadable[index]:
-            return True
-        if not self._computes:
-            return False
-        compute_s, load_s = self._compute_s(index), self._load_s(index, now_s)
-        if load_s is None and index in self._link:
-            return self._pace.part(0.0) >= 0.5  # it may be here any moment: no reason to hurry but a step saved
-        return compute_s is None or load_s is None or load_s >= compute_s * _ALMOST
-
-    def _load_s(self, index: int, now_s: float) -> float | None:
-        """Seconds until a loadable chunk, and all that comes before it, are here; None if the rate is not known."""
-        if index > self._load_at:
-            return self._link.here_after_s(index, now_s)
-        return self._link.idle_after_s(self._work.bytes_between(index, self._load_at), now_s)
-
-    def _compute_s(self, last: int) -> float | None:
-        """Seconds to compute what is not there up to chunk ``last`` with the present budget; None if not known."""
-        at = self._compute_at
-        return self._work.compute_s(at, self._computed_tokens[at], last, self._pace, self._budget_tokens)
-
-    # Keeping the books
-
-    def _settle(self, index: int, origin: Origin) -> None:
-        self._origin[index] = origin
-        self._met_at = index
-        self._advance()
-
-    def _advance(self) -> None:
-        while self._compute_at < len(self._chunks) and self._origin[self._compute_at] is not None:
-            self._compute_at += 1
-
-    def _drop_fetch(self, index: int, now_s: float) -> None:
-        if index in self._link:
-            self._wasted_bytes += self._link.cancel(index, now_s)
-            self._cancelled.append(index)
-
-
-# A prompt as work: what computing or loading any run of its chunks takes, each from sums made once.
-
-
-class PromptWork:
-    """Sums over the chunks of a prompt: tokens to compute, where they stand, bytes to load."""
-
-    def __init__(self, chunks: Sequence[PromptChunk], loads: bool) -> None:
-        missing = [0 if chunk.resident else chunk.tokens for chunk in chunks]
-        self._first = [chunk.first_token for chunk in chunks]
-        self._tokens = [0, *accumulate(missing)]
-        self._moment = [
-            0.0,
-            *accumulate(n * (c.first_token + c.tokens / 2) for n, c in zip(missing, chunks, strict=True)),
-        ]
-        wanted = [chunk.size_bytes if loads and chunk.loadable and not chunk.resident else 0 for chunk in chunks]
-        self._bytes = [0, *accumulate(wanted)]
-
-    def bytes_between(self, first: int, last: int) -> int:
-        """Bytes of the loadable chunks ``first`` .. ``last``; 0 where there are none."""
-        return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
-
-    def compute_s(self, first: int, computed: int, last: int, pace: Pace, budget_tokens: int) -> float | None:
-        """Seconds to compute chunks ``first`` (but for its ``computed`` tokens) .. ``last`` in steps of our budget.
-
-        None before anything was measured.
-        """
-        line = pace.line()
-        if line is None:
-            return None
-        at_zero_s, slope = line
-        tokens = self._tokens[last + 1] - self._tokens[first] - computed
-        moment = self._moment[last + 1] - self._moment[first] - computed * (self._first[first] + computed / 2)
-        seconds = (at_zero_s * tokens + slope * moment) / budget_tokens
-        if over := tokens % budget_tokens:
-            # The last step is not full, and costs more than its share.
-            filled = over / budget_tokens
-            seconds += (pace.part(filled) - filled) * (at_zero_s + slope * self._first[last])
-        return max(seconds, 0.0)
-
-
-# A prompt cut into prefill steps: the chunks of the Cake paper, each made of several blocks of the store.
+_ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the caller twice for one decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,9 +39,9 @@ class PromptChunk:
     first_token: int
     tokens: int
     size_bytes: int = 0
-    """What loading it would move; 0 is allowed."""
+    """Bytes to load; 0 is allowed."""
     loadable: bool = False
-    """All its tokens are in blocks that the store says it has."""
+    """All its tokens are in blocks that the store has."""
     resident: bool = False
     """Already in memory: neither to compute nor to load."""
 
@@ -356,10 +56,10 @@ def cut_prompt(
 ) -> tuple[PromptChunk, ...]:
     """Chunks of a prompt, in order, covering every token once.
 
-    ``stored_blocks`` has the stored bytes of each full block, None where the store has none (or is shorter).
-    A chunk ends after ``step_tokens``, where the resident prefix ends, and where stored blocks give way to holes,
-    so that a hole costs no chunk beside it. The tokens behind the last full block are always computed.
-    Raises InvalidInput where sizes are not positive or a step is not a whole number of blocks.
+    ``stored_blocks``: stored bytes of each full block, None for one that is not stored (the list may be shorter). A
+    chunk ends after ``step_tokens``, at the end of the resident prefix, and between stored and missing blocks, so that
+    a missing block costs no other chunk. Tokens behind the last full block are always computed. Raises InvalidInput
+    for sizes that are not positive, or steps that are not whole blocks.
     """
     if prompt_tokens < 1 or step_tokens < 1 or block_tokens < 1 or step_tokens % block_tokens:
         raise InvalidInput(
@@ -391,11 +91,344 @@ def cut_prompt(
     return tuple(chunks)
 
 
-# What the loader has asked for and not got: how many bytes, in which order, and when they may be expected.
+class Origin(Enum):
+    """Where a resident chunk's KV came from."""
+
+    RESIDENT = "resident"
+    COMPUTED = "computed"
+    LOADED = "loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep:
+    """Prefill these tokens now, then report ``chunk_computed``."""
+
+    index: int
+    """The chunk it begins in."""
+    first_token: int
+    tokens: int
+    chunks: int = 1
+    """Consecutive chunks that it reaches into; it may end within the last."""
+
+    @property
+    def indices(self) -> range:
+        """The chunks it reaches into."""
+        return range(self.index, self.index + self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """What to do now. At most one step is under way; fetches are served in order."""
+
+    compute: ComputeStep | None = None
+    fetch: tuple[int, ...] = ()
+    cancel: tuple[int, ...] = ()
+    """Cancelled fetches; if they still arrive they are ignored."""
+    wake_s: float | None = None
+    """When to ``poll`` again even without an event."""
+
+
+class BidirectionalLoader:
+    """Schedules one prompt. ``max_in_flight_bytes`` bounds the requested bytes; one chunk is always allowed."""
+
+    def __init__(
+        self,
+        *,
+        max_in_flight_bytes: int,
+        budget_tokens: int,
+        pace: Pace | None = None,
+        computes: bool = True,
+        loads: bool = True,
+        others_fill: bool | None = None,
+    ) -> None:
+        """``budget_tokens``: our tokens of each step. ``others_fill``: whether other requests fill the rest of a step,
+        so that it takes as long as a full one (assumed until measured; None: unknown).
+        """
+        if max_in_flight_bytes < 1 or budget_tokens < 0:
+            raise InvalidInput("max_in_flight_bytes must be positive, budget_tokens not negative")
+        self._budget_tokens = budget_tokens
+        self._pace = pace or Pace()
+        if others_fill is not None:
+            self._pace.assume_batch(others_fill)
+        self._link = FetchQueue(self._pace, max_in_flight_bytes)
+        self._computes, self._loads = computes, loads
+        self._chunks: tuple[PromptChunk, ...] = ()
+        self._work = PromptWork((), loads)
+        self._origin: list[Origin | None] = []
+        self._loadable: list[bool] = []
+        self._computed_tokens: list[int] = []
+        self._step: ComputeStep | None = None
+        self._step_budget = 0
+        self._step_since_s = 0.0
+        self._compute_ptr = 0  # first chunk that is missing
+        self._io_ptr = -1  # last chunk not yet requested
+        self._cancelled: list[int] = []
+        self._wasted_bytes = self._wasted_tokens = self._failed_loads = 0
+        self._met_at: int | None = None
+        self._start_s = self._end_s = 0.0
+        self._aborted = False
+
+    # --- events ---
+
+    def push_seq(self, chunks: Sequence[PromptChunk], now_s: float) -> tuple[tuple[int, int], ...]:
+        """Take the prompt; returns (index, bytes) of the chunks that may be fetched, in order of fetching.
+
+        Raises InvalidInput for chunks that do not follow each other, or a second prompt.
+        """
+        if self._chunks or not chunks:
+            raise InvalidInput("a loader takes one prompt, of at least one chunk")
+        expected = chunks[0].first_token
+        for chunk in chunks:
+            if chunk.first_token != expected or chunk.tokens < 1 or chunk.size_bytes < 0:
+                raise InvalidInput(f"chunks must follow each other and hold tokens: {chunk}")
+            expected += chunk.tokens
+        self._chunks = tuple(chunks)
+        self._work = PromptWork(chunks, self._loads)
+        self._origin = [Origin.RESIDENT if chunk.resident else None for chunk in chunks]
+        self._loadable = [chunk.loadable and self._loads and not chunk.resident for chunk in chunks]
+        self._computed_tokens = [0] * len(chunks)
+        self._io_ptr = len(chunks) - 1
+        self._start_s = self._end_s = now_s
+        self._advance()
+        return tuple((i, chunks[i].size_bytes) for i in reversed(range(len(chunks))) if self._loadable[i])
+
+    def chunk_computed(self, now_s: float) -> None:
+        """The current step is done. Raises InvalidInput where there is none."""
+        step = self._step
+        if step is None:
+            raise InvalidInput("no step is under way")
+        self._step = None
+        self._pace.step_took(
+            step.first_token + step.tokens / 2, now_s - self._step_since_s, step.tokens / self._step_budget
+        )
+        self._end_s = now_s
+        index, left = step.index, step.tokens
+        while left:
+            tokens = min(left, self._chunks[index].tokens - self._computed_tokens[index])
+            left -= tokens
+            if self._origin[index] is not None:
+                self._wasted_tokens += tokens + self._computed_tokens[index]
+                self._computed_tokens[index] = 0
+            elif not self._aborted:
+                self._computed_tokens[index] += tokens
+                if self._computed_tokens[index] == self._chunks[index].tokens:
+                    self._drop_fetch(index, now_s)
+                    self._settle(index, Origin.COMPUTED)
+            index += 1
+
+    def step_dropped(self) -> None:
+        """The current step was not computed: its chunk was loaded first, or the engine stops."""
+        step, self._step = self._step, None
+        if step is not None and self._origin[step.index] is not None:
+            self._wasted_tokens += self._computed_tokens[step.index]
+
+    def chunk_loaded(self, index: int, now_s: float) -> None:
+        """A fetched chunk is in place, whole and verified. Ignored if it was cancelled or came before."""
+        if index not in self._link:
+            return
+        self._link.came(index, now_s)
+        self._end_s = max(self._end_s, now_s)
+        if self._computed_tokens[index] and (self._step is None or self._step.index != index):
+            self._wasted_tokens += self._computed_tokens[index]  # part of it, in a step that ended within the chunk
+        self._settle(index, Origin.LOADED)
+
+    def load_failed(self, index: int, now_s: float) -> None:
+        """A fetch failed: its chunk must be computed."""
+        if index not in self._link:
+            return
+        self._wasted_bytes += self._link.failed(index, now_s)
+        self._loadable[index] = False
+        self._failed_loads += 1
+
+    def budget_changed(self, budget_tokens: int) -> None:
+        """Our tokens of each step from now on; 0 pauses computing, not loading."""
+        if budget_tokens < 0:
+            raise InvalidInput(f"budget_tokens is {budget_tokens}: negative")
+        self._budget_tokens = budget_tokens
+
+    def abort(self, now_s: float) -> None:
+        """The request was cancelled: the next ``poll`` cancels every fetch and starts nothing."""
+        if self.done:
+            return
+        self._aborted = True
+        self._end_s = now_s
+        for index in self._link.indices():
+            self._drop_fetch(index, now_s)
+
+    # --- state and decisions ---
+
+    def is_resident(self, index: int) -> bool:
+        """Whether a chunk is in memory, computed or loaded."""
+        return self._origin[index] is not None
+
+    def origin(self, index: int) -> str:
+        """Where a chunk came from, or "" while it is missing."""
+        origin = self._origin[index]
+        return origin.value if origin else ""
+
+    def link_takes_s(self, index: int) -> float | None:
+        """Expected seconds that a chunk occupies the link; None before a rate is known."""
+        rate = self._pace.bytes_per_s
+        return None if rate is None else self._chunks[index].size_bytes / rate
+
+    @property
+    def done(self) -> bool:
+        """Every chunk is resident (or the request aborted), and no step is under way."""
+        return self._step is None and (self._aborted or self._compute_ptr == len(self._chunks))
+
+    def poll(self, now_s: float) -> Actions:
+        """What to do now. Call it after every event and at ``wake_s``."""
+        fetch: list[int] = []
+        compute: ComputeStep | None = None
+        wake_s: float | None = None
+        if not self._aborted:
+            while (index := self._next_fetch(now_s)) is not None:
+                self._link.ask(index, self._chunks[index].size_bytes, now_s)
+                self._io_ptr = index - 1
+                fetch.append(index)
+            if self._step is None:
+                compute, wake_s = self._next_step(now_s)
+        cancel, self._cancelled = tuple(self._cancelled), []
+        return Actions(compute, tuple(fetch), cancel, wake_s)
+
+    def result(self) -> LoaderResult:
+        """What was computed and loaded so far, and where they met."""
+        pairs = list(zip(self._chunks, self._origin, strict=True))
+        resident, computed, loaded = (sum(c.tokens for c, o in pairs if o is origin) for origin in Origin)
+        met = self._met_at if computed and loaded and self._compute_ptr == len(self._chunks) else None
+        return LoaderResult(
+            resident_tokens=resident,
+            computed_tokens=computed,
+            loaded_tokens=loaded,
+            loaded_bytes=sum(c.size_bytes for c, o in pairs if o is Origin.LOADED),
+            met_at_token=None if met is None else self._chunks[met].first_token,
+            wasted_bytes=self._wasted_bytes,
+            wasted_tokens=self._wasted_tokens,
+            failed_loads=self._failed_loads,
+            seconds=self._end_s - self._start_s,
+            aborted=self._aborted,
+        )
+
+    def _next_fetch(self, now_s: float) -> int | None:
+        """The last loadable chunk between the pointers, unless it is expected to be computed sooner."""
+        index = self._io_ptr
+        while index >= self._compute_ptr and (self._origin[index] is not None or not self._loadable[index]):
+            index -= 1
+        self._io_ptr = index
+        if index < self._compute_ptr or not self._link.has_room(self._chunks[index].size_bytes):
+            return None
+        load_s = self._link.idle_after_s(self._chunks[index].size_bytes, now_s)
+        compute_s = self._compute_s(index) if self._computes and self._budget_tokens else None
+        if load_s is None or compute_s is None:
+            return index
+        if self._step:
+            compute_s -= now_s - self._step_since_s
+        return index if compute_s > load_s else None
+
+    def _next_step(self, now_s: float) -> tuple[ComputeStep | None, float | None]:
+        """The next step from ``_compute_ptr``; or None and when to decide again, if loading it is expected sooner."""
+        at = self._compute_ptr
+        if at == len(self._chunks) or not self._budget_tokens:
+            return None, None
+        if self._loadable[at]:
+            if not self._computes:
+                return None, None
+            compute_s, load_s = self._compute_s(at), self._load_s(at, now_s)
+            if compute_s is not None and load_s is not None and load_s < compute_s * _ALMOST:
+                # A late load is expected to be late by as long again, so the wait ends at the price of computing.
+                head_s = self._link.head_s(now_s)
+                return None, now_s + head_s + compute_s - (load_s - abs(head_s))
+        first_token = self._chunks[at].first_token + self._computed_tokens[at]
+        tokens, index = self._chunks[at].tokens - self._computed_tokens[at], at + 1
+        while tokens < self._budget_tokens and index < len(self._chunks) and self._goes_along(index, now_s):
+            tokens += self._chunks[index].tokens
+            index += 1
+        self._step = ComputeStep(at, first_token, min(tokens, self._budget_tokens), index - at)
+        self._step_since_s = now_s
+        self._step_budget = self._budget_tokens
+        return self._step, None
+
+    def _goes_along(self, index: int, now_s: float) -> bool:
+        """Whether a step should go on into chunk ``index``."""
+        if self._origin[index] is not None:
+            return False
+        if not self._loadable[index]:
+            return True
+        if not self._computes:
+            return False
+        compute_s, load_s = self._compute_s(index), self._load_s(index, now_s)
+        if load_s is None and index in self._link:
+            return self._pace.part(0.0) >= 0.5  # it may arrive any moment: compute it only if that saves a step
+        return compute_s is None or load_s is None or load_s >= compute_s * _ALMOST
+
+    def _load_s(self, index: int, now_s: float) -> float | None:
+        """Seconds until a loadable chunk, and all fetched before it, are loaded; None if the rate is unknown."""
+        if index > self._io_ptr:
+            return self._link.here_after_s(index, now_s)
+        return self._link.idle_after_s(self._work.bytes_between(index, self._io_ptr), now_s)
+
+    def _compute_s(self, last: int) -> float | None:
+        """Seconds to compute the missing tokens up to chunk ``last`` with the current budget; None if unknown."""
+        at = self._compute_ptr
+        return self._work.compute_s(at, self._computed_tokens[at], last, self._pace, self._budget_tokens)
+
+    def _settle(self, index: int, origin: Origin) -> None:
+        self._origin[index] = origin
+        self._met_at = index
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._compute_ptr < len(self._chunks) and self._origin[self._compute_ptr] is not None:
+            self._compute_ptr += 1
+
+    def _drop_fetch(self, index: int, now_s: float) -> None:
+        if index in self._link:
+            self._wasted_bytes += self._link.cancel(index, now_s)
+            self._cancelled.append(index)
+
+
+# --- estimates: what computing and loading would take ---
+
+
+class PromptWork:
+    """Prefix sums over a prompt's chunks (tokens, positions, bytes): the cost of any run of them in constant time."""
+
+    def __init__(self, chunks: Sequence[PromptChunk], loads: bool) -> None:
+        missing = [0 if chunk.resident else chunk.tokens for chunk in chunks]
+        self._first = [chunk.first_token for chunk in chunks]
+        self._tokens = [0, *accumulate(missing)]
+        self._moment = [
+            0.0,
+            *accumulate(n * (c.first_token + c.tokens / 2) for n, c in zip(missing, chunks, strict=True)),
+        ]
+        wanted = [chunk.size_bytes if loads and chunk.loadable and not chunk.resident else 0 for chunk in chunks]
+        self._bytes = [0, *accumulate(wanted)]
+
+    def bytes_between(self, first: int, last: int) -> int:
+        """Bytes of the loadable chunks ``first`` .. ``last``; 0 where there are none."""
+        return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
+
+    def compute_s(self, first: int, computed: int, last: int, pace: Pace, budget_tokens: int) -> float | None:
+        """Seconds to compute chunks ``first`` (without its ``computed`` tokens) .. ``last`` in steps of our budget.
+
+        None before a measurement.
+        """
+        line = pace.line()
+        if line is None:
+            return None
+        at_zero_s, slope = line
+        tokens = self._tokens[last + 1] - self._tokens[first] - computed
+        moment = self._moment[last + 1] - self._moment[first] - computed * (self._first[first] + computed / 2)
+        seconds = (at_zero_s * tokens + slope * moment) / budget_tokens
+        if over := tokens % budget_tokens:
+            # The last step is not full, and costs more than its share.
+            filled = over / budget_tokens
+            seconds += (pace.part(filled) - filled) * (at_zero_s + slope * self._first[last])
+        return max(seconds, 0.0)
 
 
 class FetchQueue:
-    """Fetches under way, served in the order in which they were asked for. ``max_bytes`` bounds them, but for one."""
+    """Requested fetches, served in order, and when they are expected. ``max_bytes`` bounds them; one always fits."""
 
     def __init__(self, pace: Pace, max_bytes: int) -> None:
         self._pace = pace
@@ -412,7 +445,7 @@ class FetchQueue:
         return tuple(self._sizes)
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether one more of this size may be asked for; one always may."""
+        """Whether one more of this size may be requested."""
         return not self._sizes or self._bytes + size_bytes <= self._max_bytes
 
     def ask(self, index: int, size_bytes: int, now_s: float) -> None:
@@ -423,19 +456,19 @@ class FetchQueue:
         self._bytes += size_bytes
 
     def came(self, index: int, now_s: float) -> None:
-        """The fetch is there: so much of the link's time has brought so many bytes."""
+        """The fetch succeeded: measure the link's rate."""
         from_idle = index == self._from_idle
         self._pace.load_took(self._drop(index), now_s - self._head_since_s, from_idle=from_idle)
         self._head_since_s = now_s
 
     def failed(self, index: int, now_s: float) -> int:
-        """The fetch will not come; its bytes. The time it took brought nothing."""
+        """The fetch failed; returns its bytes. The link's time counts as spent."""
         if index == self._head():
             self._pace.load_took(0, now_s - self._head_since_s)
         return self.cancel(index, now_s)
 
     def cancel(self, index: int, now_s: float) -> int:
-        """Nobody waits for the fetch any more; its bytes."""
+        """Cancel the fetch; returns its bytes."""
         if index == self._head():
             self._head_since_s = now_s  # else the oldest is as late as before
         return self._drop(index)
@@ -449,9 +482,9 @@ class FetchQueue:
         return self._head_since_s + latency_s + self._head_bytes() / rate - now_s
 
     def idle_after_s(self, more_bytes: int, now_s: float) -> float | None:
-        """Seconds until all that was asked for and ``more_bytes`` asked for now are here; None if no rate is known.
+        """Seconds until all requested bytes and ``more_bytes`` requested now are loaded; None if no rate is known.
 
-        What is late is expected to be late as long again.
+        A late fetch is expected to be late by as long again.
         """
         rate = self._pace.bytes_per_s
         if rate is None:
@@ -460,7 +493,7 @@ class FetchQueue:
         return max(asked_s, self._pace.latency_s) + more_bytes / rate if more_bytes else asked_s
 
     def here_after_s(self, index: int, now_s: float) -> float | None:
-        """Seconds until a fetch under way, and all before it, are here; None if no rate is known."""
+        """Seconds until a requested fetch, and all before it, are loaded; None if no rate is known."""
         rate = self._pace.bytes_per_s
         if rate is None:
             return None

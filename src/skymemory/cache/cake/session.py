@@ -1,10 +1,12 @@
-"""One prompt's loader among threads: the engine's thread asks for steps, the workers' threads bring chunks.
+"""Runs Cake's scheduler with threads: the engine's thread takes steps, worker threads fetch and place chunks.
 
-The scheduler (``cache.cake.scheduler``) knows no threads; here every word to it is said under one lock. A chunk's place
-in the
-engine's memory is written by one side at a time: while a chunk is computed its load waits for the end of the step, and
-while it is put in place the step waits, and is dropped where the chunk is there then. A fetch that does not end in time
-is given up: its chunk is computed, its thread counts as held up until it comes back, and what it brings is dropped.
+All calls to the scheduler (``cache.cake.scheduler``) are made under one lock. A chunk's place in the engine's memory is
+written by one side at a time: its load waits for the end of a step that computes it; a step waits while one of its
+chunks is being placed, and is dropped if that chunk is in place then. A fetch that times out is given up: its chunk is
+computed, its thread is unavailable until the fetch returns, and the late result is dropped.
+
+A fetch in a worker (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, put it there,
+report it to the scheduler, release it.
 """
 
 from __future__ import annotations
@@ -17,16 +19,68 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk
-from skymemory.cache.results import ComputeStep, LoaderResult
+from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk
+from skymemory.cache.results import LoaderResult
 from skymemory.cache.tiers.workers import Call, TierWorkers
 
 
-class LoadingSession:
-    """Drives ``loader`` over ``chunks``. Times are those of ``clock``, in seconds.
+class FetchedChunk(Protocol):
+    """A chunk that was loaded and is not in place yet."""
 
-    ``on_settled`` is called with index and origin of each chunk that is there, in whichever thread it came; ``on_late``
-    with bytes and seconds of a fetch that nobody wanted any more; ``patience_s`` says how long one of so many may take.
+    def place(self) -> bool:
+        """Verify, decode and place it; False if it is invalid. Must not call the tier, as other threads wait."""
+
+    def release(self) -> None:
+        """Release its lease."""
+
+
+class ChunkSource(Protocol):
+    """Where a session's chunks come from; called from several threads."""
+
+    def fetch(self, index: int) -> FetchedChunk | None:
+        """Load a chunk; None if any of it fails. Raises nothing that a broken tier raises."""
+
+    def give_up(self, index: int) -> None:
+        """The fetch of this chunk timed out. Must not call the tier."""
+
+    def close(self) -> None:
+        """Place nothing from now on."""
+
+
+_LEAD_PART = 0.1
+_LEAD_S = 0.02
+
+
+class Fetch:
+    """A fetch that calls ``work`` from ``starts_s`` on and is given up at ``due_s``."""
+
+    def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[Fetch], object]) -> None:
+        """``from_s``: the time at which it began, or begins at the latest."""
+        self.index, self.starts_s, self.from_s = index, starts_s, from_s
+        self.due_s = math.inf
+        self.call: Call[object] = Call(lambda: work(self))
+
+    def set_timeout(self, seconds: float) -> None:
+        self.due_s = self.from_s + seconds
+
+
+def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
+    """When the fetch behind ``ahead`` starts, which is expected to keep the link busy for ``takes_s`` (None: unknown).
+
+    Shortly before the one ahead ends, or the link would be idle in between; not at once, or each would get half of the
+    link, and the first, which is needed sooner, would come as late as the second. So the first is late by at most a
+    twentieth of its time, or 10 ms.
+    """
+    if takes_s is None:
+        return math.inf
+    return min(ahead.starts_s, now_s) + takes_s - max(_LEAD_PART * takes_s, _LEAD_S)
+
+
+class LoadingSession:
+    """Drives ``loader`` over ``chunks``; ``clock`` returns seconds.
+
+    ``on_settled`` gets index and origin of each chunk in place, in any thread; ``on_late`` bytes and seconds of a fetch
+    that computing overtook. ``patience_s`` gives the timeout of a fetch by its bytes.
     """
 
     def __init__(
@@ -50,18 +104,18 @@ class LoadingSession:
         self._patience_s = patience_s
         self._sizes = [chunk.size_bytes for chunk in chunks]
         self._changed = threading.Condition()
-        self._ready: ComputeStep | None = None  # asked for by the loader, not yet taken by the engine
-        self._stepping = range(0)  # chunks that the engine computes
-        self._wanted: set[int] = set()
-        self._asked: deque[int] = deque()
-        self._fetches: list[Fetch] = []
-        self._abandoned = False  # no thread has taken up a fetch for as long as one may take
+        self._ready: ComputeStep | None = None  # scheduled, not yet taken by the engine
+        self._stepping = range(0)  # chunks that the engine is computing
+        self._wanted: set[int] = set()  # chunks whose load the scheduler waits for
+        self._asked: deque[int] = deque()  # chunks to fetch, in order
+        self._fetches: list[Fetch] = []  # at most two
+        self._abandoned = False  # a fetch timed out before a thread began it
         self._placing: set[int] = set()
-        self._telling = 0
+        self._notifying = 0
         self._wake_s: float | None = None
         self._error: BaseException | None = None
         self.scheduling_s = 0.0
-        """What the scheduler itself has taken, over all threads."""
+        """Time spent in the scheduler, over all threads."""
         self.turns = 0
         loader.push_seq(chunks, clock())
         with self._changed:
@@ -69,12 +123,12 @@ class LoadingSession:
 
     @property
     def done(self) -> bool:
-        """All is there and told of; False after a fault, which ``next_step`` raises."""
+        """All chunks are in place and reported; False after an exception, which ``next_step`` raises."""
         with self._changed:
-            return self._loader.done and not self._telling and self._error is None
+            return self._loader.done and not self._notifying and self._error is None
 
     def is_resident(self, index: int) -> bool:
-        """Whether a chunk is in its place, wherever it came from."""
+        """Whether a chunk is in place, computed or loaded."""
         with self._changed:
             return self._loader.is_resident(index)
 
@@ -87,12 +141,12 @@ class LoadingSession:
         with self._changed:
             return self._loader.result()
 
-    # The engine's side
+    # --- engine thread ---
 
     def next_step(self, timeout_s: float | None = None) -> ComputeStep | None:
-        """What to compute now; answer with ``step_done``. None: all is there, or nothing came up within ``timeout_s``.
+        """The next step to compute, then call ``step_done``. None: all is in place, or ``timeout_s`` is over.
 
-        Raises what a source or a worker raised by a fault of its own.
+        Raises what a worker raised.
         """
         ends_s = None if timeout_s is None else self._clock() + timeout_s
         with self._changed:
@@ -107,7 +161,7 @@ class LoadingSession:
                         return step
                     self._loader.step_dropped()
                     continue
-                if self._loader.done and not self._telling:
+                if self._loader.done and not self._notifying:
                     return None
                 due_s = min((fetch.due_s for fetch in self._fetches if fetch.due_s < math.inf), default=None)
                 waits_s = [at_s - self._clock() for at_s in (self._wake_s, due_s, ends_s) if at_s is not None]
@@ -116,7 +170,7 @@ class LoadingSession:
                 self._changed.wait(max(0.0, min(waits_s)) if waits_s else None)
 
     def step_done(self) -> None:
-        """The step has been computed, and its tokens are in their place."""
+        """The step has been computed and its tokens are in place."""
         with self._changed:
             indices, self._stepping = self._stepping, range(0)
             began_s = time.perf_counter()
@@ -125,17 +179,17 @@ class LoadingSession:
             self._turn()
             self._changed.notify_all()
         for index in indices:
-            self._tell(index, "computed")
+            self._notify(index, "computed")
 
     def set_budget(self, tokens: int) -> None:
-        """Tokens of each step from now on that are ours; with 0 computing pauses and loading goes on."""
+        """Our tokens of each step from now on; 0 pauses computing, not loading."""
         with self._changed:
             self._loader.budget_changed(tokens)
             self._turn()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give up what is not done. When this returns, nobody writes into the engine's memory any more."""
+        """Abort what is not done. When this returns, no thread writes into the engine's memory any more."""
         with self._changed:
             if self._stepping or self._ready is not None:
                 self._stepping, self._ready = range(0), None
@@ -148,15 +202,15 @@ class LoadingSession:
             self._fetches.clear()
             source, self._source = self._source, None
             self._changed.notify_all()
-            while self._placing or self._telling:
+            while self._placing or self._notifying:
                 self._changed.wait()
         if source is not None:
             source.close()
 
-    # The workers' side
+    # --- worker threads ---
 
     def _work(self, fetch: Fetch, source: ChunkSource) -> None:
-        """Bring the chunk of ``fetch``; then the next one may be fetched while this one is put in its place."""
+        """Fetch a chunk and put it in place; the next fetch starts in between."""
         index = fetch.index
         fetched: FetchedChunk | None = None
         self._await_turn(fetch)
@@ -181,30 +235,30 @@ class LoadingSession:
         with self._changed:
             self._placing.discard(index)
             placed = self._settle(index, placed)
-            self._telling += 1
+            self._notifying += 1
             self._changed.notify_all()
         with self._faults_kept():
             if placed:
-                self._tell(index, "loaded")
+                self._notify(index, "loaded")
         with self._changed:
-            self._telling -= 1
+            self._notifying -= 1
             self._changed.notify_all()
         with self._faults_kept():
             if fetched is not None:
                 fetched.release()
 
     def _await_turn(self, fetch: Fetch) -> None:
-        """Wait until the fetch before this one has ended, or nearly."""
+        """Wait until the fetch ahead has ended, or nearly."""
         with self._changed:
             while fetch in self._fetches and self._fetches[0] is not fetch and self._clock() < fetch.starts_s:
                 left_s = fetch.starts_s - self._clock()
                 self._changed.wait(left_s if left_s < math.inf else None)
             fetch.from_s = self._clock()
-            fetch.has(self._patience_s(self._sizes[fetch.index]))
+            fetch.set_timeout(self._patience_s(self._sizes[fetch.index]))
 
     @contextmanager
     def _faults_kept(self) -> Iterator[None]:
-        """A programming error is raised in the engine's thread, not in a worker's, where nobody would hear of it."""
+        """Keep an exception of a worker, to be raised in the engine's thread."""
         try:
             yield
         except BaseException as raised:
@@ -213,7 +267,7 @@ class LoadingSession:
                 self._changed.notify_all()
 
     def _settle(self, index: int, placed: bool) -> bool:
-        """Tell the scheduler, if it still waits for the chunk; whether it is there by this."""
+        """Report to the scheduler, if it still waits for the chunk; whether the load put it in place."""
         if index not in self._wanted:
             return False
         self._wanted.discard(index)
@@ -224,7 +278,7 @@ class LoadingSession:
         return placed
 
     def _claim(self, index: int) -> bool:
-        """Whether the chunk may be put in its place now; waits for a step that computes it."""
+        """Whether the chunk may be placed now; waits for a step that computes it."""
         with self._changed:
             while index in self._stepping and index in self._wanted:
                 self._changed.wait()
@@ -233,12 +287,14 @@ class LoadingSession:
             self._placing.add(index)
             return True
 
+    # --- either, with the lock held ---
+
     def _turn(self) -> None:
-        """Ask the loader what to do, and see to it. With the lock held."""
+        """Give up late fetches, poll the scheduler, and carry out its actions."""
         for fetch in self._fetches:
-            fetch.has(self._patience_s(self._sizes[fetch.index]))  # of which more may be known by now
+            fetch.set_timeout(self._patience_s(self._sizes[fetch.index]))  # the measured speeds may have changed
         while (late := next((one for one in self._fetches if self._clock() >= one.due_s), None)) is not None:
-            self._give_up(late)  # with which the one behind it may go
+            self._give_up(late)  # may also drop the one behind it
         while True:
             began_s = time.perf_counter()
             actions = self._loader.poll(self._clock())
@@ -257,12 +313,12 @@ class LoadingSession:
                 return
 
     def _give_up(self, fetch: Fetch) -> None:
-        """It is late beyond patience. Its chunk is computed, and others may be fetched, if by another thread."""
+        """A fetch timed out: its chunk is computed, and other threads may fetch others."""
         fetch.call.overdue = True
         fetch.call.give_up()
         self._fetches.remove(fetch)
-        if self._fetches and not self._fetches[0].call.begun and self._workers.held_up:
-            behind = self._fetches.pop()  # nobody will take it up: it fails with all that was asked for
+        if self._fetches and not self._fetches[0].call.begun and self._workers.all_hung:
+            behind = self._fetches.pop()  # no thread will begin it: it fails with all requested fetches
             behind.call.give_up()
             self._asked.appendleft(behind.index)
         self._changed.notify_all()
@@ -274,14 +330,14 @@ class LoadingSession:
                 self._source.give_up(fetch.index)
 
     def _fetch_next(self) -> bool:
-        """Have fetched what was asked for first. False: there is nobody to do it, and all that was asked for failed."""
+        """Start the first requested fetch, up to two at a time. False: no thread is available; all requests failed."""
         while True:
             while self._asked and self._asked[0] not in self._wanted:
                 self._asked.popleft()
             if len(self._fetches) > 1 or not self._asked or (source := self._source) is None:
                 return True
             fetch = self._fetch_of(index := self._asked.popleft(), source)
-            if self._abandoned or self._workers.held_up or not self._workers.submit(fetch.call):
+            if self._abandoned or self._workers.all_hung or not self._workers.submit(fetch.call):
                 break
             self._fetches.append(fetch)
         for failed in self._wanted.intersection((index, *self._asked)):
@@ -296,69 +352,9 @@ class LoadingSession:
             starts_s = starts_after(ahead, self._loader.link_takes_s(ahead.index), self._clock())
             from_s = max(from_s, ahead.due_s)
         fetch = Fetch(index, starts_s, from_s, lambda fetch: self._work(fetch, source))
-        fetch.has(self._patience_s(self._sizes[index]))
+        fetch.set_timeout(self._patience_s(self._sizes[index]))
         return fetch
 
-    def _tell(self, index: int, origin: str) -> None:
+    def _notify(self, index: int, origin: str) -> None:
         if self._on_settled is not None and self.origin(index) == origin:
             self._on_settled(index, origin)
-
-
-# One chunk being fetched, and when the next one may be.
-
-
-_LEAD_PART = 0.1
-_LEAD_S = 0.02
-
-
-class Fetch:
-    """One of at most two fetches under way: from ``starts_s`` on, given up at ``due_s``. ``work`` is what it does."""
-
-    def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[Fetch], object]) -> None:
-        """``from_s``: when it begins at the latest, or has begun."""
-        self.index, self.starts_s, self.from_s = index, starts_s, from_s
-        self.due_s = math.inf
-        self.call: Call[object] = Call(lambda: work(self))
-
-    def has(self, seconds: float) -> None:
-        """So long it may take."""
-        self.due_s = self.from_s + seconds
-
-
-def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
-    """When the fetch behind ``ahead`` begins, which has begun or begins now and is expected to keep the link busy
-    for ``takes_s`` (None: unknown).
-
-    Shortly before the end of the one ahead, or the link would lie idle between them. Not at once: each would have half
-    of the link, and the first, which is wanted sooner, would come as late as the second. So the first comes late by a
-    twentieth of its time or ten milliseconds at most.
-    """
-    if takes_s is None:
-        return math.inf
-    return min(ahead.starts_s, now_s) + takes_s - max(_LEAD_PART * takes_s, _LEAD_S)
-
-
-# Where the chunks of a prompt come from, as far as a loading session needs to know.
-
-
-class FetchedChunk(Protocol):
-    """A chunk's bytes, here but not yet in their place."""
-
-    def place(self) -> bool:
-        """Verify, decode and put them in place. False: they are not what was asked for. Asks no tier: others wait."""
-
-    def release(self) -> None:
-        """They are not needed any more."""
-
-
-class ChunkSource(Protocol):
-    """Called from several threads at once."""
-
-    def fetch(self, index: int) -> FetchedChunk | None:
-        """Wait for a chunk; None where it does not come whole. Raises nothing that a broken tier raises."""
-
-    def give_up(self, index: int) -> None:
-        """The fetch of this chunk did not end in time. Asks no tier."""
-
-    def close(self) -> None:
-        """Nothing is put in its place any more."""

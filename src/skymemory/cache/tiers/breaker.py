@@ -1,6 +1,6 @@
-"""One tier's circuit breaker: a tier that fails or does not answer in time is skipped, and found again by itself.
+"""Circuit breaker of one tier: opens when it fails or hangs, closes again after a successful probe.
 
-Pure: time comes in as ``now_s``, and whoever owns it does the calls (and the locking).
+Pure: time comes in as ``now_s``; the owner makes the calls and does the locking.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ class BreakerConfig:
     """When to open and how often to probe."""
 
     failures: int = 3
-    """Failures in a row that open it; an answer in between begins the count anew. One call that hangs opens it, too."""
+    """Consecutive failures that open it. A single call that hangs opens it, too."""
     first_wait_s: float = 0.5
     last_wait_s: float = 30.0
-    """Probes come so long after one another: the first wait, twice that, … up to the last."""
+    """Wait before a probe: ``first_wait_s``, doubled after each failed probe up to ``last_wait_s``."""
     probe_limit_s: float = 10.0
-    """A probe not heard of for so long is taken for failed."""
+    """A probe without an answer for this long has failed."""
 
     def __post_init__(self) -> None:
         if self.failures < 1 or not 0 < self.first_wait_s <= self.last_wait_s or self.probe_limit_s <= 0:
-            raise InvalidInput(f"a breaker needs failures >= 1 and 0 < first wait <= last wait, got {self}")
+            raise InvalidInput(
+                "a circuit breaker needs failures >= 1, 0 < first_wait <= last_wait and probe_limit > 0, "
+                f"got {self}"
+            )
 
 
 class TierBreaker:
-    """``closed`` (all is well), ``open`` (skipped), or ``half-open`` (skipped, with one probe on its way)."""
+    """``closed`` (calls pass), ``open`` (skipped) or ``half-open`` (skipped, one probe under way)."""
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
@@ -44,30 +47,30 @@ class TierBreaker:
         return self.state == "closed"
 
     def succeeded(self) -> None:
-        """A call was answered in time. While it is not closed only probes count: this answer may be an old one."""
+        """A call was answered in time. Ignored unless closed, as the call may be an old one: only probes close it."""
         if self.closed:
             self._failures = 0
             self._on_trial = False
             self._wait_s = self._config.first_wait_s
 
     def failed(self, now_s: float) -> None:
-        """A call failed or was not answered in time. After a probe's success a single one suffices."""
+        """A call failed or was not answered in time. The first one after a successful probe opens it again."""
         if not self.closed:
             return
         self._failures += 1
         if self._failures >= self._config.failures or self._on_trial:
             self._open(now_s)
 
-    def hung(self, now_s: float) -> None:
-        """A call was not answered within the longest time that one may take: opens at once."""
+    def timed_out(self, now_s: float) -> None:
+        """A call was not answered within the longest deadline: opens at once."""
         if self.closed:
             self._open(now_s)
 
     def probe_due(self, now_s: float) -> bool:
-        """Whether the caller is to send a probe now; then it is half-open, and nobody else is."""
+        """Whether the caller must send a probe now; if so, it is half-open until ``probed``."""
         if self.closed or now_s < self._until_s:
             return False
-        if self.state == "half-open":  # the last probe was never heard of
+        if self.state == "half-open":  # the last probe was not answered
             self._open(now_s)
             return False
         self.state = "half-open"
@@ -75,7 +78,7 @@ class TierBreaker:
         return True
 
     def probed(self, answered: bool, now_s: float) -> None:
-        """How the probe ended. Of a probe already given up nothing is believed but bad news."""
+        """The outcome of a probe. A success is ignored if the probe was already given up."""
         if self.state != "half-open":
             return
         if not answered:

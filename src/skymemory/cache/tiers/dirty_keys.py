@@ -1,8 +1,8 @@
-"""Keys whose copy in a tier may be outdated: a put of a value that may change, or a delete, did not reach it or was not
-heard to.
+"""What a tier has missed: keys whose copy there may be outdated, and blocks that it has yet to get.
 
-Such a copy is not read, not counted as present and not written over until it has been deleted, or what was given up
-has landed after all. A call that was given up may still land: while one is under way, a deletion would prove nothing.
+A put of a value that may change, or a delete, that did not reach a tier (or may not have) makes its key dirty there:
+the copy is not read, not counted as present and not overwritten until it has been deleted, or until the late call has
+succeeded after all. While a given-up call is still running, a deletion would prove nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from itertools import islice
 from skymemory.kv.block import Place
 
 
-class Doubts:
-    """At most ``limit`` keys, else ``full``: whoever writes must then refuse. May be used from any thread."""
+class DirtyKeys:
+    """At most ``limit`` keys; writers must refuse while it is ``full``. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._keys: dict[bytes, int] = {}
-        """When each came into doubt last, by ``_count``."""
+        """Value of ``_count`` when each was last added."""
         self._count = 0
-        self._deleted: set[bytes] = set()
-        """Those of them for which a deletion is outstanding."""
-        self._under_way: dict[bytes, int] = {}
-        """How many calls about each, in doubt or not, were given up and may still land."""
+        self._delete_pending: set[bytes] = set()
+        self._in_flight: dict[bytes, int] = {}
+        """Given-up calls about each key, dirty or not, that have not ended."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -38,73 +37,70 @@ class Doubts:
     def full(self) -> bool:
         return len(self._keys) >= self._limit
 
-    def unsettled(self, key: bytes) -> bool:
-        """Whether it is in doubt, or what was given up may still change it."""
-        return key in self._keys or key in self._under_way
+    def uncertain(self, key: bytes) -> bool:
+        """Whether it is dirty, or a given-up call may still change it."""
+        return key in self._keys or key in self._in_flight
 
     def add(self, keys: Iterable[bytes], deleted: bool = False) -> int:
-        """In doubt from now on; ``deleted``: a caller's deletion is outstanding. Returns a mark for ``end``."""
+        """Mark as dirty; ``deleted``: a caller's deletion is pending. Returns a mark for ``clear_since``."""
         with self._lock:
             self._count += 1
             for key in keys:
                 self._keys[key] = self._count
                 if deleted:
-                    self._deleted.add(key)
+                    self._delete_pending.add(key)
             return self._count
 
-    def give_up(self, keys: Iterable[bytes]) -> None:
-        """A call that may change these has been given up; it is to be ``landed``."""
+    def call_given_up(self, keys: Iterable[bytes]) -> None:
+        """A call that may change these was given up; ``call_ended`` must follow."""
         with self._lock:
             for key in keys:
-                self._under_way[key] = self._under_way.get(key, 0) + 1
+                self._in_flight[key] = self._in_flight.get(key, 0) + 1
 
-    def landed(self, keys: Iterable[bytes]) -> None:
-        """A call that had been given up has ended."""
+    def call_ended(self, keys: Iterable[bytes]) -> None:
         with self._lock:
             for key in keys:
-                left = self._under_way.pop(key, 0) - 1
+                left = self._in_flight.pop(key, 0) - 1
                 if left > 0:
-                    self._under_way[key] = left
+                    self._in_flight[key] = left
 
-    def end(self, keys: Iterable[bytes], mark: int) -> None:
-        """What these were in doubt for since ``mark`` has come right, unless something has happened to them since."""
+    def clear_since(self, keys: Iterable[bytes], mark: int) -> None:
+        """These are no longer dirty, except those added again since ``mark``."""
         with self._lock:
-            self._end(key for key in keys if self._keys.get(key) == mark)
+            self._clear(key for key in keys if self._keys.get(key) == mark)
 
     def to_delete(self, count: int) -> list[bytes]:
-        """Up to ``count`` keys whose deletion would settle them."""
+        """Up to ``count`` keys whose deletion would make them clean."""
         with self._lock:
             chosen: list[bytes] = []
             for key in self._keys:
-                if key not in self._under_way:
+                if key not in self._in_flight:
                     chosen.append(key)
                 if len(chosen) == count:
                     break
             return chosen
 
-    def deleted(self, key: bytes) -> bool:
-        """Whether a caller's deletion of it is outstanding."""
-        return key in self._deleted
+    def delete_pending(self, key: bytes) -> bool:
+        """Whether a caller has deleted it and the tier has not."""
+        return key in self._delete_pending
 
-    def settle(self, keys: Iterable[bytes]) -> None:
-        """These have been deleted."""
+    def clear(self, keys: Iterable[bytes]) -> None:
+        """These have been deleted in the tier."""
         with self._lock:
-            self._end(keys)
+            self._clear(keys)
 
-    def _end(self, keys: Iterable[bytes]) -> None:
+    def _clear(self, keys: Iterable[bytes]) -> None:
         for key in list(keys):
-            if key not in self._under_way:
+            if key not in self._in_flight:
                 self._keys.pop(key, None)
-                self._deleted.discard(key)
+                self._delete_pending.discard(key)
 
 
-# Blocks that a tier lacks because it did not answer when they were stored: it gets them when it is back.
-#
-# Only their keys and places are kept: the values are in another tier.
+class Backlog:
+    """Blocks stored while a tier did not answer, to be copied to it later: the latest ``limit``, oldest first.
 
-
-class Owed:
-    """The latest ``limit`` of them, in the order of their storing. May be used from any thread; takes no other lock."""
+    Holds keys and places only: the values are in other tiers. Thread-safe; takes no other lock.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -124,12 +120,11 @@ class Owed:
                 self.dropped += 1
 
     def first(self, count: int) -> dict[bytes, Place]:
-        """The oldest; they stay."""
+        """The oldest ``count``; they stay."""
         with self._lock:
             return dict(islice(self._places.items(), count))
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """These are there, or cannot be."""
         with self._lock:
             for key in keys:
                 self._places.pop(key, None)

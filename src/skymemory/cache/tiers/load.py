@@ -1,4 +1,9 @@
-"""One load over all tiers: leased near to far, loaded at once, and asked of the next tier where one fails."""
+"""One load over all tiers: leased from the nearest tiers that hold the keys, loaded concurrently, retried farther off.
+
+``TieredLoad`` asks tier after tier for leases (``TierLoad.lease``), runs the loads (a key that fails, for whatever
+reason, is tried again in the tiers behind), and reports a reason for every key that did not come: "deadline" for a tier
+that hangs, "unreachable" for one that failed or was skipped, "corrupt", "absent" …
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,16 @@ from skymemory.errors import InvalidInput
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket, Presence
 
 OUTBOUND = "outbound"
-"""Supplied by no tier: it was on its way from one to the next."""
-_NOWHERE = -1
+"""The tier name reported for values that were on their way between tiers."""
+_NO_TIER = -1
+
+_Held = tuple[list[bytes], LoadTicket | None]
+Loaded = tuple[dict[bytes, memoryview], dict[bytes, KeyReport]]
+"""The values that came, and a report on every requested key."""
 
 
 class TieredLoad:
-    """Leases on ``keys`` in the nearest tiers that hold them. ``versions`` are those of the keys before that."""
+    """Leases on ``keys`` in the nearest tiers that hold them. ``versions``: those of the keys before the look-up."""
 
     def __init__(
         self, keys: Sequence[bytes], tiers: Sequence[Tier], outbound: Outbound, versions: dict[bytes, int]
@@ -31,54 +40,58 @@ class TieredLoad:
         self._outbound = outbound
         self.versions = versions
         self.sources: dict[bytes, int] = {}
-        """The number of the tier that supplied each value; of what was on its way, -1."""
+        """Number of the tier that supplied each value; -1 if it was on its way between tiers."""
         self._loads: list[TierLoad] = []
         self._moving: dict[bytes, Moving] = {}
-        self._silent = False
-        """A tier could not be asked: what was not found may be there."""
+        self._tier_skipped = False
+        """A tier was not asked: keys that were not found may be there."""
         rest = list(dict.fromkeys(keys))
         for tier in tiers:
             if tier.number == 1:
                 self._moving = outbound.get(rest)
                 rest = [key for key in rest if key not in self._moving]
             if rest and not tier.usable(rest):
-                self._silent = True
+                self._tier_skipped = True
             elif (load := TierLoad.lease(tier, rest)) is not None:
                 self._loads.append(load)
                 leased = set(load.keys)
                 rest = [key for key in rest if key not in leased]
 
     def complete(self, budget: InFlightBudget, deadline_s: float) -> tuple[dict[bytes, memoryview], LoadReport]:
-        """What came within ``deadline_s``, and the report on all of the load's keys in their order."""
+        """The values that came within ``deadline_s``, and a report on all keys in their order."""
         clock = self._tiers[0].clock
         started_s = clock()
         until_s = started_s + deadline_s
         values: dict[bytes, memoryview] = {}
         reports: dict[bytes, KeyReport] = {}
         tried: dict[bytes, int] = {}
-        self._take(self._moving.values(), values, reports)
+        self._from_memory(self._moving.values(), values, reports)
         self._run(self._loads, budget, until_s, values, reports, tried)
+        # What failed may be moving between tiers by now, or be held by a tier farther away.
         failed = [key for key in tried if key not in values]
         if failed:
-            self._take(self._outbound.get(failed).values(), values, reports)
+            self._from_memory(self._outbound.get(failed).values(), values, reports)
         for tier in self._tiers if failed else ():
             rest = [key for key in failed if key not in values and tried[key] < tier.number]
             if rest and clock() < until_s and (load := TierLoad.lease(tier, rest)) is not None:
                 self._loads.append(load)
                 self._run([load], budget, until_s, values, reports, tried)
         absent = KeyReport(reason=self._why_absent())
-        told = tuple(reports.get(key, absent) for key in self._keys)
-        seconds = max([clock() - started_s, *(one.seconds for one in told)])
+        ordered_reports = tuple(reports.get(key, absent) for key in self._keys)
+        seconds = max([clock() - started_s, *(one.seconds for one in ordered_reports)])
         ordered = {key: values[key] for key in self._keys if key in values}
-        return ordered, LoadReport(told, seconds)
+        return ordered, LoadReport(ordered_reports, seconds)
 
     def _why_absent(self) -> str:
-        """Why what no tier says it has is not there. A tier that does not answer may say so by a load alone."""
-        if self._silent:
+        """Why keys that no tier holds are missing. Some tiers report only by a load that they do not answer."""
+        if self._tier_skipped:
             return "unreachable"
         for tier in self._tiers if not self._loads and self._keys else ():
-            reason = None if tier.settings.local else tier.ask(partial(_reason, tier, self._keys[0]))
-            if reason in FAILING_REASONS:
+            if tier.settings.local:
+                continue
+            if not tier.usable(self._keys):  # its look-up was given up
+                return "unreachable"
+            if tier.ask(partial(_miss_reason, tier, self._keys[0])) in FAILING_REASONS:
                 return "unreachable"
         return "absent"
 
@@ -91,7 +104,7 @@ class TieredLoad:
         reports: dict[bytes, KeyReport],
         tried: dict[bytes, int],
     ) -> None:
-        """Have ``loads`` run at once; the local ones last, for they run in this thread."""
+        """Run ``loads`` concurrently; local ones start last, as they run in this thread."""
         begun = []
         for load in sorted(loads, key=lambda load: load.tier.settings.local):
             tier = load.tier
@@ -99,21 +112,21 @@ class TieredLoad:
             load.start(budget, tier_until_s)
             begun.append((load, tier_until_s))
         for load, tier_until_s in begun:
-            good, told = load.end(tier_until_s)
+            good, load_reports = load.end(tier_until_s)
             values.update(good)
-            reports.update(told)
+            reports.update(load_reports)
             tried.update(dict.fromkeys(load.keys, load.tier.number))
             self.sources.update(dict.fromkeys(good, load.tier.number))
 
-    def _take(
+    def _from_memory(
         self, movings: Iterable[Moving], values: dict[bytes, memoryview], reports: dict[bytes, KeyReport]
     ) -> None:
-        """Out of memory, and counted as any tier's."""
+        """Values that are moving between tiers; counted like a tier's."""
         counters = self._tiers[0].counters
         for moving in movings:
             values[moving.key] = memoryview(moving.value)
             reports[moving.key] = KeyReport(OUTBOUND, len(moving.value))
-            self.sources[moving.key] = _NOWHERE
+            self.sources[moving.key] = _NO_TIER
             counters.add("tier_hits_total", label=OUTBOUND)
             counters.add("tier_bytes_total", len(moving.value), OUTBOUND)
 
@@ -122,8 +135,8 @@ class TieredLoad:
             load.release()
 
 
-def _reason(tier: Tier, key: bytes) -> str:
-    """Why a load of the key brings nothing; empty where it brings something."""
+def _miss_reason(tier: Tier, key: bytes) -> str:
+    """Why a load of the key brings no value; empty where it brings one."""
     ticket = tier.store.prepare_load([key])
     tier.store.complete_load(ticket)
     report = ticket.report
@@ -131,16 +144,8 @@ def _reason(tier: Tier, key: bytes) -> str:
     return report.keys[0].reason if report is not None else ""
 
 
-# One load at one tier, from its lease to its release.
-
-
-_Held = tuple[list[bytes], LoadTicket | None]
-Loaded = tuple[dict[bytes, memoryview], dict[bytes, KeyReport]]
-"""The values that came, and a report on every key asked for."""
-
-
 class TierLoad:
-    """What ``tier`` holds of a load: ``keys``, leased. Ask ``lease`` for one."""
+    """The part of a load at one tier: ``keys``, leased by ``lease``; then ``start``, ``end`` and ``release``."""
 
     def __init__(self, tier: Tier, keys: list[bytes], ticket: LoadTicket) -> None:
         self.tier = tier
@@ -148,33 +153,37 @@ class TierLoad:
         self._ticket: LoadTicket | None = ticket
         self._call: Call[list[memoryview | None]] | None = None
         self._budget: InFlightBudget | None = None
-        self._taken: list[int] = []
-        self._why = "unreachable"
+        self._reserved_bytes: list[int] = []
+        self._failure = "unreachable"
 
     @classmethod
     def lease(cls, tier: Tier, keys: Sequence[bytes]) -> TierLoad | None:
-        """Those of ``keys`` that the tier has; None where it has none, or does not answer."""
+        """A lease on those of ``keys`` that the tier has; None where it has none, or does not answer."""
         if not keys or not tier.usable(keys):
             return None
 
         def work() -> _Held:
-            told = tier.store.lookup(keys)
-            held = [key for key, one in zip(keys, told, strict=True) if one is Presence.HIT and key not in tier.doubts]
+            presence = tier.store.lookup(keys)
+            held = [
+                key
+                for key, one in zip(keys, presence, strict=True)
+                if one is Presence.HIT and key not in tier.dirty_keys
+            ]
             return held, tier.store.prepare_load(held) if held else None
 
-        def late(held: _Held | None) -> None:
+        def release_late(held: _Held | None) -> None:
             if held is not None and held[1] is not None:
                 tier.store.release(held[1])
 
-        told = tier.ask(work, late)
-        return cls(tier, told[0], told[1]) if told is not None and told[1] is not None else None
+        lease = tier.ask(work, release_late)
+        return cls(tier, lease[0], lease[1]) if lease is not None and lease[1] is not None else None
 
     @property
     def expected_bytes(self) -> int:
         return int(len(self.keys) * self.tier.mean_value_bytes)
 
     def start(self, budget: InFlightBudget, until_s: float) -> None:
-        """Begin to load, once there is room for the bytes expected (a local tier's are not in flight)."""
+        """Begin to load as soon as ``budget`` admits the expected bytes (a local tier needs no budget)."""
         ticket, store = self._ticket, self.tier.store
         if ticket is None or not self.tier.usable(self.keys):
             return
@@ -183,11 +192,11 @@ class TierLoad:
             return
         size_bytes = self.expected_bytes
         if not budget.take(size_bytes, until_s - self.tier.clock()):
-            self._why = "too many bytes in flight"
+            self._failure = "too many bytes in flight"
             self.tier.counters.add("loads_without_room_total", label=self.tier.name)
             return
         self._budget = budget
-        self._taken.append(size_bytes)
+        self._reserved_bytes.append(size_bytes)
 
         def work() -> list[memoryview | None]:
             try:
@@ -200,49 +209,51 @@ class TierLoad:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Once, by the caller or the tier's thread, whichever is first; nothing of a local tier."""
+        """Return the reserved bytes: once, by the caller or the tier's thread, whichever comes first."""
         with suppress(IndexError):
-            size_bytes = self._taken.pop()
+            size_bytes = self._reserved_bytes.pop()
             if self._budget is not None:
                 self._budget.give_back(size_bytes)
 
     def end(self, until_s: float) -> Loaded:
-        """What has come by ``until_s``."""
+        """The values that came by ``until_s``, verified, and a report on every key."""
         ticket, tier = self._ticket, self.tier
         call = self._call
         if call is None or ticket is None:
-            return {}, {key: KeyReport(reason=self._why) for key in self.keys}
+            return {}, {key: KeyReport(reason=self._failure) for key in self.keys}
 
-        def late(values: list[memoryview | None] | None) -> None:
+        def release_late(values: list[memoryview | None] | None) -> None:
             self._give_back()
             tier.store.release(ticket)
 
         def sound(values: list[memoryview | None]) -> bool:
-            told = ticket.report.keys if ticket.report is not None else ()
+            reports = ticket.report.keys if ticket.report is not None else ()
             return not any(
-                value is None and one.reason in FAILING_REASONS for value, one in zip(values, told, strict=False)
+                value is None and one.reason in FAILING_REASONS for value, one in zip(values, reports, strict=False)
             )
 
-        values = tier.end(call, until_s, late, sound=sound, kind="load", moved=_size_bytes, held=self.keys)
+        values = tier.result_by(
+            call, until_s, release_late, sound=sound, kind="load", moved=_size_bytes, held=self.keys
+        )
         if values is None:
-            self._give_back()  # what others load does not wait for a load that was given up
+            self._give_back()  # other loads do not wait for one that was given up
             if call.error is None:
-                self._ticket = None  # released when it lands
-            why = "unreachable" if call.error is not None else "deadline"
-            return {}, {key: KeyReport(reason=why) for key in self.keys}
-        told = ticket.report.keys if ticket.report is not None else ()
-        return self._judge(values, told if len(told) == len(self.keys) else ())
+                self._ticket = None  # released when it ends late
+            reason = "unreachable" if call.error is not None else "deadline"
+            return {}, {key: KeyReport(reason=reason) for key in self.keys}
+        reports = ticket.report.keys if ticket.report is not None else ()
+        return self._verified(values, reports if len(reports) == len(self.keys) else ())
 
-    def _judge(self, values: list[memoryview | None], told: Sequence[KeyReport]) -> Loaded:
-        """Whatever the tier says, a value counts only if it is one for this key."""
+    def _verified(self, values: list[memoryview | None], tier_reports: Sequence[KeyReport]) -> Loaded:
+        """Whatever the tier reports, a value counts only if it is one for this key."""
         tier, verify = self.tier, self.tier.settings.verify
         good: dict[bytes, memoryview] = {}
         reports: dict[bytes, KeyReport] = {}
         wrong: list[bytes] = []
         for at, key in enumerate(self.keys):
             value = values[at] if at < len(values) else None
-            report = told[at] if told else KeyReport()
-            if value is None or key in tier.doubts:
+            report = tier_reports[at] if tier_reports else KeyReport()
+            if value is None or key in tier.dirty_keys:
                 reports[key] = replace(report, tier="", size_bytes=0, reason=report.reason or "absent")
             elif verify is not None and not verify(key, value):
                 wrong.append(key)
@@ -253,13 +264,13 @@ class TierLoad:
                 tier.mean_value_bytes += (value.nbytes - tier.mean_value_bytes) / 8
         if wrong:
             tier.counters.add("tier_corrupt_total", len(wrong), tier.name)
-            tier.doubts.add(wrong)
+            tier.dirty_keys.add(wrong)
         tier.counters.add("tier_hits_total", len(good), tier.name)
         tier.counters.add("tier_bytes_total", sum(value.nbytes for value in good.values()), tier.name)
         return good, reports
 
     def release(self) -> None:
-        """Give up the lease, or the views. May be repeated."""
+        """Release the lease and the values' views. May be repeated."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self.tier.post(lambda: self.tier.store.release(ticket))
@@ -269,23 +280,20 @@ def _size_bytes(values: list[memoryview | None]) -> int:
     return sum(value.nbytes for value in values if value is not None)
 
 
-# Bytes in flight: how much may be on its way out of slow tiers at once, over all threads.
-
-
 class InFlightBudget:
-    """At most ``limit_bytes`` taken at once. What is larger than all of it goes alone, not never."""
+    """Bounds the bytes being loaded from slow tiers, over all threads. A load above ``limit_bytes`` goes alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes <= 0:
-            raise InvalidInput(f"bytes in flight must be bounded by more than 0, got {limit_bytes}")
+            raise InvalidInput(f"in_flight_bytes must be > 0, got {limit_bytes}")
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
         self.most_bytes = 0
-        """The most that was ever taken at once."""
+        """Peak of ``taken_bytes``."""
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int, timeout_s: float) -> bool:
-        """Wait until there is room, ``timeout_s`` at most; whether there was. What is taken has to be given back."""
+        """Reserve, waiting up to ``timeout_s``; False if there was no room. Reserved bytes must be given back."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._fits(size_bytes), max(0.0, timeout_s)):
                 return False

@@ -1,7 +1,7 @@
-"""The thread that moves values between tiers: write-back and demotion downwards, promotion into a slow nearest tier.
+"""Background thread of a hierarchy: write-back, demotion, promotion into a slow nearest tier, and repairs.
 
-It also probes broken tiers that nobody asks, and once their tier can be reached deletes copies in doubt and stores
-blocks that the tier missed.
+Each turn, of every tier: probe it if its breaker is open, delete copies of dirty keys, store some of its backlog. Then
+one batch of the outbound queue is copied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
-from skymemory.cache.tiers.workers import KeyGuard
+from skymemory.cache.tiers.workers import KeyLocks
 from skymemory.cache.tiers.write import note_missed, write
 from skymemory.metrics import SharedCounters
 from skymemory.store.base import Presence
@@ -22,50 +22,51 @@ _IDLE_S = 1.0
 
 
 class TierMover:
-    """Empties ``outbound`` into ``tiers`` until stopped."""
+    """Copies values from ``outbound`` to ``tiers`` until stopped."""
 
-    def __init__(self, tiers: Sequence[Tier], outbound: Outbound, guard: KeyGuard, counters: SharedCounters) -> None:
+    def __init__(self, tiers: Sequence[Tier], outbound: Outbound, locks: KeyLocks, counters: SharedCounters) -> None:
         self._tiers = tiers
         self._outbound = outbound
-        self._guard = guard
+        self._locks = locks
         self._counters = counters
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tier mover", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """No more moves after the one under way, which is waited for no longer than ``timeout_s``."""
+        """End after the current turn; waits for it up to ``timeout_s``."""
         self._stopping.set()
-        self._outbound.poke()
+        self._outbound.wake()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         wait_s = 0.0
         while not self._stopping.is_set():
-            busy = any(tier.doubts or tier.owed or not tier.breaker.closed for tier in self._tiers)
+            busy = any(tier.dirty_keys or tier.backlog or not tier.breaker.closed for tier in self._tiers)
             idle_s = _AGAIN_S if busy else _IDLE_S
             filled = self._outbound.wait_filled(idle_s)
             for tier in self._tiers:
                 tier.probe_if_due()
-                tier.settle_doubts()
-                if tier.owed and tier.paying.due(tier.clock()) and tier.usable(()) and not self._stopping.is_set():
-                    self._pay(tier)
+                tier.delete_dirty()
+                due = tier.backlog and tier.backlog_retry.due(tier.clock())
+                if due and tier.usable(()) and not self._stopping.is_set():
+                    self._store_backlog(tier)
             if filled and not self._stopping.is_set():
-                wait_s = 0.0 if self.move_some() else min(max(2 * wait_s, _AGAIN_S), _IDLE_S)
+                wait_s = 0.0 if self.move_batch() else min(max(2 * wait_s, _AGAIN_S), _IDLE_S)
                 self._stopping.wait(wait_s)
 
-    def move_some(self) -> bool:
-        """Move one batch; whether any of it is done with."""
-        batch = self._outbound.first(_BATCH_BYTES)
-        with self._guard.moving([moving.key for moving in batch]) as held:
-            mine = [moving for moving in self._outbound.still(batch) if moving.key in held]
-            done = self._write_back(mine) if mine and mine[0].dirty else self._offer(mine)
-            self._outbound.arrived(done)
-        self._outbound.last(batch)
+    def move_batch(self) -> bool:
+        """Copy one batch; whether any of it is done."""
+        batch = self._outbound.next_batch(_BATCH_BYTES)
+        with self._locks.try_lock([moving.key for moving in batch]) as held:
+            mine = [moving for moving in self._outbound.still_queued(batch) if moving.key in held]
+            done = self._write_back(mine) if mine and mine[0].dirty else self._copy(mine)
+            self._outbound.done(done)
+        self._outbound.requeue(batch)
         return bool(done)
 
     def _write_back(self, movings: list[Moving]) -> list[Moving]:
-        """To all of their tiers. Done: where one took it; or none could ever, which is counted."""
+        """Store in all of their tiers. Returned as done: those that one tier took, or that all refused (counted)."""
         if not movings:
             return []
         keys = [moving.key for moving in movings]
@@ -90,13 +91,13 @@ class TierMover:
         self._counters.add("write_back_refused_total", len(refused))
         return [moving for moving in movings if moving.key in taken or moving.key in refused]
 
-    def _offer(self, movings: list[Moving]) -> list[Moving]:
-        """To their tiers, where these lack them. All are done with: they are somewhere else, or were evicted."""
+    def _copy(self, movings: list[Moving]) -> list[Moving]:
+        """Store in their tiers where missing (promotion, demotion). All are done: losing one is no loss of data."""
         for number in movings[0].to if movings else ():
             tier = self._tiers[number]
             keys = [moving.key for moving in movings]
             lacking = [
-                moving for moving, there in zip(movings, tier.lookup(keys), strict=True) if there is not Presence.HIT
+                moving for moving, one in zip(movings, tier.lookup(keys), strict=True) if one is not Presence.HIT
             ]
             items = [(moving.key, moving.value) for moving in lacking]
             done, _ = write(tier, items, [moving.place for moving in lacking], copies=True)
@@ -105,43 +106,45 @@ class TierMover:
             self._counters.add("not_moved_total", len(lacking) - stored, tier.name)
         return movings
 
-    def _pay(self, tier: Tier) -> None:
-        """Some of what ``tier`` missed while it did not answer, as far as another tier still has it. What it does not
-        take now, and does not refuse by its own word, goes to the end of the row.
+    def _store_backlog(self, tier: Tier) -> None:
+        """Store some of the blocks that ``tier`` missed, read from the other tiers. Those that it neither took nor
+        refused go to the end of its backlog.
         """
-        owed = tier.owed.first(max(1, int(_BATCH_BYTES / self._tiers[0].mean_value_bytes)))
-        with self._guard.moving(owed) as held:
-            keys = [key for key in owed if key in held]
-            there = tier.lookup(keys)
-            lacking = [key for key, presence in zip(keys, there, strict=True) if presence is not Presence.HIT]
+        backlog = tier.backlog.first(max(1, int(_BATCH_BYTES / self._tiers[0].mean_value_bytes)))
+        with self._locks.try_lock(backlog) as held:
+            keys = [key for key in backlog if key in held]
+            presence = tier.lookup(keys)
+            lacking = [key for key, one in zip(keys, presence, strict=True) if one is not Presence.HIT]
             values, left = self._copies(lacking, tier)
             done: list[bool] = []
             if values:
-                done, one = write(tier, list(values.items()), [owed[key] for key in values], copies=True)
+                done, one = write(tier, list(values.items()), [backlog[key] for key in values], copies=True)
                 left |= {key for key, ok in zip(values, done, strict=True) if not ok} - one.refused
                 self._counters.add("tier_paid_total", sum(done), tier.name)
-            tier.owed.discard(keys)
-            tier.owed.add({key: owed[key] for key in keys if key in left})
-            tier.paying.went(not left or any(done), tier.clock())
+            tier.backlog.discard(keys)
+            tier.backlog.add({key: backlog[key] for key in keys if key in left})
+            tier.backlog_retry.finished(not left or any(done), tier.clock())
 
     def _copies(self, keys: Sequence[bytes], lacking: Tier) -> tuple[dict[bytes, bytes], set[bytes]]:
-        """Those of ``keys`` that are on their way, or in another tier than the ``lacking`` one, the nearest first; and
-        those of which a tier that does not answer may have a copy.
+        """Values of ``keys`` from the outbound queue or the nearest other tier that has them; and the keys of which a
+        tier that does not answer may have a copy.
         """
         found = {key: moving.value for key, moving in self._outbound.get(keys).items()}
-        silent = False
+        unanswered = False
         for tier in self._tiers:
             rest = [key for key in keys if key not in found]
             if rest and tier is not lacking:
-                copies = _read(tier, rest)
-                silent = silent or copies is None
-                found.update(copies or {})
-        return {key: found[key] for key in keys if key in found}, {key for key in keys if silent and key not in found}
+                read = _read(tier, rest)
+                unanswered = unanswered or read is None
+                found.update(read or {})
+        return {key: found[key] for key in keys if key in found}, {
+            key for key in keys if unanswered and key not in found
+        }
 
 
 def _read(tier: Tier, keys: Sequence[bytes]) -> dict[bytes, bytes] | None:
-    """Copies of those of ``keys`` that the tier has; None where it does not answer."""
-    wanted = [key for key in keys if key not in tier.doubts]
+    """Values of those of ``keys`` that the tier has; None where it does not answer."""
+    wanted = [key for key in keys if key not in tier.dirty_keys]
     if not wanted:
         return {}
     if not tier.usable(wanted):
@@ -154,7 +157,7 @@ def _read(tier: Tier, keys: Sequence[bytes]) -> dict[bytes, bytes] | None:
         return copies
 
     until_s = tier.clock() + tier.deadline_s("load", int(len(wanted) * tier.mean_value_bytes))
-    values = tier.end(tier.start(work), until_s, kind="load")
+    values = tier.result_by(tier.start(work), until_s, kind="load")
     if values is None:
         return None
     verify = tier.settings.verify

@@ -1,7 +1,7 @@
-"""Values on their way from one tier to another, in memory, within a byte budget; readable until they have arrived.
+"""Queue of values moving from one tier to another, in memory, within a byte budget; readable while queued.
 
-``dirty`` values have been acknowledged to a writer and are not yet where they have to be: they are never dropped for
-room. Values that an upper tier evicted, or that are to be promoted, are dropped first when there is too little room.
+``dirty`` values (write-back) have been acknowledged to a writer and are not yet in their tiers: they are never dropped.
+Evicted values, and values to be promoted, are dropped where there is too little room.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from skymemory.kv.block import Place
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moving:
-    """One value on its way to the tiers numbered ``to`` (0 is the nearest)."""
+    """One value to be copied to the tiers numbered ``to`` (0 is the nearest)."""
 
     key: bytes
     value: bytes
     to: tuple[int, ...]
     dirty: bool = False
     place: Place | None = None
-    """Where it stands in its prompt, if its writer said."""
+    """Its position in the prompt, if the writer gave it."""
 
 
 class Outbound:
-    """First in, first out. At most one value for each key. May be used from any thread; takes no other lock."""
+    """First in, first out; one value per key. Thread-safe; takes no other lock."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._movings: dict[bytes, Moving] = {}
         self._changed = threading.Condition()
-        self._poked = False
+        self._woken = False
         self.used_bytes = 0
         self.dropped = 0
-        """Values dropped for want of room; none of them dirty."""
+        """Values dropped for lack of room; never dirty ones."""
 
     def add(self, moving: Moving) -> bool:
-        """Take it in; False where there is no room. A dirty value already there is the latest: it stays."""
+        """Queue it; False without room. A dirty value queued under its key is newer: it stays."""
         with self._changed:
             there = self._movings.get(moving.key)
             if there is not None and there.dirty and not moving.dirty:
@@ -61,17 +61,17 @@ class Outbound:
             return {key: self._movings[key] for key in keys if key in self._movings}
 
     def discard(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Forget these: they have been changed or deleted. Which of them were there."""
+        """Remove keys that were changed or deleted; returns those that were queued."""
         with self._changed:
             return self._remove(keys)
 
-    def arrived(self, movings: Iterable[Moving]) -> None:
-        """These are where they were to go, or cannot go there; what has come in their place since stays."""
+    def done(self, movings: Iterable[Moving]) -> None:
+        """Remove values that were copied, or cannot be; a newer value under the same key stays."""
         with self._changed:
             self._remove([m.key for m in movings if self._movings.get(m.key) is m])
 
-    def first(self, size_bytes: int) -> list[Moving]:
-        """The oldest, of one destination, ``size_bytes`` of them or one; they stay."""
+    def next_batch(self, size_bytes: int) -> list[Moving]:
+        """The oldest values of one destination, up to ``size_bytes`` but at least one; they stay queued."""
         with self._changed:
             chosen: list[Moving] = []
             for moving in self._movings.values():
@@ -83,12 +83,12 @@ class Outbound:
                 chosen.append(moving)
             return chosen
 
-    def still(self, movings: Sequence[Moving]) -> list[Moving]:
+    def still_queued(self, movings: Sequence[Moving]) -> list[Moving]:
         with self._changed:
             return [moving for moving in movings if self._movings.get(moving.key) is moving]
 
-    def last(self, movings: Iterable[Moving]) -> None:
-        """Let others go first: these could not be moved now."""
+    def requeue(self, movings: Iterable[Moving]) -> None:
+        """Move to the end of the queue: they could not be copied now."""
         with self._changed:
             for moving in movings:
                 if self._movings.get(moving.key) is moving:
@@ -102,20 +102,20 @@ class Outbound:
         return len(self._movings)
 
     def wait_filled(self, timeout_s: float) -> bool:
-        """Until there is something, or somebody pokes; whether there is."""
+        """Wait until a value is queued, ``wake`` or the timeout; whether a value is queued."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._movings) or self._poked, timeout_s)
-            self._poked = False
+            self._changed.wait_for(lambda: bool(self._movings) or self._woken, timeout_s)
+            self._woken = False
             return bool(self._movings)
 
     def wait_empty(self, timeout_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: not self._movings, timeout_s)
 
-    def poke(self) -> None:
-        """Wake who waits for something: there is other work."""
+    def wake(self) -> None:
+        """End a ``wait_filled``: the mover has other work."""
         with self._changed:
-            self._poked = True
+            self._woken = True
             self._changed.notify_all()
 
     def _remove(self, keys: Iterable[bytes]) -> set[bytes]:

@@ -1,8 +1,7 @@
-"""A tier's own few threads, so that a tier that hangs holds up nobody but itself.
+"""Worker threads of one tier, so that a tier that hangs blocks only its own threads; and locks on keys.
 
-Threads are daemons and started as needed: one that a dead tier never gives back must not keep the process alive.
-
-What a thread waits for a processor is our own lateness, and not the tier's: it is not counted as waiting for the tier.
+Threads are daemons, started as needed: one stuck in a dead tier must not keep the process alive. Time that a thread
+waits for a processor is this machine's load, not the tier's latency: it is added to the caller's timeout.
 """
 
 from __future__ import annotations
@@ -20,13 +19,15 @@ Result = TypeVar("Result")
 
 _MOST_LATE_S = 1.0
 _LATE_STEP_S = 0.001
+_STRIPES = 4096
+"""Versions are kept by stripe, not by key: a collision costs a promotion, nothing else."""
 
 
 class Call(Generic[Result]):
-    """One piece of work on another thread. Whoever waits for it either gets its end or gives it up, never both."""
+    """One piece of work for another thread. The caller either sees its end (``wait``) or gives it up, never both."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
-        """It is done in the present context: what is true of the caller is true of it."""
+        """``work`` runs in a copy of the caller's context variables."""
         self._work = work
         self._context = copy_context()
         self._lock = threading.Lock()
@@ -34,19 +35,19 @@ class Call(Generic[Result]):
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
         self.dropped = False
-        """It was given up before any thread took it up, so the tier was not asked."""
+        """Given up before a thread began it: the tier was not called."""
         self.overdue = False
-        """It was given up because it did not end in time."""
+        """Given up because it did not end in time."""
         self._submitted_s = time.monotonic()
         self._thread = 0
         self._starved_before_s = 0.0
         self.started_s = 0.0
-        """When somebody began to wait, by that one's clock."""
+        """When the caller began to wait, by the caller's clock."""
         self.result: Result | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work; work given up before it began is not done at all."""
+        """Do the work, unless it was given up before it began."""
         self.dropped = self._on_late is not None
         result = error = None
         if not self.dropped:
@@ -57,7 +58,7 @@ class Call(Generic[Result]):
         if not self.dropped:
             try:
                 result = self._context.run(self._work)
-            except BaseException as raised:  # handed to the one who waits
+            except BaseException as raised:  # raised by the caller
                 error = raised
         with self._lock:
             self.result, self.error = result, error
@@ -72,7 +73,7 @@ class Call(Generic[Result]):
 
     @property
     def starved_s(self) -> float:
-        """How long it has waited for its thread to be given a processor."""
+        """How long its thread has waited for a processor."""
         if not self.begun:
             return time.monotonic() - self._submitted_s
         return _starved_s(self._thread) - self._starved_before_s if self._thread else 0.0
@@ -82,7 +83,7 @@ class Call(Generic[Result]):
         return self._on_late is not None
 
     def give_up(self, on_late: Callable[[Result | None], object] = lambda result: None) -> bool:
-        """Nobody waits any more: ``on_late(result or None)`` is called at its end. False: it has ended."""
+        """Stop waiting: ``on_late(result or None)`` is called when it ends. False: it has ended already."""
         with self._lock:
             if self._ended.is_set():
                 return False
@@ -91,7 +92,7 @@ class Call(Generic[Result]):
 
 
 class TierWorkers:
-    """At most ``threads`` threads, and ``waiting`` calls waiting for one of them."""
+    """At most ``threads`` threads, and a queue of ``waiting`` calls."""
 
     def __init__(self, name: str, threads: int = 2, waiting: int = 64) -> None:
         self._name = name
@@ -103,7 +104,7 @@ class TierWorkers:
         self._lock = threading.Lock()
 
     def submit(self, call: Call[object]) -> bool:
-        """Have it run. False: every thread is held up, and as many calls as may wait are waiting."""
+        """Queue the call. False: the queue is full."""
         with self._lock:
             if self._idle <= self._calls.qsize() and self._started < self._threads:
                 self._started += 1
@@ -115,10 +116,10 @@ class TierWorkers:
         return True
 
     def wait(self, call: Call[Result], timeout_s: float) -> bool:
-        """Whether it has ended within ``timeout_s``, and what its thread was starved of the processor besides."""
+        """Whether it ended within ``timeout_s``, extended by the time that its thread was starved of a processor."""
         excused_s = 0.0
         while not call.wait(timeout_s):
-            if not call.begun and self.busy:
+            if not call.begun and self.all_busy:
                 return False
             late_s = min(call.starved_s, _MOST_LATE_S)
             if (timeout_s := late_s - excused_s) < _LATE_STEP_S:
@@ -127,20 +128,20 @@ class TierWorkers:
         return True
 
     @property
-    def busy(self) -> bool:
-        """Whether every thread is at a call: what is not begun waits for one of these."""
+    def all_busy(self) -> bool:
+        """Whether every thread is running a call."""
         with self._lock:
             return len(self._running) >= self._threads
 
     @property
-    def held_up(self) -> bool:
-        """Whether every thread is at a call that was given up: nobody knows when the next one would begin."""
+    def all_hung(self) -> bool:
+        """Whether every thread is stuck in a call that was given up: a queued call may never begin."""
         with self._lock:
             return sum(call.given_up for call in self._running) >= self._threads
 
     @property
-    def awaited(self) -> bool:
-        """Whether a call that was overdue has not come back yet."""
+    def any_hung(self) -> bool:
+        """Whether a call that was given up as overdue has not ended yet."""
         with self._lock:
             return any(call.overdue for call in self._running)
 
@@ -161,7 +162,7 @@ class TierWorkers:
                 self._running.discard(call)
 
     def close(self) -> None:
-        """Threads end when the calls already there have ended; nobody waits for them."""
+        """Threads end after the calls already queued; does not wait for them."""
         try:
             self._calls.put_nowait(None)
         except queue.Full:
@@ -169,7 +170,7 @@ class TierWorkers:
 
 
 def _starved_s(thread: int) -> float:
-    """How long this thread of ours was ready to run and was not run, in all; 0 where the kernel does not say."""
+    """Total time that this thread was runnable and did not run; 0 where the kernel does not report it."""
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
             return int(file.read().split()[1]) / 1e9
@@ -177,18 +178,12 @@ def _starved_s(thread: int) -> float:
         return 0.0
 
 
-# Who may change what is stored under a key, now: a value on its way between tiers must not undo a put or a delete.
-#
-# Putting and deleting wait for their keys; moving (promotion, demotion, write-back) takes those that are free. A load
-# notes the versions of its keys, so that what it read is promoted only if nobody has changed the key since.
+class KeyLocks:
+    """Locks on keys, so that a value moving between tiers cannot undo a put or a delete. Thread-safe, not reentrant.
 
-
-_STRIPES = 4096
-"""Versions are kept by stripe, not by key: two keys of one stripe cost a promotion now and then, nothing else."""
-
-
-class KeyGuard:
-    """May be used from any thread; not reentrant."""
+    Puts and deletes wait for their keys (``exclusive``); moves (promotion, demotion, write-back) take those that are
+    free (``try_lock``). A load notes the versions of its keys: what it read is promoted only if they are unchanged.
+    """
 
     def __init__(self) -> None:
         self._freed = threading.Condition()
@@ -200,10 +195,8 @@ class KeyGuard:
             return {key: self._versions[_stripe(key)] for key in keys}
 
     @contextmanager
-    def changing(self, keys: Sequence[bytes], patience_s: float = math.inf) -> Iterator[bool]:
-        """Hold all of ``keys``, once nobody else does, to put or delete; gives False, and holds none of them, where
-        that is not so within ``patience_s``.
-        """
+    def exclusive(self, keys: Sequence[bytes], patience_s: float = math.inf) -> Iterator[bool]:
+        """Wait for all of ``keys`` and hold them, to put or delete; after ``patience_s`` yield False instead."""
         mine = set(keys)
         with self._freed:
             timeout_s = patience_s if patience_s < math.inf else None
@@ -223,8 +216,8 @@ class KeyGuard:
                 self._freed.notify_all()
 
     @contextmanager
-    def moving(self, keys: Iterable[bytes], versions: dict[bytes, int] | None = None) -> Iterator[set[bytes]]:
-        """Hold those of ``keys`` that nobody holds, and that have still the given ``versions``; gives which."""
+    def try_lock(self, keys: Iterable[bytes], versions: dict[bytes, int] | None = None) -> Iterator[set[bytes]]:
+        """Hold those of ``keys`` that are free and still have the given ``versions``; yields them."""
         with self._freed:
             mine = {
                 key

@@ -1,4 +1,8 @@
-"""One store over the tiers: through all of them at once, or into the nearest with the others left to the mover."""
+"""One store operation over all tiers: write-through to all concurrently, or write-back: nearest now, the rest later.
+
+What became of a call that was given up is unknown. A block is named by its content, so any copy of it is good; but a
+value without a place may replace an older one, so its key is dirty in that tier until the late call has stored it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,14 @@ from skymemory.errors import ValueTooLarge
 from skymemory.kv.block import Place
 from skymemory.store.base import Buffer, Places, StoreTicket
 
+Items = Sequence[tuple[bytes, Buffer]]
+_Tickets = list[tuple[StoreTicket, list[int]]]
+_TooLarge = dict[int, ValueTooLarge]
+_Prepared = tuple[_Tickets, _TooLarge, list[int]]
+
 
 class TieredWrite:
-    """Room set aside for ``items``. Raises ValueTooLarge for one that fits none of the tiers that answer."""
+    """Room reserved for ``items``. Raises ValueTooLarge for one that fits none of the tiers that answer."""
 
     def __init__(
         self,
@@ -30,14 +39,14 @@ class TieredWrite:
         self._items: dict[bytes, Buffer] = dict(items)
         self._places: dict[bytes, Place | None] = {key: at for (key, _), at in zip(items, places, strict=True)}
         if self._write_back or not all(tier.settings.local for tier in tiers):
-            # One copy for all threads and what is on its way: the caller's bytes are the caller's again after this.
+            # One copy for all threads and the outbound queue: the caller may reuse its buffers when the call returns.
             self._items = {key: bytes(value) for key, value in items}
         self._stored: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         self._pending: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         self._refused: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
-        """By each tier's own word."""
+        """Keys that each tier answered for and did not store."""
         self._writes: list[TierWrite] = []
-        if any(tier.doubts.full for tier in tiers):
+        if any(tier.dirty_keys.full for tier in tiers):
             self._items = {}
             tiers[0].counters.add("writes_refused_in_doubt_total", len(items))
             return
@@ -56,14 +65,14 @@ class TieredWrite:
                 self._writes.append(write)
 
     def _oversize(self, every: Sequence[tuple[bytes, Buffer]]) -> list[tuple[bytes, Buffer]]:
-        """Those that are known to be too large for the nearest tier."""
+        """Items too large for the nearest tier."""
         return [every[place] for place in self._writes[0].too_large]
 
     def _prepare(self, tier: Tier, items: Sequence[tuple[bytes, Buffer]]) -> TierWrite:
         return TierWrite.prepare(tier, items, [self._places[key] for key, _ in items])
 
     def _refuse_what_fits_nowhere(self) -> None:
-        """Before room is set aside in a tier that cannot take all. What fits nowhere is the largest, or nothing is."""
+        """Called before room is reserved in a tier that cannot take all: the largest item is refused, or none is."""
         answered = [write for write in self._writes if write.answered]
         for write in answered:
             for place, error in write.too_large.items():
@@ -72,7 +81,7 @@ class TieredWrite:
                     raise error
 
     def complete(self) -> set[bytes]:
-        """Keys stored in at least one tier. Whoever calls it holds the keys (``KeyGuard.changing``)."""
+        """Keys stored in at least one tier. The caller holds the keys (``KeyLocks.exclusive``)."""
         self._run(self._writes)
         taken = set[bytes]().union(*self._stored.values())
         dirty: set[bytes] = set()
@@ -100,7 +109,7 @@ class TieredWrite:
         return any(key in self._stored[number] for number in self._lower)
 
     def _run(self, writes: Iterable[TierWrite]) -> None:
-        """At once; the local ones last, for they run in this thread."""
+        """Run concurrently; local ones start last, as they run in this thread."""
         ordered = sorted(writes, key=lambda write: write.tier.settings.local)
         for write in ordered:
             write.start()
@@ -116,27 +125,12 @@ def _too_large_in(write: TierWrite, key: bytes) -> bool:
     return any(write.items[place][0] == key for place in write.too_large)
 
 
-# One store at one tier, in its two phases.
-#
-# What comes of a call that was given up is not known. A block is named by its content, so that any copy of it is as
-# good
-# as another; but a value without a place may be an older one of its key, and is in doubt there until the call has
-# landed
-# and stored it.
-
-
-Items = Sequence[tuple[bytes, Buffer]]
-_Tickets = list[tuple[StoreTicket, list[int]]]
-_TooLarge = dict[int, ValueTooLarge]
-_Prepared = tuple[_Tickets, _TooLarge, list[int]]
-
-
 class TierWrite:
-    """``items`` on their way into ``tier``. ``too_large`` are the positions of those that could never fit it.
+    """The part of a write at one tier: ``prepare`` and ``prepare_rest`` reserve room, then ``start`` and ``end``.
 
-    A thread may go on reading them when nobody waits for it any more: a tier with threads is given ``bytes``, which
-    nobody changes. ``copies``: they are what is elsewhere already, so that a tier that does not take them has nothing
-    outdated.
+    ``too_large``: positions of items that can never fit. A thread may go on reading items after its call was given up:
+    a tier with threads must be given immutable ``bytes``. ``copies``: the items are stored elsewhere already, so a tier
+    that refuses them holds nothing outdated.
     """
 
     def __init__(self, tier: Tier, items: Items, places: Places, copies: bool = False) -> None:
@@ -145,41 +139,41 @@ class TierWrite:
         self._places = places or (None,) * len(items)
         self._copies = copies
         self.answered = False
-        """Whether the tier could be asked for room at all."""
+        """Whether the tier answered the request for room."""
         self.certain = False
-        """Whether what ``end`` gave is the tier's own word on all of ``items``."""
+        """Whether the result of ``end`` is the tier's answer on all of ``items``."""
         self.too_large: _TooLarge = {}
         self._tickets: _Tickets = []
         self._left: list[int] = []
-        """Positions that the tier has not been asked for room for, because a larger one was too large."""
+        """Positions without a request for room yet, because the largest item was too large."""
         self._call: Call[list[list[bool]]] | None = None
         self.given_up = False
 
     @classmethod
     def prepare(cls, tier: Tier, items: Items, places: Places = (), copies: bool = False) -> TierWrite:
-        """Set room aside for those of ``items`` that are not in doubt there. Where the largest of them is too large
-        nothing is set aside or evicted yet (``prepare_rest`` does that).
+        """Reserve room for those of ``items`` whose keys are not dirty there. Where the largest is too large nothing is
+        reserved or evicted yet (``prepare_rest`` does that).
         """
         self = cls(tier, items, places, copies)
         keys = [key for key, _ in items]
         wanted = [
             at
             for at, key in enumerate(keys)
-            if not (tier.doubts.unsettled(key) if self._places[at] is None else key in tier.doubts)
+            if not (tier.dirty_keys.uncertain(key) if self._places[at] is None else key in tier.dirty_keys)
         ]
         if not wanted or not tier.usable(keys):
             return self
-        told = tier.ask(lambda: _prepare(tier, items, self._places, wanted))
-        if told is not None:
+        prepared = tier.ask(lambda: _prepare(tier, items, self._places, wanted))
+        if prepared is not None:
             self.answered = True
-            self._tickets, self.too_large, self._left = told
+            self._tickets, self.too_large, self._left = prepared
         return self
 
     def prepare_rest(self) -> None:
-        """Where one item was too large for the tier, room for the others."""
+        """Where one item was too large for the tier, reserve room for the others."""
         left, self._left = self._left, []
-        if left and (told := self.tier.ask(lambda: _prepare_rest(self.tier, self.items, self._places, left))):
-            tickets, too_large = told
+        if left and (prepared := self.tier.ask(lambda: _prepare_rest(self.tier, self.items, self._places, left))):
+            tickets, too_large = prepared
             self._tickets += tickets
             self.too_large |= too_large
 
@@ -189,7 +183,7 @@ class TierWrite:
             self._call = self.tier.start(lambda: [store.complete_store(ticket) for ticket, _ in tickets])
 
     def end(self) -> list[bool]:
-        """Per item: stored there and acknowledged in time. Of a tier that failed nothing is known."""
+        """Of each item, whether the tier stored and acknowledged it in time."""
         done = [False] * len(self.items)
         if self._call is None:
             self.certain = self.answered and len(self.too_large) == len(self.items)
@@ -200,43 +194,43 @@ class TierWrite:
         size_bytes = sum(memoryview(value).nbytes for _, value in self.items)
         until_s = self._call.started_s + self.tier.deadline_s("store", size_bytes)
 
-        def came_right(told: list[list[bool]] | None) -> list[bytes]:
+        def stored_late(outcomes: list[list[bool]] | None) -> list[bytes]:
             if self._copies:
                 return changing
-            return [keys[at] for at in self._stored(told or []) if self._places[at] is None]
+            return [keys[at] for at in self._stored(outcomes or []) if self._places[at] is None]
 
-        told = self.tier.end(
+        outcomes = self.tier.result_by(
             self._call,
             until_s,
             changes=[keys[at] for at in sent],
-            outdates=changing,
-            came_right=came_right,
+            overwrites=changing,
+            stored=stored_late,
             kind="store",
-            moved=lambda stored: size_bytes,
+            moved=lambda outcomes: size_bytes,
         )
-        if told is None:
+        if outcomes is None:
             self.given_up = self._call.given_up
             if not self.given_up and not self._copies:
-                self.tier.doubts.add(changing)
+                self.tier.dirty_keys.add(changing)
             return done
         self.certain = len(self.too_large) + len(sent) == len(self.items)
-        for at in self._stored(told):
+        for at in self._stored(outcomes):
             done[at] = True
         self.tier.counters.add("tier_stored_total", sum(done), self.tier.name)
         return done
 
-    def _stored(self, told: list[list[bool]]) -> list[int]:
-        """The positions of what the tier says it has stored."""
+    def _stored(self, outcomes: list[list[bool]]) -> list[int]:
+        """Positions of the items that the tier says it has stored."""
         return [
             at
-            for (_, positions), outcomes in zip(self._tickets, told, strict=False)
-            for at, ok in zip(positions, outcomes, strict=False)
+            for (_, positions), stored in zip(self._tickets, outcomes, strict=False)
+            for at, ok in zip(positions, stored, strict=False)
             if ok
         ]
 
     @property
     def refused(self) -> set[bytes]:
-        """What the tier answered for, where it was not stored: it would not have it."""
+        """Keys that the tier answered for; those of them that it did not store it has refused."""
         if not self.certain:
             return set()
         unanswered = frozenset[bytes]().union(*(ticket.unanswered for ticket, _ in self._tickets))
@@ -244,7 +238,7 @@ class TierWrite:
 
     @property
     def pending(self) -> set[bytes]:
-        """What may still land: of its doubts it is known when they end."""
+        """Keys that a given-up call may still store: it clears their dirty marks when it ends."""
         if not self.given_up:
             return set()
         return {self.items[at][0] for _, positions in self._tickets for at in positions}
@@ -260,7 +254,7 @@ def _prepare(tier: Tier, items: Items, places: Places, wanted: list[int]) -> _Pr
 
 
 def _prepare_rest(tier: Tier, items: Items, places: Places, left: list[int]) -> tuple[_Tickets, _TooLarge]:
-    """Without the largest, as often as it is too large."""
+    """Drop the largest item until the rest fits."""
     too_large: _TooLarge = {}
     while left:
         tickets, more, left = _prepare(tier, items, places, left)
@@ -275,7 +269,7 @@ def _largest(items: Items, wanted: list[int]) -> int:
 
 
 def write(tier: Tier, items: Items, places: Places = (), copies: bool = False) -> tuple[list[bool], TierWrite]:
-    """Both phases: per item whether it was stored, and the write, which knows how certain that is."""
+    """All phases of a ``TierWrite``: of each item whether it was stored, and the write itself."""
     one = TierWrite.prepare(tier, items, places, copies)
     one.prepare_rest()
     one.start()
@@ -285,10 +279,10 @@ def write(tier: Tier, items: Items, places: Places = (), copies: bool = False) -
 def note_missed(
     tier: Tier, missed: set[bytes], places: Mapping[bytes, Place | None], pending: set[bytes], refused: set[bytes]
 ) -> None:
-    """``missed`` are stored elsewhere and, as far as is known, not in ``tier``. A value that may change is in doubt
-    there, unless its put is ``pending`` and says so itself; a block is owed to it, unless the tier ``refused`` it.
+    """``missed`` are stored elsewhere and, as far as is known, not in ``tier``. A value that may change is dirty there,
+    unless its put is ``pending`` (that marks it itself); a block goes to the backlog, unless the tier ``refused`` it.
     """
-    tier.doubts.add(key for key in missed if places[key] is None and key not in pending)
-    owed = {key: place for key in missed - refused if (place := places[key]) is not None}
-    if tier.number:  # what the nearest lacks comes back to it when it is read
-        tier.owed.add({key: owed[key] for key in places if key in owed})  # in the order of their chain
+    tier.dirty_keys.add(key for key in missed if places[key] is None and key not in pending)
+    blocks = {key: place for key in missed - refused if (place := places[key]) is not None}
+    if tier.number:  # the nearest tier gets what it lacks by promotion when it is read
+        tier.backlog.add({key: blocks[key] for key in places if key in blocks})  # in the order of their chain
