@@ -28,7 +28,7 @@ def test_the_tables_are_those_of_the_runs(name: str) -> None:
             for kind in ("streams", "whole")
             for found in [row["errors"][part][kind]]
         ]
-        cached = f"{row['cached_believed']:.0%}, {row['cached_told']:.0%}"
+        cached = f"{row['cached_believed']:.0%}, {row['cached_reported']:.0%}"
         assert f"{head} {' | '.join(cells)} | {cached} |" in PAGE
         for at, of in enumerate(row["per_engine"].values()):
             figures = [of["learned_s"], of["engine_s"], of["processor_s"]]
