@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.index.block_info import BlockInfo, InfoTable, pack_groups
-from skymemory.index.journal import Record, RecordOp, Snapshot, Standing, decode_records, encode_record, pack_snapshot
+from skymemory.index.journal import Record, RecordOp, Snapshot, JournalState, decode_records, encode_record, pack_snapshot
 from skymemory.index.radix import RadixIndex
 
 HASHES = [bytes([n]) * 32 for n in range(1, 6)]
@@ -86,7 +86,7 @@ def test_replaying_gives_the_same_index() -> None:
 
 
 def test_a_journal_says_whether_it_is_complete() -> None:
-    standing = Standing()
+    standing = JournalState()
     assert not standing.complete
     for record, complete in zip(RECORDS, [False] * 7 + [True, False, False], strict=True):
         standing.apply(record)
@@ -120,7 +120,7 @@ GROUPS = pack_groups(TABLE.groups)
 def test_intact_records_of_a_later_release_are_passed_over(record: bytes) -> None:
     records, taken = decode_records(record + encode_record(RecordOp.REMOVE, HASHES))
     assert [one.op for one in records] == [RecordOp.UNKNOWN, RecordOp.REMOVE] and taken > len(record)
-    index, standing = RadixIndex(), Standing(complete=True)
+    index, standing = RadixIndex(), JournalState(complete=True)
     for one in records:
         index.apply(one)
         standing.apply(one)

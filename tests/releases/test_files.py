@@ -93,10 +93,10 @@ def test_what_an_older_release_writes_while_the_journal_is_replaced_is_not_lost(
         index.remove(keys)
     assert waited and path.stat().st_size < 40_000
     assert writer.stdout.readline() == "written\n"
-    assert index.infos([bytes(31) + b"o"]) == [INFO] and index.standing.complete
+    assert index.infos([bytes(31) + b"o"]) == [INFO] and index.journal_state.complete
     writer.communicate("\n", timeout=20)
     asked = [bytes(31) + name for name in (b"a", b"o", b"p")]
     another = SharedIndex(path)
     for one in (index, another):
-        assert one.infos(asked) == [INFO] * 3 and one.standing.complete
+        assert one.infos(asked) == [INFO] * 3 and one.journal_state.complete
         one.close()

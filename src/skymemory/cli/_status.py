@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.errors import InvalidInput, NoConstellation
 from skymemory.protocol.capabilities import OURS, Capabilities
-from skymemory.store.sky.shared_index import look_at_journal
+from skymemory.store.sky.shared_index import inspect_journal
 from skymemory.testbed.child import Demand
 from skymemory.testbed.connect import tolerated_skew_s
 from skymemory.testbed.control import Housekeeping, Silence, ping_all, pushed_moves, read_outages
@@ -20,7 +20,7 @@ from skymemory.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from skymemory.constellation.torus import SatelliteId
-    from skymemory.index.journal import Standing
+    from skymemory.index.journal import JournalState
     from skymemory.testbed.control import Rotation
     from skymemory.testbed.plan import ConstellationPlan
     from skymemory.testbed.run_directory import RunDirectory
@@ -37,7 +37,7 @@ class StatusReport:
     hosts: list[HostState]
     answers: dict[SatelliteId, Housekeeping | None]
     where: str
-    index: tuple[Standing, int] | None = None
+    index: tuple[JournalState, int] | None = None
     """State of the local index and its number of values; None without one."""
 
     @property
@@ -93,7 +93,7 @@ def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) 
             f"all {len(hosts)} host processes of the constellation in {directory.path} have died; "
             f"start it again with `skymemory constellation up`\n{hosts[0].log_tail}".rstrip()
         )
-    index = look_at_journal(directory.index_path)
+    index = inspect_journal(directory.index_path)
     return StatusReport(plan, hosts, ping_all(plan, silence), str(directory.path), index)
 
 

@@ -1,3 +1,1 @@
-"""Which blocks exist, where the LLM runs: the radix index, its journal, and the search when it is lost.
-Pure.
-"""
+"""The index of stored blocks on the ground: a radix index, its journal, and the search without an index. Pure."""

@@ -1,4 +1,4 @@
-"""What the index knows of one block, and a table that keeps a million of them in 36 bytes each."""
+"""An index entry of one block, and a table that holds a million of them in 36 bytes each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROUP_HEAD_SIZED = struct.Struct("<BHII")
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """Enough to find and rebuild a block: its size, and where its chunks were put (spec §1, radix index)."""
+    """What finds and rebuilds a block: its size, and where its chunks were stored (spec §1, radix index)."""
 
     chunks: int
     value_bytes: int
@@ -30,9 +30,7 @@ class BlockInfo:
     set_at_s: float
     """When it was set, seconds since the Unix epoch."""
     slot_moves: int
-    """Slot moves of the anchor between the epoch and the setting; where the chunks are now follows from
-    it.
-    """
+    """Slot moves of the anchor between the epoch and the setting, from which the chunks' present places follow."""
     plane_moves: int
     strategy: str
     """Name of the placement strategy, such as ``rotation_hop``."""
@@ -40,11 +38,11 @@ class BlockInfo:
     context: bytes = b""
     """Digest of the cache context, so that a whole context can be cleared."""
     chunk_bytes: int = 0
-    """Size of its chunks, where that is not the default; 0: it is, or is not known."""
+    """Size of its chunks where that is not the default; 0: the default, or unknown."""
 
 
 Group = tuple[str, int, bytes, int]
-"""What blocks set together share: (strategy, servers, context, size of chunks or 0)."""
+"""Fields that blocks set together share: (strategy, servers, context, size of chunks or 0)."""
 
 
 class InfoTable:
@@ -61,9 +59,7 @@ class InfoTable:
         return len(self.rows) // ROW_BYTES
 
     def pack(self, info: BlockInfo) -> bytes:
-        """The row of ``info``; its group is remembered. A number that does not fit is
-        :class:`InvalidInput`.
-        """
+        """The row of ``info``; its group is kept. A number that does not fit is :class:`InvalidInput`."""
         if not math.isfinite(info.set_at_s):
             raise InvalidInput(f"set_at_s must be finite, got {info.set_at_s}")
         group = (info.strategy, info.servers, info.context, info.chunk_bytes)
@@ -108,12 +104,12 @@ class InfoTable:
         return InfoTable([self.groups[number] for number in used], rows.tobytes())
 
     def rows_of_context(self, context: bytes) -> npt.NDArray[np.bool_]:
-        """For every row whether its block belongs to ``context``."""
+        """Per row, whether its block belongs to ``context``."""
         numbers = [number for number, group in enumerate(self.groups) if group[2] == context]
         return np.isin(np.frombuffer(self.rows, dtype=_GROUP_COLUMN)["group"], numbers)
 
     def check(self) -> None:
-        """Raises :class:`MalformedPacket` when a row names a group that is not there."""
+        """Raises :class:`MalformedPacket` when a row names a missing group."""
         column = np.frombuffer(self.rows, dtype=_GROUP_COLUMN)["group"]
         if len(column) and int(column.max()) >= len(self.groups):
             raise MalformedPacket(f"a row names group {int(column.max())} of {len(self.groups)}")
@@ -132,13 +128,13 @@ class InfoTable:
 
 
 def sized(groups: Iterable[Group]) -> bool:
-    """Whether some group says how large its chunks are: what holds it is then of version 2."""
+    """Whether a group gives the size of its chunks: the record or snapshot then has version 2."""
     return any(chunk_bytes for _, _, _, chunk_bytes in groups)
 
 
 def pack_groups(groups: Sequence[Group]) -> bytes:
     """Every group as: length of the strategy 1, length of the context 2, servers 4, [size of chunks 4], strategy,
-    context. The size is there, in all of them, where the groups are ``sized``.
+    context. All have the size if the groups are ``sized``.
     """
     parts = []
     head = _GROUP_HEAD_SIZED if sized(groups) else _GROUP_HEAD
@@ -149,7 +145,7 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
 
 
 def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
-    """``count`` groups from the front of ``view``, and the bytes they took. ``with_sizes``: they are ``sized``."""
+    """``count`` groups from the start of ``view``, and their bytes. ``with_sizes``: they are ``sized``."""
     groups: list[Group] = []
     head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
     for _ in range(count):

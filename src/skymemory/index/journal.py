@@ -1,4 +1,4 @@
-"""Records of what happened to an index, for an append-only log that can be replayed.
+"""Records of changes to an index, for an append-only journal that can be replayed; and a whole index as bytes.
 
 One record, little-endian::
 
@@ -13,8 +13,8 @@ One record, little-endian::
     LOST            nothing
     PROBED          keys asked for 4 | values adopted 4
 
-The frame of 12 bytes stays in all versions. A record of a later version, or of an operation that is not known, is
-passed over: it may have added blocks, so that what the journal does not name may be there.
+The frame of 12 bytes stays in all versions. A record of a later version, or of an unknown operation, is skipped: it
+may have added blocks, so blocks that the journal does not name may be present (``JournalState``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from skymemory.kv.chunk import Buffer
 
 JOURNAL_VERSION = 1
 _SIZED_VERSION = 2
-"""Of an ADD whose groups say how large chunks are; no other record has it."""
+"""Of an ADD whose groups give the size of chunks; no other record has it."""
 _MARKER = 0x5B
 _FRAME = struct.Struct("<BBHII")
 _ADD = struct.Struct(f"<III{HASH_BYTES}s")
@@ -46,13 +46,13 @@ class RecordOp(enum.IntEnum):
     REMOVE_CONTEXT = 3
     CLEAR = 4
     BORN = 5
-    """The constellation is empty as this is written: what the journal does not say is not there."""
+    """The constellation is empty as this is written: blocks that the journal does not name are absent."""
     LOST = 6
-    """Records before this one are lost: what the journal does not say may be there all the same."""
+    """Records before this one are lost: blocks that the journal does not name may be present."""
     UNKNOWN = 0
-    """Never written: what a record is read as that only a later release understands."""
+    """Never written: a record of a later release is read as this."""
     PROBED = 7
-    """The satellites were asked, and values found that the journal did not know."""
+    """Satellites were probed, and values adopted that the journal did not name."""
 
 
 _KNOWN = frozenset(RecordOp) - {RecordOp.UNKNOWN}
@@ -104,8 +104,8 @@ def encode_record(
 def decode_records(data: Buffer) -> tuple[list[Record], int]:
     """The records in ``data`` up to the first that is incomplete or damaged, and the bytes they take.
 
-    A log's tail may be torn by a crash: what follows the count returned is to be cut off before appending
-    again. An intact record of a later release is UNKNOWN, one that contradicts itself :class:`MalformedPacket`.
+    A crash may tear the journal's tail: cut off what follows the returned count before appending. An intact record
+    of a later release is UNKNOWN, one that contradicts itself :class:`MalformedPacket`.
     """
     view = memoryview(data).cast("B")
     records: list[Record] = []
@@ -161,7 +161,7 @@ def _decode_add(body: memoryview, with_sizes: bool) -> Record:
     if len(rest) != blocks * (HASH_BYTES + ROW_BYTES):
         raise MalformedPacket(f"an ADD record of {blocks} blocks with {len(rest)} bytes for them")
     if (start == 0 and parent != _NO_PARENT) or start + blocks > MAX_DEPTH:
-        raise MalformedPacket(f"an ADD record of {blocks} blocks at depth {start} that cannot be")
+        raise MalformedPacket(f"an ADD record of {blocks} blocks at an impossible depth {start}")
     table = InfoTable(groups, bytes(rest[blocks * HASH_BYTES :]))
     table.check()
     infos = tuple(table.get(at) for at in range(blocks))
@@ -169,17 +169,15 @@ def _decode_add(body: memoryview, with_sizes: bool) -> Record:
     return Record(RecordOp.ADD, hashes, infos, start, parent if start else None)
 
 
-# A whole index as bytes: runs, hashes and rows in columns, with one checksum.
-#
-# Little-endian::
+# A snapshot: runs, hashes and rows in columns, with one checksum. Little-endian::
 #
 #     0 magic "SKYINDEX"   8 version 4   12 groups 4   16 runs 4   20 blocks 4
 #     24 CRC-32 4 (of everything, this field zero)     28 zero 4   32 groups
 #     then runs x (start 4 | blocks 4 | parent 32, zero: none), blocks x hash 32, blocks x row 36
-
+#
+# Version 2, whose groups give the size of chunks, is written where some are not of the default size.
 
 SNAPSHOT_VERSION = 1
-"""Its groups say how large chunks are: written where some are not of the default size."""
 _MAGIC = b"SKYINDEX"
 _HEAD = struct.Struct("<8sIIIIII")
 _RUN = struct.Struct(f"<II{HASH_BYTES}s")
@@ -187,9 +185,7 @@ _RUN = struct.Struct(f"<II{HASH_BYTES}s")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """``runs`` are (start, parent, number of blocks); ``hashes`` and ``infos`` hold their blocks, run by
-    run.
-    """
+    """``runs`` are (start, parent, number of blocks); ``hashes`` and ``infos`` hold their blocks, run by run."""
 
     runs: list[tuple[int, bytes | None, int]]
     hashes: bytes
@@ -232,11 +228,13 @@ def unpack_snapshot(data: Buffer) -> Snapshot:
     hashes_at = runs_at + run_count * _RUN.size
     rows_at = hashes_at + blocks * HASH_BYTES
     if rows_at + blocks * ROW_BYTES != len(view):
-        raise MalformedPacket(f"an index snapshot of {len(view)} bytes whose head says {rows_at + blocks * ROW_BYTES}")
+        raise MalformedPacket(
+            f"an index snapshot of {len(view)} bytes whose header gives {rows_at + blocks * ROW_BYTES}"
+        )
     runs: list[tuple[int, bytes | None, int]] = []
     for start, length, parent in _RUN.iter_unpack(view[runs_at:hashes_at]):
         if (start == 0 and parent != _NO_PARENT) or not 1 <= length <= MAX_DEPTH - start:
-            raise MalformedPacket(f"an index snapshot with a run of {length} blocks at {start} that cannot be")
+            raise MalformedPacket(f"an index snapshot with a run of {length} blocks at an impossible depth {start}")
         runs.append((start, None if start == 0 else parent, length))
     if sum(length for _, _, length in runs) != blocks:
         raise MalformedPacket(f"an index snapshot whose runs do not add up to its {blocks} blocks")
@@ -245,15 +243,13 @@ def unpack_snapshot(data: Buffer) -> Snapshot:
     return Snapshot(runs, bytes(view[hashes_at:rows_at]), infos)
 
 
-# What a journal says of itself: whether a block that it does not name can be there all the same.
+class JournalState:
+    """Whether blocks that a journal does not name are absent (``complete``): it began with its constellation, and no
+    record was lost since.
 
-
-class Standing:
-    """``complete``: the journal began with its constellation and nothing of it was lost since, so absence is known.
-
-    A journal that begins without BORN was made for a constellation that may have held values already: its index was
-    deleted, or others write there from another computer. Nothing makes it complete again: however much was probed,
-    somebody whose records are elsewhere may have stored more.
+    A journal that begins without BORN was created for a constellation that may have held values already: its index was
+    deleted, or clients on another computer write there. Nothing makes it complete again: however much was probed, such
+    a client may have stored more.
     """
 
     __slots__ = ("complete", "keys_probed", "unknown_records", "values_adopted")
@@ -263,10 +259,10 @@ class Standing:
         self.keys_probed = 0
         self.values_adopted = 0
         self.unknown_records = 0
-        """Records of a later release: what they say of blocks is not known here."""
+        """Records of a later release, which may be about any block."""
 
     def apply(self, record: Record) -> None:
-        """What a record says of its journal; those about blocks say nothing."""
+        """Apply a record about the journal; records about blocks change nothing."""
         if record.op is RecordOp.BORN:
             self.complete = True
         elif record.op is RecordOp.LOST:
@@ -279,13 +275,9 @@ class Standing:
             self.values_adopted += record.probed[1]
 
 
-# Chains of block hashes as they are handed over: whether one makes sense, and one as bytes.
-
-
 def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
-    """Raises :class:`InvalidInput` unless ``hashes`` can stand at depths ``start``, … behind ``parent``.
-
-    ``parent`` is None exactly when ``start`` is 0; no block comes twice, for its hash names all before it.
+    """Raises :class:`InvalidInput` unless ``hashes`` can be at depths ``start``, … behind ``parent``, which is None
+    exactly when ``start`` is 0. No block comes twice: its hash names all before it.
     """
     if not 0 <= start <= MAX_DEPTH - len(hashes) or (start == 0) != (parent is None):
         raise InvalidInput(
@@ -301,7 +293,7 @@ def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> No
 
 
 def split_hashes(data: Buffer) -> tuple[bytes, ...]:
-    """Concatenated hashes, apart again."""
+    """The hashes in a concatenation."""
     raw = bytes(data)
     if len(raw) % HASH_BYTES:
         raise MalformedPacket(f"{len(raw)} bytes are not a whole number of {HASH_BYTES}-byte hashes")

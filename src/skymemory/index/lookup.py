@@ -1,9 +1,12 @@
-"""PrefixSearch: the longest prefix by asking where the blocks are, for when the index was lost (paper §3.8).
+"""PrefixSearch: the longest prefix by probing the satellites, for when the index was lost (paper §3.8).
 
-A binary search alone is only right when presence is prefix-closed; eviction punches holes. So the search
-first narrows down the first absent block, several probes per round, and then (``verify``) asks for every
-block before it that it has not asked for yet. A block found absent moves the boundary back and the rest goes
-on from there. No position is asked for twice once answered.
+A binary search is only correct when presence is prefix-closed; eviction punches holes. So the search
+
+1. narrows down the first absent block, several probes per round;
+2. then (``verify``) probes every block before it that it has not probed yet. An absent block moves the boundary back,
+   and the search continues from there.
+
+No position is probed again once it is answered.
 """
 
 from __future__ import annotations
@@ -16,8 +19,7 @@ _UNKNOWN, _PRESENT, _ABSENT = 0, 1, 2
 
 
 class PrefixSearch:
-    """A search over ``count`` blocks without I/O: ask for ``next_probe()``, feed ``answer()``, until
-    ``done``.
+    """A search over ``count`` blocks without I/O: take ``next_probe()``, feed ``answer()``, until ``done``.
 
     ``batch`` positions are asked per narrowing round, ``verify_batch`` per verifying round; at most ``count``
     in all. Where presence is prefix-closed there are at most ``floor(log(count) / log(batch)) + 1`` narrowing
@@ -38,11 +40,11 @@ class PrefixSearch:
         self._verify = verify
         self._asked: set[int] = set()
         self.rounds = 0
-        """Batches of probes handed out so far; one that only repeats unanswered positions does not count."""
+        """Batches of probes so far; one that only repeats unanswered positions does not count."""
 
     @property
     def probes(self) -> int:
-        """Positions asked for so far."""
+        """Positions probed so far."""
         return len(self._asked)
 
     @property
@@ -57,9 +59,7 @@ class PrefixSearch:
         return self._boundary
 
     def next_probe(self) -> list[int]:
-        """Positions (0-based, ascending) to ask for now, from what is known now: the same again while nothing
-        was answered, empty when done.
-        """
+        """Positions (0-based, ascending) to probe now: the same again until an answer comes, empty when done."""
         positions = self._next()
         if positions and not self._asked.issuperset(positions):
             self._asked.update(positions)
@@ -67,7 +67,7 @@ class PrefixSearch:
         return positions
 
     def answer(self, presence: Mapping[int, bool]) -> None:
-        """What was learned, in part or whole. Once absent, a block stays absent for this search."""
+        """Answers to some or all positions. Once absent, a block stays absent for this search."""
         for position, present in presence.items():
             if not 0 <= position < len(self._state):
                 raise InvalidInput(f"an answer for block {position} of a search over {len(self._state)}")
@@ -85,9 +85,7 @@ class PrefixSearch:
         return self._unverified() if self._verify else []
 
     def _spread(self, low: int, width: int) -> list[int]:
-        """Up to ``batch`` positions of the unknown stretch, evenly, the last among them (a full hit is
-        common).
-        """
+        """Up to ``batch`` positions of the unknown stretch, evenly, with the last (a full hit is common)."""
         if width <= self._batch:
             return list(range(low, low + width))
         if self._batch == 1:
@@ -97,7 +95,7 @@ class PrefixSearch:
         return [low + int((part + 1) * step) - 1 for part in range(self._batch - 1)] + [low + width - 1]
 
     def _unverified(self) -> list[int]:
-        """The first ``verify_batch`` positions before the boundary that nobody answered for."""
+        """The first ``verify_batch`` unanswered positions before the boundary."""
         positions: list[int] = []
         at = self._state.find(_UNKNOWN, 0, self._boundary)
         while at >= 0 and len(positions) < self._verify_batch:

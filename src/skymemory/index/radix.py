@@ -5,10 +5,10 @@ hashes are chained, one hash names its whole prefix, so no edge labels are compa
 look-up, and a run knows the hash it hangs under. A run is *closed* when the chain of runs above it reaches a
 first block without a gap. "Closed" is monotone along a prompt, holes or not: block k can only be closed if
 block k-1 is. So the longest prefix is a binary search over "is it closed", always correct, 10 look-ups for
-1,000 blocks. Hashes that are of no chain are found out by comparing them with those of the runs passed.
+1,000 blocks. Hashes that form no chain are detected by comparing them with those of the runs passed.
 
-Whether a run is closed is remembered until a hole opens or closes somewhere (an epoch number); asking again
-walks up the runs above it once. Opening and closing a hole touch one run, whatever hangs below.
+Whether a run is closed is cached until a hole opens or closes anywhere (an epoch number); then the runs above it
+are walked once. Opening or closing a hole changes one run, whatever hangs below.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from skymemory.kv.chunk import Buffer
 
 
 class RadixIndex:
-    """Which blocks are present, with what is known of each. Not thread-safe; does no I/O.
+    """The blocks that are present, with an entry for each. Not thread-safe; does no I/O.
 
     Depth is the number of blocks before a block in its prompt. A block may be present while one before it is
-    not (a hole): it is kept, but no prefix reaches it until the hole is filled again.
+    not (a hole): it is kept, but no prefix reaches it until the hole is filled.
     """
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class RadixIndex:
         return new
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain from its first block, as ``hash_blocks`` gives, are all present. Of other
-        hashes no more than are present: it ends where they leave the chain that most of them are of.
+        """Number of leading blocks of a chain that are all present; the chain starts with its first block, as from
+        ``hash_blocks``. For other hashes at most as many as are present: it ends where they leave the stored chain.
         """
         forest = self._forest
         rows, run_of, depths, epoch = forest.rows, forest.run_of, forest.depths, forest.epoch
@@ -101,7 +101,7 @@ class RadixIndex:
         return self._same_chain(hashes, low)
 
     def _same_chain(self, hashes: Sequence[bytes], count: int) -> int:
-        """Up to where the first ``count`` hashes, of which the last is in its place, are what is before that."""
+        """Up to where the first ``count`` hashes, of which the last is in its place, equal the stored chain."""
         forest, key, end = self._forest, hashes[count - 1] if count else None, count
         hashes = hashes if type(hashes) is list else list(hashes[:count])
         while key is not None:
@@ -116,7 +116,7 @@ class RadixIndex:
         return count
 
     def get(self, block_hash: bytes) -> BlockInfo | None:
-        """What is known of a block; None if it is not present. Says nothing about the blocks before it."""
+        """The entry of a block; None if it is absent. The blocks before it may be absent, too."""
         at = self._forest.rows.get(block_hash)
         return None if at is None else self._infos.get(at)
 
@@ -125,20 +125,20 @@ class RadixIndex:
         return self._forest.place_of(block_hash)
 
     def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
-        """A place for an absent block whose writer gave none: one that contradicts nothing known.
+        """A place for an absent block whose writer gave none: one that contradicts no entry.
 
-        That is a beginning of its own; or, where blocks are known to follow it, before those and behind a made-up hash,
-        so that no prefix reaches it by the index alone.
+        That is depth 0; or, where blocks are known to follow it, before those and behind a made-up hash, so that no
+        prefix reaches it by the index alone.
         """
         below = self._forest.depth_below(block_hash)
         return (0, None) if below is None or below == 1 else (below - 1, bytes(0xFF - byte for byte in block_hash))
 
     def remove(self, block_hash: bytes) -> bool:
-        """Forgets one block; what follows it stays, out of reach until it is added again. False if absent."""
+        """Removes one block; those behind it stay, out of reach until it is added again. False if absent."""
         return self._forest.remove(block_hash)
 
     def remove_context(self, context: bytes) -> list[bytes]:
-        """Forgets every block of a cache context and returns their hashes, deepest first."""
+        """Removes every block of a cache context and returns their hashes, deepest first."""
         mine = self._infos.rows_of_context(context)
         found = [(self._forest.depths[at], key) for key, at in self._forest.rows.items() if mine[at]]
         found.sort(reverse=True)
@@ -147,7 +147,7 @@ class RadixIndex:
         return [key for _, key in found]
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes everything."""
         self._forest = Forest()
         self._infos = InfoTable()
 
@@ -157,7 +157,7 @@ class RadixIndex:
         return [key for run in forest.runs() if not forest.is_closed(run) for key in run.keys]
 
     def apply(self, record: Record) -> None:
-        """Repeats a change read from a journal; records about the journal itself change no block."""
+        """Applies a change read from a journal; records about the journal itself change no block."""
         if record.op is RecordOp.ADD:
             self.add(record.hashes, record.infos, record.start, record.parent)
         elif record.op is RecordOp.REMOVE:
@@ -192,11 +192,8 @@ class RadixIndex:
         return index
 
 
-# Runs: the path-compressed forest under the radix index, without what is known of its blocks.
-
-
 class Run:
-    """``keys`` stand at depths ``start``, ``start + 1``, …; ``keys[0]`` follows ``parent`` (None at depth 0)."""
+    """``keys`` are at depths ``start``, ``start + 1``, …; ``keys[0]`` follows ``parent`` (None at depth 0)."""
 
     __slots__ = ("closed", "epoch", "keys", "parent", "start")
 
@@ -206,11 +203,11 @@ class Run:
         self.keys = keys
         self.closed = False
         self.epoch = -1
-        """The forest's epoch at which ``closed`` was found; at another one it has to be asked again."""
+        """The forest's epoch for which ``closed`` holds."""
 
 
 class Forest:
-    """Blocks in runs: maximal chains without a hole, each hanging under the hash before it.
+    """Blocks in runs, without their entries: maximal chains without a hole, each hanging under the hash before it.
 
     A branch hangs in the middle of a run without splitting it; a run hangs under its parent's hash whether that
     block is present or not. So opening or closing a hole touches one run, whatever grows above it.
@@ -232,10 +229,10 @@ class Forest:
         return list(dict.fromkeys(self.run_of[at] for at in self.rows.values()))
 
     def check(self, hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
-        """Raises :class:`InvalidInput` when a well-formed chain contradicts what is known."""
+        """Raises :class:`InvalidInput` when a well-formed chain contradicts entries."""
         at = None if parent is None else self.rows.get(parent)
         if at is not None and self.depths[at] != start - 1:
-            raise InvalidInput(f"the parent stands at depth {self.depths[at]}, not at {start - 1}")
+            raise InvalidInput(f"the parent is at depth {self.depths[at]}, not at {start - 1}")
         if parent is not None and any(run.start != start for run in self._hanging.get(parent, ())):
             raise InvalidInput(f"what follows block {parent.hex()} is known not to be at depth {start}")
         previous = parent
@@ -258,7 +255,7 @@ class Forest:
         return next((run.start for run in self._hanging.get(key, ())), None)
 
     def insert(self, key: bytes, depth: int, previous: bytes | None) -> int:
-        """Puts a new block behind ``previous``, at the end of its run or as its own; returns its row."""
+        """Inserts a block behind ``previous``, at the end of its run or as a new run; returns its row."""
         run = None
         above_at = None if previous is None else self.rows.get(previous)
         if above_at is not None:
@@ -286,7 +283,7 @@ class Forest:
         return at
 
     def remove(self, key: bytes) -> bool:
-        """Takes a block out; what follows it becomes a run hanging under the absent hash. False if absent."""
+        """Removes a block; those behind it become a run hanging under the absent hash. False if absent."""
         at = self.rows.pop(key, None)
         if at is None:
             return False
@@ -316,7 +313,7 @@ class Forest:
         return True
 
     def is_closed(self, run: Run) -> bool:
-        """Whether every block before the run is present; remembered for all runs on the way up."""
+        """Whether every block before the run is present; cached for all runs on the way up."""
         asked = []
         while run.epoch != self.epoch:
             asked.append(run)
@@ -350,7 +347,7 @@ class Forest:
             at = self.rows.get(parent)
             depths = {run.start - 1 for run in hanging} | ({self.depths[at]} if at is not None else set())
             if len(depths) != 1:
-                raise MalformedPacket("an index in which a block stands at two depths")
+                raise MalformedPacket("an index in which a block is at two depths")
 
     def _parent_of(self, at: int) -> bytes | None:
         run = self.run_of[at]

@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from skymemory.errors import ConstellationError
-from skymemory.store.sky.shared_index import found_journal
+from skymemory.store.sky.shared_index import create_journal
 from skymemory.testbed.child import GRACE_S, READY, Child, Demand, end_children, end_processes, spawn
 from skymemory.testbed.plan import ConstellationPlan, Ports
 from skymemory.testbed.run_directory import PortTaken, RunDirectory, check_host_ports, check_ports, free_ports
@@ -149,7 +149,7 @@ def start(
             undo.callback(end_children, children)
             directory.sweep()
             directory.write_plan(plan)
-            found_journal(directory.index_path)
+            create_journal(directory.index_path)
             for host in plan.hosts:
                 gate.check()
                 children.append(spawn(host, directory.plan_path, directory))

@@ -53,7 +53,7 @@ def test_a_lost_index_finds_everything_and_asks_once(tmp_path: Path) -> None:
     sharing = store_over(sky, 3, SharedIndex(tmp_path / "index"))
     assert sharing.prefix(KEYS) == 20 and same(sharing.get_many(KEYS), VALUES)
     assert probes(sharing) == 0
-    standing = SharedIndex(tmp_path / "index").standing
+    standing = SharedIndex(tmp_path / "index").journal_state
     assert not standing.complete and standing.values_adopted == 20 and standing.keys_probed >= 20
 
 

@@ -23,7 +23,7 @@ from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, encode_record
 from skymemory.native import crc32
 from skymemory.store.sky import shared_index
-from skymemory.store.sky.shared_index import COMPACT_BYTES, SharedIndex, found_journal, look_at_journal
+from skymemory.store.sky.shared_index import COMPACT_BYTES, SharedIndex, create_journal, inspect_journal
 
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
 
@@ -119,7 +119,7 @@ def standing(path: Path) -> tuple[bool, int]:
     """Of a process that comes new to it."""
     index = SharedIndex(path)
     try:
-        return index.standing.complete, len(index)
+        return index.journal_state.complete, len(index)
     finally:
         index.close()
 
@@ -128,12 +128,12 @@ def test_a_journal_knows_whether_it_began_with_its_constellation(tmp_path: Path)
     assert SharedIndex().complete and not SharedIndex(born=False).complete
     founded, late = tmp_path / "founded", tmp_path / "late"
     late.write_bytes(b"")
-    found_journal(founded)
+    create_journal(founded)
     for path in (founded, late):
         add(SharedIndex(path), 1)
     assert standing(founded) == (True, 1) and standing(late) == (False, 1)
-    assert SharedIndex(late, born=True).standing.complete is False, "somebody has written there before"
-    assert look_at_journal(tmp_path / "none") is None and not (tmp_path / "none").exists()
+    assert SharedIndex(late, born=True).journal_state.complete is False, "somebody has written there before"
+    assert inspect_journal(tmp_path / "none") is None and not (tmp_path / "none").exists()
     founded.unlink()
     assert standing(founded) == (False, 0)
 
@@ -141,7 +141,7 @@ def test_a_journal_knows_whether_it_began_with_its_constellation(tmp_path: Path)
 @pytest.mark.parametrize("damage", ["a bit in the middle", "torn", "garbage behind", "all garbage", "emptied"])
 def test_what_was_damaged_is_incomplete_for_everybody_from_then_on(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "index"
-    found_journal(path)
+    create_journal(path)
     old = SharedIndex(path)
     for number in range(1, 6):
         add(old, number)
@@ -167,7 +167,7 @@ def test_what_was_damaged_is_incomplete_for_everybody_from_then_on(tmp_path: Pat
 
 def test_a_journal_shortened_between_two_records_is_noticed_by_whoever_had_read_further(tmp_path: Path) -> None:
     path = tmp_path / "index"
-    found_journal(path)
+    create_journal(path)
     old = SharedIndex(path)
     add(old, 1)
     after_one = path.stat().st_size
@@ -183,15 +183,15 @@ def full(fd: int, data: bytes) -> int:
 
 def test_with_no_room_left_the_journal_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "index"
-    found_journal(path)
+    create_journal(path)
     index, other = SharedIndex(path), SharedIndex(path)
     add(index, 1)
-    assert other.standing.complete
+    assert other.journal_state.complete
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         add(index, 2)
         for one in (index, other, index):
-            assert (one.standing.complete, len(one)) == (False, 1), "what was written is known still"
+            assert (one.journal_state.complete, len(one)) == (False, 1), "what was written is known still"
         assert not index.replace(key(1), lambda info: True, lambda info: info)
     assert index.unwritten >= 2
     assert standing(path) == (False, 1)
@@ -203,7 +203,7 @@ def test_a_full_disk_on_the_ground_keeps_nobody_from_what_is_in_the_sky(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sky, path = simulated(), tmp_path / "index"
-    found_journal(path)
+    create_journal(path)
     store, other = (store_over(sky, ground, SharedIndex(path)) for ground in (1, 2))
     assert store.put_many([(key(1), b"before")]) == [True]
     with monkeypatch.context() as patch:
@@ -221,9 +221,9 @@ def test_a_full_disk_on_the_ground_keeps_nobody_from_what_is_in_the_sky(
 def test_what_probing_brought_is_written_down(tmp_path: Path) -> None:
     path = tmp_path / "index"
     index = SharedIndex(path)
-    index.note_probed(10, 3)
-    SharedIndex(path).note_probed(5, 1)
-    assert (index.standing.keys_probed, index.standing.values_adopted) == (15, 4)
+    index.record_probes(10, 3)
+    SharedIndex(path).record_probes(5, 1)
+    assert (index.journal_state.keys_probed, index.journal_state.values_adopted) == (15, 4)
 
 
 def test_a_value_without_a_place_is_entered_though_what_follows_it_says_where_it_stands(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def assert_churned(index: SharedIndex, prompts: range) -> None:
 def test_a_journal_is_no_longer_than_what_is_in_it_deserves(tmp_path: Path) -> None:
     path = tmp_path / "index"
     writer, follower, never_looked = SharedIndex(path, born=True), SharedIndex(path), SharedIndex(path)
-    writer.note_probed(7, 3)
+    writer.record_probes(7, 3)
     largest = 0
     for first in range(0, 1500, 250):
         churn(writer, range(first, first + 250))
@@ -328,8 +328,8 @@ def test_a_journal_is_no_longer_than_what_is_in_it_deserves(tmp_path: Path) -> N
         assert_churned(follower, range(first, first + 250))
     assert largest < 1.2 * COMPACT_BYTES and path.stat().st_mode & 0o777 == 0o600
     for one in (writer, follower, never_looked, SharedIndex(path)):
-        assert len(one) == 600 and one.standing.complete
-        assert (one.standing.keys_probed, one.standing.values_adopted) == (7, 3)
+        assert len(one) == 600 and one.journal_state.complete
+        assert (one.journal_state.keys_probed, one.journal_state.values_adopted) == (7, 3)
         assert_churned(one, range(1500))
     follower.add([key(5)], [INFO], 0, None)
     assert never_looked.infos([key(5)]) == [INFO], "who followed writes into the new one"
@@ -339,7 +339,8 @@ def test_a_journal_is_no_longer_than_what_is_in_it_deserves(tmp_path: Path) -> N
 def test_an_incomplete_journal_stays_incomplete(tmp_path: Path) -> None:
     index = SharedIndex(tmp_path / "index")
     churn(index, range(700))
-    assert (tmp_path / "index").stat().st_size < 700 * 2000 and not SharedIndex(tmp_path / "index").standing.complete
+    small = (tmp_path / "index").stat().st_size < 700 * 2000
+    assert small and not SharedIndex(tmp_path / "index").journal_state.complete
 
 
 def test_a_journal_of_what_is_all_there_is_not_written_again_and_again(
@@ -391,7 +392,7 @@ for prompt in range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3])):
 def test_processes_that_write_at_once_lose_nothing_to_a_new_journal(tmp_path: Path) -> None:
     """Four take turns at the lock while the journal is replaced again and again, one of them killed in the midst."""
     path = tmp_path / "index"
-    found_journal(path)
+    create_journal(path)
     children = [
         subprocess.Popen([sys.executable, "-c", _CHURNING, path, str(first), str(count)])
         for first, count in ((0, 60), (1000, 60), (2000, 60), (5000, 100_000))
@@ -401,7 +402,7 @@ def test_processes_that_write_at_once_lose_nothing_to_a_new_journal(tmp_path: Pa
     children[3].kill()
     children[3].wait()
     whole = SharedIndex(path)
-    assert whole.standing.complete
+    assert whole.journal_state.complete
     for first in (0, 1000, 2000):
         assert_churned(whole, range(first, first + 60))
     churn(whole, range(20_000, 20_600))
@@ -426,7 +427,7 @@ def test_what_is_appended_to_a_replaced_journal_is_taken_over_while_its_replacer
     index.close()
     os.close(older)
     late = SharedIndex(path)
-    assert late.infos([first, second, third]) == [None, INFO, INFO] and late.standing.complete
+    assert late.infos([first, second, third]) == [None, INFO, INFO] and late.journal_state.complete
     late.close()
 
 

@@ -185,12 +185,12 @@ def test_an_entry_is_switched_only_while_it_is_what_was_copied() -> None:
     store = store_over(simulated(), index=SharedIndex())
     store.put_many(ITEMS[:1])
     catalog = store._catalog
-    old = catalog.settled(KEYS[:1])[KEYS[0]]
+    old = catalog.known(KEYS[:1])[KEYS[0]]
     store.put_many([(KEYS[0], VALUES[1])])
-    latest = catalog.settled(KEYS[:1])
-    assert not catalog.switch(old, replace(old, set_moves=(9, 9)), 0.0) and catalog.settled(KEYS[:1]) == latest
+    latest = catalog.known(KEYS[:1])
+    assert not catalog.switch(old, replace(old, set_moves=(9, 9)), 0.0) and catalog.known(KEYS[:1]) == latest
     assert catalog.switch(latest[KEYS[0]], replace(latest[KEYS[0]], set_moves=(9, 9)), 0.0)
-    assert catalog.settled(KEYS[:1])[KEYS[0]].set_moves == (9, 9)
+    assert catalog.known(KEYS[:1])[KEYS[0]].set_moves == (9, 9)
 
 
 def test_a_value_under_another_name_is_foreign() -> None:
@@ -226,7 +226,7 @@ def test_a_store_that_is_never_completed_is_pending_until_its_lease_ends() -> No
 
 
 def test_an_interrupted_read_lets_go_of_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with udp_store(SharedIndex()) as store:
@@ -294,7 +294,7 @@ def test_calls_in_an_outage_leave_nothing_behind() -> None:
             store.touch(KEYS)
             store.pin(KEYS[:2], 10.0)
             store.put_many(ITEMS[:1])
-    assert kept() == before and not machine._outages.unclaimed
+    assert kept() == before and not machine._probes
     store.touch(KEYS)
     assert kept() == before and same(store.get_many(KEYS), VALUES)
 

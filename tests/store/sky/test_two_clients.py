@@ -12,7 +12,7 @@ from tests.store.conftest import simulated, store_over
 from skymemory.kv.block import places_in
 from skymemory.protocol.clock import MoveClock
 from skymemory.store.base import Presence
-from skymemory.store.sky.shared_index import SharedIndex, found_journal
+from skymemory.store.sky.shared_index import SharedIndex, create_journal
 
 KEYS = [key(number) for number in range(6)]
 SIZES = (0, 1, 100, 6144, 6145, 30_000)
@@ -26,7 +26,7 @@ def test_two_clients_agree_with_a_dict(tmp_path: Path, seed: int, complete: bool
     dice, path = random.Random(seed), tmp_path / "index"
     sky = simulated(clock=MoveClock(slot_period_s=10.0, plane_period_s=73.0, time_scale=1.0)) if moving else simulated()
     if complete:
-        found_journal(path)
+        create_journal(path)
     stores = [store_over(sky, ground, SharedIndex(path)) for ground in (1, 2)]
     there: dict[bytes, bytes] = {}
     for step in range(60):

@@ -1,5 +1,5 @@
-"""What is known of the values in the sky: by the index, or, without one, by what probing learned. Where an index cannot
-know all there is, probing fills it (``rebuilding``).
+"""Locates the values in the sky: by the index, by probing satellites where there is none, and by both where the index
+is incomplete (``IndexRebuilder``).
 """
 
 from __future__ import annotations
@@ -17,74 +17,75 @@ from skymemory.protocol.clock import STRATEGY_CODES, STRATEGY_NAMES
 from skymemory.store.sky.probing import Prober, prefix_by
 from skymemory.store.sky.shared_index import SharedIndex
 
-_REMEMBERED_LINKS = 1 << 17
-_LONGEST_CHAIN = 4096
+_MAX_KNOWN = 1 << 17
+_MAX_CHAIN = 4096
 _FRESH_S = 1.0
-"""So long a load without an index relies on what satellites said of a key: another client may set it anew."""
-_NOWHERE: Mapping[bytes, Place] = {}
+"""A load without an index relies on a probe's result for this long: another client may set the key again."""
+_NO_PLACES: Mapping[bytes, Place] = {}
 
 
 class Catalog:
-    """Key to ``ValueInfo``. ``index`` None: everything is asked of the satellites."""
+    """Key to ``ValueInfo``. ``index`` None: satellites are probed for everything."""
 
     def __init__(self, index: SharedIndex | None, prober: Prober, chunk_bytes: int) -> None:
         self.index = index
         self._prober = prober
-        self._rebuilding = Rebuilding(index, prober, self._enter) if index is not None else None
+        self._rebuilder = IndexRebuilder(index, prober, self._enter) if index is not None else None
         self._chunk_bytes = chunk_bytes
         self._known: OrderedDict[bytes, tuple[ValueInfo, float]] = OrderedDict()
-        """Without an index: what satellites said of a key last, and when."""
-        self._neighbours: OrderedDict[bytes, bytes] = OrderedDict()
-        """What stands before a key, by the calls of this process: good enough for a touch, never for the index."""
+        """Without an index: the last result of probing a key, and when."""
+        self._predecessors: OrderedDict[bytes, bytes] = OrderedDict()
+        """The key before a key, by the calls of this process: good enough for a touch, never for the index."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that are all there."""
-        self._remember_neighbours(keys)
-        if self.index is not None and self._rebuilding is not None:
-            return self._rebuilding.prefix(keys, self.index.longest_prefix(keys))
+        """Number of leading keys that are all present."""
+        self._learn_order(keys)
+        if self.index is not None and self._rebuilder is not None:
+            return self._rebuilder.prefix(keys, self.index.longest_prefix(keys))
         count, known = self._prober.prefix(keys)
         self._remember(known)
         return count
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """What is known of the keys that are there; the satellites are asked for what the index cannot know."""
+        """The infos of the keys that are present; satellites are probed for what the index cannot know."""
         return self.search(keys)[0]
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """``find``, and whether the other keys are absent for certain: no satellite that may hold them is silent."""
-        self._remember_neighbours(keys)
-        if self._rebuilding is None:
+        """``find``, and whether the other keys are certainly absent: no satellite that may hold them is silent."""
+        self._learn_order(keys)
+        if self._rebuilder is None:
             found, certain = self._prober.search(keys) if keys else ({}, True)
             self._remember(found)
             return found, certain
-        found = self.settled(keys)
-        more, certain = self._rebuilding.search([key for key in keys if key not in found])
+        found = self.known(keys)
+        more, certain = self._rebuilder.search([key for key in keys if key not in found])
         found.update(more)
         return found, certain
 
     def settings_in_box(self, infos: Sequence[ValueInfo]) -> dict[bytes, list[ValueInfo]]:
-        """All settings of the keys of these values that satellites of the box report."""
+        """Per key of these values, all different values that satellites of the box report."""
         return self._prober.settings_in_box([info.key for info in infos])
 
     def replaced(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """Keys of those of these values that another writer has set anew, as satellites report."""
+        """Keys of those values that another writer has replaced, as satellites report."""
         reported = self.settings_in_box(infos)
         return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
     def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> list[ValueInfo]:
-        """Chunks of other values came under the keys of these. Where satellites report a later setting of the key, or
-        only other settings, the entry is out of date and the latest of those takes its place. Else it stays. Returned
-        are those that nobody but satellites says were ever whole, and that have other bytes in places of theirs.
+        """Reads of these got chunks of other values under the same keys. Where satellites report a later value of the
+        key, or only other ones, our entry is stale and the latest of those replaces it. Else it stays.
+
+        Returns the torn values: of which parts were overwritten, and that no complete index vouches for.
         """
-        hearsay = self.index is None or not self.index.complete
+        unvouched = self.index is None or not self.index.complete
         reported = self.settings_in_box(infos)
         fresh, torn = list[ValueInfo](), list[ValueInfo]()
         for info in infos:
-            settings = reported.get(info.key, ())
-            later = _replacement_of(info, settings)
+            found = reported.get(info.key, ())
+            later = _replacement_of(info, found)
             if later is not None:
                 fresh.append(later)
-            elif hearsay and any(_in_place_of(one, info) for one in settings):
+            elif unvouched and any(_overwrites(one, info) for one in found):
                 torn.append(info)
         self.remove([info.key for info in fresh], gone=False)
         if self.index is None:
@@ -94,22 +95,22 @@ class Catalog:
         return torn
 
     def absent(self, keys: Sequence[bytes]) -> bool:
-        """Whether one of the keys is known to be nowhere, without asking anybody."""
-        if self._rebuilding is None:
+        """Whether one of the keys is known to be absent. Asks no satellite."""
+        if self._rebuilder is None:
             return False
-        known = self.settled(keys)
-        return any(self._rebuilding.absent(key) for key in keys if key not in known)
+        known = self.known(keys)
+        return any(self._rebuilder.absent(key) for key in keys if key not in known)
 
     def probing(self) -> dict[str, int]:
-        """What probing has cost and brought in this process: HAS packets, keys asked for, values adopted; and how often
-        the index had no room.
+        """Figures for ``stats``: HAS packets, keys probed and values adopted by this process; writes of the index that
+        found no room.
         """
         figures = {"index_probe_packets": self._prober.questions}
-        if self._rebuilding is not None and self.index is not None:
+        if self._rebuilder is not None and self.index is not None:
             figures["index_complete"] = int(self.index.complete)
             figures["index_unwritten"] = self.index.unwritten
-            figures["index_keys_probed"] = self._rebuilding.keys_probed
-            figures["index_values_adopted"] = self._rebuilding.values_adopted
+            figures["index_keys_probed"] = self._rebuilder.keys_probed
+            figures["index_values_adopted"] = self._rebuilder.values_adopted
         return figures
 
     def _info(self, key: bytes, info: BlockInfo) -> ValueInfo:
@@ -125,8 +126,8 @@ class Catalog:
         )
 
     def _chunk_size(self, info: BlockInfo) -> int:
-        """What the entry says. Where it says nothing the default, and, as earlier releases said nothing of other sizes
-        either, what fits its number of chunks: our size, or else the largest that there can be.
+        """The entry's, or the default. Earlier releases never gave it: where the default does not fit the number of
+        chunks, it is our size, or else the largest that fits.
         """
         if info.chunk_bytes:
             return info.chunk_bytes
@@ -138,42 +139,42 @@ class Catalog:
     def _remember(self, known: dict[bytes, ValueInfo]) -> None:
         now_s = self._prober.now_s()
         self._known.update({key: (info, now_s) for key, info in known.items()})
-        while len(self._known) > _REMEMBERED_LINKS:
+        while len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
 
-    def _remember_neighbours(self, keys: Sequence[bytes]) -> None:
+    def _learn_order(self, keys: Sequence[bytes]) -> None:
         """A sequence of keys is a chain (see ``base``), or a piece of one, and may have holes."""
         for before, key in pairwise(keys):
-            self._neighbours.setdefault(key, before)
-        self._trim_neighbours()
+            self._predecessors.setdefault(key, before)
+        self._trim_predecessors()
 
-    def _trim_neighbours(self) -> None:
-        while len(self._neighbours) > _REMEMBERED_LINKS:
-            self._neighbours.popitem(last=False)
+    def _trim_predecessors(self) -> None:
+        while len(self._predecessors) > _MAX_KNOWN:
+            self._predecessors.popitem(last=False)
 
-    def settled(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """What is known here of these keys, without asking anybody."""
+    def known(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
+        """The infos of those of these keys that are known here. Asks no satellite."""
         if self.index is None:
             return {key: self._known[key][0] for key in keys if key in self._known}
         infos = self.index.infos(keys)
         return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
 
     def before(self, key: bytes) -> list[ValueInfo]:
-        """What is known of the blocks before ``key`` in its chain, the first one first; no further than is known."""
+        """The infos of the blocks before ``key`` in its chain, the first one first, as far as they are known."""
         chain: list[bytes] = []
-        parent = self._neighbours.get(key)
-        while parent is not None and len(chain) < _LONGEST_CHAIN:
+        parent = self._predecessors.get(key)
+        while parent is not None and len(chain) < _MAX_CHAIN:
             chain.append(parent)
-            parent = self._neighbours.get(parent)
+            parent = self._predecessors.get(parent)
         if self.index is not None:
-            chain += self.index.before(chain[-1] if chain else key, _LONGEST_CHAIN - len(chain))
+            chain += self.index.before(chain[-1] if chain else key, _MAX_CHAIN - len(chain))
         chain.reverse()
         if self.index is not None:
-            return list(self.settled(chain).values()) if chain else []
+            return list(self.known(chain).values()) if chain else []
         return [self._known[known][0] for known in chain if known in self._known]
 
     def take(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """As ``search``, of the distinct keys in order; what a probing ``prefix`` learned is used once."""
+        """``search`` of the distinct keys, in order; what a probing ``prefix`` found is used once."""
         wanted = list(dict.fromkeys(keys))
         if self.index is not None:
             found, certain = self.search(wanted)
@@ -187,22 +188,20 @@ class Catalog:
         return {key: found[key] for key in wanted if key in found}, certain
 
     def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place]) -> None:
-        """These have been stored. ``places``: where they stand, of those whose writer said."""
+        """These have been stored. ``places``: their places in their chains, where the writer gave them."""
         for key, place in places.items():
             if place.parent is not None:
-                self._neighbours[key] = place.parent
-        self._trim_neighbours()
-        if self._rebuilding is None:
+                self._predecessors[key] = place.parent
+        self._trim_predecessors()
+        if self._rebuilder is None:
             for info in infos:
-                self._known.pop(info.key, None)  # it was of the value before
+                self._known.pop(info.key, None)  # it was of the previous value
         else:
             self._enter(infos, now_s, places)
-            self._rebuilding.there(info.key for info in infos)
+            self._rebuilder.present(info.key for info in infos)
 
-    def _enter(self, infos: Iterable[ValueInfo], now_s: float, places: Mapping[bytes, Place] = _NOWHERE) -> None:
-        """Enter values in runs of one chain, so that one record describes each run; those without a place by
-        themselves.
-        """
+    def _enter(self, infos: Iterable[ValueInfo], now_s: float, places: Mapping[bytes, Place] = _NO_PLACES) -> None:
+        """Enter values in the index: runs of one chain as one record each, those without a place one by one."""
         if self.index is None:
             return
         unplaced: dict[bytes, BlockInfo] = {}
@@ -234,7 +233,7 @@ class Catalog:
             self.index.add_unplaced(list(unplaced), list(unplaced.values()))
 
     def switch(self, old: ValueInfo, new: ValueInfo, now_s: float) -> bool:
-        """Make ``new`` the entry of a value that has been copied elsewhere; False if it is not ``old`` any more."""
+        """Make ``new`` the entry of a value that has been copied elsewhere; False if the entry is no longer ``old``."""
         if self.index is None:
             return True
         return self.index.replace(
@@ -252,13 +251,13 @@ class Catalog:
         )
 
     def remove(self, keys: Sequence[bytes], gone: bool = True) -> None:
-        """Forget what is known of them. ``gone`` False: something else may be there in its place."""
+        """Drop the entries of keys. ``gone`` False: another value may be there in its place."""
         for key in keys:
             self._known.pop(key, None)
-        if self.index is not None and self._rebuilding is not None:
+        if self.index is not None and self._rebuilder is not None:
             self.index.remove(keys)
             if gone:
-                self._rebuilding.gone(keys)
+                self._rebuilder.gone(keys)
 
     def close(self) -> None:
         if self.index is not None:
@@ -266,7 +265,7 @@ class Catalog:
 
 
 def _size_to_write(info: ValueInfo) -> int:
-    """What an entry must say of the size of chunks: nothing where it is the default, or there is only one."""
+    """The size of chunks in an index entry: 0 where it is the default, or there is only one chunk."""
     return 0 if info.chunk_bytes == DEFAULT_CHUNK_BYTES or info.chunks == 1 else info.chunk_bytes
 
 
@@ -275,15 +274,15 @@ def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
     return (one.value_crc, one.set_moves, same_chunks) == (other.value_crc, other.set_moves, True)
 
 
-def _in_place_of(other: ValueInfo, info: ValueInfo) -> bool:
-    """Whether other bytes have their chunks where those of ``info`` belong."""
+def _overwrites(other: ValueInfo, info: ValueInfo) -> bool:
+    """Whether ``other`` is a different value with its chunks in the same places as those of ``info``."""
     same_places = (other.strategy, other.servers, other.set_moves) == (info.strategy, info.servers, info.set_moves)
     return same_places and (other.value_bytes, other.value_crc) != (info.value_bytes, info.value_crc)
 
 
 def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo | None:
-    """What was set in the place of ``info``, by the settings of its key that satellites report: the latest, if it is
-    later than ``info``, or if none reports ``info``. Leftovers of an earlier value beside it mean nothing.
+    """The value that has replaced ``info``, among those of its key that satellites report: the latest, if it is later
+    than ``info`` or if none reports ``info``. None else: leftovers of an earlier value beside it mean nothing.
     """
     others = [one for one in reported if not _same_setting(info, one)]
     if not others:
@@ -293,39 +292,31 @@ def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo
     return latest if later or len(others) == len(reported) else None
 
 
-# What an incomplete index does not know is asked of the satellites, and adopted: the index is rebuilt as it is used.
-#
-# Each key costs a probe at most once in a while. What is found is in the index from then on, for all processes that
-# share it; what is not found is remembered as absent by this process for ``ABSENT_S``, so that a prompt nobody has
-# stored
-# is not looked for again at each of its tokens. Where a satellite of the box was silent, that is only for
-# ``SILENT_S``.
-
-
 ABSENT_S = 30.0
 SILENT_S = 1.0
-_MOST_REMEMBERED = 1 << 17
 _UNKNOWN = (0.0, False)
 
-Adopt = Callable[[Iterable[ValueInfo], float], None]
-"""Enters values in the index, at this time."""
 
+class IndexRebuilder:
+    """Probes satellites for what an incomplete index does not know, so that the index is rebuilt as it is used.
 
-class Rebuilding:
-    """Stands behind one index. ``adopt`` enters what was found there."""
+    A value that is found is entered in the index (``adopt``), for all processes that share it. A key that is not found
+    counts as absent for ``ABSENT_S`` in this process, so that a new prompt is not looked for again at each of its
+    tokens; only for ``SILENT_S`` where a satellite of the box was silent.
+    """
 
-    def __init__(self, index: SharedIndex, prober: Prober, adopt: Adopt) -> None:
+    def __init__(self, index: SharedIndex, prober: Prober, adopt: Callable[[Iterable[ValueInfo], float], None]) -> None:
         self._index = index
         self._prober = prober
         self._adopt = adopt
         self._absent: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
-        """Until when a key is taken to be nowhere, and whether that is certain."""
+        """Until when a key counts as absent, and whether that is certain."""
         self.keys_probed = 0
         self.values_adopted = 0
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Of keys that the index does not know, what the satellites know (nothing where the index is complete); and
-        whether the others are absent for certain.
+        """Probe keys that are not in the index (none where it is complete). Returns what was found, and whether the
+        others are certainly absent.
         """
         if self._index.complete:
             return {}, True
@@ -334,8 +325,8 @@ class Rebuilding:
         return found, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in found)
 
     def prefix(self, keys: Sequence[bytes], known: int) -> int:
-        """Leading keys that are all there; the first ``known`` are in the index. The index goes on from hole to hole,
-        the satellites are asked for what is in between.
+        """Number of leading keys that are all present; the first ``known`` are in the index. Satellites are probed for
+        what the index lacks behind them.
         """
         if known == len(keys) or self.absent(keys[known]):
             return known
@@ -351,15 +342,15 @@ class Rebuilding:
         return known + prefix_by(find, rest)
 
     def absent(self, key: bytes) -> bool:
-        """Whether a key that the index does not know is taken to be nowhere, without asking."""
+        """Whether a key that is not in the index counts as absent, without a probe."""
         return self._index.complete or self._absent.get(key, _UNKNOWN)[0] > self._prober.now_s()
 
     def gone(self, keys: Iterable[bytes]) -> None:
-        """These have been evicted: what is left of them is not to be found again at once."""
+        """These have been evicted: leftovers of them must not be found again at once."""
         if not self._index.complete:
             self._remember(keys, True)
 
-    def there(self, keys: Iterable[bytes]) -> None:
+    def present(self, keys: Iterable[bytes]) -> None:
         """These have been stored."""
         for key in keys:
             self._absent.pop(key, None)
@@ -371,7 +362,7 @@ class Rebuilding:
         if found:
             self.values_adopted += len(found)
             self._adopt([found[key] for key in keys if key in found], self._prober.now_s())
-            self._index.note_probed(len(keys), len(found))
+            self._index.record_probes(len(keys), len(found))
         return found
 
     def _remember(self, keys: Iterable[bytes], certain: bool) -> None:
@@ -379,5 +370,5 @@ class Rebuilding:
         for key in keys:
             self._absent[key] = until_s, certain
             self._absent.move_to_end(key)
-        while len(self._absent) > _MOST_REMEMBERED:
+        while len(self._absent) > _MAX_KNOWN:
             self._absent.popitem(last=False)

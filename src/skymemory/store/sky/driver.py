@@ -1,4 +1,4 @@
-"""What the constellation store needs of a transport: a client machine and somebody to carry its datagrams."""
+"""What a constellation store is built on: a driver that runs the client's state machine, and the layout of values."""
 
 from __future__ import annotations
 
@@ -23,41 +23,40 @@ class ClientDriver(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Held around beginning operations and running them."""
+        """Held while operations are begun and run."""
 
     def now_s(self) -> float: ...
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
-        """Carry datagrams until these operations have ended."""
+        """Send and receive until these operations have ended."""
 
     def close(self) -> None: ...
 
 
-# How values are laid out in the sky, and how large they may be there.
-
-
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
-_MOST_CHUNKS = 1 << 20
-_MOST_SERVERS = 64
-"""Another writer may spread over more servers than we do; by so much we give him credit."""
+_MAX_CHUNKS = 1 << 20
+_MAX_SERVERS = 64
+"""Another writer may use more servers than we do: up to this many are believed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkySettings:
-    """``memory_per_satellite_bytes`` 0: not known, nothing is refused for its size (but by the wire's 4 GiB)."""
+    """How values are laid out in the sky. ``memory_per_satellite_bytes`` 0: unknown; only the wire's 4 GiB limit
+    values.
+    """
 
     strategy: str = "rotation_hop"
     servers: int = 10
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     memory_per_satellite_bytes: int = 0
     lazy_eviction: bool = True
-    """Whether who finds a value with a chunk gone evicts the rest of it."""
+    """Whether a reader that finds a chunk gone evicts the rest of the value."""
     replicas: int = 1
     """Copies of every chunk, on different satellites (and planes, as far as the box has rows)."""
 
     @property
     def strategy_code(self) -> int:
-        """Its number on the wire; InvalidInput for a strategy we do not know."""
+        """Its number on the wire; InvalidInput for an unknown strategy."""
         code = STRATEGY_CODES.get(self.strategy)  # type: ignore[call-overload]
         if code is None:
             raise InvalidInput(f"strategy {self.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
@@ -65,19 +64,19 @@ class SkySettings:
 
     @property
     def largest_value_bytes(self) -> int:
-        """What fits when the satellites of a box hold nothing else."""
+        """The largest value that fits into an empty box."""
         if not self.memory_per_satellite_bytes:
             return _WIRE_LIMIT_BYTES
         chunks = self.memory_per_satellite_bytes // (self.chunk_bytes + CHUNK_REF_BYTES)
         return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes // self.replicas)
 
     def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
-        """Whether a value that a satellite tells of can be there at all: its chunks, with what each weighs beside its
-        bytes, must fit into the satellites. Where their memory is not known, a million chunks are believed.
+        """Whether a value that a satellite reports can exist: its chunks, with their overhead, must fit into the
+        satellites. If their memory is unknown, up to a million chunks are believed.
         """
         if not self.memory_per_satellite_bytes:
-            return chunks <= _MOST_CHUNKS
-        room_bytes = self.memory_per_satellite_bytes * max(self.servers, _MOST_SERVERS)
+            return chunks <= _MAX_CHUNKS
+        room_bytes = self.memory_per_satellite_bytes * max(self.servers, _MAX_SERVERS)
         return value_bytes + chunks * CHUNK_REF_BYTES <= room_bytes
 
     def check_size(self, size_bytes: int) -> None:

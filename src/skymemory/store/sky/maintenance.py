@@ -1,4 +1,4 @@
-"""What a store asks of all satellites that may hold chunks of a value: forget it, keep it, note that it matters."""
+"""Commands to all satellites that may hold chunks of a value: evict, keep (lease, pin, touch, expire), copy ahead."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from skymemory.store.base import LEASE_S
 from skymemory.store.sky.catalog import Catalog
 from skymemory.store.sky.driver import ClientDriver
 
-_ON_ITS_WAY_S = 1.3
-"""What we say arrives within this time: it is repeated for 0.8 s, and takes half a second around the world at most."""
-_NOWHERE: Mapping[bytes, Container[SatelliteId]] = {}
+_ARRIVES_WITHIN_S = 1.3
+"""A command arrives within this time: it is repeated for 0.8 s, and takes half a second around the world at most."""
+_NONE_SPARED: Mapping[bytes, Container[SatelliteId]] = {}
 
 
-class Upkeep:
-    """One question to each satellite concerned, for many values at once."""
+class Maintenance:
+    """Commands for many values at once, in one packet per satellite and page of keys."""
 
     def __init__(
         self, driver: ClientDriver, sky: SkyMap, catalog: Catalog, counters: Counters, replicas: int = 1
@@ -45,32 +45,32 @@ class Upkeep:
         self._catalog = catalog
         self._counters = counters
 
-    def hear(self) -> None:
-        """What satellites have said is dead (GONE) leaves the index, unless it was set anew meanwhile."""
+    def process_notices(self) -> None:
+        """Remove values from the index that satellites have reported as gone (GONE), unless they were set again."""
         if dead := dict(self._driver.machine.take_gone()):
-            known = self._catalog.settled(list(dead))
+            known = self._catalog.known(list(dead))
             gone = [key for key, info in known.items() if pack_setting(info.value_crc, *info.set_moves) == dead[key]]
             self._counters.add("values_gone_by_notice", len(gone))
             self._catalog.remove(gone)
 
-    def evict_dead(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
-        """Reads that began at ``looked_s`` found that these have holes. What another writer has set anew meanwhile is
-        not dead: only our entry of it is out of date.
+    def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
+        """Reads that began at ``looked_s`` found chunks of these gone: evict the rest. If another writer has set such a
+        key again meanwhile, only our entry is stale.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
         self._catalog.remove(list(replaced), gone=False)
         if dead:
             self._counters.add("values_evicted_lazily", len(dead))
-            # WRITING_S: nor what somebody was still writing when we looked
-            since_s = self._driver.now_s() - looked_s + _ON_ITS_WAY_S + WRITING_S
+            # WRITING_S: spare what a writer was still writing when we looked
+            since_s = self._driver.now_s() - looked_s + _ARRIVES_WITHIN_S + WRITING_S
             if since_s <= MOST_SINCE_S:  # else satellites do not remember whether it was set since
                 self._forget(dead, since_s)
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Forget what is left of earlier values of keys that were stored again in another placement, or with fewer
-        chunks, where the later ones have none: a look-up without an index would find them.
+        """Keys were stored again in another placement, or with fewer chunks: evict leftovers of the earlier values,
+        where the later ones have no chunks. A look-up without an index would find them.
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
@@ -81,14 +81,14 @@ class Upkeep:
             kept = {info.key: set(self._places(info, nearby=True)) for info in moved}
             self._forget([before[info.key] for info in moved], 0.0, but=kept)
 
-    def take_back(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
-        """These could not be stored whole. What was of them is forgotten where it is certain that the same bytes were
-        not there before: a complete index knew of none, and knows of none still. Elsewhere it stays, for it may be
-        chunks of a sound value, and a read finds what is missing.
+    def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
+        """These could not be stored whole: evict what was stored of them, if the same bytes were certainly not there
+        before: a complete index had no such entry, and still has none. Otherwise they stay, for they may be chunks of a
+        sound value; a read will find what is missing.
         """
         remains: list[ValueInfo] = []
         if self._catalog.index is not None and self._catalog.index.complete:
-            now = self._catalog.settled([info.key for info in failed])
+            now = self._catalog.known([info.key for info in failed])
             known = {info.key: [one[info.key] for one in (before, now) if info.key in one] for info in failed}
             remains = [info for info in failed if not any(_same_bytes(info, one) for one in known[info.key])]
         self._counters.add("failed_stores_left", len(failed) - len(remains))
@@ -96,12 +96,11 @@ class Upkeep:
             self._forget(remains, 0.0)
 
     def _forget(
-        self, infos: Sequence[ValueInfo], since_s: float, but: Mapping[bytes, Container[SatelliteId]] = _NOWHERE
+        self, infos: Sequence[ValueInfo], since_s: float, but: Mapping[bytes, Container[SatelliteId]] = _NONE_SPARED
     ) -> None:
-        """Have satellites (for each key ``but`` some) forget these settings where their chunks are and where they were
-        before the last move; but not what was stored in the last ``since_s``. What is there under the same keys in
-        other settings stays. Earlier releases, which forget keys only, are not asked: there the remains stay until they
-        are the oldest.
+        """FORGET these values where their chunks are and where they were before the last move, except on the satellites
+        in ``but`` for each key, and except what was stored in the last ``since_s``. Other values of the same keys stay.
+        Earlier releases, which forget whole keys only, do not get it: leftovers stay there until they are the oldest.
         """
         machine, now_s = self._driver.machine, self._driver.now_s()
         settings = {info.key: (info.key, pack_setting(info.value_crc, *info.set_moves)) for info in infos}
@@ -113,21 +112,21 @@ class Upkeep:
             self._driver.run(asked)
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """Forget these values: here, where their chunks are, and where they were before the last move. The keys of
-        those that can no longer be read: all satellites that may hold one server's share of them have confirmed that
-        they hold nothing. Only these leave the index.
+        """EVICT these values where their chunks are, and where they were before the last move. Returns the keys of
+        those that can no longer be read: all satellites that may hold one server's share have confirmed that they hold
+        nothing. Only these leave the index.
         """
-        let_go = self._evict(self._pages(infos, nearby=True)) if infos else {}
+        confirmed = self._evict(self._pages(infos, nearby=True)) if infos else {}
         gone = {
             info.key
             for info in infos
-            if any(let_go.get(info.key, set()).issuperset(share) for share in self._holders(info, nearby=True))
+            if any(confirmed.get(info.key, set()).issuperset(share) for share in self._holders(info, nearby=True))
         }
         self._catalog.remove(list(gone))
         return gone
 
     def _evict(self, pages: Sequence[tuple[SatelliteId, list[bytes]]]) -> dict[bytes, set[SatelliteId]]:
-        """For each key the satellites that confirmed to hold nothing of it."""
+        """Per key, the satellites that have confirmed to hold nothing of it."""
         machine, now_s = self._driver.machine, self._driver.now_s()
         with self._driver.lock:
             asked = {
@@ -135,20 +134,20 @@ class Upkeep:
                 for satellite, page in pages
             }
             answers = self._driver.run(asked)
-        let_go: dict[bytes, set[SatelliteId]] = {}
+        confirmed: dict[bytes, set[SatelliteId]] = {}
         for number, answer in answers.items():
             satellite, page = asked[number]
             for key in page if answer.ok else ():
-                let_go.setdefault(key, set()).add(satellite)
-        return let_go
+                confirmed.setdefault(key, set()).add(satellite)
+        return confirmed
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The first key becomes the most recently used. A hint: nobody answers, nothing is repeated."""
+        """The first key becomes the most recently used. A hint: unacknowledged, not repeated."""
         infos = self._catalog.find(keys)
         self._touch([infos[key] for key in dict.fromkeys(keys) if key in infos])
 
     def touch_before(self, key: bytes) -> None:
-        """The blocks before ``key`` in its chain: whatever was just stored behind them is not to outlive them."""
+        """Touch the blocks before ``key`` in its chain: what was just stored behind them must not outlive them."""
         self._touch(self._catalog.before(key))
 
     def _touch(self, infos: Sequence[ValueInfo]) -> None:
@@ -164,11 +163,11 @@ class Upkeep:
             self._driver.run(())
 
     def lease(self, infos: Sequence[ValueInfo], until_s: float) -> None:
-        """Not to be evicted until then, or until we have read them. Sent ahead of the read, unacknowledged."""
+        """Protect values from eviction until then, or until we have read them. A hint, sent ahead of the read."""
         self._hint(Retain.LEASE, until_s, self._pages(infos, nearby=False))
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Pin for so long (0: no more). A value that some satellite cannot pin is not left pinned on the others."""
+        """Pin for ``ttl_s`` (0 unpins). A value that one satellite cannot pin is unpinned on the others."""
         infos = self._catalog.find(keys)
         kept = self._retain(Retain.PIN, self._driver.now_s() + ttl_s if ttl_s > 0 else 0.0, list(infos.values()))
         refused = [info for info in infos.values() if not kept[info.key]]
@@ -177,13 +176,13 @@ class Upkeep:
         return [kept.get(key, False) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Forget these values after so long; infinite: never."""
+        """Expire values after ``ttl_s``; infinite: never."""
         until_s = 0.0 if math.isinf(ttl_s) else max(self._driver.now_s() + ttl_s, 0.001)
         kept = self._retain(Retain.EXPIRE, until_s, list(self._catalog.find(keys).values()))
         return [kept.get(key, False) for key in keys]
 
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
-        """For each value whether every satellite that holds chunks of it promised."""
+        """Per key, whether every satellite that holds chunks of its value has promised."""
         machine, now_s = self._driver.machine, self._driver.now_s()
         kept = {info.key: True for info in infos}
         with self._driver.lock:
@@ -207,11 +206,11 @@ class Upkeep:
         self,
         infos: Iterable[ValueInfo],
         nearby: bool,
-        but: Mapping[bytes, Container[SatelliteId]] = _NOWHERE,
+        but: Mapping[bytes, Container[SatelliteId]] = _NONE_SPARED,
         most: int = MAX_KEYS_PER_PACKET,
     ) -> list[tuple[SatelliteId, list[bytes]]]:
-        """Satellites (for each key ``but`` some) with the keys that concern them, in the order given, ``most`` in a
-        packet.
+        """Satellites with the keys that they may hold, ``most`` in a packet, in the order given; except for each key
+        those in ``but``.
         """
         by_satellite: dict[SatelliteId, list[bytes]] = {}
         for info in infos:
@@ -226,13 +225,13 @@ class Upkeep:
         ]
 
     def _places(self, info: ValueInfo, nearby: bool) -> dict[SatelliteId, None]:
-        """Where its chunks are, each once; ``nearby``: and where they were before the last move, or will be after the
-        next, which may come before what we say arrives.
+        """Where its chunks are; ``nearby``: and where they were before the last move, or will be after the next, which
+        may come before a command arrives.
         """
         return dict.fromkeys(place for share in self._holders(info, nearby) for place in share)
 
     def _holders(self, info: ValueInfo, nearby: bool) -> list[list[SatelliteId]]:
-        """For each server that has chunks of it, where these may be: its copies, each ``nearby`` as above."""
+        """Per server that has chunks of it, where these may be: its copies, each ``nearby`` as above."""
         r, p = self._driver.machine.moves(self._driver.now_s())
         steps = [(0, 0), (-1, 0), (0, -1), (1, 0), (0, 1)] if nearby else [(0, 0)]
         every = [
@@ -252,37 +251,35 @@ def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:
     return (one.strategy, one.servers, one.set_moves) == (other.strategy, other.servers, other.set_moves)
 
 
-# Prefetch: values copied to the satellites that will be overhead at a given time, before that time comes.
-#
-# A value stored with a migrating strategy follows the box by itself: nothing is to be done. A *parked* value (``hop``
-# or
-# ``baseline``: its satellites fly away with it, and no migration is paid for it) is read from wherever it is and
-# written,
-# as ``hop``, around the satellite that will be overhead: there it waits. Copy, switch, forget: the index entry changes
-# only when every chunk of the copy is acknowledged, and only if it still is what was copied; the chunks left behind
-# are
-# forgotten a lease later, for whoever is reading them. Whatever fails, the value is where it was.
-
-
 BATCH_BYTES = 8 << 20
-"""Values copied at once: so much memory, and so long may a read of the same client have to wait for its turn."""
+"""Values copied at once: this bounds the memory, and how long a read of the same client may have to wait."""
 _PARKED = STRATEGY_CODES["hop"]
 
 
 class Prefetcher:
-    """Copies values of one store ahead of time."""
+    """Copies values to the satellites that will be overhead at a given time, before that time comes.
+
+    A value with a migrating strategy follows the box by itself. A *parked* value (``hop`` or ``baseline``: its
+    satellites fly away with it, and no migration is paid for it) is
+
+    1. read from wherever it is, and written, as ``hop``, around the satellite that will be overhead;
+    2. switched: the index entry changes once every chunk of the copy is acknowledged, if the entry is still the same;
+    3. forgotten in its old place a lease later, when no reader needs it any more.
+
+    Whatever fails, the value is where it was.
+    """
 
     def __init__(self, driver: ClientDriver, sky: SkyMap, catalog: Catalog, counters: Counters) -> None:
         self._driver = driver
         self._sky = sky
         self._catalog = catalog
         self._counters = counters
-        self._left_behind: list[tuple[float, ValueInfo]] = []
-        """Copies that are not the value's place any more, or never became it, and when to forget them."""
+        self._obsolete: list[tuple[float, ValueInfo]] = []
+        """Obsolete copies, old ones and those whose switch failed, and when to forget them."""
 
     def run(self, keys: Sequence[bytes], at_s: float, target: Moves | None) -> list[bool]:
-        """Per key: whether its value will be near at ``at_s``. ``target``: the moves of another place's box."""
-        self._forget_left_behind()
+        """Per key, whether its value will be near at ``at_s``. ``target``: the moves of another place's box."""
+        self._forget_obsolete()
         follows_box = target is None
         aim = self._driver.machine.moves_at(at_s) if target is None else target
         infos = self._catalog.find(keys)
@@ -300,7 +297,7 @@ class Prefetcher:
         return info.strategy == _PARKED and info.set_moves == aim
 
     def _copy(self, infos: Sequence[ValueInfo], aim: Moves) -> set[bytes]:
-        """Keys of the values that are now around the centre of ``aim``."""
+        """Copy values to around the centre of ``aim``; returns the keys of those that are there now."""
         driver, machine = self._driver, self._driver.machine
         values = {info.key: memoryview(bytearray(info.value_bytes)) for info in infos}
         with driver.lock:
@@ -319,37 +316,37 @@ class Prefetcher:
         for number, (info, copy) in begun.items():
             if finished[number].ok and self._catalog.switch(info, copy, driver.now_s()):
                 done.add(info.key)
-                self._left_behind.append((driver.now_s() + LEASE_S, info))
+                self._obsolete.append((driver.now_s() + LEASE_S, info))
             else:
-                self._left_behind.append((driver.now_s(), copy))
+                self._obsolete.append((driver.now_s(), copy))
         return done
 
-    def _forget_left_behind(self) -> None:
-        """Have what was left behind long enough ago forgotten, by its setting: what others have stored there stays. But
-        for the satellites that hold the value now.
+    def _forget_obsolete(self) -> None:
+        """FORGET obsolete copies whose time has come, except on satellites that hold the value now. Other values of
+        these keys stay.
         """
         now_s = self._driver.now_s()
-        due = [info for due_s, info in self._left_behind if due_s <= now_s]
-        self._left_behind = [left for left in self._left_behind if left[0] > now_s]
-        if not due or self._catalog.index is None:  # without an index nobody can say which copy is the value's place
+        due = [info for due_s, info in self._obsolete if due_s <= now_s]
+        self._obsolete = [copy for copy in self._obsolete if copy[0] > now_s]
+        if not due or self._catalog.index is None:  # without an index it is unknown which copy is the value's place
             return
         current = self._catalog.find(list({info.key for info in due}))
-        left: dict[SatelliteId, set[Dead]] = {}
+        dead_at: dict[SatelliteId, set[Dead]] = {}
         for info in due:
             kept = self._places(current[info.key]) if info.key in current else set()
             for satellite in self._places(info) - kept:
-                left.setdefault(satellite, set()).add((info.key, pack_setting(info.value_crc, *info.set_moves)))
+                dead_at.setdefault(satellite, set()).add((info.key, pack_setting(info.value_crc, *info.set_moves)))
         machine = self._driver.machine
         with self._driver.lock:
             asked = [
                 machine.ask(Op.FORGET, pack_forget(page, 0.0), satellite, now_s)
-                for satellite, dead in left.items()
+                for satellite, dead in dead_at.items()
                 for page in _pages(sorted(dead))
             ]
             self._driver.run(asked)
 
     def _places(self, info: ValueInfo) -> set[SatelliteId]:
-        """Every satellite that may hold chunks of the value now: of a box on the move also those of a move ago."""
+        """Every satellite that may hold chunks of the value now, including those of a move ago."""
         r, p = self._driver.machine.moves(self._driver.now_s())
         places: set[SatelliteId] = set()
         for moves in ((r, p), (r - 1, p), (r, p - 1)):
@@ -358,7 +355,7 @@ class Prefetcher:
 
 
 def _batches(infos: Iterable[ValueInfo]) -> Iterator[list[ValueInfo]]:
-    """Runs of at most ``BATCH_BYTES``, but at least one value each."""
+    """Batches of at most ``BATCH_BYTES``, with at least one value each."""
     batch: list[ValueInfo] = []
     size_bytes = 0
     for info in infos:

@@ -1,4 +1,4 @@
-"""Finding values in the sky without an index: ask the nearest satellite, then the rest of the box."""
+"""Questions to the satellites of the box: which values they hold (HAS), which names (LIST), what time it is (PING)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Presence
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.store.sky.driver import ClientDriver
 
-_LEFT_BEHIND_S = 1.0
-"""So long after a move the box of before is asked, too."""
+_PREVIOUS_BOX_S = 1.0
+"""How long after a move the previous box is probed, too."""
 
 
 def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) -> int:
-    """Leading keys all present, where ``find`` tells which of some are: with few calls, and correct with holes.
-
-    The first key is among the first that are asked for: of a prompt that nobody has stored nothing else is.
+    """Number of leading keys that are all present: few calls of ``find`` (which of some keys are present), correct with
+    holes. The first call includes the first key: a prompt that is not stored needs no more.
     """
     search = PrefixSearch(len(keys), verify_batch=MAX_KEYS_PER_PACKET)
     first = True
@@ -39,8 +38,10 @@ def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) 
 
 
 class Prober:
-    """Asks HAS. The centre of the box holds some chunk of every value with as many chunks as the box has cells;
-    of smaller values, and when the box has empty cells, it may hold none, so the others are asked too.
+    """Finds values without an index: asks the centre of the box, then its other satellites.
+
+    The centre holds some chunk of every value with at least as many chunks as the box has cells; of smaller values, and
+    when the box has empty cells, it may hold none.
     """
 
     def __init__(
@@ -51,23 +52,23 @@ class Prober:
         servers: int,
         can_hold: Callable[[int, int, int], bool] = lambda chunks, chunk_bytes, value_bytes: True,
     ) -> None:
-        """``can_hold``: whether the constellation has room for so many chunks of a value of so many bytes."""
+        """``can_hold(chunks, chunk_bytes, value_bytes)``: whether the constellation has room for such a value."""
         self._driver = driver
         self._sky = sky
         self._placement = sky.placement(strategy, servers)
         self._can_hold = can_hold
         self.questions = 0
-        """HAS packets so far."""
+        """HAS packets sent so far."""
 
     def now_s(self) -> float:
         return self._driver.now_s()
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """What the box knows of each key, in at most two round trips; and whether the keys that were not found are
-        absent for certain: all that may hold some answered.
+        """The values that the box holds, in at most two round trips; and whether the other keys are certainly absent:
+        all satellites that may hold them have answered.
 
-        Just after a move these are the satellites of the box of before, too: a chunk outlives its handover there. Where
-        the answers tell that the box is elsewhere than we thought, it is searched again, once.
+        Just after a move the satellites of the previous box are asked, too: a chunk outlives its handover there. Where
+        the answers show that the box is elsewhere, the search is repeated once.
         """
         moves = self._moves()
         found, certain = self._search_at(moves, keys)
@@ -78,19 +79,19 @@ class Prober:
         return found, certain and self._moves() == moves
 
     def settings_in_box(self, keys: Sequence[bytes]) -> dict[bytes, list[ValueInfo]]:
-        """All different settings of each key that the satellites of the box report."""
+        """All different values of each key that the satellites of the box report."""
         return self._settings(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
 
     def _moves(self) -> Moves:
         return self._driver.machine.moves(self._driver.now_s())
 
     def _search_at(self, moves: Moves, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """The centre is asked for all, the others for what it has not got."""
+        """Ask the centre for all keys, the other satellites for those it lacks."""
         centre = self._sky.centre_at(moves)
         found, certain = self._ask([centre], keys)
         unknown = [key for key in keys if key not in found]
         if unknown:
-            before = self._driver.machine.moves_at(self._driver.now_s() - _LEFT_BEHIND_S)
+            before = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
             boxes = [self._placement.box_satellites(at) for at in dict.fromkeys((moves, before))]
             others = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here != centre]
             more, all_answered = self._ask(others, unknown)
@@ -99,7 +100,7 @@ class Prober:
         return found, certain
 
     def prefix(self, keys: Sequence[bytes]) -> tuple[int, dict[bytes, ValueInfo]]:
-        """The number of leading keys all present, correct with holes, and what was learned on the way."""
+        """The number of leading keys that are all present, correct with holes; and the values found on the way."""
         known: dict[bytes, ValueInfo] = {}
 
         def find(asked: list[bytes]) -> set[bytes]:
@@ -109,8 +110,8 @@ class Prober:
         return prefix_by(find, keys), known
 
     def _ask(self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """What these know of the keys, and whether all of them answered. Of two values of one key it is the one that
-        was set at more moves.
+        """The values that these satellites hold, and whether all of them answered. Of two values of one key, the one
+        that was set at more moves.
         """
         reported, certain = self._settings(satellites, keys)
         return {key: max(infos, key=lambda info: sum(info.set_moves)) for key, infos in reported.items()}, certain
@@ -147,7 +148,7 @@ class Prober:
         return found, all(answer.ok for answer in answers.values())
 
     def _believable(self, info: ValueInfo) -> bool:
-        """Whether there can be such a value: whoever reads it sets aside memory for all of it before a byte comes."""
+        """Whether such a value can exist: a reader allocates memory for all of it before the first byte comes."""
         if not self._can_hold(info.chunks, info.chunk_bytes, info.value_bytes):
             return False
         try:
@@ -159,7 +160,7 @@ class Prober:
 
 
 def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
-    """What a reader needs, from one satellite's word; None where its only chunk is the last, shorter one."""
+    """A value as one satellite's answer describes it; None where it holds only the last, shorter chunk."""
     if presence.chunks > 1 and presence.index == presence.chunks - 1:
         return None
     tag = presence.tag
@@ -175,9 +176,6 @@ def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
     )
 
 
-# What named values the sky holds: the satellites of the box are asked, then the first chunks are read.
-
-
 @dataclass(frozen=True, slots=True)
 class NamedValue:
     name: str
@@ -187,12 +185,12 @@ class NamedValue:
 
 
 def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[NamedValue]:
-    """Values of the general key-value store on ``satellites``, by name; KV blocks, which have no name, are left out.
+    """The named values (``store.named``) on ``satellites``, by name. KV blocks, which have no names, are left out.
 
-    A value is listed if its first chunk is there and readable; whether all the others are, only a read can tell.
+    A value is listed if its first chunk is present and readable; only a read shows whether all others are.
 
     Raises:
-        CommandsRefused: all who answered refuse to say what they hold.
+        CommandsRefused: all satellites that answered refuse to list what they hold.
     """
     first_chunks: dict[bytes, tuple[SatelliteId, Presence]] = {}
     for satellite, key, presence in _held(driver, satellites):
@@ -215,7 +213,7 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
 
 
 def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple[SatelliteId, bytes, Presence]]:
-    """Every key of each satellite with what it has of it: page after page, of all of them at the same time."""
+    """Every key of each satellite, with the chunk that it reports: page after page, all satellites in parallel."""
     after = dict.fromkeys(satellites, bytes(KEY_BYTES))
     while after:
         with driver.lock:
@@ -237,7 +235,7 @@ def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple
             except MalformedPacket:
                 driver.machine.counters.add("packets_malformed")
                 continue
-            if page and page[-1][0] > last:  # neither the end, nor a satellite that would go on for ever
+            if page and page[-1][0] > last:  # not the end, and no satellite that repeats itself
                 after[satellite] = page[-1][0]
                 yield from ((satellite, key, presence) for key, presence in page)
 
@@ -249,18 +247,16 @@ def _header(start_of_value: bytes) -> ValueHeader | None:
         return None
 
 
-# A host that comes into a constellation asks around how far the box has moved, and how far the clocks are apart.
+_ENOUGH_CLOCKS = 3
+"""Answers to wait for: one of them may be of a wrong clock."""
 
 
-_ENOUGH = 3
-"""Satellites that must have answered: one of them may have a wrong clock."""
+def synchronise_clock(driver: ClientDriver, sky: SkyMap) -> float | None:
+    """PING the box's centre and its four neighbours, so that the client adopts their count of moves: an operator may
+    have pushed the box. Three answers suffice.
 
-
-def ask_the_clocks(driver: ClientDriver, sky: SkyMap) -> float | None:
-    """Let the client hear how several satellites count the moves: an operator may have pushed the box on.
-
-    Asked are the box's centre and its four neighbours, all at once; three answers do. Returns by how many seconds the
-    clocks of those that answered are ahead of ours (their median, to within half a round trip); None if none did.
+    Returns by how many seconds the satellites' clocks are ahead of ours (the median, to within half a round trip); None
+    if none answered.
     """
     machine = driver.machine
     with driver.lock:
@@ -271,7 +267,7 @@ def ask_the_clocks(driver: ClientDriver, sky: SkyMap) -> float | None:
         ]
         ahead_s: list[float] = []
         for number in asked:
-            if len(ahead_s) == _ENOUGH:
+            if len(ahead_s) == _ENOUGH_CLOCKS:
                 machine.cancel(number)
             elif (finished := driver.run([number])[number]).ok:
                 ahead_s.append(finished.report.clock_ahead_s)

@@ -1,10 +1,12 @@
-"""The constellation as a tier: keys to chunks on satellites and back, under the common contract.
+"""The constellation as a tier: values are cut into chunks on satellites, under the common contract.
 
-Where each chunk is follows from the index entry (size, strategy, moves at the setting) and the clock. With the index
-lost, or by choice, the box is probed instead.
+A warm read: ``prefix`` asks the index; ``complete_load`` takes the values' infos from it (``catalog``), begins a
+``get`` of the client's state machine for each, and runs them together (``driver``). The places of chunks follow from
+the info (size, strategy, moves at the setting) and the clock. Without an index, or where it is incomplete, satellites
+are probed.
 
-A read that fails is a miss, and no proof of loss: a chunk may be on its way to where the box is now. Only a value of
-which a chunk is proved to be nowhere (``protocol.client.transfer``) is forgotten, and its remains are evicted.
+A read that fails is a miss, and no proof of loss: a chunk may be moving to where the box is now. Only a value with a
+chunk that is proved to be gone (``protocol.client.transfer``) leaves the index, and the rest of it is evicted.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ from skymemory.store.base import (
 from skymemory.store.buffer_pool import BufferPool
 from skymemory.store.sky.catalog import Catalog
 from skymemory.store.sky.driver import ClientDriver, SkySettings
-from skymemory.store.sky.maintenance import Prefetcher, Upkeep
-from skymemory.store.sky.probing import NamedValue, Prober, ask_the_clocks, list_names
+from skymemory.store.sky.maintenance import Maintenance, Prefetcher
+from skymemory.store.sky.probing import NamedValue, Prober, list_names, synchronise_clock
 from skymemory.store.sky.shared_index import SharedIndex
 
 _TYPICAL_BYTES = 3e6
 _DOUBTFUL = ("corrupt", "other version")
-"""Failures that one read may report wrongly: the value is read once more before anything follows from it."""
+"""Failures that one read may report wrongly: the value is read once more before it is evicted."""
 _GONE = ("missing", "corrupt")
-"""What is known for certain then: a chunk is nowhere, or what is stored is not what was written."""
+"""Failures that prove a value lost: a chunk is gone, or the stored bytes are not those written."""
 
 
 class ConstellationStore(TwoPhase):
-    """Values on satellites. ``index`` None: every look-up probes the box (correct, slower)."""
+    """Values on satellites. ``index`` None: every look-up probes the box, which is slower."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class ConstellationStore(TwoPhase):
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._buffers = BufferPool()
         self._counters = Counters()
-        self._upkeep = Upkeep(driver, sky, self._catalog, self._counters, self.settings.replicas)
+        self._maintenance = Maintenance(driver, sky, self._catalog, self._counters, self.settings.replicas)
         self._prefetcher = Prefetcher(driver, sky, self._catalog, self._counters)
         self._bytes_per_s = 1e9
         self._clock_ahead_s = 0.0
@@ -89,28 +91,29 @@ class ConstellationStore(TwoPhase):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)
-        self._upkeep.hear()
+        self._maintenance.process_notices()
         infos = self._catalog.find(keys)
         pending = {key for ticket in self._stores.holding(self._driver.now_s()) for key, _ in ticket.items}
         return [Presence.PENDING if key in pending else Presence.HIT if key in infos else Presence.MISS for key in keys]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = self._check(keys)
-        self._upkeep.hear()
+        self._maintenance.process_notices()
         return self._catalog.prefix(keys)
 
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """The lease is sent to the satellites ahead of the read, for what is known here to be there. One that misses
-        the packet, or has leased its share already, may evict. It ends when the chunks are served.
+        """The lease is sent to the satellites ahead of the read, for keys that are known here to be present. A
+        satellite that misses the packet, or has leased its share already, may evict. It ends when the chunks are
+        served.
         """
         ticket = self._begin_load(keys)
-        self._upkeep.lease(list(self._catalog.settled(ticket.keys).values()), ticket.expires_s)
+        self._maintenance.lease(list(self._catalog.known(ticket.keys).values()), ticket.expires_s)
         return ticket
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Both phases at once: there is nothing to protect in between."""
+        """Both phases at once, without a lease: there is nothing to protect in between."""
         return self.complete_load(self._begin_load(keys))
 
     def _begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
@@ -124,9 +127,9 @@ class ConstellationStore(TwoPhase):
         started_s = self._driver.now_s()
         infos, certain = self._catalog.take(ticket.keys)
         unique = list(infos.values())
-        room = self._buffers.take(sum(info.value_bytes for info in unique))
-        ticket.state = room
-        outcomes, values = self._fetch(unique, room.data)
+        buffer = self._buffers.take(sum(info.value_bytes for info in unique))
+        ticket.state = buffer
+        outcomes, values = self._fetch(unique, buffer.data)
         seconds = self._driver.now_s() - started_s
         silent = "unreachable" if self._driver.machine.breaker.is_open else "uncertain"
         absent = KeyReport(reason="absent" if certain else silent)
@@ -140,12 +143,15 @@ class ConstellationStore(TwoPhase):
         return [values.get(key) for key in ticket.keys]
 
     def _fetch(
-        self, infos: Sequence[ValueInfo], room: memoryview
+        self, infos: Sequence[ValueInfo], buffer: memoryview
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
+        """Read values into ``buffer``, doubtful ones twice, and evict those that are proved lost. Returns the end of
+        each read, and views of the values.
+        """
         outs: dict[bytes, memoryview] = {}
         at = 0
         for info in infos:
-            outs[info.key] = room[at : at + info.value_bytes]
+            outs[info.key] = buffer[at : at + info.value_bytes]
             at += info.value_bytes
         looked_s = self._driver.now_s()
         outcomes = self._read(infos, outs)
@@ -166,16 +172,16 @@ class ConstellationStore(TwoPhase):
         if others := failed.get("other version"):
             gone += self._catalog.adopt_replacements(others, self._driver.now_s())
         if gone and self.settings.lazy_eviction:
-            self._upkeep.evict_dead(gone, looked_s)
+            self._maintenance.evict_holed(gone, looked_s)
         elif gone:
             self._catalog.remove([info.key for info in gone])
         return outcomes, values
 
     def _read(self, infos: Sequence[ValueInfo], outs: Mapping[bytes, memoryview]) -> dict[bytes, Finished]:
-        """Read these values into their places: one look."""
+        """Read these values once."""
         machine, replicas = self._driver.machine, self.settings.replicas
         with self._driver.lock:
-            # Backwards: the first becomes the most recently used, and a chain loses its end first.
+            # In reverse: the first becomes the most recently used, and a chain loses its end first.
             numbers = [machine.get(info, outs[info.key], self._driver.now_s(), replicas) for info in reversed(infos)]
             finished = self._driver.run(numbers)
         for outcome in finished.values():
@@ -192,9 +198,9 @@ class ConstellationStore(TwoPhase):
 
     def release(self, ticket: LoadTicket) -> None:
         self._loads.discard(ticket)
-        room, ticket.state = ticket.state, None
-        if isinstance(room, np.ndarray):
-            self._buffers.give_back(room)
+        buffer, ticket.state = ticket.state, None
+        if isinstance(buffer, np.ndarray):
+            self._buffers.give_back(buffer)
 
     # --- storing ---
 
@@ -211,7 +217,7 @@ class ConstellationStore(TwoPhase):
         self._check(())
         started_s = self._driver.now_s()
         with self._stores.ending(ticket):
-            before = self._catalog.settled([key for key, _ in ticket.items])
+            before = self._catalog.known([key for key, _ in ticket.items])
             with self._driver.lock:
                 last_first = reversed(dict(ticket.items).items())
                 begun = {key: self._begin_put(key, value) for key, value in last_first}
@@ -224,14 +230,14 @@ class ConstellationStore(TwoPhase):
             if not outcome.ok:
                 self._counters.add("failures", label=outcome.report.failure)
         if failed:
-            self._upkeep.take_back(failed, before)
+            self._maintenance.clean_up_failed(failed, before)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
-        self._upkeep.hear()  # of what was there before: it must not take away what is there now
+        self._maintenance.process_notices()  # about earlier values: they must not remove the new entries
         self._catalog.add(infos, self._driver.now_s(), places)
-        self._upkeep.evict_replaced(before, infos)
+        self._maintenance.evict_replaced(before, infos)
         if ticket.items:
-            self._upkeep.touch_before(ticket.items[0][0])
+            self._maintenance.touch_before(ticket.items[0][0])
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
         ticket.unanswered = frozenset(
@@ -256,43 +262,43 @@ class ConstellationStore(TwoPhase):
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
         """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds).
 
-        Those of migrating strategies are there anyway: they follow the box. ``moves`` names the box of another place
-        instead (a host that travels, another region); then these are copied as well, and stay there.
+        Those of migrating strategies follow the box and need no copy. ``moves`` names the box of another place instead
+        (a travelling host, another region); then these are copied as well, and stay there.
         """
         return self._prefetcher.run(self._check(keys), at, moves)
 
     # --- the rest of the contract ---
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """A hint to the satellites: nobody answers."""
-        self._upkeep.touch(self._check(keys))
+        """A hint to the satellites, unacknowledged."""
+        self._maintenance.touch(self._check(keys))
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """True where every satellite with chunks of the value promised; each pins up to half of its memory."""
-        return self._upkeep.pin(self._check(keys), check_ttl(ttl_s))
+        """True where every satellite with chunks of the value has promised; each pins up to half of its memory."""
+        return self._maintenance.pin(self._check(keys), check_ttl(ttl_s))
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Have values forgotten after ``ttl_s`` seconds (infinite: no more). True where all their satellites will."""
-        return self._upkeep.expire(self._check(keys), check_ttl(ttl_s))
+        """Expire values after ``ttl_s`` seconds (infinite: never). True where all their satellites have promised."""
+        return self._maintenance.expire(self._check(keys), check_ttl(ttl_s))
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """True where so many satellites have confirmed that the value can no longer be put together; one that did not
-        answer may keep useless chunks of it. None: it may still be there; delete it again.
+        """True where enough satellites have confirmed that the value can no longer be read; one that did not answer may
+        keep useless chunks of it. None: it may still be there; delete it again.
         """
         keys = self._check(keys)
         infos, certain = self._catalog.search(keys)
-        gone = self._upkeep.delete(list(infos.values()))
+        gone = self._maintenance.delete(list(infos.values()))
         absent = False if certain else None
         return [(True if key in gone else None) if key in infos else absent for key in keys]
 
     def synchronise(self) -> bool:
-        """Ask satellites how far the box has moved (an operator may have pushed it); whether any answered."""
-        ahead_s = ask_the_clocks(self._driver, self._sky)
+        """Ask satellites how far the box has moved (an operator may have pushed it); returns whether any answered."""
+        ahead_s = synchronise_clock(self._driver, self._sky)
         self._clock_ahead_s = ahead_s or 0.0
         return ahead_s is not None
 
     def names(self) -> list[NamedValue]:
-        """The named values (``store.named``) that the box holds now."""
+        """The named values (``store.named``) in the box."""
         moves = self._driver.machine.moves(self._driver.now_s())
         placement = self._sky.placement(self._strategy, self.settings.servers)
         return list_names(self._driver, list(dict.fromkeys(placement.box_satellites(moves))))
@@ -311,14 +317,14 @@ class ConstellationStore(TwoPhase):
         return figures
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Round trip plus bytes at the rate of late; infinite when one of them is known to be absent. Asks nobody: what
-        an index cannot know is taken to be there.
+        """Round trip plus bytes at the recent rate; infinite when one of the keys is known to be absent. Asks no
+        satellite: what an index cannot know counts as present.
         """
         keys = self._check(keys)
         rtt_s = self._driver.machine.config.expected_rtt_s
         if self._catalog.absent(keys):
             return math.inf
-        found = self._catalog.settled(keys) if self._catalog.index is not None else {}
+        found = self._catalog.known(keys) if self._catalog.index is not None else {}
         sizes = [found[key].value_bytes if key in found else _TYPICAL_BYTES for key in keys]
         return rtt_s + sum(sizes) / self._bytes_per_s
 
