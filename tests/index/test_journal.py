@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.index.block_info import BlockInfo, InfoTable, pack_groups
-from skymemory.index.journal import Record, RecordOp, Snapshot, JournalState, decode_records, encode_record, pack_snapshot
+from skymemory.index.journal import (
+    JournalState,
+    Record,
+    RecordOp,
+    Snapshot,
+    decode_records,
+    encode_record,
+    pack_snapshot,
+)
 from skymemory.index.radix import RadixIndex
 
 HASHES = [bytes([n]) * 32 for n in range(1, 6)]

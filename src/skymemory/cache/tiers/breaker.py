@@ -25,8 +25,7 @@ class BreakerConfig:
     def __post_init__(self) -> None:
         if self.failures < 1 or not 0 < self.first_wait_s <= self.last_wait_s or self.probe_limit_s <= 0:
             raise InvalidInput(
-                "a circuit breaker needs failures >= 1, 0 < first_wait <= last_wait and probe_limit > 0, "
-                f"got {self}"
+                f"a circuit breaker needs failures >= 1, 0 < first_wait <= last_wait and probe_limit > 0, got {self}"
             )
 
 
