@@ -22,8 +22,7 @@ import numpy as np
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Ranking, Tickets
-from skymemory.conductor.strategies.indexed import Indexed
+from skymemory.conductor.strategies.base import Indexed, Ranking, RequestNotes
 
 TRAINED_EVERY_S = 10.0
 LEAST_SAMPLES = 100
@@ -60,7 +59,7 @@ class PredictedLatency(Indexed):
         super().__init__(index)
         self._dice = random.Random(seed)
         self._picks_best = picks_best
-        self._sent: Tickets[tuple[float, Features]] = Tickets()
+        self._sent: RequestNotes[tuple[float, Features]] = RequestNotes()
         self._samples: dict[tuple[int, int, int], deque[tuple[Features, float]]] = defaultdict(
             lambda: deque(maxlen=OF_A_BUCKET)
         )

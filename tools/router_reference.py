@@ -10,7 +10,7 @@ from typing import Any
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.simple import AtRandom
+from skymemory.conductor.strategies.simple import RandomChoice
 from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.envoy.metrics import COUNTERS, PREFIX, DeskCollector
@@ -75,7 +75,7 @@ def _metrics() -> str:
     fleet = Fleet()
     fleet.add("s")
     metrics = ProxyMetrics(fleet)
-    picker = Picker(fleet, AtRandom())
+    picker = Picker(fleet, RandomChoice())
     metrics.registry.register(EventsWatch(picker.scorer, Backends(picker)))
     for family in metrics.registry.collect():
         # A family made at each collection knows its labels; of those that stand all the time the metric does.
@@ -91,7 +91,7 @@ def _picker_metrics() -> str:
     fleet.add("s")
     rows = ["| name | labels | what |", "| --- | --- | --- |"]
     for family in DeskCollector(
-        Desk(Scheduler(picker := Picker(fleet, AtRandom())), PromptReader(), Backends(picker))
+        Desk(Scheduler(picker := Picker(fleet, RandomChoice())), PromptReader(), Backends(picker))
     ).collect():
         counter = family.type == "counter"
         name = family.name.removeprefix(PREFIX) + "_total" * counter

@@ -153,8 +153,8 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
         ({"format": "other"}, "not a cost model"),
         ({"mfu": "half"}, "mfu is 'half'; expected float"),
         ({"mfu": 2.0}, "above 0, at most 1"),
-        ({"mfuu": 0.5}, "no key 'mfuu'"),
-        ({"shape": {"name": "x"}}, "shape: lacks layers"),
+        ({"mfuu": 0.5}, "unknown key 'mfuu'"),
+        ({"shape": {"name": "x"}}, "shape: missing layers"),
         ({"machine": 7}, "machine: expected a table"),
     ],
 )
@@ -182,5 +182,5 @@ def test_a_shape_out_of_a_models_config() -> None:
     assert shape.parameters == pytest.approx(69e9, rel=0.01)
     assert shape.weight_flops == pytest.approx(25.5, rel=0.01)
     assert shape_of("x", config, value_bytes=1).kv_bytes_per_token == 160 << 10
-    with pytest.raises(InvalidInput, match=r"config\.json is wanted"):
+    with pytest.raises(InvalidInput, match=r"expected a model's config\.json"):
         shape_of("x", {"hidden_size": 5})

@@ -10,7 +10,7 @@ import pytest
 from skymemory.conductor.fleet import Fleet, LoadReport, Server
 from skymemory.conductor.picker import ADAPTER_QUEUE, NoServer, Picker
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.simple import AtRandom, InTurn, LeastLoad
+from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput
 
 NONE = np.empty(0, dtype=np.uint64)
@@ -29,7 +29,7 @@ def a_fleet(servers: int) -> Fleet:
 
 def test_in_turn_goes_round_and_skips_who_is_ill() -> None:
     fleet = a_fleet(3)
-    picker = Picker(fleet, InTurn(), seed=1)
+    picker = Picker(fleet, RoundRobin(), seed=1)
     order = []
     for _ in range(6):
         decision = picker.pick(a_request(), 0.0)
@@ -43,7 +43,7 @@ def test_in_turn_goes_round_and_skips_who_is_ill() -> None:
 
 def test_ties_are_broken_by_the_seed_and_evenly() -> None:
     def drawn(seed: int) -> list[str]:
-        picker = Picker(a_fleet(4), AtRandom(), seed=seed)
+        picker = Picker(a_fleet(4), RandomChoice(), seed=seed)
         return [picker.pick(a_request(), 0.0).server for _ in range(4000)]
 
     assert drawn(7) == drawn(7) != drawn(8)
@@ -132,54 +132,54 @@ def test_an_adapter_is_loaded_elsewhere_once_too_many_wait_for_it() -> None:
 
 def test_who_takes_requests_is_known_again_after_every_change() -> None:
     fleet = a_fleet(3)
-    assert [server.name for server in fleet.able] == ["s0", "s1", "s2"]
+    assert [server.name for server in fleet.available] == ["s0", "s1", "s2"]
     fleet.servers["s1"].healthy = False
-    assert [server.name for server in fleet.able] == ["s0", "s2"]
+    assert [server.name for server in fleet.available] == ["s0", "s2"]
     fleet.add("s3").draining = True
-    assert [server.name for server in fleet.able] == ["s0", "s2"]
+    assert [server.name for server in fleet.available] == ["s0", "s2"]
     fleet.servers["s1"].healthy, fleet.servers["s3"].draining = True, False
-    assert [server.name for server in fleet.able] == ["s0", "s1", "s2", "s3"]
+    assert [server.name for server in fleet.available] == ["s0", "s1", "s2", "s3"]
     gone = fleet.remove("s0")
-    assert gone is not None and [server.name for server in fleet.able] == ["s1", "s2", "s3"]
+    assert gone is not None and [server.name for server in fleet.available] == ["s1", "s2", "s3"]
     gone.healthy = False
-    assert fleet.able is fleet.able, "made anew only after a change"
+    assert fleet.available is fleet.available, "made anew only after a change"
 
 
 def test_what_a_decision_says_later_is_how_things_were_when_it_was_made() -> None:
     fleet = a_fleet(4)
     for number, server in enumerate(fleet):
         server.in_flight = 3 - number
-    picker = Picker(fleet, AtRandom(), seed=1)
+    picker = Picker(fleet, RandomChoice(), seed=1)
     one, other = picker.pick(a_request(), 0.0), picker.pick(a_request(), 0.0)
     expected = tuple(name for name in ("s3", "s2", "s1", "s0") if name != other.server)
     before = one.fallbacks, one.reasons, one.as_json()
     for server in fleet:
         server.in_flight += server.slot * 10
     picker.remove("s2")
-    assert other.fallbacks == expected and other.reasons == ("drawn among 4 of 4 that tie",)
+    assert other.fallbacks == expected and other.reasons == ("drawn among 4 of 4 with equal scores",)
     assert (one.fallbacks, one.reasons, one.as_json()) == before
     moved = other.taken_by("s9")
     assert (moved.server, moved.matched_tokens, moved.estimated_ttft_s) == ("s9", 0, None)
-    assert moved.fallbacks == other.fallbacks and moved.reasons[-1] == f"{other.server} did not take it, s9 did"
+    assert moved.fallbacks == other.fallbacks and moved.reasons[-1] == f"{other.server} did not take it; s9 did"
 
 
 def test_a_subset_is_kept_to_and_no_server_says_why() -> None:
     fleet = a_fleet(3)
-    picker = Picker(fleet, AtRandom())
+    picker = Picker(fleet, RandomChoice())
     assert {picker.pick(a_request(), 0.0, among={"s2", "elsewhere"}).server for _ in range(9)} == {"s2"}
-    with pytest.raises(NoServer, match="none of the 3 servers is in the subset"):
+    with pytest.raises(NoServer, match="none of the 3 servers is in the requested subset"):
         picker.pick(a_request(), 0.0, among={"elsewhere"})
     for server in fleet:
         server.healthy = False
-    with pytest.raises(NoServer, match="of 3, 3 failed their checks"):
+    with pytest.raises(NoServer, match="of 3, 3 are unhealthy"):
         picker.pick(a_request(), 0.0)
-    with pytest.raises(NoServer, match="name at least one"):
-        Picker(Fleet(), AtRandom()).pick(a_request(), 0.0)
+    with pytest.raises(NoServer, match="add at least one"):
+        Picker(Fleet(), RandomChoice()).pick(a_request(), 0.0)
 
 
 def test_slots_are_given_again_and_names_are_not() -> None:
     fleet = a_fleet(2)
-    picker = Picker(fleet, InTurn())
+    picker = Picker(fleet, RoundRobin())
     late = picker.pick(a_request(), 0.0, among={"s0"})
     picker.routed(late, 0.0)
     picker.remove("s0")

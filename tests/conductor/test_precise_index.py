@@ -105,17 +105,17 @@ def test_clearing_heals_a_gap(index: PreciseIndex) -> None:
 def test_beginning_anew_finds_less_and_believes_nothing_old(index: PreciseIndex) -> None:
     tell(index, 0, stored(0, 2))
     index.apply(0, Batch(7, [stored(2, 4)]))
-    index.begin_anew(0, 7)
+    index.resume_empty(0, 7)
     assert not index.stale(0) and index.match(chain(), [0]) == [0]
-    assert index.aside(0) == 2, "what came after waits for its parent, which may be held"
+    assert index.orphans(0) == 2, "what came after waits for its parent, which may be held"
     tell(index, 8, stored(0, 2))
-    assert index.match(chain(), [0]) == [4] and index.aside(0) == 0
+    assert index.match(chain(), [0]) == [4] and index.orphans(0) == 0
 
 
 def test_who_listens_late_knows_that_it_missed_something(index: PreciseIndex) -> None:
     assert not index.apply(0, Batch(40, [stored(0, 4)]))
     assert index.missing(0) == 0 and index.match(chain(), [0]) == [0]
-    index.begin_anew(0, 40)
+    index.resume_empty(0, 40)
     assert index.match(chain(), [0]) == [4] and index.missing(0) == 41
 
 
@@ -139,21 +139,21 @@ def test_more_waits_behind_a_gap_than_is_kept(index: PreciseIndex, monkeypatch: 
 
 def test_a_block_without_its_parent_is_no_beginning(index: PreciseIndex) -> None:
     tell(index, 0, stored(2, 4), stored(1, 2, parent=1000))
-    assert index.aside(0) == 3 and index.blocks_of(0) == 0
+    assert index.orphans(0) == 3 and index.blocks_of(0) == 0
     assert index.match(chain(TOKENS[8:]), [0]) == [0]
     tell(index, 2, removed(2), stored(0, 1))
     assert index.match(chain(), [0]) == [2], "the third was removed while it waited"
-    assert index.aside(0) == 1
+    assert index.orphans(0) == 1
     tell(index, 3 + 1, stored(2, 3))
-    assert index.match(chain(), [0]) == [4] and index.aside(0) == 0
+    assert index.match(chain(), [0]) == [4] and index.orphans(0) == 0
 
 
 def test_few_blocks_wait_for_their_parents(index: PreciseIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_blocks, "MAX_ASIDE", 2)
+    monkeypatch.setattr(engine_blocks, "MAX_ORPHANS", 2)
     tell(index, 0, stored(1, 4))
-    assert index.aside(0) == 2
+    assert index.orphans(0) == 2
     tell(index, 1, stored(0, 1))
-    assert index.match(chain(), [0]) == [1] and index.aside(0) == 2
+    assert index.match(chain(), [0]) == [1] and index.orphans(0) == 2
 
 
 def test_two_media_hold_the_same_block(index: PreciseIndex) -> None:
@@ -207,18 +207,18 @@ def test_hashes_may_be_bytes_as_well_as_numbers(index: PreciseIndex) -> None:
 
 def test_blocks_of_another_size_are_an_error_that_says_so(index: PreciseIndex) -> None:
     tell(index, 0, stored(0, 2))
-    with pytest.raises(InvalidInput, match=r"blocks have 8 tokens and the router's 4: give the router .*--block-size"):
+    with pytest.raises(InvalidInput, match=r"blocks have 8 tokens, the router's 4: set the router's .*--block-size"):
         index.apply(0, Batch(1, [BlocksStored([1], None, TOKENS[:8], 8)]))
     assert "8 tokens" in index.trouble(0) and index.match(chain(), [0]) == [0] and index.trouble(1) == ""
-    with pytest.raises(InvalidInput, match="mix kinds of attention"):
+    with pytest.raises(InvalidInput, match="mixed kinds of attention"):
         index.apply(1, Batch(0, [BlocksStored([1], None, TOKENS[:8], 4)]))
     with pytest.raises(InvalidInput, match="extra keys of 1"):
         index.take(1, stored(0, 2, extra_keys=[None]))
-    with pytest.raises(InvalidInput, match="32 bits"):
+    with pytest.raises(InvalidInput, match="32-bit"):
         index.take(1, BlocksStored([1], None, [1, 2, 3, 2**32], 4))
-    with pytest.raises(InvalidInput, match="nobody follows"):
+    with pytest.raises(InvalidInput, match="without a subscription"):
         index.apply(7, Batch(0, []))
-    with pytest.raises(InvalidInput, match="blocks of 0 tokens"):
+    with pytest.raises(InvalidInput, match="block_tokens is 0"):
         PreciseIndex(0)
     index.follow(0, "m")
     assert index.trouble(0) == ""

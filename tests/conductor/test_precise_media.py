@@ -70,7 +70,7 @@ def test_a_block_that_only_the_host_still_has_is_found(index: PreciseIndex) -> N
 
 def test_a_block_that_is_known_elsewhere_needs_no_parent(index: PreciseIndex) -> None:
     tell(index, stored(0, 3), removed(0), stored(1, 3, "cpu"), removed(1, 2))
-    assert index.aside(0) == 0 and index.blocks_of(0) == 2
+    assert index.orphans(0) == 0 and index.blocks_of(0) == 2
     tell(index, stored(0, 1))
     assert index.match(chain(), [0]) == [3]
 
@@ -129,11 +129,11 @@ def test_chunks_of_many_blocks_are_those_blocks(index: PreciseIndex) -> None:
 
 def test_chunks_wait_for_their_parents_and_none_follows_half_a_block(index: PreciseIndex) -> None:
     tell(index, chunk(8, 8, 7, 8))
-    assert index.match(chain(), [0]) == [0] and index.aside(0) == 2
+    assert index.match(chain(), [0]) == [0] and index.orphans(0) == 2
     tell(index, chunk(0, 8, None, 7))
-    assert index.match(chain(), [0]) == [4] and index.aside(0) == 0
+    assert index.match(chain(), [0]) == [4] and index.orphans(0) == 0
     tell(index, AllCleared(), chunk(0, 6, None, 7), chunk(6, 8, 7, 8))
-    assert index.match(chain(), [0]) == [1] and index.aside(0) == 2
+    assert index.match(chain(), [0]) == [1] and index.orphans(0) == 2
     tell(index, BlocksStored([20], None, TOKENS[:3], 3, "cpu"), BlocksStored([21], None, TOKENS[:5], 8, "cpu"))
     assert index.counters.get("blocks_without_place") == 2 and index.trouble(0) == ""
     with pytest.raises(InvalidInput, match="--block-size"):
@@ -147,7 +147,7 @@ def test_chunks_are_where_the_gpus_blocks_of_their_tokens_are_whatever_parent_th
     adapted = native.chain_hashes(np.array(TOKENS, dtype="<u4").tobytes(), 4 * BLOCK, seed("m", "sql", ""))
     tell(index, stored(0, 2), chunk(0, 8, None, 7), stored(2, 6), chunk(8, 8, 0, 8), chunk(16, 8, 7, 9))
     tell(index, removed(*range(6)))
-    assert index.match(chain(), [0]) == [6] and index.aside(0) == 0
+    assert index.match(chain(), [0]) == [6] and index.orphans(0) == 0
     names = range(2000, 2006)
     tell(index, BlocksStored(names, None, TOKENS, BLOCK, adapter="sql"))
     tell(index, chunk(0, 8, None, 17), chunk(8, 8, 17, 18), BlocksRemoved(names), BlocksRemoved([7, 8, 9], "cpu"))
@@ -157,7 +157,7 @@ def test_chunks_are_where_the_gpus_blocks_of_their_tokens_are_whatever_parent_th
     tell(index, BlocksRemoved([3001, 3002]))
     assert index.match(chain(elsewhere), [0]) == [3], "the place where these tokens were computed last"
     tell(index, chunk(8, 8, 0, 99), BlocksStored([28], 0, [1] * 8, 8, "cpu"))
-    assert index.match(chain(elsewhere), [0]) == [3] and index.aside(0) == 2
+    assert index.match(chain(elsewhere), [0]) == [3] and index.orphans(0) == 2
 
 
 def test_a_medium_that_never_tells_what_it_evicts_is_not_believed_against_the_engine(index: PreciseIndex) -> None:
@@ -172,7 +172,7 @@ def test_a_medium_that_never_tells_what_it_evicts_is_not_believed_against_the_en
 
 
 def test_of_what_is_never_told_to_be_removed_no_more_is_kept_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_blocks, "MAX_FARTHER", 64)
+    monkeypatch.setattr(engine_blocks, "MAX_BEYOND_GPU", 64)
     monkeypatch.setattr(engine_blocks, "MAX_RECENT", 64)
     index = PreciseIndex(BLOCK)
     index.follow(0, "m")
@@ -184,7 +184,7 @@ def test_of_what_is_never_told_to_be_removed_no_more_is_kept_than_a_bound(monkey
     assert index.table_rows <= 2 * 64 and index.blocks_of(0) <= 2 * 64
     blocks = index._engines[0].blocks
     assert (
-        len(blocks._runs) <= 64 and len(blocks._recent) <= 64 and blocks.aside == 0 and len(blocks._more_copies) <= 64
+        len(blocks._runs) <= 64 and len(blocks._recent) <= 64 and blocks.orphans == 0 and len(blocks._more_copies) <= 64
     )
     assert index.match(chain([399, *TOKENS[1:8]]), [0]) == [2] and index.match(chain([0, *TOKENS[1:8]]), [0]) == [0]
 

@@ -146,7 +146,7 @@ def test_only_so_many_blocks_of_a_prompt_count() -> None:
     index.learn(0, CHAINS[0])
     assert index.match(CHAINS[0], [0]) == [3] and index.blocks_of(0) == 3
     assert index.correct(0, CHAINS[0], 3) == 0 and index.correct(0, CHAINS[0], 2) == 1
-    with pytest.raises(InvalidInput, match="at most 0 blocks"):
+    with pytest.raises(InvalidInput, match="max_match is 0"):
         ApproximatePrefixIndex(100, max_match=0)
     for capacity in (-1, 2**28 + 1):
         with pytest.raises(InvalidInput, match="expected 0 to 268435456"):
@@ -185,7 +185,7 @@ def test_bad_snapshots_are_refused_and_say_why() -> None:
             unpack_snapshot(bytes(damaged))
         with pytest.raises(InvalidInput, match=r"not a snapshot|damaged"):
             unpack_snapshot(data[:at])
-    with pytest.raises(InvalidInput, match=r"blocks of 'tokens 16'.*'characters 64'"):
+    with pytest.raises(InvalidInput, match=r"kind 'tokens 16'.*'characters 64'"):
         restore(index, unpack_snapshot(data), "characters 64", {"http://a:1": 0})
     lying = Snapshot("k", {"a": Held(9, index.dump(0)), "b": Held(9, bytes(16))})
     fresh = ApproximatePrefixIndex(100)
@@ -209,7 +209,7 @@ def test_what_one_replica_learns_another_takes_in() -> None:
     sent = b"".join(pack_delta(delta) for delta in one.since(0) or ())
     other.absorb(unpack_deltas(sent))
     assert [other.match(chain, [2, 1, 0]) for chain in CHAINS[:3]] == [[4, 0, 0], [2, 0, 0], [0, 2, 0]]
-    assert (one.told, other.told) == (4, 0), "what was heard is not told on"
+    assert (one.log_end, other.log_end) == (4, 0), "what was heard is not told on"
     assert one.since(5) is None and one.since(4) == [] and len(one.since(1) or ()) == 3
     _shared(["x"]).absorb(unpack_deltas(sent))
     third = _shared(["a", "b"])
@@ -218,11 +218,11 @@ def test_what_one_replica_learns_another_takes_in() -> None:
 
 
 def test_a_log_of_deltas_that_ran_over_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.conductor.prefix_index.replicated.MAX_TOLD", 3)
+    monkeypatch.setattr("skymemory.conductor.prefix_index.replicated.MAX_DELTAS", 3)
     index = _shared(["a"])
     for _ in range(5):
         index.learn(0, CHAINS[0])
-    assert index.kept_from == 2 and index.since(1) is None and len(index.since(2) or ()) == 3
+    assert index.log_start == 2 and index.since(1) is None and len(index.since(2) or ()) == 3
 
 
 @settings(max_examples=200, deadline=None)

@@ -113,7 +113,7 @@ def test_a_forgotten_server_begins_with_a_clean_slate(impl: ModuleType) -> None:
 
 
 def test_what_makes_no_guard_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="a limit of 1 or more"):
+    with pytest.raises(InvalidInput, match="expected ≥ 1"):
         GuardSettings(limit=0.5)
 
 

@@ -11,7 +11,7 @@ from tests.router.envoy.test_ext_proc_server import a_call, with_server
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.simple import InTurn
+from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.deferred import Afterwards
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.grpc.door import Connection
@@ -58,7 +58,7 @@ def test_no_answer_waits_for_what_is_learnt_from_it(monkeypatch: pytest.MonkeyPa
     order: list[str] = []
     desk, flush = a_desk(), Connection.flush
 
-    class Learner(InTurn):
+    class Learner(RoundRobin):
         def routed(self, request: Request, server: Server, now_s: float) -> None:
             order.append("learnt")
 

@@ -138,7 +138,7 @@ def test_a_replica_that_starts_anew_hears_what_it_told_in_its_last_life(server: 
             await until(lambda: replicas.status().sent == 1)
         async with sharing(after, server):
             await until(lambda: after.match(chain(1), [1]) == [20])
-            assert after.told == 0, "what was heard is not told on"
+            assert after.log_end == 0, "what was heard is not told on"
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -189,7 +189,7 @@ def test_a_server_that_hangs_holds_up_nobody(server: RedisServer) -> None:
 
 
 def test_too_much_to_keep_is_counted_as_lost(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.conductor.prefix_index.replicated.MAX_TOLD", 4)
+    monkeypatch.setattr("skymemory.conductor.prefix_index.replicated.MAX_DELTAS", 4)
 
     async def run() -> None:
         one, other = an_index("a"), an_index("a")

@@ -12,8 +12,8 @@ import pytest
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800, Machine
 from skymemory.conductor.fleet import LoadReport, Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Forgetful, Ranking
-from skymemory.conductor.strategies.simple import AtRandom, InTurn, LeastLoad
+from skymemory.conductor.strategies.base import Ranking, Stateless
+from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.node_memory import PrefixCache
 from skymemory.sim.routing import RoutingSetup, as_routed, measured, simulate, worst_share
@@ -40,7 +40,7 @@ def test_a_queue_and_hits_by_hand() -> None:
         asks(6.0, (7, 8, 9), 1536),  # three more than fit beside (0, 1): block 1 goes, 0 stays
         asks(9.0, (0, 1), 1024),
     ]
-    outcomes = simulate(requests, AtRandom(), ONE)
+    outcomes = simulate(requests, RandomChoice(), ONE)
     assert [outcome.ttft_s for outcome in outcomes] == pytest.approx([1.024, 0.524 + 0.276, 0.001, 1.536, 0.512])
     assert [outcome.hit_blocks for outcome in outcomes] == [0, 2, 2, 0, 1]
     assert [outcome.hit_tokens for outcome in outcomes] == [0, 1024, 1023, 0, 512]
@@ -49,11 +49,11 @@ def test_a_queue_and_hits_by_hand() -> None:
 
 def test_hits_are_those_at_the_beginning_of_service() -> None:
     """Both are asked for at once; when the second is served the first has left its blocks."""
-    outcomes = simulate([asks(0.0, (0, 1), 1024), asks(0.0, (0, 1), 1024)], AtRandom(), ONE)
+    outcomes = simulate([asks(0.0, (0, 1), 1024), asks(0.0, (0, 1), 1024)], RandomChoice(), ONE)
     assert [outcome.hit_blocks for outcome in outcomes] == [0, 2]
 
 
-class Watching(Forgetful):
+class Watching(Stateless):
     """Least load, and all that it was told."""
 
     name = "watching"
@@ -108,7 +108,7 @@ class Heard:
 def test_events_add_up_to_what_is_resident() -> None:
     requests = [replace(one, at_s=float(at)) for at, one in enumerate(generate(CONVERSATIONS, 60.0, seed=1))]
     heard, cache = Heard(), PrefixCache(300)
-    simulate(requests, AtRandom(), RoutingSetup(servers=1, cache_blocks=300), heard)
+    simulate(requests, RandomChoice(), RoutingSetup(servers=1, cache_blocks=300), heard)
     for request in requests:
         cache.use(request.blocks())
     assert heard.resident == set(cache) and heard.told == len(requests)
@@ -149,7 +149,7 @@ def test_the_cache_beside_an_obvious_one_and_closed_under_prefixes(capacity: int
         PrefixCache(0)
 
 
-@pytest.mark.parametrize("scorer", [AtRandom, InTurn, LeastLoad])
+@pytest.mark.parametrize("scorer", [RandomChoice, RoundRobin, LeastLoad])
 def test_every_request_ends_once_and_equal_seeds_give_equal_runs(scorer: type) -> None:
     requests = generate(CONVERSATIONS, 120.0, seed=2)
     setup = RoutingSetup(cache_blocks=500, seed=9)
@@ -169,14 +169,15 @@ def test_every_request_ends_once_and_equal_seeds_give_equal_runs(scorer: type) -
 def test_ties_follow_the_seed() -> None:
     requests = generate(CONVERSATIONS, 60.0, seed=2)
     first, again, other = (
-        [outcome.server for outcome in simulate(requests, AtRandom(), RoutingSetup(seed=seed))] for seed in (1, 1, 2)
+        [outcome.server for outcome in simulate(requests, RandomChoice(), RoutingSetup(seed=seed))]
+        for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
 def test_refuses_arrivals_out_of_order_and_fleets_of_nothing() -> None:
     with pytest.raises(InvalidInput, match="sort them"):
-        simulate([asks(1.0, (0,), 9), asks(0.5, (0,), 9)], AtRandom(), ONE)
+        simulate([asks(1.0, (0,), 9), asks(0.5, (0,), 9)], RandomChoice(), ONE)
     with pytest.raises(InvalidInput):
         RoutingSetup(servers=0)
 
@@ -191,7 +192,7 @@ def test_prompts_share_blocks_as_ids_do() -> None:
 
 def test_metrics_by_hand() -> None:
     requests = [asks(float(at), (at,), 512) for at in range(4)]
-    outcomes = simulate(requests, AtRandom(), ONE)
+    outcomes = simulate(requests, RandomChoice(), ONE)
     metrics = measured(outcomes, 1, from_s=1.0)
     assert metrics.requests == 3 and metrics.mean_s == pytest.approx(0.512)
     assert metrics.token_hits == 0 and metrics.worst_share == 0 and metrics.spread == 0

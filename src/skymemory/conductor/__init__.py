@@ -1,5 +1,5 @@
-"""Where a request should go: what is known of servers and of their caches, and strategies that choose.
+"""Request routing: state of servers and their caches, routing strategies, schedulers and admission rules.
 
 Pure: time comes in as ``now_s``, nothing here does I/O. The simulator, the HTTP proxy and Envoy's endpoint picker
-hold the same ``picker.Picker``.
+use the same ``picker.Picker``.
 """

@@ -1,7 +1,7 @@
-"""The servers that requests can go to: what they report of themselves, and what we have sent them.
+"""The servers behind a router: their reports and our count of their requests in flight.
 
-A server has a *slot*, a small number that stays its own while it is in the fleet; indices keep sets of servers as bits
-of an integer by it. A slot is given again only after ``remove`` told every scorer to forget it.
+A server has a *slot*, a small number that it keeps while it is in the fleet; indices store sets of servers as bits of
+an integer by it. A slot is reused only after ``Picker.remove`` made the scorer forget the server.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from dataclasses import dataclass
 from skymemory.errors import InvalidInput
 
 _KEPT = 0.95
-"""What earlier prompts weigh when another comes."""
+"""Decay of earlier prompts per new one, in the ratio of our tokens to the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTotals:
-    """Of all requests that an engine has ended since it began. Tokens are its own, which may not be ours."""
+    """Counters of an engine over all requests since its start. Tokens are by its tokenizer, not ours."""
 
     requests: float
     tokens: float
-    """Of their prompts."""
+    """Prompt tokens."""
     computed: float
-    """Of those, tokens that were not cached."""
+    """Prompt tokens that were not cached."""
     seconds: float
-    """From the beginning of each one's prefill to its first token."""
+    """Sum over requests, from the start of the prefill to the first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What an engine says of itself (its metrics), as of ``at_s``."""
+    """An engine's metrics as of ``at_s``."""
 
     at_s: float
     waiting: int = 0
-    """Requests that wait for their prefill."""
+    """Requests queued for their prefill."""
     running: int = 0
     kv_usage: float = 0.0
-    """Part of its KV cache that is in use, 0 to 1."""
+    """Share of its KV cache in use, 0 to 1."""
     cache_blocks: int | None = None
-    """Blocks that its KV cache holds, where it tells."""
+    """Capacity of its KV cache in blocks, if reported."""
     block_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
-    """LoRA adapters that are loaded or are being loaded."""
+    """LoRA adapters that are loaded or loading."""
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
-    """Where it tells what its prefills take."""
+    """Totals of its prefills, if reported."""
 
 
 class Server:
-    """One server. ``reported`` is None until it first reported, and where it never does."""
+    """One server. ``reported`` is its last report, None before the first."""
 
     __slots__ = (
         "_draining",
@@ -70,11 +70,11 @@ class Server:
         self.slot = slot
         self.reported: LoadReport | None = None
         self.in_flight = 0
-        """Requests sent to it, of which the end has not been seen."""
+        """Requests sent to it that have not ended."""
         self.prefilling = 0
-        """Of those, the ones whose first byte has not come."""
+        """Those of them without their first byte."""
         self.prefill_tokens = 0.0
-        """Tokens those are believed to compute: prompts less what was matched."""
+        """Estimated prefill backlog of those: prompt tokens less matched ones."""
         self._healthy, self._draining = True, False
         self._fleet = fleet
         self._read_tokens = self._engine_tokens = 0.0
@@ -96,7 +96,7 @@ class Server:
 
     @property
     def draining(self) -> bool:
-        """Serves what it has, and gets nothing new."""
+        """Finishes its requests and gets no new ones."""
         return self._draining
 
     @draining.setter
@@ -113,41 +113,43 @@ class Server:
             self._fleet.changed()
 
     def reported_tokens(self, read: int, reported: int) -> None:
-        """A prompt that we count as ``read`` tokens has ``reported`` by its usage."""
+        """Records that a prompt of ``read`` tokens by our count had ``reported`` by the engine's usage."""
         if read and reported:
             self._read_tokens = self._read_tokens * _KEPT + read
             self._engine_tokens = self._engine_tokens * _KEPT + reported
 
     @property
     def read_per_token(self) -> float:
-        """Tokens that prompts are read as, for each that it counts itself; 1 until it has said."""
+        """Our tokens per token of the engine; 1 before it reported any."""
         return self._read_tokens / self._engine_tokens if self._engine_tokens else 1.0
 
     def fresh_report(self, now_s: float, stale_s: float) -> LoadReport | None:
-        """The report, unless it is older than ``stale_s``: then nothing is known."""
+        """The last report, or None if it is older than ``stale_s``."""
         report = self.reported
         return report if report is not None and now_s - report.at_s <= stale_s else None
 
 
 class Fleet:
+    """Servers by name."""
+
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
-        """By name, in the order in which they came."""
+        """In the order of their addition."""
         self._free_slots: list[int] = []
         self._slots = 0
-        self._able: tuple[Server, ...] | None = None
+        self._available: tuple[Server, ...] | None = None
 
     @property
-    def able(self) -> tuple[Server, ...]:
-        """Those that take requests, in the order in which they came; made anew only after a change."""
-        able = self._able
-        if able is None:
-            able = self._able = tuple(server for server in self.servers.values() if server.takes_requests)
-        return able
+    def available(self) -> tuple[Server, ...]:
+        """Servers that take requests, in the order of their addition; cached until a server changes."""
+        available = self._available
+        if available is None:
+            available = self._available = tuple(server for server in self.servers.values() if server.takes_requests)
+        return available
 
     def changed(self) -> None:
-        """Who takes requests may be others than before."""
-        self._able = None
+        """Drops the cached ``available``."""
+        self._available = None
 
     def __iter__(self) -> Iterator[Server]:
         return iter(self.servers.values())
@@ -156,10 +158,10 @@ class Fleet:
         return len(self.servers)
 
     def add(self, name: str) -> Server:
-        """A new server, healthy until something else is said.
+        """Adds a server, which counts as healthy.
 
         Raises:
-            InvalidInput: there is one of that name.
+            InvalidInput: the name is taken.
         """
         if name in self.servers:
             raise InvalidInput(f"server {name!r} is in the fleet already; names must differ")
@@ -172,7 +174,7 @@ class Fleet:
         return server
 
     def remove(self, name: str) -> Server | None:
-        """Take it out. Its slot goes to the next server that is added: scorers must have forgotten it by then."""
+        """Removes a server. Its slot goes to the next one added: scorers must have forgotten it by then."""
         server = self.servers.pop(name, None)
         if server is not None:
             self._free_slots.append(server.slot)

@@ -1,4 +1,4 @@
-"""What a router knows of a request before it is served."""
+"""Requests as routers see them, and the decisions made for them."""
 
 from __future__ import annotations
 
@@ -13,67 +13,67 @@ from numpy.typing import NDArray
 from skymemory.errors import InvalidInput
 
 HEAD_BYTES = 1024
-"""Of a prompt's text, what is kept for strategies that hash its beginning."""
+"""Length of ``Prompt.head``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What was promised: seconds to the first token, and seconds from token to token."""
+    """Service level objectives: time to first token, time between tokens."""
 
     ttft_s: float
     tbt_s: float
 
     def __post_init__(self) -> None:
         if not (self.ttft_s > 0 and self.tbt_s > 0):
-            raise InvalidInput(f"promises of {self.ttft_s:g} s and {self.tbt_s:g} s per token cannot be kept; above 0")
+            raise InvalidInput(f"objectives of {self.ttft_s:g} s and {self.tbt_s:g} s per token; expected above 0")
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as blocks that caches could share. Nobody changes one (nor a request): one that is frozen takes three
-    times as long to make.
+    """A prompt as hashes of its blocks. Immutable by convention, as is a request: a frozen one takes three times as
+    long to make.
 
-    ``blocks``: one uint64 per whole block, each hash chained to the one before it and seeded by model, adapter and
-    salt, so that equal hashes mean equal prefixes that may be shared. ``pieces``: the same blocks hashed each for
-    itself, for strategies that compare prompts as sets. A rest that fills no block is in neither.
+    ``blocks``: one uint64 per full block, each chained to the one before it and seeded by model, adapter and salt, so
+    that equal hashes mean equal prefixes that may be shared. ``pieces``: the same blocks hashed independently, for
+    strategies that compare prompts as sets. A last, partial block is in neither.
     """
 
     blocks: NDArray[np.uint64]
     pieces: NDArray[np.uint64]
     block_tokens: float
-    """Tokens of one block: whole where a tokenizer is known, estimated where blocks are characters."""
+    """Tokens per block; estimated where blocks are characters."""
     tokens: int
-    """Tokens of the whole prompt, estimated where blocks are characters."""
+    """Tokens of the prompt; estimated where blocks are characters."""
     head: bytes = b""
-    """The first ``HEAD_BYTES`` of its text, or of its token numbers."""
+    """The first ``HEAD_BYTES`` of its text or token ids, for strategies that hash the beginning."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One request to be routed, as nobody changes it. Empty words mean: there is none."""
+    """One request to route. Empty strings mean none."""
 
     prompt: Prompt
     model: str = ""
     adapter: str = ""
-    """LoRA adapter that the request names; its blocks are seeded with it."""
+    """LoRA adapter; the block hashes are seeded with it."""
     salt: str = ""
     session: str = ""
-    """What ties requests of one client together: a cookie, a header, or the client's address."""
+    """Identifies a client's requests: a cookie, a header or an address."""
     output_tokens: int | None = None
-    """Asked for at most; None where the request does not say."""
+    """The request's limit; None without one."""
     tenant: str = ""
-    """Who pays, where that is known: fairness under overload is among tenants."""
+    """Owner of the API key: fairness under overload is among tenants."""
     priority: int = 0
     """Higher is served first and refused last."""
     streams: bool = True
-    """Whether the answer comes token by token. Else its first byte is its last, and does not show the prefill's end."""
+    """Whether the answer is streamed. If not, its first byte does not mark the end of the prefill."""
     slo: Slo | None = None
-    """What this one is promised, if it is not what all are."""
+    """Objectives of this request; None: the general ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a server comes by a prompt's KV. Tokens from the prompt's beginning, in this order::
+    """How a server obtains a prompt's KV. Tokens from the prompt's beginning, in this order::
 
         | held_tokens | computed while the next are loaded | loaded_tokens | computed after |
         0             held                                 split           split + loaded   tokens
@@ -82,18 +82,18 @@ class Plan:
     """
 
     held_tokens: int
-    """There already."""
+    """Cached on the server."""
     split_tokens: int
-    """Where what is loaded begins."""
+    """Where the loaded part begins."""
     loaded_tokens: int
     source: str = ""
-    """The server or the tier that it is loaded from; empty: nothing is loaded."""
+    """Server or tier that the loaded part comes from; empty: nothing is loaded."""
     queue_s: float = 0.0
-    """Estimated: until the server can begin."""
+    """Estimated wait until the server starts computing."""
     load_s: float = 0.0
-    """Estimated: until what is loaded has come, from now. It goes on while the request waits."""
+    """Estimated time from now until the load is complete. It proceeds while the request waits."""
     compute_s: float = 0.0
-    """Estimated: computing all that is neither held nor loaded."""
+    """Estimated time to compute what is neither held nor loaded."""
 
     @property
     def cached_tokens(self) -> int:
@@ -105,10 +105,9 @@ Names = tuple[str, ...]
 
 
 class Decision:
-    """Which server, and why. Nobody changes one.
+    """The server chosen for a request, with reasons and estimates. Immutable by convention.
 
-    What few ask for is made when it is asked for: ``fallbacks`` and ``reasons`` are given as they are, or as functions
-    that make them.
+    ``fallbacks`` and ``reasons`` may be given as functions, which are called on first use: few callers read them.
     """
 
     __slots__ = (
@@ -146,15 +145,15 @@ class Decision:
         self.strategy = strategy
         self.score = score
         self.matched_tokens = matched_tokens
-        """Tokens of the prompt that the chosen server is believed to hold."""
+        """Tokens of the prompt that the server is estimated to hold."""
         self.at_s = at_s
         self.estimated_ttft_s = estimated_ttft_s
         self.estimated_tbt_s = estimated_tbt_s
-        """Of a server that decodes: seconds between tokens, with this request in its batch."""
+        """For decode servers: seconds between tokens with this request in the batch."""
         self.plan = plan
-        """How the server comes by the prompt's KV; None: the strategy does not plan that."""
+        """How the server obtains the prompt's KV; None: the strategy does not plan it."""
         self.estimated_compute_s = estimated_compute_s
-        """Of ``estimated_ttft_s``, what the server computes for this request alone."""
+        """The part of ``estimated_ttft_s`` that computes this request."""
         self._fallbacks = fallbacks
         self._reasons = reasons
 
@@ -168,7 +167,7 @@ class Decision:
 
     @property
     def reasons(self) -> Names:
-        """Short sentences with figures, in the order in which they weighed."""
+        """Short sentences with figures, the most important first."""
         found = self._reasons
         if not isinstance(found, tuple):
             found = self._reasons = found()
@@ -180,7 +179,7 @@ class Decision:
         )
 
     def taken_by(self, server: str) -> Decision:
-        """The same request where another server took it than the one chosen: what that holds of it is not known."""
+        """The decision after another server than the chosen one took the request; its matched tokens are unknown."""
         return Decision(
             self.request,
             server,
@@ -188,7 +187,7 @@ class Decision:
             self.strategy,
             self.score,
             0,
-            (*self.reasons, f"{self.server} did not take it, {server} did"),
+            (*self.reasons, f"{self.server} did not take it; {server} did"),
             self.at_s,
             None,
             self.estimated_tbt_s,
@@ -198,13 +197,13 @@ class Decision:
 
     @property
     def kind(self) -> str:
-        """What it went by: "matched" or "unmatched", with "adapter-" before it where an adapter narrowed the choice."""
+        """ "matched" or "unmatched", with the prefix "adapter-" if the adapter narrowed the choice (a label)."""
         kind = "matched" if self.matched_tokens > 0 else "unmatched"
         narrowed = self.request.adapter and self.reasons and self.reasons[0].startswith("adapter ")
         return "adapter-" + kind if narrowed else kind
 
     def as_json(self) -> dict[str, object]:
-        """What is told to whoever asks for a decision's reasons; no part of the prompt is in it."""
+        """The decision for clients and logs; contains no part of the prompt."""
         return {
             "server": self.server,
             "fallbacks": list(self.fallbacks),
@@ -222,18 +221,15 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-# Where chains of blocks begin: what two prompts must have in common, beside their text, to share a cache.
-
-
 _TAG = b"skymemory prefix seed, version 1"
 _LENGTH = struct.Struct("<I")
 
 
 def seed(model: str, adapter: str, salt: str) -> int:
-    """64 bits for ``native.chain_hashes``: different where model, adapter or salt differ.
+    """Seed of a prompt's chain of block hashes (``native.chain_hashes``): prompts share a cache only if it is equal.
 
-    The first eight bytes, little-endian, of the SHA-256 of a tag and of each word as UTF-8 behind its length (four
-    bytes): words cannot run into each other. Lone surrogates, which JSON may bring, are taken as they are.
+    The first eight bytes, little-endian, of the SHA-256 of a tag and each word as UTF-8 after its length (four bytes).
+    Lone surrogates, which JSON may contain, are encoded as they are.
     """
     message = bytearray(_TAG)
     for word in (model, adapter, salt):

@@ -1,7 +1,7 @@
-"""Where a request is prefilled, where it decodes, and whether it is let in at all.
+"""The scheduler: admits a request and chooses its prefill server and its decode server.
 
-Mooncake's conductor (FAST'25, algorithm 1) in three parts that can be changed one by one: a ``Picker`` over the servers
-that prefill, a ``Picker`` over those that decode, and an ``Admission``. Servers that do both are one picker alone.
+Mooncake's conductor (FAST'25, algorithm 1) in three exchangeable parts: a ``Picker`` of prefill servers, a ``Picker``
+of decode servers, and an ``Admission`` rule. Servers that do both need one picker only.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from skymemory.conductor.admission.base import Admission, AdmitAll, Case, Outlook, Refusal
+from skymemory.conductor.admission.base import Admission, AdmitAll, Case, DecodeForecast, Refusal
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Decision, Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Where a request goes. Each belongs to one request and is told what becomes of it."""
+    """Where one admitted request goes."""
 
     case: Case
 
@@ -34,11 +34,10 @@ class Placement:
 
 
 class Scheduler:
-    """Places requests, and keeps the account of what became of them. Not for several threads at once.
+    """Places requests and tracks them to their end. Not thread-safe.
 
-    A request's way: ``place``, ``begin``, ``prefilled``, ``decoding``, ``ended``; or ``failed`` from anywhere behind
-    ``begin``. Where prefill and decoding are on one server, ``prefilled`` is its first token and ``decoding`` is left
-    out.
+    Calls for a request: ``place``, ``begin``, ``prefilled``, ``decoding``, ``ended``; or ``failed`` any time after
+    ``begin``. If one server does both, ``prefilled`` is its first token and ``decoding`` is left out.
     """
 
     def __init__(
@@ -46,22 +45,22 @@ class Scheduler:
         prefill: Picker,
         decode: Picker | None = None,
         admission: Admission | None = None,
-        outlook: Outlook | None = None,
+        forecast: DecodeForecast | None = None,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
         self.admission: Admission = admission or AdmitAll()
-        self.outlook = outlook
+        self.forecast = forecast
 
     def place(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Placement | Refusal:
-        """Where it should go, or why it is refused. Nothing is booked; a refusal is told to the rule, and is final.
+        """A placement, or the refusal of the admission rule, which is final. Nothing is booked yet.
 
         Raises:
             NoServer: no server takes requests.
         """
         prefill = self.prefill.pick(request, now_s, among)
         decode = None if self.decode is None else self.decode.pick(request, now_s)
-        case = Case(request, prefill, decode, self.outlook)
+        case = Case(request, prefill, decode, self.forecast)
         refusal = self.admission.on_arrival(case, now_s)
         if refusal is not None:
             self.admission.refused(case, refusal, now_s)
@@ -69,7 +68,7 @@ class Scheduler:
         return Placement(case)
 
     def place_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
-        """Where else, once a server ``failed`` it: it was let in, and is not asked for that again.
+        """Another placement after a server ``failed``; admission is not repeated.
 
         Raises:
             NoServer: no server takes requests.
@@ -79,17 +78,17 @@ class Scheduler:
         return Placement(replace(placement.case, prefill=prefill, decode=decode))
 
     def begin(self, placement: Placement, now_s: float) -> None:
-        """It is sent on its way. The decoding server expects it from now on."""
+        """The request is sent. From now on the decode server expects it."""
         case = placement.case
         self.prefill.routed(case.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
-            if self.outlook is not None:
-                self.outlook.expected(placement.request, now_s + (placement.prefill.estimated_ttft_s or 0.0))
+            if self.forecast is not None:
+                self.forecast.expected(placement.request, now_s + (placement.prefill.estimated_ttft_s or 0.0))
         self.admission.accepted(case, now_s)
 
     def prefilled(self, placement: Placement, now_s: float, cached_tokens: int | None = None) -> Refusal | None:
-        """Its prefill is done. A refusal: it may not decode, and all is over."""
+        """The prefill is done. Returns a refusal if the request may not decode; it has ended then."""
         case = placement.case
         self.prefill.succeeded(case.prefill, now_s, cached_tokens)
         self.admission.prefilled(case, now_s)
@@ -104,7 +103,7 @@ class Scheduler:
         return None
 
     def decoding(self, placement: Placement, now_s: float) -> None:
-        """It is in the decoding server's batch."""
+        """The request has joined the decode server's batch."""
         if self.decode is not None and placement.decode is not None:
             self.decode.succeeded(placement.decode, now_s)
 
@@ -116,9 +115,9 @@ class Scheduler:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """Its last token came; ``met``: as early as was promised, None where that cannot be told.
+        """The last token came. ``met``: whether its objectives were met, None if unknown.
 
-        ``cached_tokens``: as for ``prefilled``, where the end of the answer says so; ``output_tokens`` likewise.
+        ``cached_tokens`` and ``output_tokens``: from the answer's usage, where it has them.
         """
         case = placement.case
         if self.decode is not None and case.decode is not None:
@@ -128,7 +127,7 @@ class Scheduler:
         self.admission.ended(case, now_s, met)
 
     def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
-        """A server that had it died, before or after the end of the prefill, before or after it joined a batch."""
+        """Its server failed, with the prefill done or not, in a decode batch or not."""
         if self.decode is None or placement.decode is None:
             (self.prefill.ended if prefilled else self.prefill.failed)(placement.prefill, now_s)
         else:
@@ -138,7 +137,7 @@ class Scheduler:
         self.admission.ended(placement.case, now_s, None)
 
     def _case_now(self, placement: Placement, now_s: float) -> Case:
-        """The same request, with its own decoding server's estimate as it is now."""
+        """The request's case with a current estimate of its decode server."""
         assert self.decode is not None and placement.decode is not None
         chosen = placement.decode.server
         server = self.decode.fleet.servers.get(chosen)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 
-from skymemory.conductor.admission.base import LATER_S, Refusal, Slo
+from skymemory.conductor.admission.base import RETRY_S, Refusal, Slo
 from skymemory.conductor.request import Request
 from skymemory.errors import InvalidInput
 from skymemory.router.setting_values import duration, setting, size, whole
@@ -250,7 +250,7 @@ class RequestQueue:
     def retry_after_s(self, priority: int, now_s: float) -> float:
         """Seconds until what waits at this priority and above has gone, at the rate of service lately."""
         rate = self._rate.of(now_s)
-        return max(LATER_S, self._work_from(priority) / rate) if rate else LATER_S
+        return max(RETRY_S, self._work_from(priority) / rate) if rate else RETRY_S
 
     def figures(self) -> Mapping[tuple[int, str], Figures]:
         """By priority and class of tenants: those with a weight or a key by name, ``other``, ``unknown`` (no name).
@@ -305,7 +305,7 @@ class RequestQueue:
             return self._over(entry, now_s)
         settings = self.settings
         if not settings.most_requests:
-            return Refusal("no server has room, and no request may wait", LATER_S, kind="queue")
+            return Refusal("no server has room, and no request may wait", RETRY_S, kind="queue")
         if entry.size_bytes > settings.most_bytes:
             words = f"it has {entry.size_bytes:,} bytes; those that wait may have {settings.most_bytes:,} together"
             return Refusal(words, self.retry_after_s(entry.request.priority, now_s), kind="queue")

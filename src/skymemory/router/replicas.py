@@ -5,7 +5,7 @@ for by a request: deltas are sent and taken in by a task beside, in pieces so sm
 
 One stream (``XADD``, ``XREAD``) has what all replicas learnt lately: bounded in entries, and gone ``ttl_s`` after the
 last of them. A replica that starts reads what is there; one that was cut off goes on where it stopped. A server that
-is gone is asked again with pauses up to ``MAX_PAUSE_S``; what we learnt meanwhile is kept (``shared.MAX_TOLD`` deltas)
+is gone is asked again with pauses up to ``MAX_PAUSE_S``; what we learnt meanwhile is kept (``MAX_DELTAS`` deltas)
 and sent when it is back. One that comes back empty is told again what we still keep.
 """
 
@@ -163,15 +163,15 @@ class RedisReplicas:
         if life != self._life:
             if self._life is not None:
                 self._last = b"0-0"
-                self._told = self._index.kept_from
+                self._told = self._index.log_start
             self._life = life
 
     async def _send(self) -> None:
-        while self._told < self._index.told:
+        while self._told < self._index.log_end:
             deltas = self._index.since(self._told)
             if deltas is None:
-                self._lost += self._index.kept_from - self._told
-                self._told = self._index.kept_from
+                self._lost += self._index.log_start - self._told
+                self._told = self._index.log_start
                 continue
             for payload, count in _entries(deltas):
                 fields = {b"from": self._me, b"deltas": payload}

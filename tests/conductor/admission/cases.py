@@ -17,7 +17,7 @@ def request(tokens: int = 1000, tenant: str = "", priority: int = 0) -> Request:
 
 
 class Believed:
-    """An outlook that is given as a function of the instant."""
+    """An forecast that is given as a function of the instant."""
 
     decode_s = 5.0
 
@@ -39,7 +39,7 @@ def case(
     compute_s: float | None = None,
     *,
     servers: int = 1,
-    outlook: Believed | None = None,
+    forecast: Believed | None = None,
     tenant: str = "",
     priority: int = 0,
     at_s: float = 0.0,
@@ -51,4 +51,4 @@ def case(
     others = tuple(f"p{number}" for number in range(1, servers))
     prefill = Decision(asked, "p0", others, "t", 0.0, 0, (), at_s, ttft_s, estimated_compute_s=compute_s)
     decode = None if tbt_s is None else Decision(asked, "d0", (), "t", 0.0, 0, (), at_s, estimated_tbt_s=tbt_s)
-    return Case(asked, prefill, decode, outlook)
+    return Case(asked, prefill, decode, forecast)

@@ -67,9 +67,9 @@ def test_a_batch_that_would_be_too_slow_is_refused_on_arrival_and_at_its_turn() 
 
 def test_the_batch_counts_as_it_will_be_when_the_prefill_is_done() -> None:
     full_until_7 = Believed(lambda at_s: 0.2 if at_s < 7.0 else 0.05)
-    assert Goodput(SLO).on_arrival(case(6.0, tbt_s=0.2, outlook=full_until_7), 0.0) is not None
-    assert Goodput(SLO).on_arrival(case(6.0, tbt_s=0.2, outlook=full_until_7), 2.0) is None
-    soon = case(4.9, tbt_s=0.2, outlook=full_until_7)
+    assert Goodput(SLO).on_arrival(case(6.0, tbt_s=0.2, forecast=full_until_7), 0.0) is not None
+    assert Goodput(SLO).on_arrival(case(6.0, tbt_s=0.2, forecast=full_until_7), 2.0) is None
+    soon = case(4.9, tbt_s=0.2, forecast=full_until_7)
     assert Goodput(SLO).on_arrival(soon, 6.0) is not None, "those that decode now will mostly still do then"
 
 
@@ -121,15 +121,15 @@ def test_large_contexts_are_refused_where_decoding_is_short() -> None:
 
 def test_a_price_is_where_the_knapsack_is_full() -> None:
     price = Price(window_s=10.0)
-    assert price.dearest(1.0, 0.0, 0.0) == float("inf")
+    assert price.max_cost(1.0, 0.0, 0.0) == float("inf")
     for at in range(11):
         price.asked(float(at), at * 1.0)  # costs 0 to 10, one a second
-    assert price.dearest(5.5, 0.0, 10.0) == float("inf")
-    assert price.dearest(1.0, 0.0, 10.0) == 4.0, "0+1+2+3+4 fit into 10"
-    assert price.dearest(1.0, 5.0, 10.0) == 5.0
-    assert price.dearest(0.0, -3.0, 10.0) == 0.0
+    assert price.max_cost(5.5, 0.0, 10.0) == float("inf")
+    assert price.max_cost(1.0, 0.0, 10.0) == 4.0, "0+1+2+3+4 fit into 10"
+    assert price.max_cost(1.0, 5.0, 10.0) == 5.0
+    assert price.max_cost(0.0, -3.0, 10.0) == 0.0
     price.asked(1.0, 25.0)
-    assert price.dearest(0.01, 0.0, 25.0) == 0.0, "only what asked within the window counts"
+    assert price.max_cost(0.01, 0.0, 25.0) == 0.0, "only what asked within the window counts"
 
 
 def test_a_price_forgets_and_stays_small() -> None:
@@ -141,10 +141,10 @@ def test_a_price_forgets_and_stays_small() -> None:
 
 def test_a_line_through_estimates_tells_what_batches_can_hold() -> None:
     batches = Batches()
-    assert batches.most_tokens(0.1) == float("inf")
+    assert batches.max_tokens(0.1) == float("inf")
     for _ in range(100):
         batches.entered(1_000, 0.02 + batches.tokens * 1e-6 + 1_000 * 1e-6, now_s=0.0)
-    assert batches.most_tokens(0.1) == pytest.approx(80_000, rel=0.01)
+    assert batches.max_tokens(0.1) == pytest.approx(80_000, rel=0.01)
     for _ in range(100):
         batches.left(1_000, now_s=7.0)
     assert batches.tokens == 0

@@ -36,28 +36,28 @@ def test_a_batch_that_is_too_slow_is_refused_when_the_prefill_is_done_by_all(rul
 
 
 def test_the_baseline_does_not_look_at_decoding_on_arrival() -> None:
-    assert Baseline(SLO).on_arrival(case(1.0, tbt_s=0.2, outlook=Believed(lambda at_s: 0.2)), 0.0) is None
+    assert Baseline(SLO).on_arrival(case(1.0, tbt_s=0.2, forecast=Believed(lambda at_s: 0.2)), 0.0) is None
 
 
 def test_early_goes_by_the_load_of_now() -> None:
     later_full = Believed(lambda at_s: 0.2 if at_s > 0 else 0.05)
-    assert Early(SLO).on_arrival(case(1.0, tbt_s=0.3, outlook=later_full), 0.0) is None, "promised ones are not there"
-    refusal = Early(SLO).on_arrival(case(1.0, tbt_s=0.05, outlook=Believed(lambda at_s: 0.2)), 0.0)
+    assert Early(SLO).on_arrival(case(1.0, tbt_s=0.3, forecast=later_full), 0.0) is None, "promised ones are not there"
+    refusal = Early(SLO).on_arrival(case(1.0, tbt_s=0.05, forecast=Believed(lambda at_s: 0.2)), 0.0)
     assert refusal is not None
     assert refusal.kind == "tbt"
 
 
 def test_early_may_count_the_promised_too() -> None:
     rule = admission("early", SLO, promised=True)
-    assert rule.on_arrival(case(1.0, tbt_s=0.3, outlook=Believed(lambda at_s: 0.05)), 0.0) is not None
-    assert rule.on_arrival(case(1.0, tbt_s=0.05, outlook=Believed(lambda at_s: 0.3)), 0.0) is None
+    assert rule.on_arrival(case(1.0, tbt_s=0.3, forecast=Believed(lambda at_s: 0.05)), 0.0) is not None
+    assert rule.on_arrival(case(1.0, tbt_s=0.05, forecast=Believed(lambda at_s: 0.3)), 0.0) is None
 
 
 def test_predicted_goes_by_the_load_at_the_end_of_the_prefill() -> None:
     full_at_7 = Believed(lambda at_s: 0.2 if at_s == 7.0 else 0.05)
-    assert Predicted(SLO).on_arrival(case(4.0, tbt_s=0.3, outlook=full_at_7), 2.0) is None, "full now, not then"
+    assert Predicted(SLO).on_arrival(case(4.0, tbt_s=0.3, forecast=full_at_7), 2.0) is None, "full now, not then"
     assert full_at_7.asked == [(6.0, 2.0)]
-    assert Predicted(SLO).on_arrival(case(5.0, tbt_s=0.05, outlook=full_at_7), 2.0) is not None
+    assert Predicted(SLO).on_arrival(case(5.0, tbt_s=0.05, forecast=full_at_7), 2.0) is not None
 
 
 def test_predicted_without_an_outlook_is_early() -> None:
@@ -67,7 +67,7 @@ def test_predicted_without_an_outlook_is_early() -> None:
 
 def test_a_refusal_says_when_there_will_be_room() -> None:
     empties_at_30 = Believed(lambda at_s: 0.2 if at_s < 30 else 0.05)
-    refusal = Early(SLO).on_arrival(case(1.0, tbt_s=0.2, outlook=empties_at_30), 0.0)
+    refusal = Early(SLO).on_arrival(case(1.0, tbt_s=0.2, forecast=empties_at_30), 0.0)
     assert refusal is not None
     assert refusal.retry_after_s == 32.0
 

@@ -134,7 +134,7 @@ def test_of_two_tiers_the_one_that_is_sooner() -> None:
 def test_options_that_cannot_be() -> None:
     with pytest.raises(InvalidInput, match="no variant 'osdi' of kvcache-centric; there are cheaper, arxiv, fast25"):
         centric({}, variant="osdi")
-    with pytest.raises(InvalidInput, match="balancing_threshold is 0; a ratio above 0 is wanted"):
+    with pytest.raises(InvalidInput, match="balancing_threshold is 0; expected a ratio above 0"):
         centric({}, balancing_threshold=0.0)
 
 

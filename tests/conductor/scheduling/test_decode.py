@@ -91,7 +91,7 @@ def test_a_server_without_room_comes_last() -> None:
     assert estimates(scorer, picker.fleet, a_request(10))[1] > estimates(scorer, picker.fleet, a_request(10))[0]
     sent(picker, "s1", blocks=20)
     full = picker.pick(a_request(10), 0.0)
-    assert full.server == "s0" and full.reasons[0] == "no room for its KV at 2 of 2"
+    assert full.server == "s0" and full.reasons[0] == "no room for its KV cache at 2 of 2"
 
 
 def test_room_is_what_a_server_reports() -> None:
@@ -147,7 +147,7 @@ def test_the_same_request_may_be_sent_again_after_its_server_died() -> None:
 
 def test_impossible_settings_are_refused() -> None:
     for kv_tokens, decode_s in ((0, None), (None, 0.0)):
-        with pytest.raises(InvalidInput, match="a KV cache holds tokens, and decoding takes more than 0 s"):
+        with pytest.raises(InvalidInput, match="kv_tokens must be ≥ 1, decode_s > 0"):
             LeastTbt(Steps(), fleet_of(1), kv_tokens, decode_s)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conductor.scheduling.worlds import Quadratic, Told, a_request, fleet_of
 
-from skymemory.conductor.admission.base import Case, Refusal, Unlearning
+from skymemory.conductor.admission.base import Case, Refusal, StatelessRule
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.scheduler import Placement, Scheduler
@@ -30,7 +30,7 @@ def made(name: str, decode: bool = True, **options: Any) -> Scheduler:
     )
 
 
-class Moody(Unlearning):
+class Moody(StatelessRule):
     """Refuses what it is told to."""
 
     name = "moody"
@@ -101,8 +101,8 @@ def test_the_decoding_server_is_told_when_to_expect_a_request() -> None:
     assert isinstance(placed, Placement) and placed.prefill.estimated_ttft_s is not None
     scheduler.begin(placed, 5.0)
     comes_s = 5.0 + placed.prefill.estimated_ttft_s
-    assert isinstance(scheduler.outlook, LeastTbt)
-    before, after = (scheduler.outlook.tbt_s(comes_s + off_s, 5.0) for off_s in (-0.001, 0.001))
+    assert isinstance(scheduler.forecast, LeastTbt)
+    before, after = (scheduler.forecast.tbt_s(comes_s + off_s, 5.0) for off_s in (-0.001, 0.001))
     assert before < after
 
 

@@ -7,14 +7,16 @@ from tests.conductor.scheduling.worlds import Busy, Quadratic, Told, a_request, 
 from skymemory.conductor.cost_model.model import Medium
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings
-from skymemory.conductor.scheduling.prefill import Links, Source, deepest, undominated
+from skymemory.conductor.scheduling.prefill import PlannedLinks, Source, deepest, undominated
 
 NETWORK = Medium("network", 2.0)
 
 
 def on_ways(held: dict[int, int], out_s: dict[int, float], in_s: dict[int, float]) -> KvCacheCentric:
     settings = KvCacheCentricSettings(cake=False)
-    return KvCacheCentric(Told(held), Quadratic(), 1.0, {"network": NETWORK}, settings=settings, ways=Busy(out_s, in_s))
+    return KvCacheCentric(
+        Told(held), Quadratic(), 1.0, {"network": NETWORK}, settings=settings, links=Busy(out_s, in_s)
+    )
 
 
 def test_what_ways_are_busy_with_is_waited_for() -> None:
@@ -33,7 +35,7 @@ def test_what_ways_are_busy_with_is_waited_for() -> None:
 
 
 def test_loads_that_were_planned_are_booked_on_both_ways() -> None:
-    links = Links()
+    links = PlannedLinks()
     links.take(0, 1, 10.0, 5.0)
     links.take(-1, 2, 4.0, 5.0)
     assert links.waits_out_s((0, 1, 2), 7.0) == [8.0, 0.0, 0.0]

@@ -131,7 +131,7 @@ def test_the_server_that_is_chosen_is_the_best_of_all_splits_of_all(
     held = {slot: blocks for slot, (blocks, *_) in enumerate(rows)}
     ways = Busy({slot: row[2] for slot, row in enumerate(rows)}, {slot: row[3] for slot, row in enumerate(rows)})
     chosen = KvCacheCentricSettings(layers=layers, split_gain=0.0, delay_weight=0.0)
-    scorer = KvCacheCentric(Told(held), cost, 1.0, {"network": network}, Tiers(far), settings=chosen, ways=ways)
+    scorer = KvCacheCentric(Told(held), cost, 1.0, {"network": network}, Tiers(far), settings=chosen, links=ways)
     for slot, (_, wait_s, *_) in enumerate(rows):
         scorer._queues.add(slot, wait_s, 0.0)
     request = a_request(12, extra_tokens=3)

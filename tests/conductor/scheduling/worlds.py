@@ -62,7 +62,7 @@ class Tiers:
 
 @dataclass
 class Busy:
-    """Ways whose business is told."""
+    """LinkWaits whose business is told."""
 
     out_s: dict[int, float]
     in_s: dict[int, float]

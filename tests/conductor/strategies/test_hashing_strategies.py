@@ -119,7 +119,7 @@ def test_the_second_request_need_not_crowd_on_the_first_server() -> None:
         picker.routed(decision, 0.0)
         placed.append(decision.server)
     assert Counter(placed).most_common(1)[0][1] <= 2
-    assert any("servers further because of load" in reason for reason in decision.reasons)
+    assert any("servers skipped for load" in reason for reason in decision.reasons)
 
 
 def test_a_signature_is_the_majority_of_bits() -> None:

@@ -164,7 +164,7 @@ def test_who_was_passed_by_is_told() -> None:
     reasons: list[str] = []
     for number in range(40):
         reasons += serve(picker, a_request((1, 40)), number * 0.1).reasons
-    assert any("passed by, with 2.2 × the mean of recent requests: s" in reason for reason in reasons)
+    assert any("skipped, with 2.2 × the mean of recent requests: s" in reason for reason in reasons)
 
 
 def test_with_events_only_events_teach() -> None:

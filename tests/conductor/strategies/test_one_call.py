@@ -126,7 +126,7 @@ def test_part_by_part_decides_the_same(seed: int, servers: int) -> None:
 
     def by_parts(dice: random.Random) -> LeastTtft:
         scorer = a_scorer(dice, native)
-        scorer._errs = True
+        scorer._overridden = True
         return scorer
 
     assert decisions(seed, servers, by_parts) == decisions(seed, servers, lambda dice: a_scorer(dice, native))

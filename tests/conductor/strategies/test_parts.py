@@ -8,7 +8,7 @@ from tests.conductor.strategies.fleets import a_fleet, a_request
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.fleet import LoadReport, PrefillTotals
-from skymemory.conductor.strategies.base import GainThreshold, Tickets, loads_of, most_allowed
+from skymemory.conductor.strategies.base import GainThreshold, RequestNotes, load_bound, loads_of
 from skymemory.conductor.strategies.estimates import UNKNOWN, GivenSpeeds, LearnedSpeeds
 from skymemory.conductor.strategies.hash_trie import depths
 from skymemory.errors import InvalidInput
@@ -37,12 +37,12 @@ def test_speeds_are_learnt_from_what_engines_tell_and_from_whole_answers() -> No
         work_s = 2e-4 * (n - held)
         count, tokens, computed, seconds = count + 1, tokens + n, computed + n - held, seconds + work_s
         server.reported = LoadReport(at_s=float(number), prefills=PrefillTotals(count, tokens, computed, seconds))
-        told.hear([server])
+        told.read_reports([server])
         whole.observe_whole(0, n, held, output, work_s + 0.04 * output + dice.exponential(0.3))
     for speeds in (told, whole):
         assert speeds.prefills_s([0], 10_000, [4_000])[0] == pytest.approx(1.2, rel=0.2)
     server.reported = LoadReport(at_s=999.0, prefills=PrefillTotals(1, 100, 100, 50.0))
-    told.hear([server])  # it was started anew
+    told.read_reports([server])  # it was started anew
     assert told.prefills_s([0], 10_000, [4_000])[0] == pytest.approx(1.2, rel=0.2)
 
 
@@ -154,7 +154,7 @@ def test_servers_that_are_alike_tie_whatever_chance_made_of_them() -> None:
 
 def test_notes_are_taken_once_in_order_and_forgotten_by_server() -> None:
     one, other = list(a_fleet(2))
-    notes: Tickets[str] = Tickets()
+    notes: RequestNotes[str] = RequestNotes()
     request = a_request((1, 1))
     for note in ("first", "second"):
         notes.note(request, one, note)
@@ -184,5 +184,5 @@ def test_loads_and_the_bound_over_their_mean() -> None:
     servers[0].in_flight, servers[1].in_flight = 4, 1
     servers[1].reported = LoadReport(at_s=0.0, waiting=2, running=5)
     assert loads_of(servers, 1.0) == [4.0, 7.0, 0.0] and loads_of(servers, 9.0) == [4.0, 1.0, 0.0]
-    assert most_allowed([0.0] * 8, 1.25) == 1 and most_allowed([1.0, 0.0, 0.0, 0.0], 1.25) == 1
-    assert most_allowed([4.0, 4.0], 1.25) == 6
+    assert load_bound([0.0] * 8, 1.25) == 1 and load_bound([1.0, 0.0, 0.0, 0.0], 1.25) == 1
+    assert load_bound([4.0, 4.0], 1.25) == 6

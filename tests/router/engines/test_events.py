@@ -58,7 +58,7 @@ class Held:
         self.held.pop(slot, None)
         self.next.pop(slot, None)
 
-    def begin_anew(self, slot: int, sequence: int) -> None:
+    def resume_empty(self, slot: int, sequence: int) -> None:
         self.held[slot], self.next[slot] = set(), sequence
 
     def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> None:

@@ -156,7 +156,7 @@ def test_blocks_that_are_not_as_long_as_ours_are_cut_without_a_trace() -> None:
         index = PreciseIndex(4)
         index.follow(0, "m")
         index.apply(0, Batch(0, cut))
-        indexes.append((index.table_rows, index.aside(0), index.counters.as_dict()))
+        indexes.append((index.table_rows, index.orphans(0), index.counters.as_dict()))
     assert indexes[0] == indexes[1] and indexes[0][0] > 0
 
 
@@ -203,7 +203,7 @@ class Recorder:
     def follow(self, slot: int, model: str) -> None:
         self.followed += 1
 
-    def begin_anew(self, slot: int, sequence: int) -> None: ...
+    def resume_empty(self, slot: int, sequence: int) -> None: ...
 
     def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> None:
         self.given.append(sum(1 if isinstance(each, AllCleared) else len(each.hashes) for each in batch.events))

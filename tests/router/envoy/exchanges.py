@@ -25,7 +25,7 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.conductor.strategies.base import Scorer
-from skymemory.conductor.strategies.simple import InTurn
+from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.backends import Backends
 from skymemory.router.bad_request import BadRequest
 from skymemory.router.envoy import ext_proc
@@ -61,7 +61,7 @@ class SmallReader:
 def a_desk(
     servers: int = 3, settings: DeskSettings | None = None, scorer: Scorer | None = None, **changes: Any
 ) -> Desk:
-    picker = Picker(Fleet(), scorer or InTurn())
+    picker = Picker(Fleet(), scorer or RoundRobin())
     backends = Backends(picker, are_checked=False)
     backends.set([endpoint(f"10.0.0.{number}:8000") for number in range(servers)])
     settings = replace(settings or DeskSettings(), **changes)

@@ -25,7 +25,7 @@ from tests.router.envoy.exchanges import (
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.simple import InTurn
+from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.envoy import messages as say
 from skymemory.router.envoy.messages import PIECE_BYTES
 from skymemory.router.envoy.picker_service import Desk
@@ -34,7 +34,7 @@ USAGE = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 64}}
 SSE = "text/event-stream; charset=utf-8"
 
 
-class Remembering(InTurn):
+class Remembering(RoundRobin):
     """What a strategy is told, in order."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ import skymemory
 from skymemory.conductor.fleet import Fleet, LoadReport
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Decision
-from skymemory.conductor.strategies.simple import InTurn
+from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.errors import InvalidInput
 from skymemory.keys import first_ring
 from skymemory.router.backends import Backends
@@ -278,7 +278,7 @@ def test_a_source_that_breaks_ends_the_picker_and_is_not_passed_over() -> None:
 
 
 def test_adapters_that_engines_report_are_read_as_adapters() -> None:
-    backends = Backends(Picker(Fleet(), InTurn()), are_checked=False)
+    backends = Backends(Picker(Fleet(), RoundRobin()), are_checked=False)
     backends.set([Backend("http://1.1.1.1:1", "a"), Backend("http://1.1.1.2:1", "b", adapters=("danish",))])
     reader = PromptReader(adapters=backends.adapters)
     body = b'{"model": "french", "prompt": "bonjour"}'

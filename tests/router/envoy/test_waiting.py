@@ -20,7 +20,7 @@ from tests.router.envoy.exchanges import (
 )
 from tests.router.envoy.test_ext_proc_server import a_call, with_server
 
-from skymemory.conductor.admission.base import Case, Refusal, Unlearning
+from skymemory.conductor.admission.base import Case, Refusal, StatelessRule
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.picker_service import Desk
@@ -138,7 +138,7 @@ def test_a_queue_that_is_full_refuses_and_a_subset_that_is_full_holds_nobody_els
 def test_a_rule_of_admission_is_asked_and_told() -> None:
     told: list[str] = []
 
-    class OneInTwo(Unlearning):
+    class OneInTwo(StatelessRule):
         name = "one in two"
 
         def on_arrival(self, case: Case, now_s: float) -> Refusal | None:

@@ -62,7 +62,7 @@ def test_what_would_come_too_late_is_refused_with_a_reason_and_a_time(run: Run) 
     for answer in refused:
         error = answer.json["error"]
         assert error["type"] == "requests" and error["code"] == "overloaded"
-        assert "0.4 s are promised" in error["message"]
+        assert "the limit is 0.4 s" in error["message"]
         assert int(answer.headers["Retry-After"]) >= 1
         decision = json.loads(answer.headers["x-skymemory-decision"])
         assert decision["refused"] == "ttft" and "promised" in decision["reason"]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sim.cluster.toy import told
 
-from skymemory.conductor.admission.base import Case, Refusal, Slo, Unlearning
+from skymemory.conductor.admission.base import Case, Refusal, Slo, StatelessRule
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
@@ -26,7 +26,7 @@ from skymemory.sim.trace import TraceRequest
 BLOCK_BYTES = 160 << 20
 
 
-class Dice(Unlearning):
+class Dice(StatelessRule):
     """A rule that counts, and refuses by chance."""
 
     name = "dice"

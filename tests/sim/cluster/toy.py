@@ -9,7 +9,7 @@ from skymemory.conductor.fleet import Server
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Plan, Request
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.base import Forgetful, Ranking
+from skymemory.conductor.strategies.base import Ranking, Stateless
 from skymemory.sim.cluster.schedulers import SchedulerFactory, World
 from skymemory.sim.cluster.setup import PoolSettings
 
@@ -28,7 +28,7 @@ POOL = PoolSettings(dram=QUICK, network=Medium("network", 2e6), dram_bytes=200 *
 Where = Callable[[Request], tuple[str, Plan | None]]
 
 
-class Told(Forgetful):
+class Told(Stateless):
     """Sends every request where a table says, with the plan that it says."""
 
     name = "told"

@@ -1,1 +1,1 @@
-"""Who is turned away when there is more to do than can be done in time."""
+"""Admission control: which requests are refused under overload."""

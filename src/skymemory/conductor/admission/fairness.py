@@ -1,15 +1,14 @@
-"""Who goes first under overload: priorities, and a fair share for every tenant. Around any rule.
+"""Priorities and fair shares of tenants under overload, around any admission rule.
 
-What is shared is the time of the prefilling servers. In a sliding window every tenant has a demand (what it asked for)
-and a use (what of that was let in). The use of all is shared out by max-min fairness: nobody gets more than it asks
-for, and what one leaves the others have, in proportion to their weights. Once somebody was refused, whoever has had
-its share is, from a load of ``overload`` on, so that in the queue there is room for those who have not; and nobody
-whose whole demand is within its share is refused for being dear. Below that load nobody is refused here, and where only
-one tenant asks, none ever: no server stands still for fairness' sake.
+Fair shares divide the compute time of the prefill servers. In a sliding window every tenant has a demand (its requests)
+and a usage (those admitted). The total usage is divided by max-min fairness, in proportion to the tenants' weights: no
+tenant gets more than its demand, and what it leaves goes to the others. Once any request was refused, and from a load
+of ``overload`` on, a tenant above its share is refused; a tenant whose whole demand is within its share is not refused
+for its cost. Below that load, and with a single tenant, nothing is refused here: servers never idle for fairness.
 
-The load is the worse of the estimated time to first token and the decoding server's time between tokens, each as a part
-of its promise. Of it a request may meet the less the more levels of priority above its own are in use: what is worth
-least is refused first. Below 0, the priority of who names none, one level more is always taken to be in use.
+Load is the larger of the estimated time to first token and time between tokens, each relative to its objective. The
+load at which a request is refused falls with the number of higher priority levels in use, so the lowest priorities are
+refused first. For priorities below 0, the default, one more level counts as in use.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from skymemory.conductor.admission.base import LATER_S, Admission, Case, Refusal, Slo
+from skymemory.conductor.admission.base import RETRY_S, Admission, Case, Refusal, Slo
 from skymemory.errors import InvalidInput
 
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -29,28 +28,28 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
     share_window_s: float = 60.0
-    """How long what was asked for and what was let in counts."""
+    """Length of the window of demand and usage."""
     overload: float = 0.5
-    """The load from which shares matter."""
+    """Load from which shares are enforced."""
     priority_step: float = 0.2
-    """Of the load, what one level of priority above takes away."""
+    """How much each higher priority level lowers the admissible load."""
     least_load: float = 0.2
-    """No priority is refused below it."""
+    """Load below which no priority is refused."""
     weights: Mapping[str, float] = field(default_factory=lambda: _NONE)
-    """Of tenants, where not 1."""
+    """Weights of tenants other than 1."""
 
     def __post_init__(self) -> None:
         if self.share_window_s <= 0:
             raise InvalidInput(f"fairness: share_window_s is {self.share_window_s:g}; expected above 0")
         if not (0 < self.overload <= 1 and 0 <= self.priority_step <= 1 and 0 < self.least_load <= 1):
-            raise InvalidInput("fairness: overload and least_load are above 0, priority_step from 0, all at most 1")
+            raise InvalidInput("fairness: expected overload, least_load above 0, priority_step from 0, all at most 1")
         for tenant, weight in self.weights.items():
             if not 0 < weight < float("inf"):
                 raise InvalidInput(f"fairness: the weight of tenant {tenant!r} is {weight:g}; expected above 0")
 
 
 class Fair:
-    """``rule``, with priorities and shares before it."""
+    """An admission rule with priorities and shares applied before ``rule``."""
 
     def __init__(self, rule: Admission, slo: Slo, settings: FairnessSettings | None = None) -> None:
         self.settings = settings = settings or FairnessSettings()
@@ -59,11 +58,11 @@ class Fair:
         self.name = f"{rule.name}+fair"
         self._shares = Shares(settings.share_window_s, settings.weights)
         self._levels: dict[int, float] = {}
-        """Priorities, and when one last asked."""
+        """Priorities by the time of their last request."""
 
     def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
         load = self._load(case)
-        refusal = self._behind_others(case.request.priority, load, now_s) or self._had_its_share(case, load)
+        refusal = self._priority_refusal(case.request.priority, load, now_s) or self._share_refusal(case, load)
         if refusal is not None:
             return refusal
         refusal = self.rule.on_arrival(case, now_s)
@@ -88,8 +87,8 @@ class Fair:
     def ended(self, case: Case, now_s: float, met: bool | None) -> None:
         self.rule.ended(case, now_s, met)
 
-    def _asked(self, case: Case, let_in: bool, now_s: float) -> None:
-        self._shares.asked(case.request.tenant, _cost_s(case), let_in, now_s)
+    def _asked(self, case: Case, admitted: bool, now_s: float) -> None:
+        self._shares.asked(case.request.tenant, _cost_s(case), admitted, now_s)
         self._levels[case.request.priority] = now_s
         if len(self._levels) > 1:
             since_s = now_s - self.settings.share_window_s
@@ -98,10 +97,10 @@ class Fair:
     def _load(self, case: Case) -> float:
         ttft_s = case.prefill.estimated_ttft_s or 0.0
         tbt_s = None if case.decode is None else case.decode.estimated_tbt_s
-        slo = case.promised(self.slo)
+        slo = case.slo(self.slo)
         return max(ttft_s / slo.ttft_s, (tbt_s or 0.0) / slo.tbt_s)
 
-    def _behind_others(self, priority: int, load: float, now_s: float) -> Refusal | None:
+    def _priority_refusal(self, priority: int, load: float, now_s: float) -> Refusal | None:
         since_s = now_s - self.settings.share_window_s
         above = {level for level, at_s in self._levels.items() if level > priority and at_s >= since_s}
         if priority < 0:
@@ -111,37 +110,34 @@ class Fair:
         limit = max(self.settings.least_load, 1.0 - self.settings.priority_step * len(above))
         if load <= limit:
             return None
-        reason = f"priority {priority} is served up to a load of {limit:.2f}, and it is {load:.2f}"
+        reason = f"priority {priority} is admitted up to a load of {limit:.2f}; the load is {load:.2f}"
         return Refusal(reason, self._retry_s(load - limit), kind="priority")
 
-    def _had_its_share(self, case: Case, load: float) -> Refusal | None:
+    def _share_refusal(self, case: Case, load: float) -> Refusal | None:
         if load < self.settings.overload:
             return None
         used_s, share_s = self._shares.of(case.request.tenant)
         if used_s + _cost_s(case) <= share_s:
             return None
         window_s = self.settings.share_window_s
-        reason = f"its tenant had {used_s:.3g} s of computing in {window_s:g} s; its share is {share_s:.3g} s"
+        reason = f"its tenant used {used_s:.3g} s of compute in {window_s:g} s; its share is {share_s:.3g} s"
         return Refusal(reason, self._retry_s(load - self.settings.overload), kind="share")
 
     def _retry_s(self, excess: float) -> float:
-        """Seconds until the queue has fallen by that much load, if nothing came."""
-        return max(LATER_S, excess * self.slo.ttft_s)
+        """Seconds until the queue has shrunk by this much load, without new requests."""
+        return max(RETRY_S, excess * self.slo.ttft_s)
 
 
 def _cost_s(case: Case) -> float:
-    """Seconds of a prefill server. Where they are not estimated: thousands of tokens, which share out as well."""
+    """Compute seconds of the prefill; without an estimate thousands of tokens, which divide as well."""
     seconds = case.prefill.estimated_compute_s
     return (case.request.prompt.tokens - case.prefill.matched_tokens) / 1000 if seconds is None else seconds
 
 
-# What each tenant asked for lately, what it got, and what its share of all that was given is: max-min, weighted.
-
-
 _MOST = 65_536
-"""Requests that are remembered: of a busier window than that, the latest part."""
+"""Limit of remembered requests; of a busier window the latest."""
 _REFRESH = 256
-"""Times per window that shares are computed anew."""
+"""Recomputations of the shares per window."""
 
 
 @dataclass(slots=True)
@@ -152,6 +148,8 @@ class _Account:
 
 
 class Shares:
+    """Demand, usage and weighted max-min share of each tenant in a sliding window."""
+
     def __init__(self, window_s: float, weights: Mapping[str, float]) -> None:
         self._window_s = window_s
         self._weights = weights
@@ -159,26 +157,26 @@ class Shares:
         self._accounts: dict[str, _Account] = {}
         self._used = 0.0
         self._level = math.inf
-        self._levelled_s = -math.inf
+        self._level_at_s = -math.inf
 
-    def asked(self, tenant: str, cost: float, let_in: bool, now_s: float) -> None:
-        """``tenant`` asked for ``cost``, and was let in or not."""
-        self._log.append((now_s, tenant, cost, let_in))
+    def asked(self, tenant: str, cost: float, admitted: bool, now_s: float) -> None:
+        """Records a request of ``tenant``."""
+        self._log.append((now_s, tenant, cost, admitted))
         account = self._accounts.setdefault(tenant, _Account())
         account.requests += 1
         account.asked += cost
-        if let_in:
+        if admitted:
             account.used += cost
             self._used += cost
         while self._log[0][0] < now_s - self._window_s or len(self._log) > _MOST:
             self._forget_first()
-        if now_s - self._levelled_s >= self._window_s / _REFRESH:
-            self._level, self._levelled_s = self._levelled(), now_s
+        if now_s - self._level_at_s >= self._window_s / _REFRESH:
+            self._level, self._level_at_s = self._max_min_level(), now_s
 
     def of(self, tenant: str) -> tuple[float, float]:
-        """What it used, and its share; both of the window.
+        """Usage and share in the window.
 
-        The share is infinite where nobody else asked, and where nobody was refused.
+        The share is infinite if no other tenant has requests, and if none was refused.
         """
         account = self._accounts.get(tenant)
         used = 0.0 if account is None else account.used
@@ -186,7 +184,7 @@ class Shares:
         return used, self._weight(tenant) * self._level if others else math.inf
 
     def fits(self, tenant: str, cost: float) -> bool:
-        """Whether all it asked for, and ``cost`` with it, is within its share, and somebody else asks too."""
+        """Whether the tenant's demand with ``cost`` is within its share, and another tenant has requests."""
         account = self._accounts.get(tenant)
         asked = 0.0 if account is None else account.asked
         others = len(self._accounts) > (account is not None)
@@ -196,7 +194,7 @@ class Shares:
         return self._weights.get(tenant, 1.0)
 
     def _forget_first(self) -> None:
-        _, tenant, cost, let_in = self._log.popleft()
+        _, tenant, cost, admitted = self._log.popleft()
         account = self._accounts[tenant]
         account.requests -= 1
         if not account.requests:
@@ -204,15 +202,15 @@ class Shares:
             del self._accounts[tenant]
             return
         account.asked -= cost
-        if let_in:
+        if admitted:
             account.used -= cost
             self._used -= cost
 
-    def _levelled(self) -> float:
-        """The share per weight at which all that was used is given out: tenants that ask for less get what they ask."""
+    def _max_min_level(self) -> float:
+        """The share per weight at which the usage is used up; tenants with a smaller demand get their demand."""
         left = self._used
         if sum(account.asked for account in self._accounts.values()) <= left * (1 + 1e-9):
-            return math.inf  # nobody was refused
+            return math.inf  # nothing was refused
         weights = 0.0
         wants = []
         for tenant, account in self._accounts.items():

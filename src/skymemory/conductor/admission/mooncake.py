@@ -1,21 +1,20 @@
-"""Mooncake's three rules (FAST'25, section 4.2.6), each by when it looks at the decoding servers.
+"""Mooncake's three admission rules (FAST'25, section 4.2.6).
 
-All three refuse on arrival what would get its first token too late, and all three look again when the prefill is done,
-since the load may have changed: what is refused then was computed for nothing. They differ in what they know of the
-decoding servers on arrival: nothing (``Baseline``), what their load is now (``Early``: loads of prefill and decoding
-then swing against each other, for the load that a request meets is another one), or what it is believed to be when the
-prefill will be done (``Predicted``).
+All three refuse on arrival if the time to first token is too long, and check the decode load again after the prefill,
+where a refusal wastes it. They differ in the decode load they see on arrival: none (``Baseline``), the current one
+(``Early``, under which prefill and decode loads oscillate), or the one forecast for the end of the prefill
+(``Predicted``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skymemory.conductor.admission.base import Case, Refusal, Slo, Unlearning, too_late, too_slow
+from skymemory.conductor.admission.base import Case, Refusal, Slo, StatelessRule, too_late, too_slow
 
 
-class Baseline(Unlearning):
-    """On arrival only the first token's time counts; the decoding server's load when its turn comes."""
+class Baseline(StatelessRule):
+    """Checks the time to first token on arrival, the decode load after the prefill."""
 
     name = "baseline"
 
@@ -23,27 +22,26 @@ class Baseline(Unlearning):
         self.slo = slo
 
     def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
-        return too_late(case.prefill.estimated_ttft_s, case.promised(self.slo).ttft_s)
+        return too_late(case.prefill.estimated_ttft_s, case.slo(self.slo).ttft_s)
 
     def before_decode(self, case: Case, now_s: float) -> Refusal | None:
         if case.decode is None:
             return None
-        return too_slow(case.decode.estimated_tbt_s, case.promised(self.slo).tbt_s, case.outlook, now_s)
+        return too_slow(case.decode.estimated_tbt_s, case.slo(self.slo).tbt_s, case.forecast, now_s)
 
 
 @dataclass(frozen=True, slots=True)
 class EarlySettings:
     promised: bool = False
-    """Requests count that were let in and are not there yet. Published is without: where the load of now is taken for
-    the load then, both loads swing (figure 9)."""
+    """Count admitted requests that have not joined a batch yet. The published rule does not, and oscillates (figure
+    9)."""
 
 
 class Early(Baseline):
-    """The decoding servers' load counts on arrival, as it is then: of the requests that are in their batches and of the
-    one that asks. It must be counted: the look before decoding keeps the load without it below the promise, and
-    nobody would ever be refused early.
+    """Also checks the current decode load on arrival: the requests in batches and the new one. The new one must count:
+    the check before decoding keeps the load without it below the objective, so none would be refused early.
 
-    Without an outlook, and with ``promised``: as it is estimated of the server that was chosen.
+    Without a forecast, and with ``promised``, it is the estimate of the chosen server.
     """
 
     name = "early"
@@ -56,18 +54,14 @@ class Early(Baseline):
         refusal = super().on_arrival(case, now_s)
         if refusal is not None or case.decode is None:
             return refusal
-        if case.outlook is None or self.settings.promised:
-            return too_slow(case.decode.estimated_tbt_s, case.promised(self.slo).tbt_s, case.outlook, now_s)
-        return too_slow(
-            case.outlook.tbt_s(now_s, now_s, case.request), case.promised(self.slo).tbt_s, case.outlook, now_s
-        )
+        if case.forecast is None or self.settings.promised:
+            return too_slow(case.decode.estimated_tbt_s, case.slo(self.slo).tbt_s, case.forecast, now_s)
+        return too_slow(case.forecast.tbt_s(now_s, now_s, case.request), case.slo(self.slo).tbt_s, case.forecast, now_s)
 
 
 class Predicted(Baseline):
-    """The decoding servers' load counts as it is believed to be when the prefill is done.
-
-    The mean over the servers, of requests that decode for the usual time and of the one that asks.
-    Without an outlook it is ``Early``.
+    """Also checks on arrival the decode load that is forecast for the end of the prefill: the mean over the servers,
+    with the new request. Without a forecast it is ``Early``.
     """
 
     name = "predicted"
@@ -76,9 +70,9 @@ class Predicted(Baseline):
         refusal = super().on_arrival(case, now_s)
         if refusal is not None or case.decode is None:
             return refusal
-        if case.outlook is None:
-            return too_slow(case.decode.estimated_tbt_s, case.promised(self.slo).tbt_s, None, now_s)
+        if case.forecast is None:
+            return too_slow(case.decode.estimated_tbt_s, case.slo(self.slo).tbt_s, None, now_s)
         then_s = now_s + (case.prefill.estimated_ttft_s or 0.0)
         return too_slow(
-            case.outlook.tbt_s(then_s, now_s, case.request), case.promised(self.slo).tbt_s, case.outlook, now_s
+            case.forecast.tbt_s(then_s, now_s, case.request), case.slo(self.slo).tbt_s, case.forecast, now_s
         )

@@ -1,4 +1,4 @@
-"""Rules by name, with their options by name: for settings, flags and comparisons."""
+"""Admission rules by name, with their options by name."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Build = Callable[[Slo, Any], Admission]
 RULES: Registry[Build] = Registry(
     "admission rule",
     {
-        "all": Entry("nobody is refused", NoSettings, lambda slo, settings: AdmitAll()),
+        "all": Entry("refuses nothing", NoSettings, lambda slo, settings: AdmitAll()),
         "baseline": Entry(
-            "on arrival by the first token's time, at decoding by its load (Mooncake's baseline)",
+            "time to first token on arrival, decode load after the prefill (Mooncake's baseline)",
             NoSettings,
             lambda slo, settings: Baseline(slo),
         ),
         "early": Entry(
-            "on arrival by the first token's time and the decoding load of now (Mooncake's early rejection)",
+            "time to first token and current decode load on arrival (Mooncake's early rejection)",
             EarlySettings,
             lambda slo, settings: Early(slo, settings),
         ),
         "predicted": Entry(
-            "on arrival by the first token's time and the decoding load there will be then (Mooncake's, on prediction)",
+            "time to first token and forecast decode load on arrival (Mooncake's, with prediction)",
             NoSettings,
             lambda slo, settings: Predicted(slo),
         ),
         "goodput": Entry(
-            "under overload the requests that cost least, so that most keep their promises (ours)",
+            "under overload admits the cheapest requests, so that most meet their objectives (ours)",
             GoodputSettings,
             lambda slo, settings: Goodput(slo, settings),
         ),
@@ -42,21 +42,19 @@ RULES: Registry[Build] = Registry(
 )
 NAMES = tuple(RULES)
 FAIR = "+fair"
-"""Behind a rule's name: with priorities and fair shares before it; its options are then ``FairnessSettings`` too."""
+"""Suffix of a rule's name that adds priorities and fair shares, and the options of ``FairnessSettings``."""
 
 
 def admission(name: str, slo: Slo, **options: object) -> Admission:
-    """The rule of that name. Words are taken for numbers, as they come from flags.
-
-    ``weights`` of fair shares are a table, or ``gold=3,free=0.5``.
+    """The rule of that name. Option values may be text, as from flags; ``weights`` a table or ``gold=3,free=0.5``.
 
     Raises:
-        InvalidInput: no rule or option of that name (with the nearest that there is), or a value it cannot have.
+        InvalidInput: unknown rule or option (with a suggestion), or an invalid value.
     """
     owner, known = f"admission rule {name!r}", options_of(name)
     plain = {option: value for option, value in options.items() if option != "weights" or option not in known}
     given = read_options(owner, plain, known)
-    if plain.keys() != options.keys():  # weights are a table, not of the type of a default
+    if plain.keys() != options.keys():  # a table has no default to convert to
         given["weights"] = weights_of(f"option 'weights' of {owner}", options["weights"])
     found = RULES[name.removesuffix(FAIR)]
     own = {field.name for field in fields(found.settings)}
@@ -67,10 +65,10 @@ def admission(name: str, slo: Slo, **options: object) -> Admission:
 
 
 def options_of(name: str) -> dict[str, object]:
-    """The options of a rule, with their defaults.
+    """The options of a rule with their defaults.
 
     Raises:
-        InvalidInput: no rule of that name.
+        InvalidInput: unknown rule.
     """
     rule = name.removesuffix(FAIR)
     if rule not in RULES:
@@ -79,14 +77,14 @@ def options_of(name: str) -> dict[str, object]:
 
 
 def weights_of(what: str, value: object) -> dict[str, float]:
-    """Weights of tenants from a table or words; ``what`` begins the sentence of an error.
+    """Weights of tenants from a table or text; ``what`` begins the error.
 
     Raises:
-        InvalidInput: it is neither, or a weight is no number.
+        InvalidInput: neither a table nor such text, or a weight is not a number.
     """
     if isinstance(value, str):
         value = dict(part.partition("=")[::2] for part in value.split(",") if part)
     if not isinstance(value, Mapping):
-        raise InvalidInput(f"{what} is {value!r}; expected a table, or words such as gold=3,free=0.5")
+        raise InvalidInput(f"{what} is {value!r}; expected a table, or text such as gold=3,free=0.5")
     read = {str(tenant): converted(f"{what}, of {tenant!r}", weight, 1.0) for tenant, weight in value.items()}
     return {tenant: weight for tenant, weight in read.items() if isinstance(weight, float)}

@@ -1,4 +1,4 @@
-"""What prefills, decoding steps and transfers cost, in seconds."""
+"""Cost models: seconds of prefills, decoding steps and transfers."""
 
 from skymemory.conductor.cost_model.model import (
     EIGHT_A800,

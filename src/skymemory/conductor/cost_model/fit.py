@@ -1,13 +1,13 @@
-"""A cost model fitted to what an engine was measured to take.
+"""Fits cost models to measurements of an engine, and reads and writes them as files.
 
-Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, no part below 0: the cost model's own law,
-with attention's price found instead of counted (attention reaches another part of a machine's speed than
-multiplications of weights do, so the shape's ``attention_flops`` become what they cost *as if* at that same part) and
-with what cached tokens take. Decoding steps: ``fixed + per_request·batch + max(reading, computing)``, where computing
-is known from the prefills and the memory's speed is searched for.
+Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, no coefficient below 0: the cost model's
+law, with the cost of attention fitted instead of counted (attention reaches another share of the machine's speed than
+matrix multiplications, so ``attention_flops`` becomes the equivalent at that share) and a cost per cached token.
+Decoding steps: ``fixed + per_request·batch + max(reading, computing)``, where computing follows from the prefills and
+the memory bandwidth is searched for.
 
-Errors count as parts of what was measured, so that short prompts weigh as much as long ones, and by their size rather
-than its square: a few measurements that something disturbed do not move the rest.
+Errors are relative, so that short prompts weigh as much as long ones, and absolute rather than squared, so that a few
+disturbed measurements do not move the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
 _LEAST_ERROR = 0.002
-"""Relative errors below this weigh no more than it: two points must not pin the rest."""
+"""Floor of relative errors in the weights: two exact points must not pin the rest."""
 _MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
 
 Column = NDArray[np.float64]
@@ -35,7 +35,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """A prompt of ``tokens`` of which ``cached`` were cached took ``seconds`` to its first token, alone."""
+    """A prompt of ``tokens``, ``cached`` of them cached, took ``seconds`` to its first token on an idle engine."""
 
     tokens: int
     cached: int
@@ -44,7 +44,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """A step of ``batch`` requests whose contexts had ``kv_tokens`` together took ``seconds``."""
+    """A step of ``batch`` requests with ``kv_tokens`` of context in total took ``seconds``."""
 
     batch: int
     kv_tokens: float
@@ -52,17 +52,16 @@ class DecodePoint:
 
 
 def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Machine | None = None) -> CostModel:
-    """The model on a machine, with ``mfu``, ``fixed_s``, ``cached_token_s`` and the shape's ``attention_flops`` found.
+    """Fits ``mfu``, ``fixed_s``, ``cached_token_s`` and the shape's ``attention_flops``.
 
-    Without a ``machine`` its speed is what was reached, and ``mfu`` is 1.
+    Without a ``machine`` its speed is the one reached, and ``mfu`` is 1.
 
     Raises:
-        InvalidInput: too few points to tell the parts from each other, times that do not grow with the prompts, or a
-            machine faster than the one named.
+        InvalidInput: too few lengths, times that do not grow with the prompts, or a speed above the machine's.
     """
     lengths = {point.tokens - point.cached for point in points}
     if len(lengths) < 3 or any(point.seconds <= 0 or not 0 <= point.cached < point.tokens for point in points):
-        raise InvalidInput("prefills of at least three lengths are needed, each longer than what is cached of it")
+        raise InvalidInput("expected prefills of at least three lengths, each longer than its cached part")
     tokens, cached, seconds = (np.array(column, dtype=np.float64) for column in _columns(points))
     parts = [np.ones(len(points)), tokens - cached, tokens**2 - cached**2, cached]
     if not cached.any():
@@ -71,33 +70,32 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
     weights = shape.layers * shape.weight_flops * shape.width**2
     attention = shape.layers * shape.width
     cached_s = per_cached_s[0] if per_cached_s else 0.0
-    # Without what the cached tokens took: from a slow store they may take longer than computing as many, and then a
-    # prompt of which much is cached takes longer than one that is computed.
+    # Compare without the time of cached tokens: a slow store may take longer to load them than computing takes.
     computing_s = seconds - cached_s * cached
     by_work = np.argsort(tokens - cached)
     if not per_token_s > 0 or computing_s[by_work[-1]] <= computing_s[by_work[0]]:
-        raise InvalidInput("times do not grow with the tokens that are computed: measure longer prompts, or more often")
+        raise InvalidInput("times do not grow with the computed tokens: measure longer prompts, or with more repeats")
     speed = weights / per_token_s
     if machine is None:
         machine = Machine("as measured", speed, speed, 1e9)
     if speed > machine.flops_per_s:
         raise InvalidInput(
-            f"it computes {speed:.3g} operations per second, more than the {machine.flops_per_s:.3g} of {machine.name}"
+            f"measured {speed:.3g} operations per second, more than the {machine.flops_per_s:.3g} of {machine.name}"
         )
     effective = replace(shape, attention_flops=per_pair_s * speed / attention)
     return CostModel(effective, machine, speed / machine.flops_per_s, fixed_s=fixed_s, cached_token_s=cached_s)
 
 
 def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
-    """``cost`` with ``decode_fixed_s``, ``decode_request_s`` and the memory's share of its speed found.
+    """Fits ``decode_fixed_s``, ``decode_request_s`` and the memory bandwidth reached.
 
-    Where ``cost`` is of a machine as measured (``mfu`` 1), its memory becomes as fast as was reached.
+    For a machine as measured (``mfu`` 1) the bandwidth reached becomes the machine's.
 
     Raises:
         InvalidInput: fewer than three points, or none above 0 s.
     """
     if len(points) < 3 or any(point.seconds <= 0 or point.batch < 1 for point in points):
-        raise InvalidInput("decoding steps of at least three batches or contexts are needed, each longer than 0 s")
+        raise InvalidInput("expected decoding steps of at least three batches or contexts, each longer than 0 s")
     batch = np.array([point.batch for point in points], dtype=np.float64)
     seconds = np.array([point.seconds for point in points])
     best: CostModel | None = None
@@ -119,18 +117,18 @@ def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of predictions, as parts of what was measured."""
+    """Relative errors of predictions."""
 
     mean: float
     worst: float
     bias: float
-    """Of their signs: above 0 too slow."""
+    """Mean of the signed errors; above 0 the predictions are too slow."""
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
     """Raises InvalidInput where there is nothing to compare."""
     if not measured or len(predicted) != len(measured):
-        raise InvalidInput("nothing was measured to compare with")
+        raise InvalidInput("no measurements to compare with")
     off = np.array(predicted) / np.array(measured) - 1
     return Errors(float(np.abs(off).mean()), float(np.abs(off).max()), float(off.mean()))
 
@@ -154,7 +152,7 @@ def _columns(points: Sequence[PrefillPoint]) -> list[list[float]]:
 
 
 def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> CostModel:
-    """With this memory, and nothing beside reading and computing."""
+    """``cost`` with this memory bandwidth and no fixed decoding times."""
     bare = replace(cost, decode_fixed_s=0.0, decode_request_s=0.0)
     if known is not None:
         return replace(bare, memory_share=bytes_per_s / known)
@@ -164,10 +162,10 @@ def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> Co
 def _fitted(
     parts: Sequence[Column], target: Column, scale: Column | None = None, needed: Sequence[int] = (1,)
 ) -> list[float]:
-    """Factors, none below 0, of the sum of ``parts`` nearest to ``target``; errors are divided by ``scale``.
+    """Non-negative factors of the sum of ``parts`` nearest to ``target``; errors are divided by ``scale``.
 
-    The least mean size of errors, by least squares weighted anew in every round. Of the parts other than those
-    ``needed`` every choice is tried, and the best without a factor below 0 taken: there are at most sixteen.
+    Minimises the mean absolute error by iteratively reweighted least squares. Each round tries every subset of the
+    parts that are not ``needed`` (at most sixteen) and keeps the best without a negative factor.
     """
     scale = target if scale is None else scale
     columns = np.stack([part / scale for part in parts], axis=1)
@@ -204,23 +202,20 @@ def _not_negative(columns: Column, aim: Column, weights: Column, needed: Sequenc
     return best
 
 
-# A cost model as a file has it: JSON, or TOML of the same tables.
-
-
 FORMAT = "skymemory-cost/1"
 T = TypeVar("T")
 
 
 def dump(cost: CostModel, notes: Mapping[str, Any] | None = None) -> str:
-    """``cost`` as JSON; ``notes``: where it comes from, which no reader looks at."""
+    """``cost`` as JSON. ``notes`` say where it comes from; ``parse`` ignores them."""
     return json.dumps({"format": FORMAT, **asdict(cost), "notes": dict(notes or {})}, indent=1) + "\n"
 
 
 def parse(text: str) -> CostModel:
-    """What ``dump`` wrote, or the same as TOML.
+    """Reads what ``dump`` wrote, or the same tables as TOML.
 
     Raises:
-        InvalidInput: it is neither, lacks something, or has what no cost model has.
+        InvalidInput: neither JSON nor TOML, or a missing or unknown key.
     """
     try:
         table = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
@@ -242,16 +237,16 @@ def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _filled(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """``kind`` with ``values``, each of which must be what the field is."""
+    """``kind`` with ``values``, each checked against the type of its field."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     place = f"{where}: " if where else ""
     for name, value in values.items():
         if name not in known:
-            raise InvalidInput(f"{place}no key {name!r}; there are {', '.join(known)}")
+            raise InvalidInput(f"{place}unknown key {name!r}; expected some of {', '.join(known)}")
         wanted = {"str": str, "int": int, "float": (int, float)}.get(str(known[name].type))
         if wanted is not None and (isinstance(value, bool) or not isinstance(value, wanted)):  # type: ignore[arg-type]
             raise InvalidInput(f"{place}{name} is {value!r}; expected {known[name].type}")
     missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
     if missing:
-        raise InvalidInput(f"{place}lacks {', '.join(missing)}")
+        raise InvalidInput(f"{place}missing {', '.join(missing)}")
     return kind(**values)

@@ -1,13 +1,12 @@
-"""Seconds that a prefill and a decoding step take: from a model's shape and a machine's speed.
+"""Cost model: seconds of a prefill, a decoding step and a transfer, from a model's shape and a machine's speed.
 
 A prefill of ``n`` tokens of which ``p`` are cached computes ``l·(a·(n² − p²)·d + b·(n − p)·d²)`` floating-point
 operations, with ``l`` layers of width ``d``, ``a`` = 4 (attention) and ``b`` = 22 (weights); the machine does
-``flops_per_s`` of them times the share of its speed that the model reaches, which is an input and to be fitted from
-a run (Mooncake, FAST'25). Its example, 128k tokens of which 95 % are cached, comes out 91.5 % below nothing cached
-("92 %").
+``flops_per_s`` of them times the share that it reaches (``mfu``), an input to be fitted from a run (Mooncake,
+FAST'25). Its example, 128k tokens of which 95 % are cached, comes out 91.5 % below an uncached prefill ("92 %").
 
-A decoding step of a batch reads all weights once and the KV of every request in it, and does one token's operations
-for each: it takes the longer of the two, beside something fixed.
+A decoding step reads all weights and the KV of every request in the batch, and does one token's operations for each:
+it takes the longer of the two, plus a fixed time.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from typing import Any
 
 from skymemory.errors import InvalidInput
 
-# What costs depend on: of a transformer its shape, of a serving instance its speeds.
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a transformer its costs depend on."""
+    """Shape of a transformer, as far as costs depend on it."""
 
     name: str
     layers: int
@@ -32,29 +29,29 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     value_bytes: int = 2
-    """Bytes of one number, of the weights as of the KV cache."""
+    """Bytes of one number, in weights and KV cache."""
     attention_flops: float = 4.0
-    """``a``: per layer, per pair of tokens (halved: each sees those before it) and per unit of width."""
+    """``a``: per layer, pair of tokens (halved by causality) and unit of width."""
     weight_flops: float = 22.0
-    """``b``: per layer, per token and per unit of width squared."""
+    """``b``: per layer, token and unit of width squared."""
     parameters: float = 0.0
-    """All weights; 0: half of ``b`` per layer and unit of width squared, as each is multiplied and added once."""
+    """Number of weights; 0: half of ``b`` per layer and width squared (one multiplication and addition each)."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """KV of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
 
     @property
     def weight_bytes(self) -> float:
-        """What a decoding step reads whatever its batch."""
+        """Bytes that every decoding step reads."""
         parameters = self.parameters or self.weight_flops / 2 * self.layers * self.width**2
         return parameters * self.value_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One serving instance: what its accelerators do together."""
+    """One serving instance: the sum of its accelerators."""
 
     name: str
     flops_per_s: float
@@ -63,26 +60,26 @@ class Machine:
 
     def __post_init__(self) -> None:
         if not (self.flops_per_s > 0 and self.memory_bytes_per_s > 0 and self.network_bytes_per_s > 0):
-            raise InvalidInput(f"machine {self.name!r}: its speeds must be above 0")
+            raise InvalidInput(f"machine {self.name!r}: expected speeds above 0")
 
 
 def shape_of(name: str, config: Mapping[str, Any], value_bytes: int | None = None) -> ModelShape:
-    """The shape that a model's ``config.json`` (of transformers; Llama, Mistral, Qwen and their like) describes.
+    """The shape in a model's ``config.json`` (transformers' format; Llama, Mistral, Qwen and alike).
 
-    ``value_bytes``: of the numbers that it is served in; by default those it was saved in, else 2.
+    ``value_bytes``: of the data type it is served in; by default the one it was saved in, else 2.
 
     Raises:
-        InvalidInput: it does not say how many layers, heads, and how wide.
+        InvalidInput: layers, heads or widths are missing or invalid.
     """
     try:
         layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])
         heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidInput(f"{name}: a model's config.json is wanted, with its layers, heads and widths") from error
+        raise InvalidInput(f"{name}: expected a model's config.json with its layers, heads and widths") from error
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or width // heads)
     if min(layers, width, heads, inner, kv_heads, head_dim) < 1:
-        raise InvalidInput(f"{name}: layers, heads and widths are at least 1")
+        raise InvalidInput(f"{name}: expected layers, heads and widths of at least 1")
     of_layer = 2 * width * head_dim * (heads + kv_heads) + 3 * width * inner
     words = int(config.get("vocab_size") or 0) * width * (1 if config.get("tie_word_embeddings") else 2)
     stored = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
@@ -110,52 +107,52 @@ QWEN_7B = ModelShape(
     weight_flops=254 / 7,
     parameters=7.615e9,
 )
-"""As its ``config.json`` says (``shape_of``)."""
+"""From its ``config.json``."""
 
 EIGHT_A800 = Machine("8×A800", flops_per_s=8 * 312e12, memory_bytes_per_s=16e12, network_bytes_per_s=4 * 200e9 / 8)
 EIGHT_A100 = Machine("8×A100", flops_per_s=8 * 312e12, memory_bytes_per_s=8 * 2.039e12, network_bytes_per_s=100e9)
 FOUR_A100 = Machine("4×A100", flops_per_s=4 * 312e12, memory_bytes_per_s=4 * 2.039e12, network_bytes_per_s=100e9)
-"""A100-SXM4-80GB. An A800 is one whose NVLink does 400 GB/s instead of 600."""
+"""A100-SXM4-80GB. The A800 differs in NVLink: 400 GB/s instead of 600."""
 EIGHT_H800 = Machine("8×H800", flops_per_s=8 * 989e12, memory_bytes_per_s=8 * 3.35e12, network_bytes_per_s=400e9)
-"""An H100-SXM5-80GB whose NVLink does 400 GB/s instead of 900."""
+"""An H100-SXM5-80GB with an NVLink of 400 GB/s instead of 900."""
 ONE_L4 = Machine("L4", flops_per_s=121e12, memory_bytes_per_s=300e9, network_bytes_per_s=2e9)
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A model on a machine.
+    """Costs of a model on a machine.
 
-    Raises InvalidInput for a share of the machine's speed outside (0, 1] and for negative fixed time.
+    Raises InvalidInput for shares outside (0, 1] and negative times.
     """
 
     shape: ModelShape
     machine: Machine
     mfu: float
-    """Part of the machine's floating-point speed that is reached."""
+    """Model FLOPS utilisation: share of the machine's floating-point speed reached."""
     fixed_s: float = 0.0
-    """What every prefill takes beside its operations: launching, sampling."""
+    """Seconds per prefill beside its operations: launching, sampling."""
     decode_fixed_s: float = 0.0
-    """What every decoding step takes beside reading and computing."""
+    """Seconds per decoding step beside reading and computing."""
     memory_share: float = 1.0
-    """Part of the memory's speed that decoding reaches."""
+    """Share of the memory bandwidth that decoding reaches."""
     network_share: float = 1.0
-    """Part of the network's speed that transfers of KV reach."""
+    """Share of the network bandwidth that KV transfers reach."""
     cached_token_s: float = 0.0
-    """What each cached token of a prompt takes all the same: being hashed, looked up, put in its place."""
+    """Seconds per cached token of a prompt: hashing, lookup, placement."""
     decode_request_s: float = 0.0
-    """What each request of a batch adds to a decoding step beside reading and computing: choosing, sending."""
+    """Seconds per request of a batch beside reading and computing: sampling, sending."""
 
     def __post_init__(self) -> None:
         for name, share in (("mfu", self.mfu), ("memory_share", self.memory_share)):
             if not 0 < share <= 1:
-                raise InvalidInput(f"{name} {share:g} is a part of the machine's speed: above 0, at most 1")
+                raise InvalidInput(f"{name} {share:g} is a share of the machine's speed: expected above 0, at most 1")
         if not 0 < self.network_share <= 1:
-            raise InvalidInput(f"network_share {self.network_share:g} is a part of its speed: above 0, at most 1")
+            raise InvalidInput(f"network_share {self.network_share:g}: expected above 0, at most 1")
         if min(self.fixed_s, self.decode_fixed_s, self.cached_token_s, self.decode_request_s) < 0:
-            raise InvalidInput("neither a prefill nor a decoding step can take less than 0 s beside its operations")
+            raise InvalidInput("fixed_s, decode_fixed_s, cached_token_s and decode_request_s: expected 0 or more")
 
     def prefill_flops(self, tokens: float, cached: float = 0) -> float:
-        """Operations of a prefill of ``tokens`` with the first ``cached`` of them cached; one is always computed."""
+        """Operations of a prefill of ``tokens``, the first ``cached`` of them cached; at least one is computed."""
         cached = max(0, min(cached, tokens - 1))
         shape = self.shape
         pairs = (tokens * tokens - cached * cached) * shape.width
@@ -163,17 +160,17 @@ class CostModel:
         return shape.layers * (shape.attention_flops * pairs + shape.weight_flops * weights)
 
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Seconds of that prefill, alone on the machine."""
+        """Seconds of such a prefill on an idle machine."""
         beside_s = self.fixed_s + self.cached_token_s * max(0, min(cached, tokens - 1))
         return self.prefill_flops(tokens, cached) / (self.machine.flops_per_s * self.mfu) + beside_s
 
     def decode_step_s(self, batch: int, kv_tokens: float) -> float:
-        """Seconds of one step that gives each of ``batch`` requests a token; ``kv_tokens``: of all their contexts."""
+        """Seconds of one step of ``batch`` requests with ``kv_tokens`` of context in total."""
         fixed_s, read_s, read_per_token_s, flops_s, flops_per_token_s = self.decode_parts(batch)
         return fixed_s + max(read_s + read_per_token_s * kv_tokens, flops_s + flops_per_token_s * kv_tokens)
 
     def decode_parts(self, batch: int) -> tuple[float, float, float, float, float]:
-        """A step as ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T the contexts' tokens."""
+        """Coefficients of ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T tokens of context."""
         shape = self.shape
         memory = self.machine.memory_bytes_per_s * self.memory_share
         flops = self.machine.flops_per_s * self.mfu
@@ -187,10 +184,10 @@ class CostModel:
         )
 
     def decode_run_s(self, batch: int, kv_tokens: float, steps: int) -> float:
-        """Seconds of ``steps`` steps of the same batch, whose contexts grow by ``batch`` tokens with each.
+        """Seconds of ``steps`` steps of one batch, whose contexts grow by ``batch`` tokens per step.
 
-        The sum of ``decode_step_s(batch, kv_tokens + i·batch)`` for i from 0 to ``steps - 1``, in closed form: each
-        part is linear in i, and the steps are cut where the greater part changes.
+        The sum of ``decode_step_s(batch, kv_tokens + i·batch)`` in closed form: both arguments of the maximum are
+        linear in i, and the sum is split at their crossing.
         """
         if steps <= 0 or batch <= 0:
             return 0.0
@@ -207,11 +204,11 @@ class CostModel:
         return tokens * self.shape.kv_bytes_per_token
 
     def at(self, mfu: float, fixed_s: float = 0.0) -> CostModel:
-        """The same model and machine at another part of its speed."""
+        """The same model and machine with another ``mfu``."""
         return replace(self, mfu=mfu, fixed_s=fixed_s)
 
     def decoding_as(self, other: CostModel) -> CostModel:
-        """These prefills, with the memory and the decoding constants of ``other``, a model of the same shape."""
+        """These prefills with the memory and decoding constants of ``other``, of the same shape."""
         machine = replace(self.machine, memory_bytes_per_s=other.machine.memory_bytes_per_s)
         return replace(
             self,
@@ -223,25 +220,23 @@ class CostModel:
 
 
 def _sum(start: float, slope: float, begin: int, end: int) -> float:
-    """Of ``start + slope·i`` for i from ``begin`` to ``end - 1``."""
+    """Sum of ``start + slope·i`` for i from ``begin`` to ``end - 1``."""
     count = end - begin
     return count * (start + slope * (begin + end - 1) / 2)
 
 
 LLAMA_70B_8xA800 = CostModel(LLAMA_70B, EIGHT_A800, mfu=0.5)
-"""Mooncake's model and machine. Half of the machine's speed is our choice; the paper does not say its own. Its decoding
-is the least that the memory allows; ``presets`` has machines whose decoding was measured."""
+"""Mooncake's model and machine. The paper does not state its utilisation; 0.5 is our choice. Decoding is bounded by the
+memory only; ``presets`` has machines whose decoding was measured."""
 
 
-# Seconds that KV takes between memories: by medium, and how much of it a prefill hides.
-#
-# Prefills load and store their KV layer by layer, while they compute (Mooncake §5.2). What then remains visible of a
-# transfer is in ``stored_s`` and ``loaded_s``; ``pipelined_s`` is a prefill in chunks over several machines.
+# Transfers of KV. Prefills load and store KV layer by layer while they compute (Mooncake §5.2); ``stored_s`` and
+# ``loaded_s`` are what remains visible of a transfer. ``pipelined_s`` is a prefill in chunks over several machines.
 
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """Where KV can be loaded from, or the way it goes."""
+    """Bandwidth and latency of a memory or link that KV is loaded from."""
 
     name: str
     bytes_per_s: float
@@ -250,40 +245,40 @@ class Medium:
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or not self.latency_s >= 0 or math.isinf(self.latency_s):
-            raise InvalidInput(f"medium {self.name!r} needs a rate above 0 and a latency of 0 or more")
+            raise InvalidInput(f"medium {self.name!r}: expected a rate above 0 and a finite latency of 0 or more")
 
     def seconds(self, size_bytes: float) -> float:
-        """For ``size_bytes``, alone on the way."""
+        """Seconds of ``size_bytes`` on an idle link."""
         return self.latency_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
 
 
 DRAM = Medium("dram", 100e9)
-"""To the accelerators of the same machine: eight of them, each over its own link."""
+"""Host memory to the eight accelerators of the machine, each over its own link."""
 SSD = Medium("ssd", 6e9, 1e-4)
 
 
 def network_of(cost: CostModel, latency_s: float = 1e-4) -> Medium:
-    """From one machine's memory to another's."""
+    """The network between machines."""
     return Medium("network", cost.machine.network_bytes_per_s * cost.network_share, latency_s)
 
 
 def stored_s(transfer_s: float, compute_s: float, layers: int) -> float:
     """Seconds by which storing layer by layer lengthens a prefill of ``compute_s``.
 
-    A layer's KV goes as soon as it is computed: what is not hidden behind the other layers, and the last layer's own.
+    A layer's KV is sent when it is computed. Visible are the part not hidden by other layers and the last layer.
     """
     return max(0.0, transfer_s - compute_s * (layers - 1) / layers) + transfer_s / layers
 
 
 def loaded_s(transfer_s: float, compute_s: float, layers: int) -> float:
-    """Seconds of a prefill whose cached part is loaded layer by layer while it computes."""
+    """Seconds of a prefill that loads its cached part layer by layer while it computes."""
     return max(transfer_s, compute_s) + min(transfer_s, compute_s) / layers
 
 
 def pipelined_s(chunks_s: Sequence[float], machines: int) -> float:
-    """Seconds of chunks that go through ``machines``, each with its part of the layers; per chunk, at one of them.
+    """Seconds of a pipeline of ``machines``, each with its layers; ``chunks_s``: per chunk, at one machine.
 
-    The first machine works on all chunks in turn, and the last is ``machines - 1`` of the longest behind it.
+    The first machine computes all chunks in turn; the last finishes ``machines - 1`` of the longest chunks later.
     """
     return sum(chunks_s) + (machines - 1) * max(chunks_s, default=0.0)
 
@@ -291,7 +286,7 @@ def pipelined_s(chunks_s: Sequence[float], machines: int) -> float:
 def reuse_pays_bytes_per_s(cost: CostModel, cached: int) -> float:
     """The rate above which loading ``cached`` tokens is faster than computing them (Mooncake, FAST'25 §2).
 
-    ``2·d·s / (gqa·(a·p·d + b·d²))`` of the machine's speed, with ``s`` bytes a number and ``gqa`` heads per KV head.
+    ``2·d·s / (gqa·(a·p·d + b·d²))`` of the machine's speed, with ``s`` bytes per number and ``gqa`` heads per KV head.
     """
     seconds = cost.prefill_flops(cached) / (cost.machine.flops_per_s * cost.mfu)
     return cost.kv_bytes(cached) / seconds

@@ -1,8 +1,8 @@
-"""Cost models by name: of machines whose prefills and decoding steps have been published.
+"""Cost models by name, of machines with published prefills and decoding steps.
 
-Decoding constants are ``fit.fit_decode``'s of the published steps, prefills ``fit.fit_prefill``'s where three lengths
-or more were published. The published points, how far each preset is from them, and what held-out points say are in
-``tests/conductor/test_cost_presets.py`` and in docs/guide/fitting.md.
+Decoding constants are fitted (``fit.fit_decode``) to the published steps, prefills (``fit.fit_prefill``) where at least
+three lengths were published. The points, the errors and held-out points: ``tests/conductor/test_cost_presets.py`` and
+docs/guide/fitting.md.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LLAMA_70B_8xA100 = CostModel(
 
 Source: ``data/perf_model.csv`` of SplitwiseSim (github.com/Mutinifni/splitwise-sim at 8f99e7d; Patel et al.,
 "Splitwise", ISCA 2024), tensor parallel 8, medians of five runs. 13 decoding steps (batches of 1 to 64 at 576 tokens,
-one request of 192 to 8,256): off by 2.1 % on average, 6.8 % at worst. Seven prompts of 128 to 8,192 tokens: 4.2 and
-11.3 %; longer ones are extrapolated. Batches of long contexts were not published: how much of a step is read and how
-much is fixed is not decided by these points (a whole memory's speed and 36 ms fixed would be off by 2.3 %).
+one request of 192 to 8,256): error 2.1 % on average, 6.8 % at worst. Seven prompts of 128 to 8,192 tokens: 4.2 and
+11.3 %; longer ones are extrapolated. Batches of long contexts were not published: these points do not
+separate reading from fixed time (full bandwidth and 36 ms fixed would have an error of 2.3 %).
 """
 
 LLAMA_70B_4xA100 = CostModel(
@@ -45,8 +45,8 @@ LLAMA_70B_4xA100 = CostModel(
 
 Source: ``docs/en/benchmark/a100_fp16.md`` of github.com/InternLM/lmdeploy at 3e391df (version 0.1.0a1, CUDA 11.8),
 "Static Inference Benchmark", llama2-70b: median time between tokens, in whole milliseconds. 20 steps (batches of 1 to
-64 at 65 to 3,072 tokens): off by 4.0 % on average, 9.2 % at worst, which is 64 requests of 3,072 tokens. The prefill
-is drawn through its two prompts (128 and 2,048 tokens: 2 and 4 % off).
+64 at 65 to 3,072 tokens): error 4.0 % on average, 9.2 % at worst (64 requests of 3,072 tokens). The prefill follows
+from two prompts (128 and 2,048 tokens: 2 and 4 %).
 """
 
 LLAMA_70B_8xH800 = CostModel(
@@ -60,9 +60,9 @@ LLAMA_70B_8xH800 = CostModel(
 )
 """LLaMA-2-70B in vLLM on a DGX-H100, eight H100-80GB: 28 to 50 ms a step.
 
-No published steps of a dense model on H800 were found; an H800 has the arithmetic and the memory of the H100 and less
-than half of its NVLink, which these figures do not know. Source as for ``LLAMA_70B_8xA100``. 13 decoding steps: off by
-1.8 % on average, 5.8 % at worst. Seven prompts of 128 to 8,192 tokens: 8.4 and 23.8 %; longer ones are extrapolated.
+No published steps of a dense model on H800 were found. An H800 has the arithmetic and memory of the H100 and less than
+half of its NVLink, which these figures ignore. Source as for ``LLAMA_70B_8xA100``. 13 decoding steps: error 1.8 %
+ on average, 5.8 % at worst. Seven prompts of 128 to 8,192 tokens: 8.4 and 23.8 %; longer ones are extrapolated.
 """
 
 QWEN_7B_L4 = CostModel(
@@ -72,7 +72,7 @@ QWEN_7B_L4 = CostModel(
 
 Source: ``raw/`` and ``results/summary.csv`` of github.com/ree2raz/inference-bench at 6219100, regime "short", median
 time per output token of 100 requests, the median of three runs. Five steps (batches of 1 to 64 at about 109 tokens):
-off by 0.8 % on average, 1.4 % at worst. The prefill is drawn through its two prompts (45 and 1,800 tokens).
+error 0.8 % on average, 1.4 % at worst. The prefill follows from two prompts (45 and 1,800 tokens).
 """
 
 PRESETS: Mapping[str, CostModel] = {
@@ -82,4 +82,4 @@ PRESETS: Mapping[str, CostModel] = {
     "llama-70b-8xh800": LLAMA_70B_8xH800,
     "qwen-7b-l4": QWEN_7B_L4,
 }
-"""What ``--cost`` takes instead of a file. The first is Mooncake's, of which nothing was measured."""
+"""Names for ``--cost``. The first is Mooncake's, with nothing measured."""

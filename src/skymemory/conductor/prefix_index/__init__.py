@@ -1,1 +1,1 @@
-"""Which server holds how much of a prompt: believed from what was sent there, or known from what engines tell."""
+"""Prefix indices: which server holds how much of a prompt, estimated from requests or known from engines' events."""

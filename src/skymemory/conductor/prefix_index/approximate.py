@@ -1,8 +1,8 @@
-"""The index of who learns from answers alone: what was sent to a server and answered, it is believed to hold.
+"""Approximate prefix index, learnt from requests: a server is assumed to hold the prompts that it answered.
 
-Per server the blocks last used, as many as its cache has (``set_capacity``, from what it reports), in an order that
-evicts the end of a prefix before its head. Engines evict by other rules than ours and do not tell: where one says how
-much of a prompt it had, ``correct`` makes the belief smaller.
+Per server it keeps the most recently used blocks up to the capacity of the server's cache (``set_capacity``), and
+evicts the end of a prefix before its head. Engines evict by other rules and do not report it; where one reports how
+much of a prompt was cached, ``correct`` drops the rest.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.errors import InvalidInput
 
 BLOCKS_PER_SERVER = 31_250
-"""What is believed of a server that does not report its capacity (the endpoint picker's default)."""
+"""Assumed capacity of a server that does not report it (the endpoint picker's default)."""
 MAX_MATCH = 256
-"""Blocks of a prompt that the endpoint picker looks at."""
+"""Blocks of a prompt that the endpoint picker matches."""
 Table = type[native.PrefixTable]
 
 
 class ApproximatePrefixIndex:
-    """``max_match``: of a prompt, no more than so many blocks are learnt or matched; None: all.
+    """See the module.
 
-    ``secret``: an odd number of 64 bits that nobody outside knows (see ``native.PrefixTable``). ``table``: for tests.
+    ``max_match``: limit of blocks learnt and matched per prompt; None: all. ``secret``: an odd 64-bit number for the
+    hash table (``native.PrefixTable``). ``table``: another implementation, for tests.
 
     Raises:
-        InvalidInput: a capacity or a slot that cannot be; the table's ``ValueError`` says why.
+        InvalidInput: an invalid capacity or secret.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ApproximatePrefixIndex:
         table: Table = native.PrefixTable,
     ) -> None:
         if max_match is not None and max_match < 1:
-            raise InvalidInput(f"at most {max_match} blocks matched: expected 1 or more, or none for no limit")
+            raise InvalidInput(f"max_match is {max_match}; expected 1 or more, or None")
         try:
             self._table = table(blocks_per_server) if secret is None else table(blocks_per_server, secret)
         except (ValueError, OverflowError) as error:
@@ -49,7 +50,7 @@ class ApproximatePrefixIndex:
 
     @property
     def whole_table(self) -> native.PrefixTable | None:
-        """The table, where whole prompts are matched in it."""
+        """The table, unless ``max_match`` limits what is matched in it."""
         return self._table if self.max_match is None else None
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
@@ -71,10 +72,10 @@ class ApproximatePrefixIndex:
         return self._table.held(slot)
 
     def set_capacity(self, slot: int, blocks: int) -> None:
-        """The server's cache has ``blocks`` blocks; what was believed beyond is no longer.
+        """Sets the capacity of a server's cache; evicts beyond it.
 
         Raises:
-            InvalidInput: a number of blocks that no cache has.
+            InvalidInput: an invalid capacity.
         """
         try:
             if self._table.capacity(slot) != blocks:
@@ -90,19 +91,19 @@ class ApproximatePrefixIndex:
         return self._table.blocks()
 
     def dump(self, slot: int) -> bytes:
-        """What ``slot`` holds, for ``load``: see ``native.PrefixTable.dump``."""
+        """The blocks of ``slot``, for ``load`` (``native.PrefixTable.dump``)."""
         return self._table.dump(slot)
 
     def load(self, slot: int, dump: bytes) -> None:
-        """In place of what ``slot`` held.
+        """Replaces the blocks of ``slot``.
 
         Raises:
-            InvalidInput: bytes that no ``dump`` gives.
+            InvalidInput: not the output of ``dump``.
         """
         try:
             self._table.load(slot, dump)
         except ValueError as error:
-            raise InvalidInput(f"what a server held cannot be read: {error}") from None
+            raise InvalidInput(f"invalid dump of a server's blocks: {error}") from None
 
     def _chain(self, blocks: Blocks) -> Blocks:
         chain = blocks if self.max_match is None else blocks[: self.max_match]

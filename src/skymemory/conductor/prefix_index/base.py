@@ -1,4 +1,4 @@
-"""The contract of every index of prefixes.
+"""The contract of prefix indices.
 
 A prompt is a chain of blocks: uint64 hashes, each of a block and all before it (``native.chain_hashes``, seeded by
 ``conductor.request``), so that equal hashes mean equal prefixes that may be shared. Servers are the slots of the fleet.
@@ -17,30 +17,30 @@ Blocks = NDArray[np.uint64]
 
 
 class PrefixIndex(Protocol):
-    """An index. What a slot holds behind a block that it does not hold counts for nothing."""
+    """A prefix index. Blocks behind a block that a slot lacks do not count."""
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """How many blocks from the first on, without a gap, each of ``slots`` holds, in that order.
+        """Number of leading blocks that each of ``slots`` holds, without a gap.
 
-        Changes nothing: asking is no use.
+        Changes no state: a match is not a use.
         """
         ...
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """The server of ``slot`` holds this whole chain now, and has just used it."""
+        """The server of ``slot`` holds this chain now and has just used it."""
         ...
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """The server said that it held only ``cached_blocks`` of this chain: how many blocks are no longer believed.
+        """The server reported only ``cached_blocks`` of this chain as cached. Returns the number of blocks dropped.
 
-        What follows the block that it lacked is not believed either, in other chains too.
+        Blocks that follow the missing one are dropped too, also in other chains.
         """
         ...
 
     def forget(self, slot: int) -> None:
-        """The server of ``slot`` holds nothing: it left, or it restarted."""
+        """Drops all blocks of ``slot``: the server left or restarted."""
         ...
 
     def blocks_of(self, slot: int) -> int:
-        """Blocks that ``slot`` holds."""
+        """Number of blocks of ``slot``."""
         ...

@@ -1,11 +1,11 @@
-"""One engine's blocks by the names that it gives them, and what ours are.
+"""Maps one engine's block hashes to ours, by its events.
 
-An engine tells a block's tokens once, when it stores it, and from then on only its own hash. Ours follows from the
-tokens and the hash of what lies before. A block whose parent is not known (its event was lost, or came before we
-listened) is no beginning of a prompt: it waits *aside*, unbelieved, until its parent is told.
+An engine reports a block's tokens once, when it stores it, and only its own hash after that. Our hash follows from the
+tokens and our hash of the parent. A block with an unknown parent (whose event was lost, or published before we
+subscribed) is an *orphan*: it does not count until its parent is reported.
 
-A block is known as long as any medium holds it. Media behind the GPU's memory have their own ways: some name blocks
-without their tokens, some have blocks of many of the engine's, and some never tell what they evict.
+A block is known as long as any medium holds it. Media behind the GPU's memory differ: some report blocks without their
+tokens, some have larger blocks than the engine, and some do not report removals.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from skymemory.conductor.request import seed
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 
-MAX_ASIDE = 4096
-"""Blocks of an engine that may wait for their parents; beyond, the one that waited longest is given up."""
-MAX_FARTHER = 1 << 19
-"""Blocks of an engine that are believed to be in one medium behind the GPU's memory, which may never tell what it
-evicts; beyond, the sixteenth that was announced longest ago is dropped. Of 16 tokens they are 8 million; they need 70
-to 110 MB of memory."""
+MAX_ORPHANS = 4096
+"""Limit of orphans per engine; beyond it the oldest is dropped."""
+MAX_BEYOND_GPU = 1 << 19
+"""Limit of an engine's blocks in one medium behind the GPU's memory, which may not report removals; beyond it the
+oldest sixteenth is dropped. With 16 tokens per block: 8 million tokens, in 70 to 110 MB of memory."""
 MAX_RECENT = 1 << 16
-"""Blocks that an engine stored last in the GPU's memory, by their tokens, where another medium tells of chunks."""
+"""Limit of blocks found by their tokens: the last stored in the GPU's memory, if another medium reports chunks."""
 TOKEN_BYTES = 4
 _MASK = (1 << 64) - 1
 
 Change = tuple[str, int]
-"""A medium, of ``media.MEDIA``, and one of our hashes."""
+"""A medium, of ``events.MEDIA``, and one of our hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,48 +46,48 @@ class _Orphan:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """An engine's block in a farther medium that is not as long as ours."""
+    """An engine's block behind the GPU's memory with another size than ours."""
 
     blocks: int
-    """Of ours that it holds, whole."""
+    """Number of our blocks that it covers."""
     rest: bool
-    """It ends within a block of ours, which is not held then; what follows it has no place among ours."""
+    """Whether it ends within one of our blocks; that one and what follows have no hash of ours."""
 
 
 @dataclass(slots=True)
 class EngineBlocks:
-    """What one engine holds. ``model`` is what its prompts' chains are seeded with, beside adapter and salt."""
+    """The blocks of one engine. ``model`` seeds our hashes, with adapter and salt."""
 
     model: str
     block_tokens: int
     media: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Per medium our hash of each block, by the engine's."""
+    """Per medium, our hash by the engine's."""
     given_up: int = 0
-    """Blocks that waited aside for a parent and were dropped."""
+    """Number of orphans dropped."""
     counters: Counters = field(default_factory=Counters)
     _more_copies: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Of blocks that the engine has more than once, how many beside the first. vLLM computes the last block of a prompt
-    that it holds whole anew, and keeps both; it tells of each that is stored, and of each that is evicted."""
+    """Further copies of a block on the engine. vLLM recomputes the last block of a fully cached prompt and keeps both;
+    it reports the storing and the removal of each."""
     _runs: dict[tuple[str, int], _Run] = field(default_factory=dict)
-    """By medium and the engine's hash; ours have names of their own then (``_names``)."""
+    """Blocks of another size, by medium and engine hash; their parts have names of their own (``_names``)."""
     _recent: dict[int, int] | None = None
-    """Our hash of a block that was last stored in the GPU's memory, by that of its tokens; None before any chunk."""
-    _told_removed: set[str] = field(default_factory=set)
-    """Media for which the engine publishes evictions."""
-    _aside: dict[tuple[str, int], _Orphan] = field(default_factory=dict)
+    """Our hashes of blocks last stored in the GPU's memory, by the hash of their tokens; None before any chunk."""
+    _with_removals: set[str] = field(default_factory=set)
+    """Media with reported removals."""
+    _orphans: dict[tuple[str, int], _Orphan] = field(default_factory=dict)
     _children: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
     @property
-    def aside(self) -> int:
-        """Blocks that wait for their parents."""
-        return len(self._aside)
+    def orphans(self) -> int:
+        """Number of blocks with an unknown parent."""
+        return len(self._orphans)
 
     def stored(self, event: BlocksStored) -> Iterator[Change]:
-        """Blocks of ours that are in a medium now, this event's and those that waited for them.
+        """Applies an event; yields our blocks that are in a medium now, with orphans that it resolves.
 
         Raises:
-            InvalidInput: blocks of the GPU's memory of another size than ours, or tokens that are not theirs. In other
-                media such blocks are left out and counted: they must not cost what is known of the GPU's.
+            InvalidInput: blocks in the GPU's memory of another size than ours, or with a wrong number of tokens. In
+                other media such blocks are skipped and counted, so that the GPU's blocks stay usable.
         """
         medium = medium_of(event.medium)
         if medium != GPU and not event.tokens:
@@ -97,8 +96,8 @@ class EngineBlocks:
         if event.block_tokens != self.block_tokens:
             if medium == GPU:
                 raise InvalidInput(
-                    f"the engine's blocks have {event.block_tokens} tokens and the router's {self.block_tokens}: give "
-                    "the router the engine's --block-size, or none of its prompts can be found"
+                    f"the engine's blocks have {event.block_tokens} tokens, the router's {self.block_tokens}: set the "
+                    "router's block_tokens to the engine's --block-size"
                 )
             blocks, rest = divmod(event.block_tokens, self.block_tokens)
             run = _Run(blocks, rest > 0)
@@ -106,15 +105,15 @@ class EngineBlocks:
             if medium != GPU:
                 return self._left_out(len(event.hashes))
             raise InvalidInput(
-                f"an event with {len(event.hashes)} blocks of {event.block_tokens} tokens, and {len(event.tokens)} "
-                "tokens: does the model mix kinds of attention? Its events cannot be followed: use another strategy"
+                f"an event with {len(event.hashes)} blocks of {event.block_tokens} tokens, but {len(event.tokens)} "
+                "tokens: events of models with mixed kinds of attention are not supported; use another strategy"
             )
         if event.extra_keys is not None and len(event.extra_keys) != len(event.hashes):
-            raise InvalidInput(f"an event with {len(event.hashes)} blocks and extra keys of {len(event.extra_keys)}")
+            raise InvalidInput(f"an event with {len(event.hashes)} blocks, but extra keys of {len(event.extra_keys)}")
         try:
             tokens = np.asarray(event.tokens, dtype="<u4").tobytes()
         except (OverflowError, TypeError, ValueError) as error:
-            raise InvalidInput(f"an event whose tokens are no numbers of 32 bits: {error}") from None
+            raise InvalidInput(f"an event whose tokens are not 32-bit numbers: {error}") from None
         return self._stored(event, medium, tokens, run)
 
     def _left_out(self, blocks: int) -> Iterator[Change]:
@@ -122,7 +121,7 @@ class EngineBlocks:
         yield from ()
 
     def _known(self, medium: str, hashes: Sequence[EngineHash]) -> Iterator[Change]:
-        """Blocks that are named without their tokens: they stand for what they do elsewhere."""
+        """Blocks reported without tokens: looked up in the other media."""
         for engine_hash in hashes:
             name = folded(engine_hash)
             ours = self._ours(name)
@@ -174,17 +173,14 @@ class EngineBlocks:
         tokens: bytes,
         keys: Sequence[tuple[object, ...]] | None,
     ) -> Generator[Change, None, int | None]:
-        """Blocks of ours behind ``before`` (None: behind ``parent``, of which nothing is known).
-
-        Returns the hash of the last, where it is known.
-        """
+        """Our blocks after ``before`` (None: after the unknown ``parent``). Returns our hash of the last, if known."""
         size = self.block_tokens * TOKEN_BYTES
         for at, name in enumerate(names):
             piece = tokens[at * size : (at + 1) * size]
             own = () if keys is None else keys[at]
             ours = self._ours(name) if before is None else chained(before, piece, own)
             if ours is None:
-                self._set_aside(medium, name, _Orphan(parent, piece, own))
+                self._keep_orphan(medium, name, _Orphan(parent, piece, own))
             else:
                 self._count_copy(medium, name)
                 if medium == GPU and self._recent is not None:
@@ -194,11 +190,11 @@ class EngineBlocks:
         return before
 
     def _found(self, tokens: bytes, blocks: int) -> list[int]:
-        """Our blocks of a chunk, where events last placed blocks of these tokens in the GPU's memory; none if nowhere.
+        """Our blocks of a chunk, found by tokens among those last stored in the GPU's memory; empty if not found.
 
-        LMCache's chunks have to be found so. Of a prompt that it stores on from its middle it tells parent 0, one that
-        it has already it leaves out of the chain (``lmcache/v1/cache_engine.py``, ``store`` and ``store_layer``), and
-        it tells neither adapter nor salt. But it stores what was just computed.
+        Needed for LMCache: it reports parent 0 for a chain that starts in the middle of a prompt, leaves out chunks
+        that it has already (``lmcache/v1/cache_engine.py``, ``store`` and ``store_layer``), and reports neither
+        adapter nor salt. But it stores what was just computed.
         """
         if self._recent is None:
             self._recent = {}
@@ -212,27 +208,27 @@ class EngineBlocks:
         return found
 
     def _count_copy(self, medium: str, name: int) -> None:
-        """Another copy of what is held. A medium that tells of no removal would have ever more."""
-        if name in self.media.get(medium, ()) and (medium == GPU or medium in self._told_removed):
+        """Counts a further copy, only in media with reported removals: elsewhere the count would only grow."""
+        if name in self.media.get(medium, ()) and (medium == GPU or medium in self._with_removals):
             self._more_copies[medium, name] = self._more_copies.get((medium, name), 0) + 1
 
     def _settle(self, medium: str, name: int, ours: int) -> Iterator[Change]:
-        """A block whose place is known; then those that waited for it, and so on."""
+        """Adds a block with a known hash, then the orphans that waited for it, and so on."""
         ready = [(medium, name, ours)]
         while ready:
             medium, name, ours = ready.pop()
-            # A name told twice keeps what it stood for first: else the first would never be taken away.
+            # A name reported twice keeps its first hash: else the first would never be removed.
             ours = self.media.setdefault(medium, {}).setdefault(name, ours)
             yield medium, ours
             for where, child in self._children.pop(name, ()):
-                orphan = self._aside.pop((where, child), None)
+                orphan = self._orphans.pop((where, child), None)
                 if orphan is not None:
                     ready.append((where, child, chained(ours, orphan.tokens, orphan.keys)))
 
     def removed(self, event: BlocksRemoved) -> Iterator[Change]:
-        """Blocks of ours that are no longer in a medium."""
+        """Applies a removal; yields our blocks that left a medium."""
         medium = medium_of(event.medium)
-        self._told_removed.add(medium)
+        self._with_removals.add(medium)
         held = self.media.get(medium, {})
         for engine_hash in event.hashes:
             whole = folded(engine_hash)
@@ -249,32 +245,32 @@ class EngineBlocks:
                 del self._runs[medium, whole]
 
     def surplus(self) -> Iterator[Change]:
-        """Blocks that are given up since there are too many in a medium behind the GPU's memory."""
+        """Drops the oldest blocks of media over their limit."""
         for medium, held in self.media.items():
-            if medium == GPU or len(held) <= MAX_FARTHER:
+            if medium == GPU or len(held) <= MAX_BEYOND_GPU:
                 continue
-            for name in list(islice(held, len(held) - MAX_FARTHER + MAX_FARTHER // 16)):
+            for name in list(islice(held, len(held) - MAX_BEYOND_GPU + MAX_BEYOND_GPU // 16)):
                 self._more_copies.pop((medium, name), None)
                 yield medium, held.pop(name)
-        for each in list(islice(self._runs, max(0, len(self._runs) - MAX_FARTHER))):
+        for each in list(islice(self._runs, max(0, len(self._runs) - MAX_BEYOND_GPU))):
             del self._runs[each]
         if self._recent is not None and len(self._recent) > MAX_RECENT:
             for tokens in list(islice(self._recent, len(self._recent) - MAX_RECENT + MAX_RECENT // 16)):
                 del self._recent[tokens]
 
     @property
-    def silent(self) -> list[str]:
-        """Media behind the GPU's memory of which the engine has not told that any block left them."""
-        return [medium for medium in self.media if medium != GPU and medium not in self._told_removed]
+    def media_without_removals(self) -> list[str]:
+        """Media behind the GPU's memory without a reported removal."""
+        return [medium for medium in self.media if medium != GPU and medium not in self._with_removals]
 
-    def single(self, ours: Collection[int]) -> None:
-        """The engine has been seen to lack these blocks of ours: there was no second copy, whatever was counted."""
+    def drop_copies(self, ours: Collection[int]) -> None:
+        """The engine lacked these blocks of ours: forget counted copies of them."""
         for medium, name in [*self._more_copies]:
             if self.media.get(medium, {}).get(name) in ours:
                 del self._more_copies[medium, name]
 
     def _another_copy(self, medium: str, name: int) -> bool:
-        """One copy of a block went; whether there is another."""
+        """Removes one copy; whether another is left."""
         more = self._more_copies.pop((medium, name), 0)
         if more > 1:
             self._more_copies[medium, name] = more - 1
@@ -287,16 +283,16 @@ class EngineBlocks:
                 return ours
         return None
 
-    def _set_aside(self, medium: str, name: int, orphan: _Orphan) -> None:
+    def _keep_orphan(self, medium: str, name: int, orphan: _Orphan) -> None:
         self._give_up(medium, name)
-        self._aside[medium, name] = orphan
+        self._orphans[medium, name] = orphan
         self._children.setdefault(orphan.parent, []).append((medium, name))
-        while len(self._aside) > MAX_ASIDE:
-            self._give_up(*next(iter(self._aside)))
+        while len(self._orphans) > MAX_ORPHANS:
+            self._give_up(*next(iter(self._orphans)))
             self.given_up += 1
 
     def _give_up(self, medium: str, name: int) -> None:
-        orphan = self._aside.pop((medium, name), None)
+        orphan = self._orphans.pop((medium, name), None)
         if orphan is not None:
             children = self._children[orphan.parent]
             children.remove((medium, name))
@@ -305,15 +301,15 @@ class EngineBlocks:
 
 
 def folded(engine_hash: EngineHash) -> int:
-    """64 bits of an engine's hash; of bytes the last eight, as vLLM itself shortens them."""
+    """An engine's hash as 64 bits; of bytes the last eight, as vLLM shortens them."""
     if isinstance(engine_hash, int):
         return engine_hash & _MASK
     return int.from_bytes(engine_hash[-8:], "big")
 
 
 def _names(name: int, run: _Run) -> list[int]:
-    """What our blocks of one of the engine's are called. Where the two end together, the last has its name, by which
-    what follows it knows its parent.
+    """Names of our blocks within a larger block of the engine. If both end together the last one has the engine's name,
+    which following blocks refer to as their parent.
     """
     parts = [(name ^ (at + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK for at in range(run.blocks)]
     if not run.rest:
@@ -322,10 +318,10 @@ def _names(name: int, run: _Run) -> list[int]:
 
 
 def chained(before: int, tokens: bytes, keys: Sequence[object]) -> int:
-    """Our hash of one block behind ``before``.
+    """Our hash of a block after ``before``.
 
-    What else is in the engine's hash (images, embeddings) no text can ask for: it makes another beginning, so that
-    neither the block nor what follows it is ever found for a prompt that only reads the same.
+    Further input of the engine's hash (images, embeddings) changes ours, so that neither the block nor its successors
+    match a prompt with the same text only.
     """
     if keys:
         digest = hashlib.sha256(before.to_bytes(8, "little") + repr(tuple(keys)).encode("utf-8", "surrogatepass"))
@@ -334,7 +330,7 @@ def chained(before: int, tokens: bytes, keys: Sequence[object]) -> int:
 
 
 def _own_keys(event: BlocksStored, at: int) -> tuple[object, ...]:
-    """What is in a block's hash beside tokens and adapter."""
+    """Input of a block's hash beside tokens and adapter."""
     keys = event.extra_keys[at] if event.extra_keys is not None else None
     if not keys:
         return ()

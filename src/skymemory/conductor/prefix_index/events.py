@@ -1,7 +1,7 @@
-"""What engines tell of their KV caches, as ``precise.PreciseIndex`` takes it.
+"""Engines' KV cache events, decoded, as input of ``precise.PreciseIndex``.
 
 The fields are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too: a batch has a sequence number
-and some events. Whoever reads the socket decodes them into these; nothing here knows of messages.
+and events. ``router.engines`` decodes messages into these.
 """
 
 from __future__ import annotations
@@ -10,18 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# The media in which engines say that their blocks lie: few, whatever they are called.
-#
-# Names differ: vLLM says ``GPU``, ``CPU`` and ``STORAGE`` (``vllm/distributed/kv_events.py``), its Mooncake connector
-# and
-# LMCache ``cpu``, SGLang ``CPU_TIER1``. They are grouped as Dynamo's router does (``StorageTier::from_kv_medium``),
-# and
-# compared in capitals. A name that is in no group is ``OTHER``: nothing is known of it, so it is taken for the
-# slowest.
-
-
+# Names of media differ: vLLM says ``GPU``, ``CPU`` and ``STORAGE``, its Mooncake connector and LMCache ``cpu``, SGLang
+# ``CPU_TIER1``. They are grouped as in Dynamo's router (``StorageTier::from_kv_medium``), ignoring case. An unknown
+# name is ``OTHER`` and counts as the slowest.
 GPU, CPU, DISK, REMOTE, OTHER = MEDIA = ("GPU", "CPU", "DISK", "REMOTE", "OTHER")
-"""The nearest first."""
+"""The fastest first."""
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
         "": GPU,
@@ -34,44 +27,44 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def medium_of(name: str) -> str:
-    """Which of ``MEDIA`` an engine means by ``name``; an engine that says none means the GPU's memory."""
+    """The medium that an engine calls ``name``; an empty name is the GPU's memory."""
     found = _NAMES.get(name)
     return _NAMES.get(name.upper(), OTHER) if found is None else found
 
 
 EngineHash = int | bytes
-"""The engine's own name of a block: of this engine only, unless several were given one hash seed."""
+"""The engine's hash of a block; comparable between engines only if they share a hash seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """A chain of blocks is now in ``medium``, behind ``parent`` (None: it is the beginning of a prompt).
+    """A chain of blocks is now in ``medium``, after ``parent`` (None: the beginning of a prompt).
 
-    Without tokens it says only that blocks which the engine has told before, with their tokens, are there as well: so
-    vLLM's offloading connector tells of the host's memory and of disks. ``parent`` means nothing then.
+    Without tokens the event says that blocks which were reported with tokens before are in this medium too, and
+    ``parent`` has no meaning: vLLM's offloading connector reports host memory and disks so.
     """
 
     hashes: Sequence[EngineHash]
     parent: EngineHash | None
     tokens: Sequence[int]
-    """Of all blocks, one after the other: ``len(hashes) * block_tokens``; or none."""
+    """Tokens of all blocks in order, ``len(hashes) * block_tokens`` of them; or none."""
     block_tokens: int
-    """Media other than the GPU's memory may have larger blocks than the engine (LMCache: 256 tokens)."""
+    """May be larger than the engine's blocks outside the GPU's memory (LMCache: 256 tokens)."""
     medium: str = GPU
-    """By the engine's name of it: ``media.medium_of`` says which that is."""
+    """The engine's name of it; see ``medium_of``."""
     adapter: str = ""
-    """``lora_name``; engines that tell only ``lora_id`` are told apart by ``"#" + str(lora_id)``."""
+    """``lora_name``, or ``"#" + str(lora_id)`` where only the id is reported."""
     extra_keys: Sequence[Sequence[object] | None] | None = None
-    """Per block what else is in its hash: the adapter's name, images, at the beginning the cache salt."""
+    """Per block, further input of its hash: the adapter's name, images, and for the first block the cache salt."""
     group: int = 0
-    """Of models with several kinds of layers, which of their caches."""
+    """KV cache group, for models with several kinds of layers."""
     goes_on: bool = False
-    """The event before was the first part of this one."""
+    """Whether this is a further part of the previous event."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks that are no longer in ``medium``. Other media may still hold them."""
+    """Blocks were removed from ``medium``. Other media may still hold them."""
 
     hashes: Sequence[EngineHash]
     medium: str = GPU
@@ -80,7 +73,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllCleared:
-    """The engine's whole cache is empty."""
+    """The engine cleared its whole cache."""
 
 
 Event = BlocksStored | BlocksRemoved | AllCleared
@@ -88,7 +81,7 @@ Event = BlocksStored | BlocksRemoved | AllCleared
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Events that were published together. Sequence numbers of one engine grow by one per batch, from 0."""
+    """Events published together. An engine numbers its batches from 0 without gaps."""
 
     sequence: int
     events: Sequence[Event]

@@ -1,4 +1,4 @@
-"""The obvious index, slow and right: the judge of the others."""
+"""A slow, obviously correct prefix index, as the oracle in tests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from skymemory.conductor.prefix_index.base import Blocks
 
 Chain = tuple[int, ...]
-"""A block with all before it."""
+"""A block with its predecessors."""
 
 
 class NaivePrefixIndex:
-    """Per slot the whole chains of its blocks, the one used last first."""
+    """Per slot the chains of its blocks, most recently used first."""
 
     def __init__(self, blocks_per_server: int) -> None:
         self._blocks_per_server = blocks_per_server

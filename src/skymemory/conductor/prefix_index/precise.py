@@ -1,13 +1,12 @@
-"""The index of who listens to engines: what they say they hold, and nothing else.
+"""Precise prefix index, fed by the engines' KV cache events.
 
-Every engine numbers its batches of events. A number left out means events were lost: from then on the engine's slot is
-*stale*, and nothing is believed of it until the lost batches were replayed, until it says that it cleared everything,
-or until whoever listens begins anew with an empty slot (``begin_anew``): blocks that were stored before then are not
-found, which costs hits, and never are ones believed that are gone. Engines do not evict the ends of prefixes first: a
-block may be held whose prefix is not, and counts for nothing.
+Engines number their batches of events. A gap means that events were lost: the engine's slot is *stale* and matches
+nothing until the lost batches are replayed, the engine reports that it cleared its cache, or the subscriber resumes
+with an empty slot (``resume_empty``). Then blocks stored before are not found, which costs hits, but no block is
+matched that is gone. Engines do not evict the ends of prefixes first: a held block whose prefix is gone does not count.
 
-A block may be in several media, and is found as long as it is in one. Some media never tell what they evict (LMCache's
-none): of those, the blocks told last are believed, and what an engine lacked of a prompt is no longer.
+A block may be in several media, and matches while it is in one. Some media do not report removals (LMCache's): of
+those the latest blocks count, and what an engine lacked of a prompt is dropped.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 
 WEIGHTS: Mapping[str, float] = MappingProxyType({GPU: 1.0, CPU: 0.8, DISK: 0.5, REMOTE: 0.5})
-"""What a block counts by its medium. The first two are llm-d's (``pkg/kvcache/backend.go``), in which a medium without
-a weight counts 1, as if nothing had to be loaded: not followed."""
+"""Weight of a block by its medium. The first two are llm-d's (``pkg/kvcache/backend.go``), where a medium without a
+weight counts 1, as if nothing had to be loaded; here it does not."""
 _NUMBERS: Mapping[str, int] = MappingProxyType({medium: number for number, medium in enumerate(MEDIA)})
-"""What the table calls each medium."""
+"""Numbers of the media in the table."""
 MAX_WAITING = 1024
-"""Batches kept behind a gap; more are lost, and replayed with the rest."""
+"""Limit of batches kept behind a gap; further ones are dropped and replayed with the rest."""
 Table = type[native.HolderTable]
 
 
@@ -52,20 +51,20 @@ Table = type[native.HolderTable]
 class _Engine:
     blocks: EngineBlocks
     expected: int = 0
-    """The number of the next batch."""
+    """Number of the next batch."""
     last_live: int = -1
     waiting: dict[int, Batch] = field(default_factory=dict)
-    """Batches from behind a gap, by number."""
+    """Batches behind a gap, by number."""
     stale: bool = False
     trouble: str = ""
 
 
 class PreciseIndex:
-    """``block_tokens``: tokens of a block, the same for all engines and for the prompts that are matched.
+    """See the module.
 
-    ``weights``: what a block counts by its medium, in ``weighted``, where that is not as in ``WEIGHTS``. A medium of
-    unknown name counts as the one of least weight.
-    ``secret``, ``table``: as of ``ApproximatePrefixIndex``.
+    ``block_tokens``: tokens per block, of all engines and prompts. ``weights``: by medium, for ``weighted``, where
+    different from ``WEIGHTS``; an unknown medium has the least weight. ``secret``, ``table``: as in
+    ``ApproximatePrefixIndex``.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class PreciseIndex:
         table: Table = native.HolderTable,
     ) -> None:
         if block_tokens < 1:
-            raise InvalidInput(f"blocks of {block_tokens} tokens: expected 1 or more")
+            raise InvalidInput(f"block_tokens is {block_tokens}; expected 1 or more")
         self.block_tokens = block_tokens
         self.secret = secret
         self.counters = Counters()
@@ -86,28 +85,28 @@ class PreciseIndex:
         self._weights[OTHER] = min(self._weights.values())
         self._engines: dict[int, _Engine] = {}
         self._media: list[str] = []
-        """Those that blocks were told of, the nearest first."""
+        """Media with reported blocks, the fastest first."""
         self._order: list[tuple[int, float]] = []
-        """The table's number of each and what a block counts there, the best first."""
+        """Number and weight of each of them, the largest weight first."""
         try:
             self._table = table() if secret is None else table(secret)
         except (ValueError, OverflowError) as error:
             raise InvalidInput(str(error)) from None
 
     def follow(self, slot: int, model: str) -> None:
-        """Events of ``slot`` will come, of an engine that serves ``model``; nothing is known of it yet."""
+        """Starts (again) with an empty slot for an engine that serves ``model``."""
         self.forget(slot)
         self._engines[slot] = _Engine(EngineBlocks(model, self.block_tokens, counters=self.counters))
 
     def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> bool:
-        """Take a batch, live or ``replayed`` on request; False: some are missing from ``missing(slot)`` on. With
-        ``more`` it goes on in the next call, under the same number, and must be replayed.
+        """Applies a batch, live or ``replayed``; False if batches from ``missing(slot)`` on are missing. With ``more``
+        the next call continues it under the same number (replayed batches only).
 
-        A live number that is not above the last one means that the engine was started anew: it holds nothing.
+        A live number that is not above the last one means that the engine restarted: its slot is emptied.
 
         Raises:
-            InvalidInput: a slot that is not followed, or events that cannot be followed (blocks of another size): the
-                slot is believed to hold nothing from then on, and ``trouble`` says why.
+            InvalidInput: an unknown slot, or events that cannot be used (blocks of another size): the slot is empty
+                from then on, and ``trouble`` says why.
         """
         engine = self._engine(slot)
         if not replayed:
@@ -149,7 +148,7 @@ class PreciseIndex:
             raise
 
     def take(self, slot: int, event: Event) -> None:
-        """One event, whatever its number: for engines that do not number them."""
+        """Applies one event without a number, for engines that do not number them."""
         blocks = self._engine(slot).blocks
         if isinstance(event, AllCleared):
             self._clear(slot)
@@ -165,10 +164,10 @@ class PreciseIndex:
         else:
             self._take_away(slot, blocks.removed(event))
 
-    def begin_anew(self, slot: int, sequence: int) -> None:
-        """What was lost cannot be had again: an empty slot, and the next batch is ``sequence``."""
+    def resume_empty(self, slot: int, sequence: int) -> None:
+        """Gives up lost batches: empties the slot and continues with batch ``sequence``."""
         engine = self._engine(slot)
-        self.counters.add("slots_begun_anew")
+        self.counters.add("slots_begun_anew")  # a metric's name; words: keep
         self._clear(slot)
         waiting = {number: batch for number, batch in engine.waiting.items() if number >= sequence}
         engine.expected, engine.waiting = sequence, {}
@@ -177,40 +176,40 @@ class PreciseIndex:
             self.apply(slot, batch, replayed=True)
 
     def stale(self, slot: int) -> bool:
-        """Whether events of ``slot`` are missing, so that nothing is believed of it."""
+        """Whether events of ``slot`` are missing, so that it matches nothing."""
         return self._engine(slot).stale
 
     def missing(self, slot: int) -> int:
-        """The number of the first batch that has not come."""
+        """Number of the first missing batch."""
         return self._engine(slot).expected
 
     def trouble(self, slot: int) -> str:
-        """Why the events of ``slot`` cannot be followed; empty where they can."""
+        """Why the events of ``slot`` cannot be used; empty if they can."""
         engine = self._engines.get(slot)
         return "" if engine is None else engine.trouble
 
-    def aside(self, slot: int) -> int:
-        """Blocks of ``slot`` that wait for a parent that is not known."""
-        return self._engine(slot).blocks.aside
+    def orphans(self, slot: int) -> int:
+        """Number of blocks of ``slot`` with an unknown parent."""
+        return self._engine(slot).blocks.orphans
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
         return self.match_weighted(blocks, slots)[0]
 
     def weighted(self, blocks: Blocks, slots: Sequence[int]) -> list[float]:
-        """As ``match``, but each block counts the weight of the best medium that holds it."""
+        """As ``match``, with each block counting the largest weight of its media."""
         return self.match_weighted(blocks, slots)[1]
 
     def match_weighted(self, blocks: Blocks, slots: Sequence[int]) -> tuple[list[int], list[float]]:
-        """What ``match`` and ``weighted`` say, for one walk along the chain."""
+        """``match`` and ``weighted`` in one walk along the chain."""
         return self._walk(blocks, slots, self._order)
 
     @property
-    def farther(self) -> bool:
-        """Whether any block was told to be elsewhere than in the GPU's memory."""
+    def beyond_gpu(self) -> bool:
+        """Whether any block was reported outside the GPU's memory."""
         return any(medium != GPU for medium in self._media)
 
     def costs(self, blocks: Blocks, slots: Sequence[int], costs: Mapping[str, float]) -> list[float]:
-        """Of the blocks that ``match`` counts, the sum of ``costs``: each by the nearest medium that holds it."""
+        """Sum of ``costs`` over the blocks that ``match`` counts, each by the fastest of its media."""
         order = [(_NUMBERS[medium], costs.get(medium, 0.0)) for medium in self._media]
         return self._walk(blocks, slots, order)[1]
 
@@ -218,33 +217,33 @@ class PreciseIndex:
         self, blocks: Blocks, slots: Sequence[int], order: Sequence[tuple[int, float]]
     ) -> tuple[list[int], list[float]]:
         chain = np.ascontiguousarray(blocks, dtype=np.uint64).data
-        believed = [slot for slot in slots if (engine := self._engines.get(slot)) is not None and not engine.stale]
-        found = self._table.match(chain, believed, order)
-        if len(believed) == len(slots):
+        fresh = [slot for slot in slots if (engine := self._engines.get(slot)) is not None and not engine.stale]
+        found = self._table.match(chain, fresh, order)
+        if len(fresh) == len(slots):
             return found
-        depths, sums = (dict(zip(believed, figures, strict=True)) for figures in found)
+        depths, sums = (dict(zip(fresh, figures, strict=True)) for figures in found)
         return [int(depths.get(slot, 0)) for slot in slots], [float(sums.get(slot, 0.0)) for slot in slots]
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """Nothing: the engine will tell."""
+        """No effect: the engine reports it."""
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """How many blocks are no longer believed: what a medium held that never tells what it evicts.
+        """Drops the missing blocks from media without reported removals; returns how many.
 
-        Of others no block is dropped: an engine that holds one tells so once, and would not tell again. But a block
-        that it lacked has no second copy: an engine that tells only when the last copy goes (which vLLM is about to
-        do) would else be believed to hold for ever what it had twice.
+        In other media nothing is dropped: an engine reports a block only once. But counted copies of missing blocks
+        are forgotten: an engine that reports only the removal of the last copy (as vLLM plans to) would otherwise
+        be assumed to hold them indefinitely.
         """
         engine = self._engines.get(slot)
         if engine is None or not 0 <= cached_blocks < len(blocks):
             return 0
         lacked = blocks[cached_blocks:].tolist()
-        engine.blocks.single(set(lacked))
-        if not (silent := engine.blocks.silent):
+        engine.blocks.drop_copies(set(lacked))
+        if not (media_without_removals := engine.blocks.media_without_removals):
             return 0
-        believed = self.match(blocks, (slot,))[0]
-        self._take_away(slot, ((medium, block) for medium in silent for block in lacked))
-        return believed - self.match(blocks, (slot,))[0]
+        fresh = self.match(blocks, (slot,))[0]
+        self._take_away(slot, ((medium, block) for medium in media_without_removals for block in lacked))
+        return fresh - self.match(blocks, (slot,))[0]
 
     def forget(self, slot: int) -> None:
         if slot in self._engines:
@@ -253,7 +252,7 @@ class PreciseIndex:
 
     @property
     def table_rows(self) -> int:
-        """Different blocks that are held, summed over the media."""
+        """Distinct blocks, summed over the media."""
         return self._table.blocks()
 
     def blocks_of(self, slot: int) -> int:
@@ -263,7 +262,7 @@ class PreciseIndex:
     def _engine(self, slot: int) -> _Engine:
         engine = self._engines.get(slot)
         if engine is None:
-            raise InvalidInput(f"events of slot {slot}, which nobody follows: follow() it first")
+            raise InvalidInput(f"events of slot {slot} without a subscription: call follow() first")
         return engine
 
     def _add(self, slot: int, changes: Iterable[Change]) -> None:

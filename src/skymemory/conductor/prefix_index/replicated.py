@@ -1,13 +1,20 @@
-"""What an approximate index believes, as bytes: for a router that restarts, which else would begin with nothing.
+"""An approximate prefix index that is kept over restarts (snapshots) and shared between routers (deltas).
 
-Little-endian::
+A snapshot, little-endian::
 
     0 magic "SKYPREFX"   8 version 4   12 servers 4   16 CRC-32 4 (of everything, this field zero)   20 zero 4
     24 length of the kind 4, kind in UTF-8
     then per server: length of the name 4, name in UTF-8, capacity 8, blocks 8, per block hash 8 and parent 4
 
-The *kind* says what blocks are made of (their unit and size); hashes of another kind are of no use. A parent is the
-place of a block of the same server, counted from 0, and blocks stand in the order of their last use, the latest first.
+The *kind* names the unit and size of blocks; hashes of another kind are unusable. A parent is the position of a block
+of the same server, from 0; blocks are in the order of their last use, the latest first.
+
+A delta, little-endian (servers are named, since slots are each replica's own)::
+
+    0 kind 1 (1 learnt, 2 dropped)   1 length of the name 2   3 number of blocks 4   7 name, UTF-8   then 8 per block
+
+Replicas publish only what they learnt themselves, not what they absorbed. That a server left or restarted is not
+published: every replica checks its servers itself.
 """
 
 from __future__ import annotations
@@ -35,11 +42,16 @@ _SERVER = struct.Struct("<QQ")
 _STORED_ROW = np.dtype([("hash", "<u8"), ("parent", "<u4")])
 _TABLE_ROW = np.dtype([("hash", "=u8"), ("parent", "=u4"), ("zero", "=u4")])
 _MAX_NAME_BYTES = 4096
+MAX_DELTAS = 8192
+"""Limit of the log of deltas; older ones are lost to replicas that have not read them."""
+MAX_BLOCKS = 1 << 20
+_DELTA_HEAD = struct.Struct("<BHI")
+_LEARNT, _DROPPED = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one server is believed to hold; ``dump`` as ``native.PrefixTable`` gives it."""
+    """Blocks of one server; ``dump`` is ``native.PrefixTable``'s."""
 
     capacity: int
     dump: bytes
@@ -47,28 +59,30 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
+    """Blocks of all servers, by name."""
+
     kind: str
     servers: Mapping[str, Held] = field(default_factory=dict)
 
 
 def rows_of(dump: bytes) -> NDArray[np.void]:
-    """The rows of a table's dump: fields ``hash`` and ``parent`` (a row's place; all ones: none)."""
+    """Rows of a table's dump: fields ``hash`` and ``parent`` (the position of a row; all ones: none)."""
     return np.frombuffer(dump, dtype=_TABLE_ROW)
 
 
 def take_snapshot(index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> Snapshot:
-    """``slots`` of the fleet's servers, by name."""
+    """``slots``: of the fleet's servers, by name."""
     return Snapshot(kind, {name: Held(index.capacity_of(slot), index.dump(slot)) for name, slot in slots.items()})
 
 
 def restore(index: ApproximatePrefixIndex, snapshot: Snapshot, kind: str, slots: Mapping[str, int]) -> int:
-    """Put into ``index`` what a snapshot says of servers that are in the fleet; how many blocks that were.
+    """Loads the blocks of servers that are in the fleet; returns how many.
 
     Raises:
-        InvalidInput: a snapshot of blocks of another kind, or of rows that no table dumps. The index is empty then.
+        InvalidInput: another kind of blocks, or invalid rows. The index is empty then.
     """
     if snapshot.kind != kind:
-        raise InvalidInput(f"a snapshot of blocks of {snapshot.kind!r}: this router's are {kind!r}, so it is of no use")
+        raise InvalidInput(f"a snapshot of blocks of kind {snapshot.kind!r}; this router's are {kind!r}")
     restored = 0
     try:
         for name, held in snapshot.servers.items():
@@ -80,7 +94,7 @@ def restore(index: ApproximatePrefixIndex, snapshot: Snapshot, kind: str, slots:
     except ValueError as error:
         for slot in slots.values():
             index.forget(slot)
-        raise InvalidInput(f"a snapshot that cannot be: {error}") from None
+        raise InvalidInput(f"an invalid snapshot: {error}") from None
     return restored
 
 
@@ -98,7 +112,7 @@ def pack_snapshot(snapshot: Snapshot) -> bytes:
 def unpack_snapshot(data: bytes) -> Snapshot:
     """
     Raises:
-        InvalidInput: not a snapshot, or one that is cut off or damaged; LaterFile for one of a later version.
+        InvalidInput: not a snapshot, or a truncated or damaged one; LaterFile for a later version.
     """
     if len(data) < _HEAD.size or data[:8] != _MAGIC:
         raise InvalidInput(f"not a snapshot of a prefix index: it begins with {data[:8].hex() or 'nothing'}")
@@ -108,7 +122,7 @@ def unpack_snapshot(data: bytes) -> Snapshot:
     if version != SNAPSHOT_VERSION:
         raise InvalidInput(f"a snapshot of version {version}: this release reads version {SNAPSHOT_VERSION}")
     if zero or _crc(servers, data[_HEAD.size :]) != crc:
-        raise InvalidInput("a snapshot that is cut off or damaged: its checksum differs")
+        raise InvalidInput("a truncated or damaged snapshot: the checksum differs")
     try:
         kind, at = _read_text(data, _HEAD.size)
         found: dict[str, Held] = {}
@@ -122,9 +136,9 @@ def unpack_snapshot(data: bytes) -> Snapshot:
             rows["hash"], rows["parent"] = stored["hash"], stored["parent"]
             found[name] = Held(capacity, rows.tobytes())
     except (struct.error, ValueError) as error:
-        raise InvalidInput(f"a snapshot that cannot be read: {error}") from None
+        raise InvalidInput(f"an unreadable snapshot: {error}") from None
     if at != len(data):
-        raise InvalidInput(f"a snapshot with {len(data) - at} bytes too many")
+        raise InvalidInput(f"a snapshot with {len(data) - at} extra bytes")
     return Snapshot(kind, found)
 
 
@@ -151,21 +165,30 @@ def _read_text(data: bytes, at: int) -> tuple[str, int]:
     return data[at : at + size].decode("utf-8", "surrogatepass"), at + size
 
 
-# An approximate index that keeps a list of what it learnt, for other replicas, and takes in what they learnt.
-#
-# What a replica hears is not told on: everybody hears it from whoever learnt it. That a server left or restarted is
-# not
-# told either, since every replica checks its servers itself.
+@dataclass(frozen=True, slots=True, eq=False)
+class Learnt:
+    """A server holds this chain."""
+
+    server: str
+    blocks: Blocks
 
 
-MAX_TOLD = 8192
-"""Deltas kept for others; beyond, the oldest is lost to those who have not had it."""
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A server lacks this block and its successors."""
+
+    server: str
+    block: int
+
+
+Delta = Learnt | Dropped
 
 
 class SharedPrefixIndex(ApproximatePrefixIndex):
-    """``name_of`` gives the name of a slot's server, ``slot_of`` the slot of a name; None where there is none.
+    """An approximate index with a log of deltas for other replicas; absorbs theirs.
 
-    Deltas are numbered from 0, ``told`` being the number of the next.
+    ``name_of``: the server's name of a slot, ``slot_of``: the slot of a name; None if unknown. Deltas are numbered
+    from 0; ``log_end`` is the number of the next.
     """
 
     def __init__(
@@ -178,40 +201,40 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
     ) -> None:
         super().__init__(blocks_per_server, max_match, secret)
         self.counters = Counters()
-        self.told = 0
+        self.log_end = 0
         self._name_of, self._slot_of = name_of, slot_of
-        self._log: deque[Delta] = deque(maxlen=MAX_TOLD)
+        self._log: deque[Delta] = deque(maxlen=MAX_DELTAS)
 
     def learn(self, slot: int, blocks: Blocks) -> None:
         super().learn(slot, blocks)
         if len(blocks):
-            self._tell(slot, lambda name: Learnt(name, self._chain(blocks)))
+            self._append(slot, lambda name: Learnt(name, self._chain(blocks)))
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
         gone = super().correct(slot, blocks, cached_blocks)
         if gone:
-            self._tell(slot, lambda name: Dropped(name, int(blocks[cached_blocks])))
+            self._append(slot, lambda name: Dropped(name, int(blocks[cached_blocks])))
         return gone
 
-    def _tell(self, slot: int, delta: Callable[[str], Delta]) -> None:
+    def _append(self, slot: int, delta: Callable[[str], Delta]) -> None:
         name = self._name_of(slot)
         if name is not None:
             self._log.append(delta(name))
-            self.told += 1
+            self.log_end += 1
 
     @property
-    def kept_from(self) -> int:
-        """The number of the oldest delta that is still kept."""
-        return self.told - len(self._log)
+    def log_start(self) -> int:
+        """Number of the oldest delta in the log."""
+        return self.log_end - len(self._log)
 
     def since(self, number: int) -> list[Delta] | None:
-        """Deltas from ``number`` on; None where some of them are no longer kept, or were never made."""
-        if not self.kept_from <= number <= self.told:
+        """Deltas from ``number`` on; None if some of them are not in the log."""
+        if not self.log_start <= number <= self.log_end:
             return None
-        return list(islice(self._log, number - self.kept_from, None))
+        return list(islice(self._log, number - self.log_start, None))
 
     def absorb(self, deltas: Iterable[Delta]) -> None:
-        """What others learnt. Servers that are not in our fleet are left out."""
+        """Applies deltas of other replicas; skips servers that are not in our fleet."""
         for delta in deltas:
             slot = self._slot_of(delta.server)
             if slot is None:
@@ -224,37 +247,6 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
                 self.counters.add("deltas_absorbed")
 
 
-# What one replica of a router tells the others of its index, and how it looks as bytes.
-#
-# Servers are named, for slots are each replica's own. A delta, little-endian::
-#
-#     0 kind 1 (1 learnt, 2 dropped)   1 length of the name 2   3 number of blocks 4   7 name, UTF-8   then 8 per block
-
-
-MAX_BLOCKS = 1 << 20
-_DELTA_HEAD = struct.Struct("<BHI")
-_LEARNT, _DROPPED = 1, 2
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Learnt:
-    """A server answered: it holds this chain."""
-
-    server: str
-    blocks: Blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A server said that it lacked this block, so that it lacks all behind it too."""
-
-    server: str
-    block: int
-
-
-Delta = Learnt | Dropped
-
-
 def pack_delta(delta: Delta) -> bytes:
     name = delta.server.encode("utf-8", "surrogatepass")
     if isinstance(delta, Learnt):
@@ -264,15 +256,15 @@ def pack_delta(delta: Delta) -> bytes:
 
 
 def unpack_deltas(data: bytes) -> Iterator[Delta]:
-    """The deltas that stand one after the other in ``data``.
+    """The deltas in ``data``.
 
     Raises:
-        InvalidInput: bytes that are none; those before were given.
+        InvalidInput: invalid bytes, after yielding the deltas before them.
     """
     at = 0
     while at < len(data):
         if len(data) - at < _DELTA_HEAD.size:
-            raise InvalidInput("a delta of an index is cut off")
+            raise InvalidInput("a truncated delta")
         kind, name_bytes, count = _DELTA_HEAD.unpack_from(data, at)
         at += _DELTA_HEAD.size
         end = at + name_bytes + 8 * count
@@ -282,11 +274,11 @@ def unpack_deltas(data: bytes) -> Iterator[Delta]:
             or (kind == _DROPPED and count != 1)
             or end > len(data)
         ):
-            raise InvalidInput(f"no delta of an index: kind {kind}, {count} blocks, {len(data) - at} bytes left")
+            raise InvalidInput(f"an invalid delta: kind {kind}, {count} blocks, {len(data) - at} bytes left")
         try:
             server = data[at : at + name_bytes].decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
-            raise InvalidInput(f"a delta of an index whose server has no name: {error}") from None
+            raise InvalidInput(f"a delta with an invalid server name: {error}") from None
         hashes = np.frombuffer(data, dtype="<u8", count=count, offset=at + name_bytes).astype(np.uint64)
         yield Learnt(server, hashes) if kind == _LEARNT else Dropped(server, int(hashes[0]))
         at = end

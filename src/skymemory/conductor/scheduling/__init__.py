@@ -1,1 +1,1 @@
-"""KVCache-centric scheduling after Mooncake: which server prefills, what it loads, which one decodes."""
+"""Prefill and decode scheduling after Mooncake: which server prefills, what it loads, which server decodes."""

@@ -1,12 +1,11 @@
-"""Which server decodes a request: where the time between tokens stays shortest, with it in the batch.
+"""Choice of the decode server: the one with the shortest time between tokens, with the request in its batch.
 
-A server that decodes gives each request of its batch a token a step; the more of them and the longer their contexts,
-the longer a step (``CostModel.decode_step_s``). Requests that were promised a server, and whose prefill is not done,
-count as if they were there: otherwise everybody is sent where nobody has arrived yet. When a request's own turn comes
-and it is asked anew whether it may join, only those count that are there.
+A step grows with the batch and its contexts (``CostModel.decode_step_s``). Requests that are placed on a server but
+still in prefill count too: otherwise all requests would go to a server that none has reached yet. Before a request
+joins the batch its own server is estimated again, from the requests in the batch only.
 
-What will be later is predicted as Mooncake does (FAST'25 §7.4): all requests decode for one usual time; those whose
-prefill ends until then come, those that decode longer than that go.
+The forecast is Mooncake's (FAST'25 §7.4): all requests decode for one usual time; those whose prefill ends by then have
+joined, those that decode longer have left.
 """
 
 from __future__ import annotations
@@ -17,40 +16,40 @@ from typing import Protocol
 
 from skymemory.conductor.fleet import Fleet, Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Forgetful, Ranking
+from skymemory.conductor.strategies.base import Ranking, Stateless
 from skymemory.errors import InvalidInput
 
-_SET_BACK_S = 1e9
-"""Taken off the score of a server whose KV cache has no room: it comes after all others."""
-_FORGETTING = 0.02
-"""Of the usual time of decoding, what each request that ends replaces."""
+_NO_ROOM_S = 1e9
+"""Penalty on the score of a server whose KV cache has no room: it ranks after all others."""
+_LEARNING_RATE = 0.02
+"""Weight of an ended request in the usual time of decoding."""
 
 Parts = tuple[float, float, float, float, float]
 
 
 class DecodeCost(Protocol):
-    """Such as ``cost_model.CostModel``."""
+    """The part of ``cost_model.CostModel`` needed here."""
 
     def decode_parts(self, batch: int) -> Parts:
-        """A step as ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T the contexts' tokens."""
+        """Coefficients of ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T tokens of context."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Booked:
-    """A request that a server has, or was promised."""
+    """A request in a server's batch, or placed on the server and still in prefill."""
 
     request: Request
     tokens: int
-    """Of its prompt."""
+    """Prompt tokens."""
     joins_s: float
-    """When it joined the batch, or is believed to."""
+    """Time at which it joined the batch, or is estimated to."""
     joined: bool = False
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What one server has. Sums are kept, so that asking costs the same for a batch of two and of two hundred."""
+    """The requests of one server, with running sums: an estimate costs the same for any batch size."""
 
     booked: dict[_Booked, None] = field(default_factory=dict)
     joined: int = 0
@@ -58,7 +57,7 @@ class _Batch:
     joined_tokens: int = 0
     promised_tokens: int = 0
     joined_at_s: float = 0.0
-    """The sum of when they joined."""
+    """Sum of the times at which they joined."""
 
     def add(self, one: _Booked, sign: int) -> None:
         if one.joined:
@@ -70,11 +69,11 @@ class _Batch:
             self.promised_tokens += sign * one.tokens
 
 
-class LeastTbt(Forgetful):
-    """A scorer of servers that decode, and an ``admission.Outlook``.
+class LeastTbt(Stateless):
+    """A scorer of decode servers, and an ``admission.DecodeForecast``.
 
-    ``kv_tokens``: what each server's KV cache holds; None: what it reports, and without a report no bound.
-    ``decode_s``: the usual time of decoding; None: learnt from requests that end, and endless until the first has.
+    ``kv_tokens``: capacity of each server's KV cache; None: as reported, without a report unlimited. ``decode_s``:
+    usual time of decoding; None: learnt from ended requests, infinite before the first.
     """
 
     name = "least-tbt"
@@ -87,20 +86,20 @@ class LeastTbt(Forgetful):
         decode_s: float | None = None,
     ) -> None:
         if (kv_tokens is not None and kv_tokens < 1) or (decode_s is not None and not decode_s > 0):
-            raise InvalidInput("a KV cache holds tokens, and decoding takes more than 0 s")
+            raise InvalidInput("kv_tokens must be ≥ 1, decode_s > 0")
         self._cost, self._fleet, self._kv_tokens = cost, fleet, kv_tokens
         self._given_s = decode_s
         self._learnt_s, self._ended = 0.0, 0
         self._parts: dict[int, Parts] = {}
         self._batches: dict[int, _Batch] = {}
         self._open: dict[tuple[int, int], list[_Booked]] = {}
-        """By request (as an object, which is kept alive here) and slot."""
+        """By id of the request (kept alive here) and slot."""
         self._expected: dict[int, _Booked] = {}
-        """By request: those that were promised a server."""
+        """Requests in prefill, by id of the request."""
 
     @property
     def decode_s(self) -> float:
-        """As ``admission.Outlook``."""
+        """As ``admission.DecodeForecast``."""
         if self._given_s is not None:
             return self._given_s
         return self._learnt_s if self._ended else float("inf")
@@ -117,7 +116,7 @@ class LeastTbt(Forgetful):
                 own = self._open.get((id(request), server.slot))
                 count += batch.joined
                 context += batch.joined_tokens + self._grown(batch, now_s)
-                if own:  # It is asked anew, at its own turn: those that are promised are not there yet.
+                if own:  # Estimated again before it joins: requests in prefill are not in the batch yet.
                     joined = [one for one in own if one.joined]
                     count -= len(joined)
                     context -= sum(one.tokens for one in joined)
@@ -128,9 +127,9 @@ class LeastTbt(Forgetful):
             room = self._room(server)
             tbts.append(tbt_s)
             contexts.append(context)
-            scores.append(-tbt_s if room is None or context <= room else -tbt_s - _SET_BACK_S)
-        full = sum(score < -_SET_BACK_S / 2 for score in scores)
-        reasons = (f"no room for its KV at {full} of {len(scores)}",) if full else ()
+            scores.append(-tbt_s if room is None or context <= room else -tbt_s - _NO_ROOM_S)
+        full = sum(score < -_NO_ROOM_S / 2 for score in scores)
+        reasons = (f"no room for its KV cache at {full} of {len(scores)}",) if full else ()
         weights = (("seconds between tokens", tbts), ("tokens of context", contexts))
         return Ranking(scores, reasons=reasons, weights=weights, estimated_tbt_s=tbts)
 
@@ -140,7 +139,7 @@ class LeastTbt(Forgetful):
             one.joins_s = at_s
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
-        """As ``admission.Outlook``; with ``at_s`` = ``now_s``, of those that are in batches now."""
+        """As ``admission.DecodeForecast``; with ``at_s`` = ``now_s`` of the requests in batches now."""
         usual_s, sums = self.decode_s, 0.0
         servers = [server for server in self._fleet if server.healthy]
         for server in servers:
@@ -155,7 +154,7 @@ class LeastTbt(Forgetful):
         return sums / len(servers) if servers else 0.0
 
     def tbt_now_s(self, server: Server, now_s: float) -> float:
-        """Of the requests in that server's batch."""
+        """Seconds between tokens of that server's batch."""
         batch = self._batches.get(server.slot)
         if batch is None or not batch.joined:
             return self._step_s(0, 0)
@@ -176,13 +175,13 @@ class LeastTbt(Forgetful):
             batch.add(one, -1)
             one.joined, one.joins_s = True, now_s
             batch.add(one, 1)
-            self._no_longer_expected(one)
+            self._drop_expected(one)
 
     def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         one = self._take(request, server, True)
         if one is not None:
             self._ended += 1
-            share = max(_FORGETTING, 1 / self._ended)
+            share = max(_LEARNING_RATE, 1 / self._ended)
             self._learnt_s += (now_s - one.joins_s - self._learnt_s) * share
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
@@ -192,7 +191,7 @@ class LeastTbt(Forgetful):
         batch = self._batches.pop(server.slot, None)
         for one in batch.booked if batch is not None else ():
             self._open.pop((id(one.request), server.slot), None)
-            self._no_longer_expected(one)
+            self._drop_expected(one)
 
     def _take(self, request: Request, server: Server, joined: bool) -> _Booked | None:
         key = (id(request), server.slot)
@@ -206,21 +205,21 @@ class LeastTbt(Forgetful):
         batch = self._batches[server.slot]
         del batch.booked[one]
         batch.add(one, -1)
-        self._no_longer_expected(one)
+        self._drop_expected(one)
         return one
 
-    def _no_longer_expected(self, one: _Booked) -> None:
+    def _drop_expected(self, one: _Booked) -> None:
         if self._expected.get(id(one.request)) is one:
             del self._expected[id(one.request)]
 
     def _grown(self, batch: _Batch, now_s: float) -> float:
-        """Tokens that the batch has got since its requests joined it, at the pace that it has without them."""
+        """Estimated tokens decoded since the batch's requests joined it, at the pace without those tokens."""
         if not batch.joined:
             return 0.0
         return (batch.joined * now_s - batch.joined_at_s) / self._step_s(batch.joined, batch.joined_tokens)
 
     def _room(self, server: Server) -> int | None:
-        """Tokens that its KV cache holds, where that is known."""
+        """Capacity of its KV cache in tokens, if known."""
         if self._kv_tokens is not None:
             return self._kv_tokens
         report = server.reported

@@ -1,4 +1,4 @@
-"""Schedulers by name, with their options by name: for settings, flags and comparisons."""
+"""Schedulers by name, with their options by name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from skymemory.conductor.scheduling.kvcache_centric import NETWORK, KvCacheCentr
 from skymemory.conductor.scheduling.prefill import (
     OVERDUE,
     UNDER_WAY_BLOCKS,
-    Anywhere,
     CacheAware,
     FarTiers,
     LeastQueue,
+    LinkWaits,
     PrefillScheduler,
-    Ways,
+    RandomServer,
 )
 from skymemory.conductor.strategies.estimates import PrefillCost
 from skymemory.config import Entry, Registry
@@ -31,7 +31,7 @@ from skymemory.config import Entry, Registry
 
 @dataclass(frozen=True, slots=True)
 class LocalSettings:
-    """Of a scheduler whose servers use what they hold themselves."""
+    """Options of schedulers whose servers use only their own cache."""
 
     overdue: float = OVERDUE
     under_way_blocks: int = UNDER_WAY_BLOCKS
@@ -39,7 +39,7 @@ class LocalSettings:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a scheduler of prefills is made with."""
+    """Arguments for building a prefill scheduler."""
 
     prefill_cost: PrefillCost
     kv_token_bytes: int
@@ -48,7 +48,7 @@ class Parts:
     media: Mapping[str, Medium]
     far: FarTiers | None
     fleet: Fleet | None
-    ways: Ways | None
+    links: LinkWaits | None
 
 
 Build = Callable[[Parts, Any], PrefillScheduler]
@@ -68,22 +68,18 @@ def _kvcache_centric(parts: Parts, settings: KvCacheCentricSettings) -> PrefillS
         parts.fleet,
         settings,
         parts.layers,
-        parts.ways,
+        parts.links,
     )
 
 
 SCHEDULERS: Registry[Build] = Registry(
     "scheduler",
     {
-        "random": Entry("at random, from a seed", LocalSettings, _local(Anywhere)),
-        "load-balance": Entry(
-            "the least estimated waiting, whatever is cached there", LocalSettings, _local(LeastQueue)
-        ),
-        "cache-aware": Entry(
-            "the least waiting plus computing what is not cached there", LocalSettings, _local(CacheAware)
-        ),
+        "random": Entry("random, seeded", LocalSettings, _local(RandomServer)),
+        "load-balance": Entry("shortest estimated queue, ignoring caches", LocalSettings, _local(LeastQueue)),
+        "cache-aware": Entry("shortest queue plus compute of the uncached part", LocalSettings, _local(CacheAware)),
         "kvcache-centric": Entry(
-            "the least time to the first token, where each server computes or loads, or both (Mooncake's)",
+            "shortest time to the first token; servers compute, load, or both (Mooncake's)",
             KvCacheCentricSettings,
             _kvcache_centric,
         ),
@@ -100,25 +96,25 @@ def prefill_scorer(
     holdings: PrefixIndex,
     media: Mapping[str, Medium] | None = None,
     far: FarTiers | None = None,
-    ways: Ways | None = None,
+    links: LinkWaits | None = None,
     fleet: Fleet | None = None,
     prefill_cost: PrefillCost | None = None,
     **options: object,
 ) -> PrefillScheduler:
-    """The scheduler of prefills of that name, to be put into a ``Picker``. Words are taken for numbers.
+    """The prefill scheduler of that name, for a ``Picker``. Option values may be text.
 
-    ``holdings``: who holds what. ``media``: ways by name, of which ``network`` is the one from server to server; None:
-    the network of ``cost``'s machine. ``far``: tiers behind all servers. ``ways``: how busy servers' ways are; None:
-    as far as it plans it itself. ``fleet``: servers that can be loaded from, though they take no requests.
-    ``prefill_cost``: of servers that are not one machine, such as pipelines.
+    ``holdings``: the prefix index. ``media``: bandwidths by name, ``network`` being the one between servers; None: the
+    network of ``cost``'s machine. ``far``: tiers behind all servers. ``links``: waits at the servers' links; None:
+    caused by its own plans. ``fleet``: further servers to load from. ``prefill_cost``: of servers that are not one
+    machine, such as pipelines.
 
     Raises:
-        InvalidInput: no scheduler or option of that name (with the nearest that there is), or a value it cannot have.
+        InvalidInput: unknown scheduler or option (with a suggestion), or an invalid value.
     """
     settings = SCHEDULERS.settings(name, options)
     network = {NETWORK: network_of(cost)} if media is None else media
     parts = Parts(
-        prefill_cost or cost, cost.shape.kv_bytes_per_token, cost.shape.layers, holdings, network, far, fleet, ways
+        prefill_cost or cost, cost.shape.kv_bytes_per_token, cost.shape.layers, holdings, network, far, fleet, links
     )
     return SCHEDULERS[name].build(parts, settings)
 
@@ -132,7 +128,7 @@ def build(
     holdings: PrefixIndex,
     media: Mapping[str, Medium] | None = None,
     far: FarTiers | None = None,
-    ways: Ways | None = None,
+    links: LinkWaits | None = None,
     admission: Admission | None = None,
     prefill_cost: PrefillCost | None = None,
     kv_tokens: int | None = None,
@@ -140,10 +136,10 @@ def build(
     seed: int = 0,
     **options: object,
 ) -> Scheduler:
-    """Prefills by the scheduler of that name, decoding by the least time between tokens, and ``admission``.
+    """A ``Scheduler``: prefills by the scheduler of that name, decoding by the shortest time between tokens.
 
-    ``decode`` None: the servers that prefill decode too. ``kv_tokens``: what the KV cache of a server that decodes
-    holds. ``decode_s``: the usual time of decoding; None: learnt. The rest as for ``prefill_scorer``.
+    ``decode`` None: prefill servers decode too. ``kv_tokens``: KV cache of a decode server. ``decode_s``: usual time of
+    decoding; None: learnt. The rest as for ``prefill_scorer``.
 
     Raises:
         InvalidInput: as ``prefill_scorer``.
@@ -154,7 +150,7 @@ def build(
         holdings=holdings,
         media=media,
         far=far,
-        ways=ways,
+        links=links,
         fleet=prefill,
         prefill_cost=prefill_cost,
         **options,

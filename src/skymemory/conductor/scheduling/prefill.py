@@ -1,7 +1,7 @@
-"""What every scheduler of prefills does: estimate the time to the first token, and keep the account of queues.
+"""Prefill schedulers: estimate the time to the first token per server, and track the servers' queues.
 
-Each server computes what it was sent in that order, one prompt after the other. A group of machines that prefills in a
-pipeline is one server whose cost model says what the group takes.
+Each server computes its prompts in order, one after the other. A group of machines that prefills as a pipeline is one
+server with a cost model of the group.
 """
 
 from __future__ import annotations
@@ -16,46 +16,40 @@ from skymemory.conductor.cost_model.model import Medium
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
 from skymemory.conductor.request import Plan, Prompt, Request
-from skymemory.conductor.strategies.base import Ranking, Tickets
+from skymemory.conductor.strategies.base import Indexed, Ranking, RequestNotes
 from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
-from skymemory.conductor.strategies.indexed import Indexed
-
-# Where KV that a server lacks could be loaded from: other servers, and tiers behind them all.
-#
-# Nothing here knows what a tier is made of: it has a name, holds so many of a prompt's blocks, and takes so many
-# seconds.
 
 
 class FarTiers(Protocol):
-    """Tiers that every server can load from."""
+    """Storage tiers that every server can load from."""
 
     def far(self, blocks: Blocks) -> Sequence[tuple[str, int, Medium]]:
-        """For each tier that holds any of a prompt: its name, how many blocks from the first on, and the way there."""
+        """Tiers that hold part of a prompt: name, number of leading blocks, medium."""
         ...
 
 
 class Source(NamedTuple):
-    """One place to load a prompt's beginning from."""
+    """A place to load a prompt's prefix from."""
 
     name: str
-    """The server's or the tier's."""
+    """Of the server or tier."""
     slot: int
-    """The server's; -1 for a tier."""
+    """Slot of the server; -1 for a tier."""
     blocks: int
-    """How many it holds, from the first on."""
+    """Number of leading blocks that it holds."""
     wait_s: float
-    """Until its way out has carried what it was asked for before."""
+    """Seconds until its outgoing link is free."""
     latency_s: float
     token_s: float
-    """Per token that is loaded."""
+    """Seconds per loaded token."""
 
-    def load_s(self, tokens: int, way_in_s: float) -> float:
-        """Until ``tokens`` have come, where the receiver's way in is free in ``way_in_s``."""
-        return max(self.wait_s, way_in_s) + self.latency_s + tokens * self.token_s if tokens > 0 else 0.0
+    def load_s(self, tokens: int, in_wait_s: float) -> float:
+        """Seconds to load ``tokens``, if the receiver's incoming link is free in ``in_wait_s``."""
+        return max(self.wait_s, in_wait_s) + self.latency_s + tokens * self.token_s if tokens > 0 else 0.0
 
 
 def undominated(sources: Sequence[Source]) -> list[Source]:
-    """Without those that another is as good as in everything; of equal ones the first is kept."""
+    """The sources that no other dominates; of equal ones the first."""
     kept: list[Source] = []
     for one in sorted(sources, key=lambda one: (-one.blocks, one.wait_s + one.latency_s, one.token_s)):
         if not any(
@@ -66,8 +60,8 @@ def undominated(sources: Sequence[Source]) -> list[Source]:
     return kept
 
 
-class Ways(Protocol):
-    """How long each server's way out and way in are busy with what was asked of them before."""
+class LinkWaits(Protocol):
+    """Seconds until each server's outgoing and incoming link are free."""
 
     def waits_out_s(self, slots: Sequence[int], now_s: float) -> Sequence[float]: ...
 
@@ -75,8 +69,8 @@ class Ways(Protocol):
 
 
 @dataclass(slots=True)
-class Links:
-    """Ways of which only the loads that we planned are known, and nothing overtakes on them."""
+class PlannedLinks:
+    """Link waits caused by the loads planned here, served in order."""
 
     out_s: dict[int, float] = field(default_factory=dict)
     in_s: dict[int, float] = field(default_factory=dict)
@@ -94,7 +88,7 @@ class Links:
         return [max(0.0, until_s.get(slot, now_s) - now_s) for slot in slots]
 
     def take(self, source: int, target: int, seconds: float, now_s: float) -> None:
-        """A load of ``seconds`` from ``source`` (-1: a tier) to ``target`` was asked for."""
+        """Books a load of ``seconds`` from ``source`` (-1: a tier) to ``target``."""
         if source >= 0:
             self.out_s[source] = max(self.out_s.get(source, now_s), now_s) + seconds
         self.in_s[target] = max(self.in_s.get(target, now_s), now_s) + seconds
@@ -107,9 +101,9 @@ class Links:
 def deepest(
     servers: Sequence[Server], depths: Sequence[int], waits_s: Sequence[float], least: int
 ) -> list[tuple[Server, int, float]]:
-    """Of those whose way out is free the one that holds most, and the busy ones that hold more than it.
+    """Candidates to load from: the server with a free outgoing link that holds most, and busy ones that hold more.
 
-    With how many blocks each holds, more than ``least``, and seconds until its way out is free.
+    Each with its number of blocks, above ``least``, and the wait at its outgoing link.
     """
     busy: list[tuple[Server, int, float]] = []
     free: Server | None = None
@@ -124,46 +118,46 @@ def deepest(
 
 
 OVERDUE = 0.1
-"""Part of a prefill's time so far that it is believed to need still, once it takes longer than estimated."""
+"""Remaining time of a prefill that exceeds its estimate, as a share of its time so far."""
 UNDER_WAY_BLOCKS = 4096
 
 
 class Load(NamedTuple):
-    """Part of a prompt that comes from elsewhere."""
+    """The part of a prompt that is loaded."""
 
     source: Source
     split_tokens: int
     end_tokens: int
     load_s: float
-    """From now until it has come."""
+    """Seconds from now until it is complete."""
     compute_s: float
 
     @property
     def link_s(self) -> float:
-        """How long it keeps the ways busy."""
+        """Seconds that it occupies the links."""
         return (self.end_tokens - self.split_tokens) * self.source.token_s
 
 
 @dataclass(slots=True, eq=False)
-class Outlay:
-    """What a request would take at each of some servers; lists are in their order."""
+class Estimates:
+    """Estimates for a request at each of some servers; lists are in their order."""
 
     request: Request
     servers: Sequence[Server]
     slots: list[int]
     known: Sequence[int]
-    """Blocks that each holds."""
+    """Leading blocks that each holds."""
     blocks: Sequence[int]
-    """Blocks that each holds or will hold when it comes to this request."""
+    """Leading blocks that each holds or will hold after its queue."""
     held: list[int]
-    """The same in tokens."""
+    """``blocks`` in tokens."""
     waits_s: list[float]
     alone_s: list[float]
-    """Computing all that is not held."""
+    """Time to compute all that is not held."""
     ttfts_s: list[float]
     now_s: float
     loads: dict[int, Load] = field(default_factory=dict)
-    """By place in the lists: what those that would load something load."""
+    """Loads, by position in the lists."""
 
     def plan(self, at: int) -> Plan:
         held, wait_s = self.held[at], self.waits_s[at]
@@ -176,20 +170,20 @@ class Outlay:
 
 @runtime_checkable
 class PipelineCost(Protocol):
-    """What the cost of several machines in a row says beside ``prefill_s``."""
+    """Cost of a pipeline of machines."""
 
     def drain_s(self, tokens: float, cached: float) -> float:
-        """Of a prefill's seconds, those in which the first machine is free for the next already."""
+        """The last part of a prefill's seconds, in which the first machine is free again."""
         ...
 
 
 class Plans(Sequence[Plan]):
-    """The plans of an outlay, each made when it is asked for: one of them is."""
+    """Plans of estimates, each made on access: only one is used."""
 
-    __slots__ = ("_outlay",)
+    __slots__ = ("_estimate",)
 
-    def __init__(self, outlay: Outlay) -> None:
-        self._outlay = outlay
+    def __init__(self, estimates: Estimates) -> None:
+        self._estimate = estimates
 
     @overload
     def __getitem__(self, at: int) -> Plan: ...
@@ -199,27 +193,27 @@ class Plans(Sequence[Plan]):
 
     def __getitem__(self, at: int | slice) -> Plan | Sequence[Plan]:
         if isinstance(at, slice):
-            return [self._outlay.plan(one) for one in range(*at.indices(len(self)))]
-        return self._outlay.plan(range(len(self))[at])
+            return [self._estimate.plan(one) for one in range(*at.indices(len(self)))]
+        return self._estimate.plan(range(len(self))[at])
 
     def __len__(self) -> int:
-        return len(self._outlay.slots)
+        return len(self._estimate.slots)
 
     def __iter__(self) -> Iterator[Plan]:
-        return (self._outlay.plan(at) for at in range(len(self)))
+        return (self._estimate.plan(at) for at in range(len(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What was believed when a request was sent."""
+    """Recorded when a request is sent."""
 
     prefill: int
-    """Its ticket in the queues."""
+    """Its ticket in the queue."""
     plan: Plan
 
 
 class PrefillScheduler(Indexed, ABC):
-    """A scorer of servers that prefill. ``cost`` None: what prefills take is learnt."""
+    """Base of the scorers of prefill servers. ``cost`` None: learnt from requests."""
 
     name = ""
 
@@ -234,36 +228,36 @@ class PrefillScheduler(Indexed, ABC):
         self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
         self._pipeline = cost if isinstance(cost, PipelineCost) else None
         self._queues = native.PrefillQueues(overdue)
-        self._sent: Tickets[_Sent] = Tickets()
-        self._last: Outlay | None = None
-        """Of the last request that was asked about: what is decided by it is what is booked."""
+        self._sent: RequestNotes[_Sent] = RequestNotes()
+        self._last: Estimates | None = None
+        """Of the last ranked request: ``routed`` books what was decided by it."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        outlay = self._last = self._outlay(request, servers, now_s)
+        estimates = self._last = self._estimate(request, servers, now_s)
         return Ranking(
-            self.scores(outlay),
-            outlay.held,
-            outlay.ttfts_s,
+            self.scores(estimates),
+            estimates.held,
+            estimates.ttfts_s,
             (),
-            (("seconds of waiting", outlay.waits_s), ("tokens held", outlay.held)),
-            plans=Plans(outlay),
+            (("seconds of waiting", estimates.waits_s), ("tokens held", estimates.held)),
+            plans=Plans(estimates),
         )
 
     @abstractmethod
-    def scores(self, outlay: Outlay) -> list[float]:
+    def scores(self, estimates: Estimates) -> list[float]:
         """Higher is better."""
 
-    def fetch(self, outlay: Outlay) -> None:
-        """Put into ``outlay`` what servers would load, and when they would be done with that."""
+    def fetch(self, estimates: Estimates) -> None:
+        """Adds loads, and the times to first token with them, to ``estimates``."""
 
     def load_s(self, server: Server, now_s: float) -> float:
-        """Seconds until the server has computed all that it was sent: what a report of load is made of."""
+        """Prefill backlog of the server in seconds."""
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         slot, last = server.slot, self._last
         if last is None or last.request is not request or slot not in last.slots:
-            last = self._outlay(request, (server,), now_s)
+            last = self._estimate(request, (server,), now_s)
         at = last.slots.index(slot)
         plan = last.plan(at)
         super().routed(request, server, now_s)
@@ -275,14 +269,14 @@ class PrefillScheduler(Indexed, ABC):
         self._sent.note(request, server, _Sent(prefill, plan))
         self.booked(last, at, now_s)
 
-    def booked(self, outlay: Outlay, at: int, now_s: float) -> None:
-        """The request of ``outlay`` goes to the server at ``at``."""
+    def booked(self, estimates: Estimates, at: int, now_s: float) -> None:
+        """The request of ``estimates`` was sent to the server at position ``at``."""
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         sent = self._sent.take(request, server)
         if sent is not None:
             seconds, plan = self._queues.remove(server.slot, sent.prefill, now_s), sent.plan
-            if seconds is not None and plan.load_s <= plan.queue_s:  # Otherwise it may have waited for what it loaded.
+            if seconds is not None and plan.load_s <= plan.queue_s:  # Otherwise it may have waited for the load.
                 cached = plan.cached_tokens if cached_tokens is None else cached_tokens
                 self.speeds.observe(server.slot, request.prompt.tokens, cached, seconds)
         super().succeeded(request, server, now_s, cached_tokens)
@@ -300,7 +294,7 @@ class PrefillScheduler(Indexed, ABC):
         self._sent.forget(server)
         self._last = None
 
-    def _outlay(self, request: Request, servers: Sequence[Server], now_s: float) -> Outlay:
+    def _estimate(self, request: Request, servers: Sequence[Server], now_s: float) -> Estimates:
         prompt = request.prompt
         slots = [server.slot for server in servers]
         known = self.held_blocks(prompt, servers)
@@ -309,9 +303,9 @@ class PrefillScheduler(Indexed, ABC):
         waits_s = self._queues.waits_s(servers, now_s)
         alone_s = self.speeds.prefills_s(slots, prompt.tokens, held)
         ttfts_s = [wait + alone for wait, alone in zip(waits_s, alone_s, strict=True)]
-        outlay = Outlay(request, servers, slots, known, blocks, held, waits_s, alone_s, ttfts_s, now_s)
-        self.fetch(outlay)
-        return outlay
+        estimates = Estimates(request, servers, slots, known, blocks, held, waits_s, alone_s, ttfts_s, now_s)
+        self.fetch(estimates)
+        return estimates
 
 
 def tokens_of(prompt: Prompt, blocks: int) -> int:
@@ -319,28 +313,28 @@ def tokens_of(prompt: Prompt, blocks: int) -> int:
     return min(prompt.tokens, int(blocks * prompt.block_tokens))
 
 
-class Anywhere(PrefillScheduler):
-    """At random: all servers tie, and the picker's seeded tie-break chooses."""
+class RandomServer(PrefillScheduler):
+    """Random: all servers tie, and the picker draws."""
 
     name = "random"
 
-    def scores(self, outlay: Outlay) -> list[float]:
-        return [0.0] * len(outlay.slots)
+    def scores(self, estimates: Estimates) -> list[float]:
+        return [0.0] * len(estimates.slots)
 
 
 class LeastQueue(PrefillScheduler):
-    """Where a request waits least, whatever is cached there."""
+    """Shortest queue, ignoring caches."""
 
     name = "load-balance"
 
-    def scores(self, outlay: Outlay) -> list[float]:
-        return [-wait_s for wait_s in outlay.waits_s]
+    def scores(self, estimates: Estimates) -> list[float]:
+        return [-wait_s for wait_s in estimates.waits_s]
 
 
 class CacheAware(PrefillScheduler):
-    """The least time to the first token, where each server has only what itself holds."""
+    """Shortest time to the first token, with each server using only its own cache."""
 
     name = "cache-aware"
 
-    def scores(self, outlay: Outlay) -> list[float]:
-        return [-ttft_s for ttft_s in outlay.ttfts_s]
+    def scores(self, estimates: Estimates) -> list[float]:
+        return [-ttft_s for ttft_s in estimates.ttfts_s]

@@ -1,39 +1,49 @@
-"""The contract of every strategy.
+"""The contract of routing strategies, and what several of them share.
 
-A scorer ranks servers for a request and learns from what becomes of requests. It does no I/O, reads no clock and rolls
-no dice of its own: equal calls give equal scores. ``picker.Picker`` does the rest for all of them: who may be chosen at
-all, adapters, ties, counting what is in flight.
+A scorer ranks servers for a request and learns from the outcome of requests. It does no I/O, reads no clock and draws
+no random numbers: equal calls give equal scores. ``picker.Picker`` does the rest for all of them: health, adapters,
+ties, requests in flight.
 
-Behind the contract stands what several strategies share: notes of what was sent, loads and their bound, the threshold
-of a prefix, and hashes that are the same on every machine.
+Shared parts: notes on sent requests, loads and their bound, the threshold of a match, hashes equal on every machine,
+and ``Indexed``, the base of strategies with a prefix index.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.request import Plan, Request
+from skymemory import native
+from skymemory.conductor.fleet import LoadReport, Server
+from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.request import Plan, Prompt, Request
 from skymemory.errors import InvalidInput
 
 Weights = tuple[tuple[str, Sequence[float]], ...]
+MOST_UNDER_WAY = 8192
+"""Limit of a prompt's blocks that count from when it is sent."""
+ANSWERING = 4096
+"""Limit of requests being answered whose estimate is remembered."""
+BELIEVABLE = 0.5
+"""Share of the estimated blocks that a server must confirm; below it the missing block is dropped from the index.
+Blocks of characters and the engine's own block size make small differences meaningless."""
 
 
-Standing = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
-"""What a ranking says of one server: its score, the tokens matched, the time to its first token and between tokens,
-its plan, what of the first it computes, and its figures in ``weights``. A plain tuple, since every request makes one.
+RankedServer = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
+"""A ranking's entry of one server: score, matched tokens, estimated time to first token and between tokens, plan,
+estimated compute time, and its figures in ``weights``. A plain tuple, since every request makes one.
 """
 
 
 class Ranking:
-    """One entry per server that was asked about, in that order."""
+    """Scores and estimates of servers, in the order in which they were given."""
 
     __slots__ = ("_compute_s", "_matched", "_scores", "_ttft_s", "_weights", "estimated_tbt_s", "plans", "reasons")
 
@@ -51,20 +61,20 @@ class Ranking:
         self._scores, self._matched = scores, matched_tokens
         self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
         self.reasons = reasons
-        """Why it came out so, as far as it is the same for all servers."""
+        """Reasons that hold for all servers."""
         self.estimated_tbt_s = estimated_tbt_s
-        """Seconds between tokens, of servers that decode."""
+        """Seconds between tokens, for decode servers."""
         self.plans = plans
-        """How each would come by the prompt's KV."""
+        """How each would obtain the prompt's KV."""
 
     @property
     def scores(self) -> Sequence[float]:
-        """Higher is better. Equal scores are a tie, and the picker breaks it."""
+        """Higher is better; the picker breaks ties."""
         return self._scores
 
     @property
     def matched_tokens(self) -> Sequence[int] | None:
-        """Tokens of the prompt that each is believed to hold; None where the strategy does not know of caches."""
+        """Tokens of the prompt that each is estimated to hold; None if the strategy ignores caches."""
         return self._matched
 
     @property
@@ -73,26 +83,26 @@ class Ranking:
 
     @property
     def estimated_compute_s(self) -> Sequence[float] | None:
-        """Of ``estimated_ttft_s``, what each would compute; where there are plans, they say it."""
+        """The compute part of ``estimated_ttft_s``; with plans, see those."""
         return self._compute_s
 
     @property
     def weights(self) -> Weights:
-        """Named parts of the scores, one figure per server: the chosen one's are told as reasons."""
+        """Named parts of the scores, per server: the chosen one's become reasons."""
         return self._weights
 
     @property
     def packed(self) -> Sequence[float] | bytes:
-        """The scores, as they are kept by who may be asked for them later."""
+        """The scores in the form that a decision keeps."""
         return self._scores
 
     def best(self) -> Sequence[int]:
-        """Places of the highest score."""
+        """Positions of the highest score."""
         scores = self.scores
         best = max(scores)
         return [at for at, score in enumerate(scores) if score == best]
 
-    def standing(self, at: int) -> Standing:
+    def entry(self, at: int) -> RankedServer:
         matched, ttft_s, tbt_s = self.matched_tokens, self.estimated_ttft_s, self.estimated_tbt_s
         plan = None if self.plans is None else self.plans[at]
         compute_s = self.estimated_compute_s
@@ -107,56 +117,56 @@ class Ranking:
         )
 
 
-def unpacked(scores: Sequence[float] | bytes) -> Sequence[float]:
-    """What ``Ranking.packed`` gave."""
+def unpack_scores(scores: Sequence[float] | bytes) -> Sequence[float]:
+    """The scores of ``Ranking.packed``."""
     return memoryview(scores).cast("d") if isinstance(scores, bytes) else scores
 
 
 class Scorer(Protocol):
-    """A strategy."""
+    """A routing strategy."""
 
     name: str
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        """Scores of ``servers`` (at least one) for ``request``. Changes nothing that a later call could see."""
+        """Scores of ``servers`` (at least one) for ``request``. Changes no visible state."""
         ...
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
-        """``request`` goes to ``server``. Nothing is known yet of how that will end."""
+        """``request`` is sent to ``server``."""
         ...
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        """The first byte of its answer came: the server has computed the prompt and holds it.
+        """The first byte of the answer came: the server has computed the prompt and holds it.
 
-        ``cached_tokens``: of the prompt, what the server says it did not have to compute, where it says so.
+        ``cached_tokens``: tokens of the prompt that the server reports as cached, if it does.
         """
         ...
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        """Its answer has ended and says of how many tokens of the prompt the server had what it needs.
+        """The end of the answer reports the cached tokens of the prompt.
 
-        Comes after ``succeeded`` where the server says so only with the end of its answer, as OpenAI's usage does.
+        Called after ``succeeded`` if the server reports them only at the end, as OpenAI's usage does.
         """
         ...
 
     def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        """Its last byte came, or it was given up after ``succeeded``. Comes once, before ``corrected``.
+        """The last byte came, or the client disconnected after ``succeeded``. Called once, before ``corrected``.
 
-        ``output_tokens``: of its answer, where that came to its end and says so.
+        ``output_tokens``: of the answer, if complete and reported.
         """
         ...
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
-        """It ended before the first byte: nothing may be believed to be cached by it."""
+        """The request ended before its first byte: it left nothing in the cache."""
         ...
 
     def forget(self, server: Server) -> None:
-        """The server left the fleet, or restarted: nothing it held is there any more."""
+        """The server left the fleet or restarted: its cache is empty."""
         ...
 
 
-class Forgetful:
-    """What a strategy does that learns nothing."""
+class Stateless:
+    """Base of strategies that need not learn."""
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         pass
@@ -175,25 +185,21 @@ class Forgetful:
 
     def forget(self, server: Server) -> None:
         pass
-
-
-# --- what was noted when a request was sent ---
 
 
 Note = TypeVar("Note")
 
 
-class Tickets(Generic[Note]):
-    """One note per request and server. The same request may be sent to a server twice; then the first note is first.
+class RequestNotes(Generic[Note]):
+    """Notes on sent requests, by request and server. A request may be sent to a server twice; notes are then a queue.
 
-    Requests are told apart as objects (two equal ones may be under way), and kept alive here, so that no other gets
-    the number of one that is gone.
+    Requests are identified as objects (two equal ones may be in flight) and kept alive, so that ids are not reused.
     """
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], tuple[Request, Note]] = {}
         self._further: dict[tuple[int, int], list[Note]] = {}
-        """Of requests that were sent to a server again: few."""
+        """Notes of repeated sends to the same server; rare."""
 
     def __len__(self) -> int:
         return len(self._open) + sum(map(len, self._further.values()))
@@ -206,7 +212,7 @@ class Tickets(Generic[Note]):
             self._open[key] = (request, note)
 
     def take(self, request: Request, server: Server) -> Note | None:
-        """The note; None where there is none, as after ``forget``."""
+        """Removes and returns the note; None without one, as after ``forget``."""
         key = (id(request), server.slot)
         found = self._open.pop(key, None)
         if found is None:
@@ -223,15 +229,12 @@ class Tickets(Generic[Note]):
             self._further.pop(key, None)
 
 
-# --- how many requests servers have, and the bound over which one is passed by ---
-
-
 STALE_S = 5.0
-"""A report older than this says nothing."""
+"""Age from which a report is ignored."""
 
 
 def requests_at(server: Server, now_s: float) -> float:
-    """Requests at a server: it may have others than ours, and its report may be older than what we sent since."""
+    """Requests at a server: reported, which includes other clients', or ours in flight, whichever are more."""
     report = server.reported
     if report is None or now_s - report.at_s > STALE_S:
         return float(server.in_flight)
@@ -242,11 +245,11 @@ def loads_of(servers: Sequence[Server], now_s: float) -> list[float]:
     return [requests_at(server, now_s) for server in servers]
 
 
-def most_allowed(loads: Sequence[float], factor: float) -> int:
-    """Requests a server may have with the new one: the next whole number over ``factor`` × the mean.
+def load_bound(loads: Sequence[float], factor: float) -> int:
+    """Requests that a server may have including the new one: ``factor`` × the mean, rounded up.
 
-    Rounded up, as in Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016). Rounded down,
-    no server of eight could take a second request while one is under way, and all would go to the ring's first.
+    Rounded up as in Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016). Rounded down,
+    none of eight servers could take a second request while one is in flight.
     """
     return math.ceil(factor * (sum(loads) + 1.0) / len(loads))
 
@@ -256,15 +259,11 @@ def check_factor(factor: float) -> None:
         raise InvalidInput(f"load_factor is {factor}; expected 1 or more, such as 1.25")
 
 
-# --- when a prefix is worth following: the threshold that every prefix strategy shares ---
-
-
 @dataclass(frozen=True, slots=True)
 class GainThreshold:
-    """More than ``tokens`` must match, and more than ``ratio`` of the prompt; nothing matched is never worth it.
+    """Threshold of a match: more than ``tokens`` and more than ``ratio`` of the prompt must match; 0 disables either.
 
-    One of them at 0 leaves the other to decide alone. Below the threshold only load counts (prefix-aware-routing:
-    "only use prefix affinity if the expected gain is high enough", by length, by ratio, or by both).
+    Below it only load counts (prefix-aware-routing: "only use prefix affinity if the expected gain is high enough").
     """
 
     tokens: int = 0
@@ -280,27 +279,24 @@ class GainThreshold:
         return matched_tokens > self.tokens and matched_tokens > self.ratio * prompt_tokens
 
     def why_not(self, matched_tokens: float, prompt_tokens: int) -> str:
-        """The reason to tell when it is not worth it."""
+        """The reason given if the match is below the threshold."""
         if not prompt_tokens:
             return "load only: the prompt is empty"
         if matched_tokens <= 0:
             return f"load only: nothing of the prompt's {prompt_tokens} tokens matches anywhere"
-        asked = [f"{self.tokens} tokens"] if self.tokens else []
-        asked += [f"{self.ratio:.0%} of the prompt"] if self.ratio else []
+        limits = [f"{self.tokens} tokens"] if self.tokens else []
+        limits += [f"{self.ratio:.0%} of the prompt"] if self.ratio else []
         return (
             f"load only: the best match, {matched_tokens:.0f} of {prompt_tokens} tokens,"
-            f" is not over the threshold of {' and '.join(asked)}"
+            f" is not over the threshold of {' and '.join(limits)}"
         )
-
-
-# --- hashes of words that are the same on every machine ---
 
 
 _MASK = (1 << 64) - 1
 
 
 def hash_words(*words: bytes) -> int:
-    """64 bits of several words; each with its length, so that no two lists of words are confused."""
+    """A 64-bit hash of several words with their lengths, equal on every machine."""
     state = blake2b(digest_size=8)
     for word in words:
         state.update(len(word).to_bytes(8, "little"))
@@ -309,12 +305,12 @@ def hash_words(*words: bytes) -> int:
 
 
 def scope_of(request: Request) -> tuple[bytes, bytes, bytes]:
-    """What separates caches whatever the text: model, adapter, salt."""
+    """Model, adapter and salt, which separate caches."""
     return request.model.encode(), request.adapter.encode(), request.salt.encode()
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each of ``values`` scattered over 64 bits (the finish of splitmix64)."""
+    """Mixes each value over 64 bits (the finaliser of splitmix64)."""
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
@@ -333,3 +329,127 @@ class NameHashes:
                 self._of.clear()
             known = self._of[name] = hash_words(name.encode())
         return known
+
+
+class Sent(NamedTuple):
+    """Recorded when a request is sent."""
+
+    believed: int
+    """Leading blocks by the index."""
+    under_way: int
+    """Ticket of the prompt in flight; 0: none."""
+    estimated: object = None
+    """The strategy's own note."""
+
+
+class Indexed:
+    """A strategy with a prefix index.
+
+    A prompt counts as held by its server from when it is sent: requests queued behind it will find it cached. Until its
+    first byte it is *under way*, which a failure undoes; then the index learns it. (An index fed by events ignores
+    that.)
+    """
+
+    def __init__(self, index: PrefixIndex, under_way_blocks: int = MOST_UNDER_WAY) -> None:
+        self.index = index
+        self._set_capacity = getattr(index, "set_capacity", None)
+        self._counts_under_way = under_way_blocks > 0
+        self._under_way = under_way(under_way_blocks, getattr(index, "secret", None))
+        self._notes: RequestNotes[Sent] = RequestNotes()
+        self._answering: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
+        """``believed`` and the prompt's last block of requests being answered: some servers report cached tokens at
+        the end. Most do not, so requests are not kept alive: the last block detects a reused id."""
+
+    def matched_tokens(self, prompt: Prompt, blocks: Sequence[int]) -> list[int]:
+        """Tokens of each number of leading blocks."""
+        per_block, tokens = prompt.block_tokens, prompt.tokens
+        return [min(tokens, int(count * per_block)) if count else 0 for count in blocks]
+
+    def held_blocks(self, prompt: Prompt, servers: Sequence[Server]) -> list[int]:
+        """Leading blocks of the prompt that each server holds by the index."""
+        if not len(prompt.blocks):
+            return [0] * len(servers)
+        return self.index.match(prompt.blocks, [server.slot for server in servers])
+
+    def matched_blocks(
+        self, prompt: Prompt, servers: Sequence[Server], held: Sequence[int] | None = None
+    ) -> Sequence[int]:
+        """``held_blocks`` (``held``, if known), with the prompts under way at each server."""
+        held = self.held_blocks(prompt, servers) if held is None else held
+        if not len(prompt.blocks) or not len(self._under_way):
+            return held
+        return list(map(max, held, self._under_way.depths(prompt.blocks, [server.slot for server in servers])))
+
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        self.note(request, server, self.held_blocks(request.prompt, (server,))[0])
+
+    def note(self, request: Request, server: Server, believed: int, estimated: object = None) -> None:
+        """The request is sent to a server that holds ``believed`` of its blocks."""
+        blocks = request.prompt.blocks
+        ticket = self._under_way.add(server.slot, blocks) if self._counts_under_way and len(blocks) else 0
+        self._notes.note(request, server, tuple.__new__(Sent, (believed, ticket, estimated)))
+
+    def arrived(self, request: Request, server: Server) -> Sent | None:
+        """The prompt is no longer under way; returns its note, if any."""
+        sent = self._notes.take(request, server)
+        if sent is not None and sent.under_way:
+            self._under_way.drop(sent.under_way)
+        return sent
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        self.learn(request, server, self.arrived(request, server), cached_tokens)
+
+    def learn(self, request: Request, server: Server, sent: Sent | None, cached_tokens: int | None) -> None:
+        """The server holds the prompt now; ``sent`` is from ``arrived``."""
+        prompt = request.prompt
+        if not len(prompt.blocks):
+            return
+        if sent is not None and sent.believed:
+            if cached_tokens is None:
+                self._answering[id(request), server.slot] = sent.believed, prompt.blocks.item(-1)
+                if len(self._answering) > ANSWERING:
+                    self._answering.popitem(last=False)
+            else:
+                self._correct(prompt, server, sent.believed, cached_tokens)
+        if server.reported is not None:
+            self._fit_capacity(prompt, server, server.reported)
+        self.index.learn(server.slot, prompt.blocks)
+
+    def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
+        blocks = request.prompt.blocks
+        believed, last = self._answering.pop((id(request), server.slot), (0, 0))
+        if not believed or not len(blocks) or blocks.item(-1) != last:
+            return
+        if self._correct(request.prompt, server, believed, cached_tokens):
+            self.index.learn(server.slot, blocks)  # By now it holds the prompt.
+
+    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+        pass
+
+    def failed(self, request: Request, server: Server, now_s: float) -> None:
+        self.arrived(request, server)
+
+    def forget(self, server: Server) -> None:
+        self._notes.forget(server)
+        self._under_way.forget(server.slot)
+        for key in [key for key in self._answering if key[1] == server.slot]:
+            del self._answering[key]
+        self.index.forget(server.slot)
+
+    def _correct(self, prompt: Prompt, server: Server, believed: int, cached_tokens: int) -> bool:
+        """Drops blocks that the server lacked of ``believed``; whether any were dropped."""
+        held = int(cached_tokens / prompt.block_tokens)
+        return held + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, held) > 0
+
+    def _fit_capacity(self, prompt: Prompt, server: Server, report: LoadReport) -> None:
+        """Sets the index's capacity of a server to the reported size of its cache.
+
+        The original endpoint picker ignores the report, and matches blocks that were evicted long ago.
+        """
+        if report.cache_blocks and report.block_tokens and self._set_capacity is not None:
+            tokens = report.cache_blocks * report.block_tokens * server.read_per_token
+            self._set_capacity(server.slot, max(1, int(tokens / prompt.block_tokens)))
+
+
+def under_way(most_blocks: int, secret: int | None) -> native.UnderWay:
+    return native.UnderWay(most_blocks) if secret is None else native.UnderWay(most_blocks, secret)

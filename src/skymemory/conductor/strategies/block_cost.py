@@ -1,10 +1,9 @@
-"""Block cost: what a server has to prefill, less what it holds, plus what its requests keep in its cache; in blocks.
+"""Block cost: blocks to prefill, less blocks held, plus blocks that the server's requests occupy.
 
 Source: Dynamo's KV router (``lib/kv-router/src/scheduling/selector/default.rs``): the least
 ``prefill_scale · max(0, (tokens being prefilled + prompt) / block − held) + blocks of all its requests and this one``,
-a block that several share counting once. Dynamo hears its engines' events; where there are none it believes what it
-sent. Done otherwise: no queue in the router (Dynamo holds requests back where all servers have far too much), and no
-credit for tiers.
+a shared block counting once. Dynamo uses its engines' events, or without them what it sent. Differences: no queue in
+the router (Dynamo holds requests back when all servers are overloaded), and no credit for tiers.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from dataclasses import dataclass
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Ranking
-from skymemory.conductor.strategies.indexed import Indexed
+from skymemory.conductor.strategies.base import Indexed, Ranking
 from skymemory.errors import InvalidInput
 
 
@@ -25,13 +23,13 @@ from skymemory.errors import InvalidInput
 class BlockCostSettings:
     prefill_scale: float = 1.0
     overlap_credit: float = 1.0
-    """What a block that is held counts, 0 to 1."""
+    """Credit for a held block, 0 to 1."""
     blocks_per_server: int = 31_250
-    """What is believed of a server that does not report the size of its cache."""
+    """Assumed capacity of a server that does not report its cache's size."""
 
     def __post_init__(self) -> None:
         if self.prefill_scale < 0 or not 0 <= self.overlap_credit <= 1:
-            raise InvalidInput("prefill_scale is 0 or more, and overlap_credit 0 to 1")
+            raise InvalidInput("expected prefill_scale of 0 or more and overlap_credit of 0 to 1")
 
 
 class BlockCost(Indexed):
@@ -41,9 +39,9 @@ class BlockCost(Indexed):
         super().__init__(index)
         self.settings = settings or BlockCostSettings()
         self._kept: dict[int, Counter[int]] = {}
-        """Blocks of all requests at a slot, and how many of them have each."""
+        """Per slot, the blocks of its requests with reference counts."""
         self._open: dict[tuple[int, int], Request] = {}
-        """Requests at a slot, which are kept alive so that no other gets their number."""
+        """Requests in flight by id and slot; kept alive so that ids are not reused."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         settings, prompt = self.settings, request.prompt
@@ -91,7 +89,7 @@ class BlockCost(Indexed):
                 del kept[block]
 
     def _blocks_with(self, slot: int, chain: Blocks) -> float:
-        """Blocks that the slot's requests would keep with this one: its chain is there up to some block."""
+        """Distinct blocks of the slot's requests including this one, whose chain is present up to some block."""
         kept = self._kept.get(slot)
         if not kept:
             return float(len(chain))

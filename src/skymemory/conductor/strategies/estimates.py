@@ -1,4 +1,4 @@
-"""Seconds that a prefill takes at each server: from a cost model that was given, or learned from first bytes."""
+"""Estimates of prefill times per server, by a given cost model or learnt from first bytes, and the price of delay."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from skymemory.native.twin.ttft import delays_s
 
 
 class PrefillCost(Protocol):
-    """Such as ``cost_model.CostModel``."""
+    """The part of ``cost_model.CostModel`` needed here."""
 
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Seconds to prefill ``tokens`` of which the first ``cached`` are cached, alone on the machine."""
+        """Seconds to prefill ``tokens``, the first ``cached`` of them cached, on an idle machine."""
         ...
 
 
 class Speeds(Protocol):
+    """Prefill times per server."""
+
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
-        """Seconds for a prompt of ``tokens``, per server with what it has cached of it."""
+        """Seconds of a prompt of ``tokens`` per server, given the tokens cached there."""
         ...
 
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
-        """A server took so long for a prompt of ``tokens`` of which it had the first ``cached``."""
+        """Records a measured prefill."""
         ...
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
-        """A server took about so long for such a prompt and its answer together."""
+        """Records the time of a prompt with its whole answer."""
         ...
 
-    def hear(self, servers: Sequence[Server]) -> None:
-        """What their latest reports say of prefills."""
+    def read_reports(self, servers: Sequence[Server]) -> None:
+        """Records the prefills in the servers' latest reports."""
         ...
 
     def forget(self, slot: int) -> None: ...
 
 
-class _Hearing(ABC):
-    """Takes what engines tell of their prefills for observations: means of those that ended since the last report."""
+class _ReportedPrefills(ABC):
+    """Observes the mean of the prefills that an engine reports since its last report."""
 
     def __init__(self) -> None:
         self._totals: dict[int, PrefillTotals] = {}
@@ -53,7 +55,7 @@ class _Hearing(ABC):
     @abstractmethod
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None: ...
 
-    def hear(self, servers: Sequence[Server]) -> None:
+    def read_reports(self, servers: Sequence[Server]) -> None:
         for server in servers:
             report = server.reported
             now = None if report is None else report.prefills
@@ -62,7 +64,7 @@ class _Hearing(ABC):
                 continue
             self._totals[server.slot] = now
             if before is None or (ended := now.requests - before.requests) <= 0:
-                continue  # the first that it says, or it was started anew
+                continue  # its first report, or it restarted
             ratio = server.read_per_token / ended
             tokens, computed = (now.tokens - before.tokens) * ratio, (now.computed - before.computed) * ratio
             self.observe(server.slot, round(tokens), round(tokens - computed), (now.seconds - before.seconds) / ended)
@@ -71,25 +73,25 @@ class _Hearing(ABC):
         self._totals.pop(slot, None)
 
 
-class GivenSpeeds(_Hearing):
-    """What one cost model says, times the part of it that servers are seen to need: a model may be off.
+class GivenSpeeds(_ReportedPrefills):
+    """A cost model, corrected by a factor per server learnt from its prefills.
 
-    Servers that are about alike get the same factor. With one each, chance would tell them apart by some thousandths,
-    no two idle ones would tie, and nearly all requests would go to the luckiest while the others are idle.
+    Similar servers get the same factor. With individual ones no two idle servers would tie, and noise of a few
+    thousandths would send nearly all requests to one of them.
     """
 
     KEPT, ENOUGH, MOST = 32, 8, 16.0
     ALIKE = 0.1
-    """So far from what is usual, as a part of it, a server is like the others."""
+    """Relative deviation from the median within which servers share a factor."""
     EVERY = 8
-    """Observations from one comparison of the servers to the next."""
+    """Observations between comparisons of the servers."""
 
     def __init__(self, cost: PrefillCost) -> None:
         super().__init__()
         self.cost = cost
         self._ratios: dict[int, deque[float]] = {}
         self._own: dict[int, float] = {}
-        """What each server is seen to need."""
+        """Measured factor of each server."""
         self._factors: dict[int, float] = {}
         self._count = 0
 
@@ -133,20 +135,19 @@ class GivenSpeeds(_Hearing):
 
 
 Line = tuple[float, float, float]
-"""Fixed seconds, seconds per computed token, and how much of those again per token that it attends to (twice)."""
+"""Fixed seconds, seconds per computed token, and the relative increase of those per token attended to (twice)."""
 UNKNOWN: Line = (0.02, 1e-4, 0.0)
-"""Before anything was observed: 10,000 tokens per second. Only proportions matter then, not the speed."""
+"""Before any observation: 10,000 tokens per second. Only proportions matter then."""
 _NO_LINE: Line = (math.nan, math.nan, math.nan)
 Point = tuple[float, float, float]
-"""Tokens of a prompt, how many were cached, and the seconds it took."""
+"""Prompt tokens, cached tokens, seconds."""
 
 
-class LearnedSpeeds(_Hearing):
-    """A curve through the latest observations of each server, without those that lie far off it.
+class LearnedSpeeds(_ReportedPrefills):
+    """A curve per server through its latest observations, robust to outliers.
 
-    It has the shape of ``cost_model``: n tokens of which p are cached take ``fixed + s·(n − p)·(1 + bend·(n + p))``. A
-    server with fewer than ``ENOUGH`` takes the curve of all servers together. Nobody has to configure a speed, and a
-    slow server among fast ones is found out by itself.
+    It has the shape of ``cost_model``: n tokens, p of them cached, take ``fixed + s·(n − p)·(1 + bend·(n + p))``. A
+    server with fewer than ``ENOUGH`` observations uses the curve of all servers.
     """
 
     KEPT = 32
@@ -162,9 +163,9 @@ class LearnedSpeeds(_Hearing):
         self._of_whole: Line | None = None
         self._count = 0
         self.changes = 0
-        """How often a line has become another."""
+        """Counts changes of curves."""
         self.curves = array("d", UNKNOWN)
-        """For ``native.TtftRanker``: the line of servers that have none, and that of each slot, or NaNs."""
+        """For ``native.TtftRanker``: the common curve, then one per slot, NaNs without one."""
 
     def line(self, slot: int) -> Line:
         return self._lines.get(slot, self._common)
@@ -188,7 +189,7 @@ class LearnedSpeeds(_Hearing):
         seen.append(point)
         self._together.append(point)
         self._count += 1
-        # Every observation while they are few, then one in eight.
+        # Refit at every observation while they are few, then at every eighth.
         if len(seen) >= self.ENOUGH and (len(seen) < 2 * self.ENOUGH or self._count % 8 == 0):
             self._lines[slot] = line = native.fit_prefills(seen, self.line(slot)[2])
             self._show(slot, line)
@@ -228,41 +229,35 @@ class LearnedSpeeds(_Hearing):
         self.curves[:3] = array("d", self._common if self._lines or self._of_whole is None else self._of_whole)
 
 
-# What a second of computing at a server costs the requests that will come after it.
-#
-# A server's queue of ``w`` seconds delays, as long as it lasts, everyone who comes behind it: where requests arrive at
-# rate ``r`` and keep the server busy for a part ``b`` of its time, by ``r·w² / (2·(1 − b))`` seconds in all (the value
-# function of such a queue; Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with queue-specific
-# job sizes", 2012). So ``e`` seconds more cost them ``r / (1 − b) · e · (w + e / 2)``. The formula takes later
-# requests
-# to come whatever the queue is; ours look at it and go elsewhere, which makes it less, and estimates of waiting err,
-# which makes caches worth more: so ``weight`` times it counts, as tuned.
-#
-# That they can go elsewhere, and that the queue ends, holds as long as some server is free. Where even the shortest
-# queue
-# is long, all of them last, and a second of work delays those who come later by about as much wherever it is done: by
-# ``q / (q + 1)``, for a shortest queue of ``q`` usual prefills, its length counts in place of the server's own, and
-# the
-# price rises (``CROWDED``).
-#
-# Rate and business are those of the requests sent lately: nothing is configured, and with little traffic the price is
-# nothing.
-
-
 class DelayPrice(native.DelayPrice):
-    """``window_s``: what was sent so long ago counts for 1/e. ``most_busy``: a business above it is taken for it."""
+    """The delay that a second of compute at a server causes to later requests.
+
+    A queue of ``w`` seconds delays all that arrive while it lasts: with arrivals at rate ``r`` that keep a server busy
+    for a share ``b`` of its time, by ``r·w² / (2·(1 − b))`` seconds in total (the value function of such a queue;
+    Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with queue-specific job sizes", 2012). So
+    ``e`` more seconds cost ``r / (1 − b) · e · (w + e / 2)``. In the formula later requests arrive whatever the queue;
+    ours go elsewhere, which lowers the cost, and errors of estimated waits raise the value of caches: ``weight`` was
+    tuned for both.
+
+    Going elsewhere works while some server is free. If even the shortest queue ``q`` (in usual prefills) is long, work
+    delays later requests by about the same wherever it is done: with the share ``q / (q + 1)`` the shortest queue
+    replaces the server's own, and the price rises (``CROWDED``).
+
+    Rate and busy share are measured over ``window_s`` (a request's weight decays to 1/e); with little traffic the price
+    is near 0. ``most_busy``: upper bound of the busy share.
+    """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
         if weight < 0 or not window_s > 0 or not 0 <= most_busy < 1:
             raise InvalidInput(
-                f"a price of delay of weight {weight:g} over {window_s:g} s, at most {most_busy:g} busy;"
-                " expected 0 or more, more than 0 s, and less than 1"
+                f"delay price with weight {weight:g}, window_s {window_s:g}, most_busy {most_busy:g};"
+                " expected ≥ 0, > 0, and from 0 to below 1"
             )
         super().__init__(weight, window_s, most_busy)
 
     def delays_s(self, waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, now_s: float) -> list[float]:
-        """Seconds that later requests wait longer in all, where this work is put behind the queue of each server.
+        """Total delay of later requests if this work is appended to each server's queue.
 
-        ``usual_s``: what a prefill takes, lately.
+        ``usual_s``: usual duration of a prefill.
         """
         return delays_s(waits_s, works_s, usual_s, self.rate(len(waits_s), now_s))

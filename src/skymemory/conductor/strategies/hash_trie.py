@@ -1,10 +1,9 @@
 """Hash trie: a tree of blocks, each with the set of servers that served it.
 
 Source: vLLM production-stack's prefix router, second of its two ways (chunks of 128 characters, a random one of the
-servers at the deepest node). When all prompts share their first chunk it sends everything to the server that was
-first, however much waits there. Done otherwise: a server over the bound of its load is passed by, then shorter matches
-count, then load alone; a match must be worth it; the tree is bounded, and evicts leaves before what they hang on; what
-was learnt of a request that failed is taken back.
+servers at the deepest node). If all prompts share their first chunk it sends everything to the first server, however
+long its queue. Differences: servers over the load bound are skipped, then shorter matches count, then load; a match
+must reach a threshold; the tree is bounded and evicts leaves first; what a failed request taught is undone.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import (
-    Forgetful,
     GainThreshold,
     Ranking,
-    Tickets,
+    RequestNotes,
+    Stateless,
     check_factor,
+    load_bound,
     loads_of,
-    most_allowed,
 )
 from skymemory.errors import InvalidInput
 
@@ -44,19 +43,19 @@ class HashTrieSettings:
             raise InvalidInput(f"max_blocks is {self.max_blocks}; expected 1 or more")
 
 
-class HashTrie(Forgetful):
+class HashTrie(Stateless):
     name = "hash-trie"
 
     def __init__(self, settings: HashTrieSettings | None = None) -> None:
         self.settings = settings or HashTrieSettings()
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
         self._sets: OrderedDict[int, int] = OrderedDict()
-        """Servers that served the prefix which ends in a block, by its chained hash; least lately used first.
+        """Servers (as bits) by the chained hash of a block, least recently used first.
 
-        Chained hashes make the tree flat: a node's key says the whole way to it.
+        Chained hashes flatten the tree: a node's key determines its path.
         """
-        self._held: Tickets[int] = Tickets()
-        """Blocks that were known when a request was sent."""
+        self._held: RequestNotes[int] = RequestNotes()
+        """Leading blocks that the server held when a request was sent."""
 
     def __len__(self) -> int:
         return len(self._sets)
@@ -72,7 +71,7 @@ class HashTrie(Forgetful):
         if not any(worth):
             reason = self._gain.why_not(max(tokens), prompt.tokens)
             return Ranking([-load for load in loads], tokens, reasons=(reason,), weights=weights)
-        most = most_allowed(loads, self.settings.load_factor)
+        most = load_bound(loads, self.settings.load_factor)
         scores = [
             float(blocks) if good and load + 1.0 <= most else -load
             for blocks, good, load in zip(held, worth, loads, strict=True)
@@ -106,7 +105,7 @@ class HashTrie(Forgetful):
 
     def _learn(self, blocks: Blocks, server: Server) -> None:
         sets, bit = self._sets, 1 << server.slot
-        # From the end to the front: the head of a chain is used after its tail, so it is evicted after it.
+        # From the end to the front, so that the head of a chain is evicted after its tail.
         for block in reversed(blocks[: self.settings.max_blocks].tolist()):
             sets[block] = sets.get(block, 0) | bit
             sets.move_to_end(block)
@@ -119,15 +118,12 @@ class HashTrie(Forgetful):
         self._sets = OrderedDict((block, left) for block, at in self._sets.items() if (left := at & others))
 
 
-# --- which servers know how much of a chain ---
-
-
 def depths(sets: Mapping[int, int], blocks: NDArray[np.uint64]) -> dict[int, int]:
-    """Leading blocks of the chain ``blocks`` that each slot is at; slots at none are left out. ``sets``: of slots, as
+    """Leading blocks of the chain ``blocks`` that each slot holds; slots with none are left out. ``sets``: slots, as
     bits of an integer, by a block's hash.
 
-    A slot that is at a block is at every block before it, so along a chain the sets only shrink: the places where they
-    change are found by halving, and a prompt of 512 blocks takes some ten looks per change instead of 512.
+    A slot that holds a block holds all before it, so the sets shrink along a chain: bisection finds each change in some
+    ten lookups for a prompt of 512 blocks.
     """
     found: dict[int, int] = {}
     hash_at, count = blocks.item, len(blocks)

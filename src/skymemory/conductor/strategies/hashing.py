@@ -1,8 +1,13 @@
-"""SimHash: prompts that share most of their blocks go to one server, whatever the order of the blocks.
+"""Strategies that hash prompts: SimHash, and consistent hashing with bounded loads (CHWBL).
 
-Source: vLLM production-stack's prefix router, first of its two ways. It hashes the 64-bit signature again onto its
-ring, so that two signatures one bit apart land anywhere: the similarity is lost. Here nearness is kept: a prompt goes
-where the nearest signature was served, if it is near enough and the server is not overloaded; else to least load.
+SimHash: prompts that share most of their blocks go to one server, in any order of the blocks. Source: vLLM
+production-stack's prefix router, first of its two ways. It hashes the 64-bit signature again onto its ring, which loses
+the similarity. Here a prompt goes where the nearest signature was served, if it is near enough and the server is not
+overloaded; else to the least load.
+
+CHWBL: by the beginning of the prompt. Source: KubeAI's load balancer: the hash of the adapter and the first 100
+characters, 256 virtual nodes per server, clockwise to a server with at most 1.25 × the mean load. Differences: the
+bound is rounded up (``load_bound``), salt and model are hashed too, and prefixes below the threshold are ignored.
 """
 
 from __future__ import annotations
@@ -19,14 +24,14 @@ from numpy.typing import NDArray
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import HEAD_BYTES, Request
 from skymemory.conductor.strategies.base import (
-    Forgetful,
     GainThreshold,
     Ranking,
+    Stateless,
     check_factor,
     hash_words,
+    load_bound,
     loads_of,
     mix,
-    most_allowed,
     scope_of,
 )
 from skymemory.errors import InvalidInput
@@ -40,9 +45,9 @@ _SET_BITS = (
 @dataclass(frozen=True, slots=True)
 class SimHashSettings:
     near_bits: int = 12
-    """Signatures that differ in more bits are strangers. Two unrelated ones differ in 32 ± 4."""
+    """Largest distance of a similar prompt; unrelated ones differ in 32 ± 4 bits."""
     remembered: int = 256
-    """Signatures kept per server, the latest."""
+    """Latest signatures kept per server."""
     load_factor: float = 1.25
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
@@ -56,7 +61,7 @@ class SimHashSettings:
 
 
 def signature_of(pieces: NDArray[np.uint64]) -> int:
-    """Of each of 64 bits, whether it is set in more than half of ``pieces`` (Charikar's SimHash, equal weights).
+    """SimHash: each of 64 bits is set if it is in more than half of ``pieces`` (Charikar, equal weights).
 
     Pieces are hashes seeded by model, adapter and salt, so prompts that may not share caches have unrelated
     signatures.
@@ -72,7 +77,7 @@ def distances(signature: int, others: NDArray[np.uint64]) -> NDArray[np.uint8]:
     if hasattr(np, "bitwise_count"):
         counted: NDArray[np.uint8] = np.bitwise_count(differing)
         return counted
-    words = _SET_BITS[np.ascontiguousarray(differing).view(np.uint16)]  # NumPy 1.26 cannot count bits.
+    words = _SET_BITS[np.ascontiguousarray(differing).view(np.uint16)]  # NumPy 1.26 has no bitwise_count.
     summed: NDArray[np.uint8] = words.reshape(*others.shape, 4).sum(axis=-1, dtype=np.uint8)
     return summed
 
@@ -82,16 +87,16 @@ def similarity(bits: float) -> float:
     return max(0.0, cos(pi * bits / BITS))
 
 
-class NearestSignature(Forgetful):
+class NearestSignature(Stateless):
     name = "simhash"
 
     def __init__(self, settings: SimHashSettings | None = None) -> None:
         self.settings = settings or SimHashSettings()
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
         self._kept = np.zeros((0, self.settings.remembered), dtype=np.uint64)
-        """Per slot the latest signatures, as a ring; it begins filled with the first."""
+        """Per slot a ring of the latest signatures, filled with the first at the start."""
         self._count: list[int] = []
-        """Per slot, signatures ever put into its ring."""
+        """Per slot, signatures written to its ring so far."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         loads = loads_of(servers, now_s)
@@ -106,10 +111,10 @@ class NearestSignature(Forgetful):
             return Ranking(
                 by_load, reasons=(f"load only: no prompt within {self.settings.near_bits} bits",), weights=weights
             )
-        promised = similarity(best) * prompt.tokens
-        if not self._gain.worth(promised, prompt.tokens):
-            return Ranking(by_load, reasons=(self._gain.why_not(promised, prompt.tokens),), weights=weights)
-        most = most_allowed(loads, self.settings.load_factor)
+        expected = similarity(best) * prompt.tokens
+        if not self._gain.worth(expected, prompt.tokens):
+            return Ranking(by_load, reasons=(self._gain.why_not(expected, prompt.tokens),), weights=weights)
+        most = load_bound(loads, self.settings.load_factor)
         scores = [
             float(BITS - far) if far <= self.settings.near_bits and load + 1.0 <= most else load_score
             for far, load, load_score in zip(bits, loads, by_load, strict=True)
@@ -139,7 +144,7 @@ class NearestSignature(Forgetful):
             self._count[server.slot] = 0
 
     def _nearest(self, signature: int, servers: Sequence[Server]) -> list[int]:
-        """Per server, bits to the nearest signature it served; ``BITS`` where it served none."""
+        """Per server, distance to the nearest signature it served; ``BITS`` without any."""
         counts = self._count
         slots = [server.slot if server.slot < len(counts) and counts[server.slot] else -1 for server in servers]
         known = [slot for slot in slots if slot >= 0]
@@ -155,17 +160,8 @@ class NearestSignature(Forgetful):
             self._kept = np.concatenate([self._kept, np.zeros((more, self.settings.remembered), dtype=np.uint64)])
 
 
-# Consistent hashing with bounded loads, on the beginning of a prompt.
-#
-# Source: KubeAI's load balancer: the hash of adapter and of the prompt's first 100 characters, 256 virtual nodes per
-# server, clockwise until a server has at most 1.25 × the mean load. Done otherwise: the bound is rounded up
-# (``loads.most_allowed``), the salt and the model are hashed with the adapter, and a prefix that promises less than
-# the
-# gain threshold does not weigh.
-
-
 BYTES_PER_TOKEN = 4
-"""Of text, on average: what a hashed beginning promises in tokens."""
+"""Average of text, to estimate the tokens of a hashed beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +180,8 @@ class ChwblSettings:
             raise InvalidInput(f"virtual_nodes is {self.virtual_nodes}; expected 1 to 65536")
 
 
-class BoundedRing(Forgetful):
-    """The first server clockwise of the prompt's hash that is not overloaded; the next are the fallbacks, in order."""
+class BoundedRing(Stateless):
+    """The first server clockwise of the prompt's hash that is not overloaded; the next ones are fallbacks."""
 
     name = "chwbl"
 
@@ -207,7 +203,7 @@ class BoundedRing(Forgetful):
                 [-load for load in loads], reasons=(self._why_not(promised, prompt.tokens),), weights=weights
             )
         order = self._clockwise(hash_words(*scope_of(request), head), servers)
-        most = most_allowed(loads, self.settings.load_factor)
+        most = load_bound(loads, self.settings.load_factor)
         scores = [0.0] * len(servers)
         for place, at in enumerate(order):
             load = loads[at]
@@ -215,17 +211,17 @@ class BoundedRing(Forgetful):
         passed = next(place for place, at in enumerate(order) if scores[at] > 0.0)
         reason = f"by the hash of its first {len(head)} characters"
         if passed:
-            reason += f", {passed} servers further because of load (at most {most} requests)"
+            reason += f", {passed} servers skipped for load (at most {most} requests)"
         return Ranking(scores, reasons=(reason,), weights=weights)
 
     def forget(self, server: Server) -> None:
-        self._names = frozenset()  # The ring is built anew, without it.
+        self._names = frozenset()  # Rebuilds the ring without it.
 
     def _why_not(self, promised: float, tokens: int) -> str:
         return self._gain.why_not(promised, tokens) if promised else "load only: the prompt has no text to hash"
 
     def _clockwise(self, key: int, servers: Sequence[Server]) -> list[int]:
-        """Positions in ``servers``, in the order in which the walk from ``key`` meets them."""
+        """Positions in ``servers`` in clockwise order from ``key``."""
         at_of = {server.name: at for at, server in enumerate(servers)}
         if not self._names.issuperset(at_of):
             self._build(self._names.union(at_of))
@@ -241,7 +237,7 @@ class BoundedRing(Forgetful):
         return order
 
     def _build(self, names: frozenset[str]) -> None:
-        """All servers met so far are on the ring; who is not asked about is walked past, as if it were not there."""
+        """Builds the ring of all servers seen so far; those not ranked are skipped in a walk."""
         ordered = sorted(names)
         nodes = np.arange(self.settings.virtual_nodes, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         points = np.concatenate([mix(nodes + np.uint64(hash_words(name.encode()))) for name in ordered])

@@ -1,13 +1,13 @@
-"""Least estimated time to first token: what waits at a server, plus what of the prompt it must compute.
+"""Least estimated time to first token: the wait in a server's queue plus the compute of the uncached part. The default.
 
-Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1): a cache weighs as many seconds as it saves and a
-queue as many as it costs, so no weights have to be found between them. A hot prefix is computed again elsewhere as soon
-as waiting for its server takes longer: replication by itself. Beyond that:
+Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1): caches and queues are both measured in seconds, so
+no weights between them are needed. A hot prefix is computed on another server once the wait for its own takes longer,
+so it replicates by itself. Beyond that:
 
-- a second of computing costs those who come behind it too, the more of them the longer the queue (``delay_price``);
-- no server gets more than its share of requests (``guard``);
-- speeds are given by a cost model or learned from first bytes (``speeds``);
-- what engines' events say to be behind the GPU's memory costs its loading (``loading``).
+- the delay that a request causes to later ones is added (``DelayPrice``);
+- no server gets more than its share of requests (``GuardSettings``);
+- prefill times come from a cost model or are learnt from first bytes (``Speeds``);
+- blocks that events report behind the GPU's memory cost their loading (``Loads``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
 from skymemory.conductor.prefix_index.events import CPU, DISK, OTHER, REMOTE
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.base import GainThreshold, Ranking, Standing, Tickets, Weights
+from skymemory.conductor.strategies.base import GainThreshold, Indexed, RankedServer, Ranking, RequestNotes, Weights
 from skymemory.conductor.strategies.estimates import DelayPrice, GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
-from skymemory.conductor.strategies.indexed import Indexed
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import FIGURES, SET_BACK_S
 
@@ -37,22 +36,22 @@ _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of c
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """No server gets much more than its share of requests, however good its cache is for them (``twin_guard``)."""
+    """Limits a server's share of recent requests, whatever its cache saves."""
 
     limit: float = 4.0
-    """Times the mean of requests per server that one server may get; infinite: no guard."""
+    """Requests of a server relative to the mean; infinite: no limit."""
     window_s: float = 60.0
     requests: int = 80
-    """Runs of fewer requests are no concern: with few, a mean means nothing."""
+    """Fewer requests in the window are not limited."""
     mean: float = 5.0
-    """Nor are runs of less than this per server. Over 16 servers it outweighs ``requests``: of 80 requests to 64
-    servers each could get two, and every conversation would wander."""
+    """Nor are fewer per server. Above 16 servers this exceeds ``requests``: with 80 requests to 64 servers each could
+    get two, and conversations would change servers."""
 
     def __post_init__(self) -> None:
         if not (self.limit >= 1 and self.window_s > 0 and self.requests >= 1 and self.mean >= 0):
             raise InvalidInput(
-                f"a guard of {self.limit} × the mean over {self.window_s} s and {self.requests} requests;"
-                " expected a limit of 1 or more, a window over 0 s, and 1 request or more"
+                f"guard with limit {self.limit}, window_s {self.window_s}, requests {self.requests}, mean {self.mean};"
+                " expected ≥ 1, > 0, ≥ 1, ≥ 0"
             )
 
     def made(self) -> native.ShareGuard:
@@ -62,9 +61,9 @@ class GuardSettings:
 @dataclass(frozen=True, slots=True)
 class LeastTtftSettings:
     delay_weight: float = 1.5
-    """How much the delay of requests that come later counts (``delay_price``); 0: only this request's own time."""
+    """Weight of the delay of later requests (``DelayPrice``); 0: only its own time counts."""
     overdue: float = 0.1
-    """Part of a prefill's time so far that it is believed to need still, once it takes longer than estimated."""
+    """Remaining time of a prefill that exceeds its estimate, as a share of its time so far."""
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
     guard_limit: float = 4.0
@@ -72,24 +71,24 @@ class LeastTtftSettings:
     guard_requests: int = 80
     guard_mean: float = 5.0
     blocks_per_server: int = 31_250
-    """What is believed of a server that does not report the size of its cache."""
+    """Assumed capacity of a server that does not report its cache's size."""
     events: bool = False
-    """Engines tell by events what they hold; without, what was sent to them is believed to be there."""
+    """Whether the index is fed by the engines' KV events; otherwise by the requests sent."""
     block_tokens: int = 16
-    """Of the engines' blocks, with ``events``."""
+    """Tokens per block of the engines, with ``events``."""
     cpu_load_s: float = 0.0
-    """Seconds to load a block from the host's memory, with ``events``; 0: not known, a fifth of computing it."""
+    """Seconds to load a block from host memory, with ``events``; 0: a fifth of computing it."""
     disk_load_s: float = 0.0
-    """The same from a disk; 0: three quarters."""
+    """From disk; 0: three quarters."""
     remote_load_s: float = 0.0
-    """The same from another machine; 0: three quarters."""
+    """From another machine; 0: three quarters."""
 
     def __post_init__(self) -> None:
         for name in ("cpu_load_s", "disk_load_s", "remote_load_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; expected seconds, such as 1e-4, or 0")
         if self.delay_weight < 0 or self.overdue < 0:
-            raise InvalidInput("delay_weight and overdue are 0 or more")
+            raise InvalidInput("delay_weight and overdue: expected 0 or more")
         self.guard()
 
     def load_s(self) -> dict[str, float]:
@@ -100,25 +99,25 @@ class LeastTtftSettings:
 
 
 class _Estimated(NamedTuple):
-    """What was believed when a request was sent."""
+    """Estimates when a request was sent."""
 
     prefill: int
-    """Its ticket in the queues."""
+    """Its ticket in the queue."""
     cached_tokens: int
     routed_s: float
     wait_s: float
-    """Until its prefill could begin."""
+    """Wait until its prefill."""
     load: Load
-    """Of what was cached."""
+    """Loading of the cached part."""
 
 
 def saved_tokens(prompt: Prompt, cached: int, load: Load) -> int:
-    """Tokens that need not be computed, less those that loading the others costs as much as."""
+    """Cached tokens, less the equivalent of loading them."""
     return cached if load is NOTHING else max(0, cached - round(load.blocks * prompt.block_tokens))
 
 
 class _Ranked(Ranking):
-    """What ``native.TtftRanker`` found, as it gave it: of most servers, nobody asks."""
+    """The packed result of ``native.TtftRanker``, decoded on access."""
 
     __slots__ = ("_best", "_packed", "figures")
 
@@ -155,7 +154,7 @@ class _Ranked(Ranking):
     def best(self) -> Sequence[int]:
         return self._best
 
-    def standing(self, at: int) -> Standing:
+    def entry(self, at: int) -> RankedServer:
         wait_s, work_s, matched, _ = FIGURES.unpack_from(self.figures, FIGURES.size * at)
         (score,) = _SCORE.unpack_from(self._packed, 8 * at)
         figures = (_HELD, matched), (_WAITING, wait_s), (_COMPUTING, work_s)
@@ -163,16 +162,15 @@ class _Ranked(Ranking):
 
 
 _new = tuple.__new__
-"""Makes a NamedTuple in half the time that its own call takes."""
+"""Makes a NamedTuple in half the time of its constructor."""
 _SCORE = struct.Struct("=d")
 _Last = tuple[Request, Sequence[Server], bytes, int, int]
-"""A request that was ranked, for which servers, their figures, the best match that was not worth following, and how
-many changes there had been.
+"""A ranked request, its servers, their figures, the best match if below the threshold, and the count of changes then.
 """
 
 
 class LeastTtft(Indexed):
-    """``cost``: seconds of a prefill, the same for all servers; None: learned for each from what they take."""
+    """See the module. ``cost``: of a prefill on every server; None: learnt per server."""
 
     name = "least-ttft"
 
@@ -195,19 +193,17 @@ class LeastTtft(Indexed):
         )
         self._table = index.whole_table if isinstance(index, ApproximatePrefixIndex) else None
         self._last: _Last | None = None
-        """Of the request that was ranked last."""
+        """The last ranked request."""
         kind = type(self)
-        self._errs = kind.prefills_s is not LeastTtft.prefills_s or kind.waits_s is not LeastTtft.waits_s
-        """Whether estimates are not those that the ranker makes."""
-        self._whole: Tickets[_Estimated] = Tickets()
-        """Of answers that came whole, until their end is told."""
+        self._overridden = kind.prefills_s is not LeastTtft.prefills_s or kind.waits_s is not LeastTtft.waits_s
+        """Whether a subclass overrides the ranker's estimates."""
+        self._whole: RequestNotes[_Estimated] = RequestNotes()
+        """Requests that are not streamed, until they end."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        """In one call where estimates are by learnt curves and nothing has to be loaded; else part by part, which
-        comes to the same.
-        """
+        """One native call if times are learnt and nothing is loaded; else in parts, with the same result."""
         speeds = self.speeds
-        if self._errs or type(speeds) is not LearnedSpeeds or (self._loads is not None and self._loads.any):
+        if self._overridden or type(speeds) is not LearnedSpeeds or (self._loads is not None and self._loads.any):
             return self._rank_by_parts(request, servers, now_s)
         prompt, table = request.prompt, self._table
         best, held_back, unworthy, scores, figures = self._ranker.rank(
@@ -219,7 +215,7 @@ class LeastTtft(Indexed):
             now_s,
             self._price.rate(len(servers), now_s),
             speeds.curves,
-            speeds.hear,
+            speeds.read_reports,
         )
         if table is not None:
             self._last = request, servers, figures, unworthy, self._changes(table, speeds)
@@ -231,7 +227,7 @@ class LeastTtft(Indexed):
     def _rank_by_parts(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         self._last = None
         prompt = request.prompt
-        self.speeds.hear(servers)
+        self.speeds.read_reports(servers)
         slots = [server.slot for server in servers]
         matched = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
         loads = self.loads(prompt, slots)
@@ -258,29 +254,28 @@ class LeastTtft(Indexed):
         return Ranking(scores, matched, ttfts, reasons, weights, estimated_compute_s=prefills)
 
     def _why(self, prompt: Prompt, unworthy: int, held_back: Sequence[Server]) -> tuple[str, ...]:
-        """``unworthy``: tokens of the best match, where it was not worth following, else 0."""
+        """``unworthy``: tokens of the best match if below the threshold, else 0."""
         reasons = [self._gain.why_not(unworthy, prompt.tokens)] if unworthy else []
         if held_back:
             names = ", ".join(server.name for server in held_back)
-            reasons.append(f"passed by, with {self.settings.guard_limit:g} × the mean of recent requests: {names}")
+            reasons.append(f"skipped, with {self.settings.guard_limit:g} × the mean of recent requests: {names}")
         return tuple(reasons)
 
     def loads(self, prompt: Prompt, slots: Sequence[int]) -> list[Load]:
-        """What each server has to load of what it is said to hold; nothing at all where all is in GPUs' memories."""
+        """What each server must load of its blocks; empty if all are in GPUs' memories."""
         if self._loads is None or not len(prompt.blocks) or not self._loads.any:
             return []
         return self._loads.of(prompt.blocks, slots, self._under_way.depths(prompt.blocks, slots))
 
     def prefills_s(self, request: Request, slots: Sequence[int], cached: Sequence[int], now_s: float) -> list[float]:
-        """Seconds that each server would compute for ``request``, with so many of its tokens cached.
+        """Estimated compute seconds of ``request`` per server, given its cached tokens.
 
-        All that is believed of prefills passes here, and of waiting through ``waits_s``: a simulator, whose estimates
-        would else be its truth, overrides both to err.
+        A simulator overrides this and ``waits_s`` to add errors: its estimates would else be exact.
         """
         return self.speeds.prefills_s(slots, request.prompt.tokens, cached)
 
     def waits_s(self, request: Request, servers: Sequence[Server], now_s: float) -> list[float]:
-        """Seconds until each server could begin with ``request``."""
+        """Estimated wait at each server."""
         return self._queues.waits_s(servers, now_s)
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
@@ -303,13 +298,11 @@ class LeastTtft(Indexed):
         self._guard.sent(slot, now_s)
 
     def _found(self, request: Request, server: Server) -> tuple[int, int, float] | None:
-        """Blocks that the server holds, tokens that it need not compute, and seconds that it computes, as they were
-        found when the request was ranked; None where something has changed since.
-        """
+        """Held blocks, saved tokens and compute seconds from the ranking; None if anything changed since."""
         last, table, speeds = self._last, self._table, self.speeds
         if last is None or table is None or type(speeds) is not LearnedSpeeds:
             return None
-        self._last = None  # It keeps the prompt alive.
+        self._last = None  # Keeps the prompt alive otherwise.
         asked, servers, figures, unworthy, changes = last
         if asked is not request or changes != self._changes(table, speeds) or server not in servers:
             return None
@@ -319,7 +312,7 @@ class LeastTtft(Indexed):
         return (held, matched, work_s) if self._gain.worth(matched, request.prompt.tokens) else None
 
     def _changes(self, table: native.PrefixTable, speeds: LearnedSpeeds) -> int:
-        """Each of these only grows, so their sum stays the same only if nothing of what is ranked by has changed."""
+        """A sum of growing counters: equal only if nothing that the ranking depends on has changed."""
         return table.changes() + self._under_way.changes() + speeds.changes
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
@@ -331,7 +324,7 @@ class LeastTtft(Indexed):
     def _observe(
         self, request: Request, server: Server, now_s: float, cached_tokens: int | None, sent: _Estimated
     ) -> None:
-        """What its first byte says of the server's speed."""
+        """Learns the server's speed from the first byte."""
         seconds = self._queues.remove(server.slot, sent.prefill, now_s)
         saved, load = sent.cached_tokens, sent.load
         if cached_tokens is not None:
@@ -365,7 +358,7 @@ class LeastTtft(Indexed):
         self._last = None
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> list[int]:
-        """Set servers back that had their share, from the best down, until one is left that has not."""
+        """Penalises servers above their share, from the best down, until one within its share leads."""
         held_back: list[int] = []
         while len(held_back) < len(slots):
             best = max(scores)
@@ -382,29 +375,23 @@ class LeastTtft(Indexed):
         return held_back
 
 
-# What it costs to use blocks that lie behind the GPU's memory: they are not computed, but they must be loaded.
-#
-# Where seconds per block are known they are added. Where they are not, a block counts as so much of one to compute, by
-# its medium: a fifth in the host's memory, since llm-d gives it 0.8 of a block in the GPU's
-# (``llm-d-kv-cache-manager/pkg/kvcache/backend.go``); three quarters on a disk or another machine, since Dynamo gives
-# those 0.25 (``disk_cache_hit_weight``); and a whole one in a medium of unknown name.
-
-
 COMPUTED: Mapping[str, float] = MappingProxyType({CPU: 0.2, DISK: 0.75, REMOTE: 0.75, OTHER: 1.0})
-"""Of a block's computing, what loading it is taken to cost where that is not known."""
+"""Cost of loading a block relative to computing it, by medium, where no seconds are given: a fifth from host memory
+(llm-d gives such a block 0.8, ``llm-d-kv-cache-manager/pkg/kvcache/backend.go``), three quarters from disk or another
+machine (Dynamo gives it 0.25, ``disk_cache_hit_weight``), all from an unknown medium."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a server has to load of a prompt."""
+    """Cost of loading a prompt's blocks into the GPU's memory."""
 
     blocks: float = 0.0
-    """It costs as much as to compute so many blocks,"""
+    """Equivalent number of blocks to compute,"""
     seconds: float = 0.0
-    """and these."""
+    """plus seconds."""
 
     def part(self, part: float) -> Load:
-        """Where only a part of what was believed to be held was there."""
+        """The cost of only a part of the blocks."""
         return self if part >= 1 else Load(self.blocks * part, self.seconds * part)
 
 
@@ -412,7 +399,7 @@ NOTHING = Load()
 
 
 class Loads:
-    """``load_s``: seconds per block by medium; 0 where they are not known."""
+    """Loading costs by an index with media. ``load_s``: seconds per block by medium; 0: unknown."""
 
     def __init__(self, index: PreciseIndex, load_s: Mapping[str, float]) -> None:
         self._index = index
@@ -421,12 +408,12 @@ class Loads:
 
     @property
     def any(self) -> bool:
-        """Whether any server was heard to hold a block elsewhere than in the GPU's memory."""
-        return self._index.farther
+        """Whether any block was reported outside the GPU's memory."""
+        return self._index.beyond_gpu
 
     def of(self, blocks: Blocks, slots: Sequence[int], under_way: Sequence[int]) -> list[Load]:
-        """For each of ``slots``. ``under_way``: leading blocks that it will have in the GPU's memory by then, for
-        prompts that it was sent before; empty if there are none.
+        """Costs per slot. ``under_way``: leading blocks in the GPU's memory by then, due to prompts under way; may be
+        empty.
         """
         loads = self._costs(blocks, slots)
         for at, depth in enumerate(under_way):

@@ -1,8 +1,8 @@
-"""LMetric: the least product of what a server would have to compute and of how many requests it has.
+"""LMetric: the least product of tokens to compute and requests at the server.
 
 Source: SGLang's model gateway, policy ``lmetric`` (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz
-Router"): of ``(prompt − matched) · (requests there + 1)`` the least, then the fewest requests. No weights. Done
-otherwise: the tree is on blocks, not on characters, and is bounded by what a server's cache holds.
+Router"): the least ``(prompt − matched) · (requests there + 1)``, then the fewest requests. No weights. Differences:
+the tree is of blocks, not characters, and is bounded by the capacity of the server's cache.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Ranking, loads_of
-from skymemory.conductor.strategies.indexed import Indexed
+from skymemory.conductor.strategies.base import Indexed, Ranking, loads_of
 
 _TIE = 1e-6
-"""What a request counts where products tie; they are whole numbers."""
+"""Weight of a request among equal products, which are whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LMetricSettings:
     blocks_per_server: int = 31_250
-    """What is believed of a server that does not report the size of its cache."""
+    """Assumed capacity of a server that does not report its cache's size."""
 
 
 class LMetric(Indexed):

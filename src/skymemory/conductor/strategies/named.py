@@ -1,4 +1,4 @@
-"""Strategies by name, with their options by name: for configuration files, flags and comparisons."""
+"""Routing strategies by name, with their options by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skymemory.conductor.strategies.hashing import BoundedRing, ChwblSettings, N
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
 from skymemory.conductor.strategies.lmetric import LMetric, LMetricSettings
 from skymemory.conductor.strategies.radix import Radix, RadixSettings
-from skymemory.conductor.strategies.simple import AtRandom, InTurn, LeastLoad, SessionAffinity, SessionSettings
+from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin, SessionAffinity, SessionSettings
 from skymemory.conductor.strategies.weighted import Approximate, ApproximateSettings, Precise, PreciseSettings
 from skymemory.config import Entry, NoSettings, Registry
 from skymemory.errors import InvalidInput
@@ -35,7 +35,7 @@ def _radix(settings: RadixSettings, index: PrefixIndex | None, cost: PrefillCost
 
 def _precise(settings: PreciseSettings, index: PrefixIndex | None, cost: PrefillCost | None) -> Scorer:
     if index is not None and not isinstance(index, PreciseIndex):
-        raise InvalidInput("strategy 'precise' takes an index that events feed (PreciseIndex)")
+        raise InvalidInput("strategy 'precise' needs a PreciseIndex, which KV events feed")
     return Precise(index or PreciseIndex(settings.block_tokens, settings.weights()), settings)
 
 
@@ -50,17 +50,17 @@ STRATEGIES: Registry[Build] = Registry(
     "routing strategy",
     {
         "least-ttft": Entry(
-            "the least estimated time to first token: waiting there, plus computing what is not cached there",
+            "the least estimated time to first token: queue plus compute of the uncached part",
             LeastTtftSettings,
             _least_ttft,
         ),
         "approximate": Entry(
-            "queue, KV use and matched prefix, weighted 2:2:3, by what was sent (the endpoint picker's)",
+            "queue, KV use and matched prefix, weighted 2:2:3, by requests sent (the endpoint picker's)",
             ApproximateSettings,
             _approximate,
         ),
         "precise": Entry(
-            "queue, KV use and matched prefix, weighted 2:2:3, by what engines tell of their caches (llm-d's)",
+            "queue, KV use and matched prefix, weighted 2:2:3, by the engines' KV events (llm-d's)",
             PreciseSettings,
             _precise,
         ),
@@ -102,25 +102,24 @@ STRATEGIES: Registry[Build] = Registry(
             lambda settings, index, cost: SessionAffinity(settings),
         ),
         "least-load": Entry("the fewest requests", NoSettings, lambda settings, index, cost: LeastLoad()),
-        "round-robin": Entry("in turn", NoSettings, lambda settings, index, cost: InTurn()),
-        "random": Entry("at random, from a seed", NoSettings, lambda settings, index, cost: AtRandom()),
+        "round-robin": Entry("round robin", NoSettings, lambda settings, index, cost: RoundRobin()),
+        "random": Entry("random, seeded", NoSettings, lambda settings, index, cost: RandomChoice()),
     },
 )
 NAMES = tuple(STRATEGIES)
 DEFAULT = "least-ttft"
 ESTIMATES = ("least-ttft",)
-"""Strategies that say when a first token will come: what admission needs."""
+"""Strategies that estimate the time to first token, which admission needs."""
 
 
 def named(
     name: str = DEFAULT, *, index: PrefixIndex | None = None, cost: PrefillCost | None = None, **options: object
 ) -> Scorer:
-    """The strategy of that name. Words are taken for numbers, as they come from flags.
+    """The strategy of that name. Option values may be text, as from flags.
 
-    ``index``: in place of the strategy's own, for those that have one. ``cost``: what a prefill takes, for
-    ``least-ttft``, where it is known; else it learns it.
+    ``index``: instead of the strategy's own. ``cost``: of a prefill, for ``least-ttft``; None: learnt.
 
     Raises:
-        InvalidInput: no strategy or option of that name (with the nearest that there is), or a value it cannot have.
+        InvalidInput: unknown strategy or option (with a suggestion), or an invalid value.
     """
     return STRATEGIES.entry(name).build(STRATEGIES.settings(name, options), index, cost)

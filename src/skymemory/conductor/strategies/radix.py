@@ -2,8 +2,8 @@
 
 Source: SGLang's router, policy ``cache_aware``: a tree of request history with one bounded, least-recently-used share
 per server. Load decides when max − min > 64 requests and max > 1.5 × min; otherwise the longest match when it is more
-than 0.3 of the prompt, else least load. The tree is on blocks, not on characters. Done otherwise: of servers that match
-equally the least loaded is taken; what failed is taken back.
+than 0.3 of the prompt, else least load. Differences: the tree is of blocks, not characters; among equal matches the
+least loaded server wins; failed requests are undone.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from dataclasses import dataclass
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import GainThreshold, Ranking, loads_of
-from skymemory.conductor.strategies.indexed import Indexed
+from skymemory.conductor.strategies.base import GainThreshold, Indexed, Ranking, loads_of
 from skymemory.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True)
 class RadixSettings:
     balance_absolute: float = 64.0
-    """Requests between the most and the least loaded server from which on load decides, if both bounds are passed."""
+    """Difference of requests between servers above which load decides, together with ``balance_relative``."""
     balance_relative: float = 1.5
     min_match_tokens: int = 0
     min_match_ratio: float = 0.3
     blocks_per_server: int = 31_250
-    """Of the tree, what one server's share is bounded by, where it does not report the size of its cache."""
+    """Assumed capacity of a server that does not report its cache's size."""
 
     def __post_init__(self) -> None:
         if self.balance_absolute < 0 or self.balance_relative < 1:

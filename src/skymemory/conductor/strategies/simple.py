@@ -1,4 +1,4 @@
-"""Strategies that know nothing of prompts: at random, in turn, least load, and one server per session."""
+"""Strategies that ignore prompts: random, round robin, least load, session affinity."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import (
-    Forgetful,
     NameHashes,
     Ranking,
+    Stateless,
     check_factor,
     hash_words,
+    load_bound,
     loads_of,
     mix,
-    most_allowed,
 )
 
 
-class AtRandom(Forgetful):
-    """All servers tie, and the picker's seeded tie-break chooses."""
+class RandomChoice(Stateless):
+    """All servers tie, and the picker draws."""
 
     name = "random"
 
@@ -30,8 +30,8 @@ class AtRandom(Forgetful):
         return Ranking([0.0] * len(servers))
 
 
-class InTurn(Forgetful):
-    """Round robin: the server whose last turn is longest ago."""
+class RoundRobin(Stateless):
+    """The server whose last request is longest ago."""
 
     name = "round-robin"
 
@@ -50,8 +50,8 @@ class InTurn(Forgetful):
         self._last.pop(server.slot, None)
 
 
-class LeastLoad(Forgetful):
-    """The server with the fewest requests: those we sent and that have not ended, or those it reports, if more."""
+class LeastLoad(Stateless):
+    """The server with the fewest requests: ours in flight or reported ones, whichever are more."""
 
     name = "least-load"
 
@@ -60,23 +60,20 @@ class LeastLoad(Forgetful):
         return Ranking([-load for load in loads], weights=(("requests there", loads),))
 
 
-# --- sessions ---
-
-
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
     load_factor: float = 2.0
-    """A session leaves its server for as long as that has more than this × the mean of requests under way."""
+    """A session avoids its server while that has more than this × the mean of requests."""
 
     def __post_init__(self) -> None:
         check_factor(self.load_factor)
 
 
-class SessionAffinity(Forgetful):
+class SessionAffinity(Stateless):
     """The server whose hash with the session is highest, unless it is overloaded; without a session, least load.
 
-    Source: prefix-aware-routing ("session affinity"). By rendezvous hashing: nothing is kept per session, and a server
-    that leaves or comes moves only its own share of sessions.
+    Source: prefix-aware-routing ("session affinity"). Rendezvous hashing: no state per session, and a server that
+    leaves or joins moves only its own share of sessions.
     """
 
     name = "session"
@@ -97,7 +94,7 @@ class SessionAffinity(Forgetful):
         drawn = mix(names ^ np.uint64(hash_words(request.session.encode())))
         places = np.empty(len(servers), dtype=np.int64)
         places[np.argsort(drawn, kind="stable")] = np.arange(len(servers))
-        most = most_allowed(loads, self.settings.load_factor)
+        most = load_bound(loads, self.settings.load_factor)
         scores = [
             float(place) if load + 1.0 <= most else -1.0 - load
             for place, load in zip(places.tolist(), loads, strict=True)

@@ -1,11 +1,15 @@
-"""A weighted sum of queue, KV use and matched prefix, with a table of what servers probably hold.
+"""``approximate`` and ``precise``: a weighted sum of queue, KV cache usage and matched prefix.
 
 Source: the Gateway API inference extension's endpoint picker: prefix matched / total with weight 3, queue and KV use
-with weight 2 each; its queue scorer puts the shortest queue at 1 and the longest at 0, its KV scorer is 1 − use. Done
-otherwise: the table counts contiguous matches, evicts a prefix's head last, takes back what failed, and takes the
-capacity that servers report; between two reports of a server what we sent it since counts; a server that reports
-nothing is taken for an average one, not for an empty one. The prefix is never normalised by the best server: one
-matched block would then weigh as much as a whole prompt.
+with weight 2 each; its queue scorer puts the shortest queue at 1 and the longest at 0, its KV scorer is 1 − use.
+Differences: the index counts contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported
+capacities; requests sent since a server's report count; a server without a report counts as average, not as empty. The
+prefix is never normalised by the best server: one matched block would then weigh as much as a whole prompt.
+
+``precise`` uses an index fed by the engines' events. Source: llm-d's precise prefix cache scorer. A block in the GPU's
+memory has weight 1, in host memory 0.8, farther away less, by its best medium. A server with lost events holds nothing
+until they are replayed. As there, a sent prompt can count as held for a while (``speculative_s``; off in llm-d, 2 s
+where switched on).
 """
 
 from __future__ import annotations
@@ -20,8 +24,7 @@ from skymemory.conductor.prefix_index.base import PrefixIndex
 from skymemory.conductor.prefix_index.events import CPU, DISK, GPU, REMOTE
 from skymemory.conductor.prefix_index.precise import WEIGHTS, PreciseIndex
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.base import STALE_S, GainThreshold, Ranking
-from skymemory.conductor.strategies.indexed import MOST_UNDER_WAY, Indexed, under_way
+from skymemory.conductor.strategies.base import MOST_UNDER_WAY, STALE_S, GainThreshold, Indexed, Ranking, under_way
 from skymemory.errors import InvalidInput
 
 
@@ -41,13 +44,13 @@ class WeightedSettings:
 @dataclass(frozen=True, slots=True)
 class ApproximateSettings(WeightedSettings):
     blocks_per_server: int = 31_250
-    """What is believed of a server that does not report the size of its cache."""
+    """Assumed capacity of a server that does not report its cache's size."""
     max_match_blocks: int = 256
-    """Of a prompt, blocks that count; 0: all."""
+    """Limit of matched blocks per prompt; 0: all."""
 
 
 class Approximate(Indexed):
-    """Of queue, KV use and prefix; the index says what is believed to be held."""
+    """Weighted sum with an index learnt from requests."""
 
     name = "approximate"
 
@@ -57,7 +60,7 @@ class Approximate(Indexed):
         super().__init__(index, under_way_blocks)
         self.settings = settings or ApproximateSettings()
         self._since: dict[int, tuple[float, int]] = {}
-        """By slot: of when its latest report is, and how many requests it was sent since."""
+        """By slot: time of its latest report, and requests sent since."""
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
@@ -81,7 +84,7 @@ class Approximate(Indexed):
         return Ranking(scores, matched, reasons=reasons, weights=weights)
 
     def held(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
-        """Tokens of the prompt that each server holds, and what they count: a part of the prompt, 0 to 1."""
+        """Tokens of the prompt that each server holds, and their weighted share of the prompt, 0 to 1."""
         matched = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
         return matched, [tokens / prompt.tokens if tokens else 0.0 for tokens in matched]
 
@@ -96,7 +99,7 @@ class Approximate(Indexed):
         self._since.pop(server.slot, None)
 
     def _loads(self, servers: Sequence[Server], now_s: float) -> tuple[list[float], list[float]]:
-        """Requests that wait for their prefill, and the free part of the KV cache."""
+        """Queued requests and the free share of the KV cache."""
         queues: list[float] = []
         free: list[float | None] = []
         for server in servers:
@@ -113,28 +116,18 @@ class Approximate(Indexed):
         return queues, [usual if share is None else share for share in free]
 
 
-# The same weighted sum as ``approximate``, with an index that the engines' own events feed.
-#
-# Source: llm-d's precise prefix cache scorer. What each server holds is known, block by block and by medium: a block
-# in
-# the GPU's memory counts whole, one in the host's 0.8, one farther away less, by the best medium that has it. A
-# server of
-# which events were lost is believed to hold nothing until they were made up for. As there, what was sent can count as
-# held for a while, until events say so (``speculative_s``; llm-d's is off, and 2 s where it is switched on).
-
-
 MOST_BLOCKS = 8192
-"""Of a prompt that was sent, so many count as held."""
+"""Limit of a sent prompt's blocks that count as held."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreciseSettings(WeightedSettings):
     block_tokens: int = 16
-    """Of the engines' blocks, which the prompts' must equal."""
+    """Tokens per block of the engines and the prompts."""
     speculative_s: float = 0.0
-    """How long a prompt that was sent counts as held; 0: only what events say."""
+    """How long a sent prompt counts as held; 0: only events count."""
     gpu_weight: float = WEIGHTS[GPU]
-    """What a block counts by its medium: llm-d's ``kvCacheBackendConfigs``."""
+    """Weight of a block by its medium (llm-d's ``kvCacheBackendConfigs``)."""
     cpu_weight: float = WEIGHTS[CPU]
     disk_weight: float = WEIGHTS[DISK]
     remote_weight: float = WEIGHTS[REMOTE]
@@ -154,6 +147,8 @@ class PreciseSettings(WeightedSettings):
 
 
 class Precise(Approximate):
+    """Weighted sum with an index fed by KV events."""
+
     name = "precise"
 
     def __init__(self, index: PreciseIndex, settings: PreciseSettings | None = None) -> None:
@@ -163,7 +158,7 @@ class Precise(Approximate):
         self._speculative_s = settings.speculative_s
         self._speculative = under_way(MOST_BLOCKS, index.secret)
         self._until: OrderedDict[tuple[int, int], tuple[float, Request, int]] = OrderedDict()
-        """By request and slot, in the order of their ends."""
+        """By id of the request and slot, in order of expiry."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         while self._until and next(iter(self._until.values()))[0] <= now_s:

@@ -34,7 +34,7 @@ class Index(Protocol):
         """An engine that holds nothing and counts from 0."""
         ...
 
-    def begin_anew(self, slot: int, sequence: int) -> object:
+    def resume_empty(self, slot: int, sequence: int) -> object:
         """Nothing is known of what it holds, and ``sequence`` comes next."""
         ...
 
@@ -244,7 +244,7 @@ class Feed:
         counts = self.counts
         self._name_media(batch)
         if not self._ready:
-            self._index.begin_anew(self.slot, batch.sequence)
+            self._index.resume_empty(self.slot, batch.sequence)
             self._ready = True
         try:
             self._index.apply(self.slot, batch, replayed=True, more=more)

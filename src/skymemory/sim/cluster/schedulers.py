@@ -160,7 +160,7 @@ def _of_the_conductor(name: str, world: World, options: Mapping[str, Any]) -> Sc
         holdings=pool,
         media=media,
         far=pool,
-        ways=pool,
+        links=pool,
         admission=world.admission,
         prefill_cost=world.estimates,
         kv_tokens=setup.kv_tokens,
