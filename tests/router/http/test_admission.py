@@ -65,7 +65,7 @@ def test_what_would_come_too_late_is_refused_with_a_reason_and_a_time(run: Run) 
         assert "the limit is 0.4 s" in error["message"]
         assert int(answer.headers["Retry-After"]) >= 1
         decision = json.loads(answer.headers["x-skymemory-decision"])
-        assert decision["refused"] == "ttft" and "promised" in decision["reason"]
+        assert decision["refused"] == "ttft" and "the limit is" in decision["reason"]
     assert running.engines[0].seen[4:] and len(running.engines[0].seen) == 4 + len(served), "no engine saw them"
     assert figure(running, 'skymemory_router_refusals_total{reason="ttft",tenant="unknown"}') == len(refused)
     assert figure(running, 'skymemory_router_requests_total{outcome="refused",server=""}') == len(refused)
