@@ -2,7 +2,7 @@
 
 Eight blocks of 2.95 MB, read and summed by the disk store (`store.disk`), into memory that begins so many bytes behind
 a cache line; processor time of the reading thread, so that other work on the machine counts for little. `malloc` gives
-memory of this size 16 bytes behind a page; `store.buffer_pool` begins at a line.
+memory of this size 16 bytes behind a page; `store.base.BufferPool` begins at a line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from _bench import print_table, write_json
-from skymemory.store.buffer_pool import ALIGNED, BufferPool
+from skymemory.store.base import ALIGNED, BufferPool
 from skymemory.store.disk import DiskStore
 
 BLOCKS, BLOCK_BYTES = 8, 2_949_248

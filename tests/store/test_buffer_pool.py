@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.contract.store_contract import key, value
 
-from skymemory.store.buffer_pool import ALIGNED, BufferPool, aligned_buffer, aligned_bytes
+from skymemory.store.base import ALIGNED, BufferPool, aligned_buffer, aligned_bytes
 from skymemory.store.disk import DiskStore
 
 

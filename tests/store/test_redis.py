@@ -131,9 +131,9 @@ def test_a_restarted_server_is_used_again(server: RedisServer) -> None:
 
 def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     waits_s: list[float] = []
-    begin = redis.Patience.begin
+    begin = redis.Deadline.begin
 
-    def begun(patience: redis.Patience, timeout_s: float) -> None:
+    def begun(patience: redis.Deadline, timeout_s: float) -> None:
         waits_s.append(timeout_s)
         begin(patience, timeout_s)
 
@@ -141,7 +141,7 @@ def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch:
     store = RedisStore(server.url, timeout_s=0.2, clock=clock)
     store.put_many([(key(1), value(1))])
     server.process.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(redis.Patience, "begin", begun)
+    monkeypatch.setattr(redis.Deadline, "begin", begun)
     started_s = time.monotonic()
     for _ in range(5):
         assert store.get_many([key(1)]) == [None]
@@ -258,11 +258,11 @@ def test_a_server_that_answers_byte_by_byte_costs_one_timeout(greeted: bool) -> 
 
 def test_a_server_that_is_slow_and_not_broken_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes take longer than the timeout, at more than the least rate."""
-    monkeypatch.setattr(redis, "LEAST_BYTES_PER_S", 1e5)
-    patience = redis.Patience()
+    monkeypatch.setattr(redis, "MIN_BYTES_PER_S", 1e5)
+    patience = redis.Deadline()
     here, there = socket.socketpair()
     with here, there:
-        slow = redis._Patient(here, patience)
+        slow = redis._DeadlineSocket(here, patience)
         patience.begin(0.2)
 
         def send() -> None:

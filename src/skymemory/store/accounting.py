@@ -35,7 +35,7 @@ from skymemory.units import format_size
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One value. Equal only to itself: a value stored anew under the same key is another entry."""
+    """One value. Equal only to itself: a value stored again under the same key has another entry."""
 
     size_bytes: int
 

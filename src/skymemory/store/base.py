@@ -6,18 +6,18 @@ hold for all of them:
 - **Keys** are ``bytes`` of length 32 (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
 - **Order matters.** A sequence of keys is a chain: an earlier key is worth more than a later one, so that
   eviction takes the last blocks of a chain first and presence stays prefix-closed.
-- **The writer says where a block stands**: ``places``, one for each item, from the block's depth in its prompt and the
-  block before it; None (or no places at all) where that is not known, or the value is no block. Only an index needs
-  it, to be fast; what is found never depends on it, nor on what was asked before.
-- **A miss is a value.** Absent, evicted, corrupt and unreachable all come back as ``None``; ``complete_load``
-  raises for none of them. What went wrong is in the ticket's report and a counter in ``stats()``.
+- **The writer gives places**: ``places``, one for each item, are the block's depth in its prompt and the block before
+  it; None (or no places at all) where that is unknown, or the value is no block. They only make an index faster; what
+  is found never depends on them, nor on earlier calls.
+- **A miss is a value.** Absent, evicted, corrupt and unreachable all return ``None``; ``complete_load`` raises for
+  none of them. The reason is in the ticket's report and a counter in ``stats()``.
 - **Views are snapshots.** A returned view never changes while the caller holds it, whatever is put, deleted
-  or evicted. ``release(ticket)`` says that the caller has copied what it needs: only then may the memory
-  behind the views be used again.
+  or evicted. ``release(ticket)`` says that the caller has copied what it needs: only then is the memory behind the
+  views reused.
 - **Values are copied.** After ``complete_store`` returns, the caller may change or free what it passed in.
-- **No eviction in vain.** Where room for a value cannot be made, nothing is evicted for it.
+- **No needless eviction.** Where room for a value cannot be made, nothing is evicted for it.
 - **A lease protects.** From ``prepare_load`` until ``complete_load`` (or ``release``, or the lease's end) the
-  keys that were there are not evicted; nor are those being stored, between the two phases of a store. Two tiers
+  keys that were present are not evicted; nor are those being stored, between the two phases of a store. Two tiers
   promise less. Redis evicts by its own rules and leases nothing. Satellites get the lease in one unacknowledged packet
   and lease at most a quarter of their memory: what does not fit, or whose packet was lost, may be evicted. Either is a
   miss of that load.
@@ -33,6 +33,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import Place
 
@@ -41,21 +43,21 @@ if TYPE_CHECKING:
 
 
 Buffer = bytes | bytearray | memoryview
-"""What a value may be passed as; always C-contiguous bytes."""
+"""Types of a value; always C-contiguous bytes."""
 
 Places = Sequence[Place | None]
-"""Of each item of a store its place in its prompt; empty: of none."""
+"""The place of each item in its prompt; empty: unknown for all."""
 
 KEY_BYTES = 32
 LEASE_S = 30.0
-"""How long a lease protects at most: a client that died must not pin memory for ever."""
+"""How long a lease protects at most: a client that died must not pin memory forever."""
 
 ABANDONED_S = 10 * LEASE_S
-"""So long after its lease a ticket may still be completed (as a miss, or in vain)."""
+"""How long after its lease a ticket may still be completed (as a miss, or not stored)."""
 
 
 class Presence(enum.Enum):
-    """What a tier says of a key. PENDING: a store of it has begun and not ended; a load now is a miss."""
+    """PENDING: a store of the key has begun and not ended; a load now is a miss."""
 
     MISS = 0
     HIT = 1
@@ -64,19 +66,19 @@ class Presence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """Where one key's value came from. ``tier`` is empty on a miss, and ``size_bytes`` 0."""
+    """The source of one key's value. ``tier`` is empty on a miss, and ``size_bytes`` 0."""
 
     tier: str = ""
     size_bytes: int = 0
     seconds: float = 0.0
     retransmitted: int = 0
     reason: str = ""
-    """Why it is a miss: "absent", "corrupt", "unreachable" …; empty on a hit."""
+    """Of a miss: "absent", "corrupt", "unreachable" …; empty on a hit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """One load, key by key in the order asked."""
+    """One load, key by key in the order of the call."""
 
     keys: tuple[KeyReport, ...]
     seconds: float
@@ -87,35 +89,35 @@ class LoadReport:
 
     @property
     def retransmitted(self) -> int:
-        """Datagrams (or whatever the tier resends) asked for again."""
+        """Datagrams (or other units of the tier) that were retransmitted."""
         return sum(key.retransmitted for key in self.keys)
 
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
-    """A lease on ``keys``. ``report`` is there once ``complete_load`` has returned."""
+    """A lease on ``keys``. ``report`` is set by ``complete_load``."""
 
     keys: tuple[bytes, ...]
     expires_s: float
-    """In the store's own clock."""
+    """By the store's own clock."""
     report: LoadReport | None = None
     state: object = field(default=None, repr=False)
-    """The implementation's own."""
+    """For the implementation."""
 
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """Room set aside for ``items``."""
+    """Room reserved for ``items``."""
 
     items: tuple[tuple[bytes, Buffer], ...]
     expires_s: float
     seconds: float = 0.0
-    """Time that ``complete_store`` took, once it has returned."""
+    """Duration of ``complete_store``."""
     state: object = field(default=None, repr=False)
     places: tuple[Place | None, ...] = ()
-    """As many as ``items``."""
+    """One for each of ``items``."""
     unanswered: frozenset[bytes] = frozenset()
-    """Once ``complete_store`` has returned: those that were not refused, but had no answer."""
+    """Keys that ``complete_store`` could not store for want of an answer; they were not refused."""
 
     def __post_init__(self) -> None:
         self.places = self.places or (None,) * len(self.items)
@@ -133,10 +135,10 @@ class Store(Protocol):
         """Presence of each key; refreshes nothing and protects nothing."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Number of leading keys that are all there (HIT), correct with holes behind them."""
+        """Number of leading keys that are all present (HIT), correct with holes behind them."""
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Lease ``keys``: those there now stay until the load completes. Keys may repeat."""
+        """Lease ``keys``: those present now stay until the load completes. Keys may repeat."""
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         """Read-only views in the order of ``ticket.keys``; None is a miss.
@@ -145,14 +147,14 @@ class Store(Protocol):
         """
 
     def release(self, ticket: LoadTicket) -> None:
-        """Give up a lease, or the views of a completed load. May be repeated."""
+        """End a lease, or the use of the views of a completed load. May be repeated."""
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
-        """Set room aside. A value that could never fit raises ValueTooLarge naming the limit."""
+        """Reserve room. A value that can never fit raises ValueTooLarge naming the limit."""
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
-        """Per item: stored and acknowledged. False where there was no room or no answer (``ticket.unanswered``). Once
-        per ticket.
+        """Per item, whether it is stored and acknowledged. False: no room, or no answer (``ticket.unanswered``). Once
+        per ticket, else InvalidInput.
         """
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
@@ -168,38 +170,38 @@ class Store(Protocol):
         """Protect from eviction for ``ttl_s`` seconds (0 or less unpins). False: absent, or over the pin budget."""
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Remove, leases and pins notwithstanding (views handed out stay true). True where it was there and can no
-        longer be read, False where it was not there, None where that is unknown: a holder has not answered.
+        """Remove, in spite of leases and pins (returned views stay valid). True where it was present and can no longer
+        be read, False where it was absent, None where that is unknown: a holder has not answered.
         """
 
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges, units in their names."""
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Seconds that loading ``keys`` would take at ``now_s``; infinite when one is known to be absent."""
+        """Estimated seconds for loading ``keys`` at ``now_s``; infinite when one is known to be absent."""
 
     def close(self) -> None:
-        """Free what is held. May be repeated; anything else afterwards raises InvalidInput."""
+        """Free all resources. May be repeated; other calls then raise InvalidInput."""
 
     def __enter__(self) -> Self:
-        """``with open_store(...) as store:`` closes it at the end."""
+        """``with open_store(...) as store:`` closes it."""
 
     def __exit__(self, *raised: object) -> None: ...
 
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """What some tiers can do beside: bring values to where they will be wanted, before they are."""
+    """Optional: bring values to where they will be needed, ahead of time."""
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
         """Have the values of ``keys`` near at the time ``at`` (seconds, the store's own clock: Unix time).
 
-        Per key: whether it will be. False where it is absent or could not be brought; it is then where it was.
+        Per key, whether it will be. False where it is absent or could not be moved; then it stays where it was.
         """
 
 
 def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> list[bool]:
-    """``prefetch`` of any tier: in one that knows no near and far, what is there is near."""
+    """``prefetch`` of any tier; in one without distances, what is present is near."""
     if isinstance(store, Prefetching):
         return store.prefetch(keys, at)
     return [presence is Presence.HIT for presence in store.lookup(keys)]
@@ -207,37 +209,37 @@ def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> 
 
 @runtime_checkable
 class Evicting(Protocol):
-    """What some tiers can do beside: tell what they evict for want of room, so that another tier may take it."""
+    """Optional: report evicted values, so that another tier can take them."""
 
     on_evict: Callable[[bytes, bytes, Place | None], object] | None
-    """Called with key, value and place (None: not known), just before it is gone and with the tier's lock held: it must
-    be quick, and must not call the tier. What is deleted, replaced or forgotten by closing is not evicted.
+    """Called with key, value and place (None: unknown) while the value is being evicted and the tier's lock is held: it
+    must be quick, and must not call the tier. Not for values that are deleted, replaced or lost by closing.
     """
 
 
 @runtime_checkable
 class Expiring(Protocol):
-    """What some tiers can do beside: forget values after a time."""
+    """Optional: expire values."""
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Have values forgotten after ``ttl_s`` seconds (infinite: no more). True where that is promised."""
+        """Drop values after ``ttl_s`` seconds (infinite: never). True where that is promised."""
 
 
 @runtime_checkable
 class Keeping(Protocol):
-    """What some tiers can do beside: know what a later release stored there, which they neither read nor write over."""
+    """Optional: know which values a later release stored; they are neither read nor overwritten."""
 
     def keeps(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether a later release's value was seen under each of these. Asks nobody."""
+        """Per key, whether a later release's value was seen under it. Asks no server."""
 
 
 def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:
-    """``keeps`` of any tier: of one that cannot say, none."""
+    """``keeps`` of any tier; none for a tier without it."""
     return store.keeps(keys) if isinstance(store, Keeping) else [False] * len(keys)
 
 
 class TwoPhase:
-    """What all implementations have the same way: ``get_many`` and ``put_many`` out of the two phases, and ``with``."""
+    """Base of all implementations: ``get_many`` and ``put_many`` from the two phases, and ``with``."""
 
     def __enter__(self) -> Self:
         return self
@@ -277,8 +279,8 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_items(items: Sequence[tuple[bytes, Buffer]]) -> tuple[tuple[bytes, Buffer], ...]:
-    """``items`` as a tuple; InvalidInput unless keys are keys and values are contiguous bytes. Empty views are ``b""``,
-    whatever their shape: one with a zero in it can be read as no other.
+    """``items`` as a tuple; InvalidInput unless keys are keys and values are contiguous bytes. Empty views become
+    ``b""``: one with a zero in its shape cannot be cast.
     """
     check_keys([key for key, _ in items])
     return tuple([(key, _check_value(value)) for key, value in items])
@@ -309,20 +311,19 @@ def check_places(items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple
 
 
 def check_ttl(ttl_s: float) -> float:
-    """``ttl_s``; InvalidInput for what is no number: it is neither before nor after any time."""
+    """``ttl_s``; InvalidInput for NaN."""
     if math.isnan(ttl_s):
-        raise InvalidInput(f"a time of {ttl_s} s: expected a number of seconds, math.inf for no end")
+        raise InvalidInput(f"a time of {ttl_s} s: expected a number of seconds, or math.inf for no limit")
     return ttl_s
-
-
-# The loads, or the stores, of one store that have begun and not ended.
 
 
 _Ticket = TypeVar("_Ticket", LoadTicket, StoreTicket)
 
 
 class OpenTickets(Generic[_Ticket]):
-    """Tickets, each of which is taken once. May be used from any thread; takes no other lock."""
+    """The loads, or the stores, of one store that have begun and not ended; each ticket is taken once. Thread-safe;
+    takes no other lock.
+    """
 
     def __init__(self) -> None:
         self._open: set[_Ticket] = set()
@@ -333,9 +334,7 @@ class OpenTickets(Generic[_Ticket]):
         return len(self._open) + len(self._ending)
 
     def add(self, ticket: _Ticket, now_s: float) -> None:
-        """It begins. Those that nobody has completed long after their lease are dropped: their values must not be kept
-        for ever.
-        """
+        """It begins. Tickets not completed long after their lease are dropped: they must not keep values in memory."""
         with self._lock:
             for abandoned in [one for one in self._open if one.expires_s + ABANDONED_S < now_s]:
                 self._open.discard(abandoned)
@@ -351,9 +350,9 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def ending(self, ticket: _Ticket) -> Iterator[None]:
-        """``take`` it, but let it count until it is done."""
+        """``take`` it, but count it until it is done."""
         with self._lock:
-            self._ending.add(ticket)  # first: nobody may see it in neither
+            self._ending.add(ticket)  # first, so that it is always in one of them
         try:
             self.take(ticket)
             yield
@@ -362,12 +361,12 @@ class OpenTickets(Generic[_Ticket]):
                 self._ending.discard(ticket)
 
     def discard(self, ticket: _Ticket) -> None:
-        """It is given up, or was completed already."""
+        """It is abandoned, or was completed already."""
         with self._lock:
             self._open.discard(ticket)
 
     def holding(self, now_s: float) -> list[_Ticket]:
-        """Those whose lease has not ended."""
+        """Tickets whose lease has not ended."""
         with self._lock:
             return [ticket for ticket in self._open | self._ending if ticket.expires_s > now_s]
 
@@ -375,3 +374,48 @@ class OpenTickets(Generic[_Ticket]):
         with self._lock:
             self._open.clear()
             self._ending.clear()
+
+
+_KEPT_BUFFERS = 4
+ALIGNED = 64
+"""Alignment of values in bytes. ``malloc`` gives 16: reading into such memory crosses a cache line with every other
+vector, and takes a quarter longer.
+"""
+
+
+class BufferPool:
+    """Buffers for received values, reused: touching fresh memory for the first time costs more than filling it. Keeps a
+    few free ones. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._lock = Lock()
+
+    def take(self, size_bytes: int) -> np.ndarray:
+        """At least ``size_bytes`` bytes, contents undefined, aligned."""
+        with self._lock:
+            for at, buffer in enumerate(self._free):
+                if len(buffer) >= size_bytes:
+                    return self._free.pop(at)
+        return aligned_buffer(size_bytes)
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        """No view of it is in use any more."""
+        with self._lock:
+            self._free.append(buffer)
+            if len(self._free) > _KEPT_BUFFERS:
+                self._free.sort(key=len)
+                del self._free[0]
+
+
+def aligned_buffer(size_bytes: int) -> np.ndarray:
+    """New memory, at least a byte, that begins at a multiple of ``ALIGNED``."""
+    buffer = np.empty(max(size_bytes, 1) + ALIGNED, dtype=np.uint8)
+    begin = -buffer.ctypes.data % ALIGNED
+    return buffer[begin : begin + max(size_bytes, 1)]
+
+
+def aligned_bytes(size_bytes: int) -> int:
+    """Bytes from the beginning of a value to that of the next."""
+    return -(-size_bytes // ALIGNED) * ALIGNED

@@ -28,13 +28,14 @@ from skymemory.store.accounting import BudgetedStore, Entry, Inventory
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
+    BufferPool,
     KeyReport,
     LoadReport,
     LoadTicket,
     StoreTicket,
+    aligned_bytes,
     check_keys,
 )
-from skymemory.store.buffer_pool import BufferPool, aligned_bytes
 from skymemory.store.disk_files import FAULTS_OF_THE_FILE, StoreDirectory, read_value, stored_bytes, write_part
 
 Sync = Literal["never", "each"]

@@ -1,7 +1,7 @@
 """The general key-value interface: text keys to any bytes, in any store; ``skymemory kv`` in Python.
 
-What is stored begins with a value header that holds the name, so a value that came under the wrong key is noticed and
-a list can be made without an index.
+A stored value starts with a header that holds the name, so that a value under the wrong key is detected, and names can
+be listed without an index.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 NAMESPACE = hashlib.sha256(b"skymemory named values 1").digest()
 
 SEALED = "sealed"
-"""The reason of a miss where a sealed value was read without keys."""
+"""The reason of a miss: the value is sealed, and was read without keys."""
 
-NOT_PROMISED = "it is stored, but not every satellite promised to forget it in time"
-"""Why a put with a lifetime failed, though it stored."""
+NOT_PROMISED = "it is stored, but not every satellite promised to expire it"
+"""The reason of a failed put with a lifetime, whose value is stored."""
 
 
 @runtime_checkable
 class Listing(Protocol):
-    """What some stores can do beside: list the named values that they hold."""
+    """Optional for a store: list the named values in it."""
 
     def names(self) -> list[NamedValue]:
-        """By name. Values that are sealed have none that can be read."""
+        """By name, without sealed values, whose names cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedOutcome:
-    """``value`` is None after a put and on a miss; ``reason`` says why something failed."""
+    """The end of a put or a get. ``value`` is None after a put and on a miss; ``reason`` is that of a failure."""
 
     ok: bool
     value: memoryview | None
@@ -59,7 +59,7 @@ def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
 
     Raises:
         InvalidInput: no name, or no bytes.
-        ValueTooLarge: it can never fit; the message names the limit.
+        ValueTooLarge: it can never fit; the message gives the limit.
     """
     ((key, data),) = check_items([(named_key(name), data)])
     view = memoryview(data).cast("B")
@@ -71,7 +71,7 @@ def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
 
 
 def get_named(store: Store, name: str) -> NamedOutcome:
-    """The bytes under ``name``; a miss where they are absent, damaged, or not what the name says."""
+    """The bytes under ``name``; a miss where they are absent, damaged, or stored under another name."""
     ticket = store.prepare_load([named_key(name)])
     value = store.complete_load(ticket)[0]
     report = ticket.report
@@ -94,7 +94,7 @@ def get_named(store: Store, name: str) -> NamedOutcome:
 
 
 def bare(store: Store) -> Store:
-    """The store that holds the values, under the same keys, without what is wrapped around it (seals, quotas …)."""
+    """The innermost store, without wrappers (seals, quotas …)."""
     while isinstance(store, Wrapped):
         store = store.store
     return store
@@ -108,20 +108,18 @@ class NamedValues:
             values.put("report.pdf", data, ttl_s=1800)
             values.get("report.pdf")
 
-    The store is its opener's to close. A constellation can do all of this; other stores may not be able to list, to
-    pin, or to forget after a time.
+    The caller closes the store. A constellation supports all of this; other stores may not list, pin or expire.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def put(self, name: str, data: Buffer, *, ttl_s: float | None = None) -> NamedOutcome:
-        """Store ``data`` under ``name``, replacing what was there, to be forgotten after ``ttl_s`` seconds.
+        """Store ``data`` under ``name``, replacing what was there; it expires after ``ttl_s`` seconds.
 
         Raises:
-            InvalidInput: no name, no bytes, or a lifetime that is none or that this store cannot see to; nothing is
-                stored.
-            ValueTooLarge: it can never fit; the message names the limit.
+            InvalidInput: no name, no bytes, a lifetime of 0 or less, or a store without expiry; nothing is stored.
+            ValueTooLarge: it can never fit; the message gives the limit.
         """
         expiring = None if ttl_s is None else self._expiring(ttl_s)
         done = put_named(self._store, name, data)
@@ -135,42 +133,42 @@ class NamedValues:
         return None if value is None else bytes(value)
 
     def __contains__(self, name: object) -> bool:
-        """Whether something is stored under ``name``, without reading it."""
+        """Whether a value is stored under ``name``, without reading it."""
         return isinstance(name, str) and self._store.lookup([named_key(name)]) == [Presence.HIT]
 
     def delete(self, name: str) -> bool | None:
-        """True where it was there and is gone, False where it was not there, None where a satellite that may hold it
-        has not answered.
+        """True where it was present and is gone, False where it was absent, None where a satellite that may hold it has
+        not answered.
         """
         return self._store.delete([named_key(name)])[0]
 
     def pin(self, name: str, ttl_s: float) -> bool:
-        """Protect from eviction for ``ttl_s`` seconds (0 unpins). False: absent, or over the budget of pins."""
+        """Protect from eviction for ``ttl_s`` seconds (0 unpins). False: absent, or over the pin budget."""
         return self._store.pin([named_key(name)], ttl_s)[0]
 
     def expire(self, name: str, ttl_s: float) -> bool:
-        """Have it forgotten after ``ttl_s`` seconds (infinite: no more). False: absent, or not all promised.
+        """Expire it after ``ttl_s`` seconds (infinite: never). False: absent, or not promised by all satellites.
 
         Raises:
-            InvalidInput: a lifetime that is none, or that this store cannot see to.
+            InvalidInput: a lifetime of 0 or less, or a store without expiry.
         """
         return self._expiring(ttl_s).expire([named_key(name)], ttl_s)[0]
 
     def names(self) -> list[NamedValue]:
-        """What is there, by name, with sizes; without sealed values, whose names cannot be read.
+        """The values by name, with sizes; without sealed ones, whose names cannot be read.
 
         Raises:
             InvalidInput: this store cannot list.
         """
         store = bare(self._store)
         if not isinstance(store, Listing):
-            raise InvalidInput(f"a {store.name} store cannot list the names in it: a constellation can")
+            raise InvalidInput(f"a {store.name} store cannot list names: a constellation can")
         return store.names()
 
     def _expiring(self, ttl_s: float) -> Expiring:
         if not ttl_s > 0:
-            raise InvalidInput(f"a value that is to live for {ttl_s} s: expected more than 0")
+            raise InvalidInput(f"a lifetime of {ttl_s} s: expected more than 0")
         store = bare(self._store)
         if not isinstance(store, Expiring):
-            raise InvalidInput(f"a {store.name} store cannot forget values after a time: a constellation can")
+            raise InvalidInput(f"a {store.name} store cannot expire values: a constellation can")
         return store

@@ -1,7 +1,7 @@
-"""The Redis tier: values in a Redis or Valkey server, which evicts as it was configured to (``maxmemory-policy``).
+"""The Redis tier: values in a Redis or Valkey server, which evicts as configured (``maxmemory-policy``).
 
-A value is one string: its bytes, then four of a mark and a CRC-32 of key and value. A server that is gone, slow, full
-or wrong is a miss or a value not stored, counted; the next call tries again.
+A value is one string: its bytes, a mark of four bytes and a CRC-32 of key and value. A server that is unreachable,
+slow, full or faulty means a miss, or a value not stored, and is counted; the next call tries again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MARK = b"SKV1"
 """The last byte is the version, a digit."""
 _TRAILER_BYTES = 8
 _LARGEST_BYTES = (512 << 20) - _TRAILER_BYTES
-"""A string in Redis ends at 512 MiB (``proto-max-bulk-len``)."""
+"""A string in Redis has at most 512 MiB (``proto-max-bulk-len``)."""
 
 _VALUES_AT_ONCE = 8
 _QUESTIONS_AT_ONCE = 512
@@ -50,14 +50,13 @@ _MOST_LATER = 1 << 16
 
 
 class RedisStore(TwoPhase):
-    """Values in the server at ``url`` (``redis://host:6379/0``), shared by whoever uses it.
+    """Values in the server at ``url`` (``redis://host:6379/0``), shared by all its clients.
 
-    No call takes longer than ``timeout_s`` and the time of its bytes at ``link.LEAST_BYTES_PER_S``. Nothing can
-    be pinned or leased: the server evicts.
-    ``clock`` gives seconds, compared only with itself.
+    No call takes longer than ``timeout_s`` and the time of its bytes at ``MIN_BYTES_PER_S``. Nothing can be pinned or
+    leased: the server evicts. ``clock`` gives seconds, compared only with itself.
 
     Raises:
-        InvalidInput: an address that is none. (A server that is not there is none: its values are misses.)
+        InvalidInput: a malformed address. (An unreachable server is no error: its values are misses.)
         MissingExtra: redis-py is not installed.
     """
 
@@ -76,7 +75,7 @@ class RedisStore(TwoPhase):
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
-        """Keys under which a later release's values were seen: they are not written over."""
+        """Keys under which a later release's values were seen: they are not overwritten."""
         self._bytes_per_s = 1e9
         self._closed = False
         self._owner = Owner(f"the {name} store")
@@ -98,7 +97,7 @@ class RedisStore(TwoPhase):
         return next((i for i, size in enumerate(sizes) if size is None), len(sizes))
 
     def _sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Size of each value in bytes, None where there is none (or nobody to ask)."""
+        """Size of each value in bytes; None where it is absent or the server unreachable."""
         replies = self._ask_each(b"STRLEN", keys)
         return [
             reply - _TRAILER_BYTES if isinstance(reply, int) and reply >= _TRAILER_BYTES else None for reply in replies
@@ -192,7 +191,7 @@ class RedisStore(TwoPhase):
         self._ask_each(b"TOUCH", self._check(keys)[::-1])
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Never: what the server evicts is not ours to say."""
+        """False: the server decides what it evicts."""
         check_ttl(ttl_s)
         return [False] * len(self._check(keys))
 
@@ -213,7 +212,7 @@ class RedisStore(TwoPhase):
         return replies
 
     def stats(self) -> dict[str, int | float]:
-        """What this process saw; the server is not asked."""
+        """Figures of this process; the server is not asked."""
         return {
             **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
             "open_leases": len(self._loads) + len(self._stores),
@@ -240,7 +239,7 @@ def _trailer(key: bytes, value: memoryview) -> bytes:
 
 
 def _open(key: bytes, reply: object) -> memoryview | str:
-    """The value in a reply, without a copy; or why there is none."""
+    """The value in a reply, without a copy; or the reason of the miss."""
     if reply is None:
         return "absent"
     if isinstance(reply, Unreachable):
@@ -255,39 +254,31 @@ def _open(key: bytes, reply: object) -> memoryview | str:
     return value
 
 
-# Commands to a Redis or Valkey server, several at a time, over redis-py's connections; what fails is a reply too.
-#
-# redis-py packs a command into one new buffer, which for a value of megabytes is a copy and fresh memory. Here the
-# pieces
-# go to the socket as they are. Its timeouts are for each read: a server that sends a byte now and then is waited for
-# without end. Here a call as a whole has a deadline (``Patience``).
-
+# The connection. redis-py packs a command into one new buffer, which for a value of megabytes is a copy and fresh
+# memory: here the pieces go to the socket as they are. Its timeouts are for each read, so that a server which sends a
+# byte now and then is waited for indefinitely: here a call as a whole has a deadline (``Deadline``).
 
 Argument = bytes | tuple[Buffer, ...]
-"""One argument of a command; a tuple is sent piece after piece as one."""
-
+"""One argument of a command; the pieces of a tuple are sent as one."""
 Command = list[Buffer]
-"""In the server's protocol, ready to be sent piece after piece."""
+"""Pieces in the server's protocol."""
 
 _READ_BYTES = 256 << 10
-"""So much is asked of the socket at once; redis-py's own 32 KiB are ninety calls for a block of 2.9 MB."""
-
-LEAST_BYTES_PER_S = 1e6
-"""Of a link that is slow rather than broken: so much longer a call may take for the bytes it has moved."""
-
+"""Bytes of one read; redis-py's own 32 KiB are ninety calls for a block of 2.9 MB."""
+MIN_BYTES_PER_S = 1e6
+"""The rate of a link that is slow, not broken: a call's deadline moves by the time its bytes take at this rate."""
 _SMALL_BYTES = 4096
-"""Pieces below this are joined: a copy costs less than a call."""
-
+"""Smaller pieces are joined: a copy costs less than a call."""
 _REST_S = 1.0
-"""After a timeout nothing is asked for so long: else every call of a load would wait once more."""
+"""How long to send nothing after a timeout: else every call of a load would wait again."""
 
 
 class Unreachable(Exception):
-    """The server did not answer in time, or is not there. A reply, never raised to callers."""
+    """The server did not answer in time, or is unreachable. Returned as a reply, never raised to callers."""
 
 
 def pack(*arguments: Argument) -> Command:
-    """A command in the server's protocol (RESP: a list of strings with their lengths), large pieces not copied."""
+    """A command in RESP (a list of strings with their lengths), without copying large pieces."""
     pieces: Command = []
     small = bytearray(b"*%d\r\n" % len(arguments))
     for argument in arguments:
@@ -303,9 +294,9 @@ def pack(*arguments: Argument) -> Command:
     return [*pieces, bytes(small)]
 
 
-class Patience(threading.local):
-    """How long the call that this thread is at may still wait: ``timeout_s`` from its beginning, and the time that the
-    bytes moved since take at ``LEAST_BYTES_PER_S``. Connecting is part of it.
+class Deadline(threading.local):
+    """The deadline of this thread's current call: ``timeout_s`` from its beginning, and the time that the bytes moved
+    since take at ``MIN_BYTES_PER_S``. It includes connecting.
     """
 
     def __init__(self) -> None:
@@ -315,72 +306,72 @@ class Patience(threading.local):
         self._until_s = time.monotonic() + timeout_s
 
     def moved(self, size_bytes: int) -> None:
-        self._until_s += size_bytes / LEAST_BYTES_PER_S
+        self._until_s += size_bytes / MIN_BYTES_PER_S
 
     def left_s(self) -> float:
-        """Above 0; else TimeoutError."""
+        """Seconds left, above 0; else TimeoutError."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the deadline of the call has passed")
         return left_s
 
 
-class _Patient:
-    """A socket on which nothing is waited for longer than ``patience`` lasts."""
+class _DeadlineSocket:
+    """A socket whose calls end at the deadline."""
 
-    def __init__(self, sock: Any, patience: Patience) -> None:
+    def __init__(self, sock: Any, deadline: Deadline) -> None:
         self._sock = sock
-        self._patience = patience
+        self._deadline = deadline
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
 
     def recv(self, *how: Any) -> bytes:
-        self._sock.settimeout(self._patience.left_s())
+        self._sock.settimeout(self._deadline.left_s())
         data: bytes = self._sock.recv(*how)
-        self._patience.moved(len(data))
+        self._deadline.moved(len(data))
         return data
 
     def recv_into(self, *how: Any) -> int:
-        self._sock.settimeout(self._patience.left_s())
+        self._sock.settimeout(self._deadline.left_s())
         size_bytes: int = self._sock.recv_into(*how)
-        self._patience.moved(size_bytes)
+        self._deadline.moved(size_bytes)
         return size_bytes
 
     def sendall(self, data: Buffer) -> None:
-        """Piece by piece: the time that one takes is as long as its bytes."""
+        """In parts, each of which moves the deadline by its bytes."""
         view = memoryview(data).cast("B")
         while view:
-            self._sock.settimeout(self._patience.left_s())
+            self._sock.settimeout(self._deadline.left_s())
             sent = self._sock.send(view)
-            self._patience.moved(sent)
+            self._deadline.moved(sent)
             view = view[sent:]
 
 
-def _patient(kind: Any, patience: Patience) -> Any:
-    """redis-py's ``kind`` of connection, with sockets that keep to ``patience``."""
+def _with_deadline(kind: Any, deadline: Deadline) -> Any:
+    """redis-py's ``kind`` of connection, with sockets that keep the deadline."""
 
     class Connection(kind):  # type: ignore[misc]
         def _connect(self) -> Any:
-            return _Patient(super()._connect(), patience)
+            return _DeadlineSocket(super()._connect(), deadline)
 
         @property
         def socket_connect_timeout(self) -> float:
-            """Asked for each address of a name."""
-            return patience.left_s()
+            """redis-py reads it for each address of a host name."""
+            return deadline.left_s()
 
         @socket_connect_timeout.setter
         def socket_connect_timeout(self, value: object) -> None:
-            """It is the call's to say."""
+            """Ignored: the deadline decides."""
 
     return Connection
 
 
 class Link:
-    """A pool of connections to the server at ``url``, made when they are first needed and anew when they broke.
+    """A pool of connections to the server at ``url``, opened when needed and again when broken.
 
     Raises:
-        InvalidInput: an address that is none.
+        InvalidInput: a malformed address.
         MissingExtra: redis-py is not installed.
     """
 
@@ -392,7 +383,7 @@ class Link:
             raise MissingExtra("a Redis store needs redis: pip install 'skymemory[redis]'") from error
         if timeout_s <= 0:
             raise InvalidInput(f"a Redis store needs a timeout above 0 s, got {timeout_s}")
-        self._patience = Patience()
+        self._deadline = Deadline()
         self.counters = SharedCounters()
         try:
             self._pool = self._redis.ConnectionPool.from_url(
@@ -400,10 +391,10 @@ class Link:
                 decode_responses=False,
                 socket_timeout=timeout_s,
                 socket_read_size=_READ_BYTES,
-                # A second attempt would double the time that a caller waits; the next call is one.
+                # A retry would double the time that a caller waits; the next call is one.
                 retry=retry.Retry(backoff.NoBackoff(), 0),
             )
-            self._pool.connection_class = _patient(self._pool.connection_class, self._patience)
+            self._pool.connection_class = _with_deadline(self._pool.connection_class, self._deadline)
         except ValueError as error:
             raise InvalidInput(f"store {url!r}: {error}: expected redis://HOST[:PORT][/DB]") from error
         self._owner = Owner("this connection to Redis", self._let_go)
@@ -412,17 +403,17 @@ class Link:
         self._rest_until_s = float("-inf")
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[object]:
-        """The reply to each; an error in place of one is ``redis.ResponseError`` or ``Unreachable``.
+        """The reply to each command; a failed one's is ``redis.ResponseError`` or ``Unreachable``.
 
-        At most ``at_once`` are on their way together, so that no server has to keep more replies than that. All of it
-        has ``timeout_s`` and the time that its bytes take at ``LEAST_BYTES_PER_S``; the first that fails ends them all.
+        At most ``at_once`` are in flight, so that the server never has to keep more replies. All share one deadline;
+        the first that fails ends them all.
         """
         self._owner.check()
         replies: list[object] = []
         if not commands or self._clock() < self._rest_until_s:
             return [Unreachable("resting after a timeout")] * len(commands)
         connection = None
-        self._patience.begin(self._timeout_s)
+        self._deadline.begin(self._timeout_s)
         try:
             connection = self._connection()
             for first in range(0, len(commands), at_once):
@@ -432,7 +423,7 @@ class Link:
                     replies.append(self._reply(connection))
         except BaseException as error:
             if connection is not None:
-                connection.disconnect()  # what is still on its way must not be taken for the next one's reply
+                connection.disconnect()  # a late reply must not be taken for the next command's
             if not isinstance(error, self._redis.RedisError | OSError):
                 raise
             if isinstance(error, self._redis.TimeoutError | TimeoutError):
@@ -447,7 +438,7 @@ class Link:
         try:
             return self._pool.get_connection()
         except Exception as error:
-            self._pool.disconnect(inuse_connections=False)  # the pool would hand it out again, greeted or not
+            self._pool.disconnect(inuse_connections=False)  # the pool would reuse it
             raise self._strange(error) from error
 
     def _reply(self, connection: Any) -> object:
@@ -459,8 +450,8 @@ class Link:
             raise self._strange(error) from error
 
     def _strange(self, error: Exception) -> Exception:
-        """What redis-py raises over a reply that it did not expect may be anything (an AttributeError over a greeting
-        that is no map): what answers so is no Redis server, and counts as unreachable.
+        """redis-py may raise anything for an unexpected reply (an AttributeError for a HELLO that is no map): what
+        answers so is no Redis server, and counts as unreachable.
         """
         if isinstance(error, self._redis.RedisError | OSError):
             return error
@@ -468,7 +459,7 @@ class Link:
         return ConnectionError(f"a reply that no Redis server gives: {type(error).__name__}: {error}")
 
     def _let_go(self) -> None:
-        """In a forked child: connections are closed there, without a word to the server."""
+        """In a forked child: close its connections without a message to the server."""
         self._pool.reset()
 
     def close(self) -> None:
@@ -476,7 +467,7 @@ class Link:
 
 
 def _joined(commands: Sequence[Command]) -> Command:
-    """Commands one after the other, neighbouring small pieces as one."""
+    """Commands in a row, with neighbouring small pieces joined."""
     pieces: Command = []
     for command in commands:
         for piece in command:

@@ -1,12 +1,12 @@
-"""Values sealed for one tenant: what any tier below stores is AES-256-GCM ciphertext, opened only under his key.
+"""Values sealed for one tenant: the tier below stores AES-256-GCM ciphertext that only the tenant's key opens.
 
 A sealed value is ``magic "SKYE" 4 | version 1 | zero 1 | key id 2 | nonce 12 | ciphertext | tag 16``, big-endian. The
-20 bytes in front and the 32-byte key it is stored under are authenticated with it: a value moved to another key is not
-opened. A later version keeps the magic and the version's place. It is sealed whole, before it is cut into chunks, so no
-satellite and no link ever sees what is in it.
+first 20 bytes and the 32-byte key it is stored under are authenticated with it: a value moved to another key does not
+open. Later versions keep the magic and the version's place. Values are sealed whole, before they are cut into chunks,
+so that no satellite and no link sees plaintext.
 
 The nonce is 96 random bits for each value, also when the same key is stored again. One key seals at most 2^32 values
-(NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB: rotate it before.
+(NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB: rotate it earlier.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import Counters
 from skymemory.store.base import (
     Buffer,
+    BufferPool,
     KeyReport,
     LoadReport,
     LoadTicket,
@@ -32,38 +33,35 @@ from skymemory.store.base import (
     StoreTicket,
     check_items,
 )
-from skymemory.store.buffer_pool import BufferPool
 from skymemory.store.wrappers import Wrapped
 
 NONCE_BYTES, TAG_BYTES = 12, 16
 _MAGIC, _VERSION = b"SKYE", 1
 _HEAD = struct.Struct(f">4sBBH{NONCE_BYTES}s")
 OVERHEAD_BYTES = _HEAD.size + TAG_BYTES
-"""By how much a sealed value is longer."""
+"""Bytes that sealing adds to a value."""
 NOT_AUTHENTIC = "not authentic"
-"""The reason of a miss where a value was there and could not be opened: another tenant's, or tampered with, or its key
-was retired.
-"""
+"""The reason of a miss: the value is another tenant's, or was tampered with, or its key is retired."""
 UNKNOWN_KEY = "unknown key"
-"""The reason of a miss where the key that the value names has not come here yet: it stays, for those who have it."""
+"""The reason of a miss: the value's key has not arrived here yet. The value stays, for clients that have the key."""
 _PURPOSE = b"skymemory payloads 1"
 
 
 @dataclass(slots=True)
 class _Sealed:
-    """A store ticket's own state: the ticket below, and the buffer the ciphertext is in."""
+    """The state of a store ticket: the ticket of the tier below, and the buffer with the ciphertext."""
 
     below: StoreTicket
-    room: Any
+    buffer: Any
 
 
 def is_sealed(value: Buffer) -> bool:
-    """Whether these bytes look like a sealed value: by their first ones, not by their seal."""
+    """Whether a value starts like a sealed one; its authenticity is not checked."""
     return bytes(value[: len(_MAGIC)]) == _MAGIC
 
 
 class SealedStore(Wrapped):
-    """Any store, its values sealed, under the same keys. ``ring`` gives the tenant's keys at each use: they may change.
+    """Any store, with its values sealed, under the same keys. ``ring`` is called at each use: the tenant's keys rotate.
 
     Raises:
         MissingExtra: the ``cryptography`` library is not installed.
@@ -87,7 +85,7 @@ class SealedStore(Wrapped):
     # --- sealing and opening ---
 
     def _cipher_of(self, secret: bytes) -> Any:
-        """The cipher of a key; a few are kept, for setting one up costs as much as a small value."""
+        """The cipher of a key. A few are cached: setting one up costs as much as a small value."""
         found = self._ciphers.get(secret)
         if found is None:
             if len(self._ciphers) > 16:
@@ -104,7 +102,7 @@ class SealedStore(Wrapped):
         self._cipher_of(secret.derive(_PURPOSE)).encrypt_into(nonce, value, head + key, out[len(head) :])
 
     def _open(self, key: bytes, sealed: memoryview, out: memoryview) -> str:
-        """Into ``out``, which is ``OVERHEAD_BYTES`` shorter. Why that could not be, or empty."""
+        """Into ``out``, which is ``OVERHEAD_BYTES`` shorter. Returns why it cannot be opened, or nothing."""
         if is_sealed(sealed) and bytes(sealed[4:5]) > bytes([_VERSION]):
             return LATER_VERSION
         if len(sealed) < OVERHEAD_BYTES:
@@ -136,10 +134,10 @@ class SealedStore(Wrapped):
         sealed = self.store.complete_load(below)
         try:
             values = {key: value for key, value in zip(ticket.keys, sealed, strict=True) if value is not None}
-            room = self._buffers.take(sum(max(0, len(value) - OVERHEAD_BYTES) for value in values.values()))
+            buffer = self._buffers.take(sum(max(0, len(value) - OVERHEAD_BYTES) for value in values.values()))
             opened, rejected, at = dict[bytes, memoryview](), dict[bytes, str](), 0
             for key, value in values.items():
-                out = room.data[at : at + max(0, len(value) - OVERHEAD_BYTES)]
+                out = buffer.data[at : at + max(0, len(value) - OVERHEAD_BYTES)]
                 at += len(out)
                 if reason := self._open(key, value, out):
                     rejected[key] = reason
@@ -147,7 +145,7 @@ class SealedStore(Wrapped):
                     opened[key] = out.toreadonly()
         finally:
             self.store.release(below)
-        ticket.state = room
+        ticket.state = buffer
         self._counters.add("values_opened", len(opened))
         reasons = list(rejected.values())
         self._counters.add("values_not_authentic", reasons.count(NOT_AUTHENTIC))
@@ -160,18 +158,18 @@ class SealedStore(Wrapped):
     def _report(
         report: LoadReport | None, opened: dict[bytes, memoryview], rejected: dict[bytes, str], keys: tuple[bytes, ...]
     ) -> LoadReport | None:
-        """That of the tier below, in bytes of the values themselves."""
+        """The report of the tier below, with the sizes of the opened values."""
         if report is None:
             return None
-        told = (
-            KeyReport(seconds=told.seconds, retransmitted=told.retransmitted, reason=rejected[key])
+        reports = (
+            KeyReport(seconds=below.seconds, retransmitted=below.retransmitted, reason=rejected[key])
             if key in rejected
-            else replace(told, size_bytes=len(opened[key]))
+            else replace(below, size_bytes=len(opened[key]))
             if key in opened
-            else told
-            for key, told in zip(keys, report.keys, strict=True)
+            else below
+            for key, below in zip(keys, report.keys, strict=True)
         )
-        return replace(report, keys=tuple(told))
+        return replace(report, keys=tuple(reports))
 
     def release(self, ticket: LoadTicket) -> None:
         state, ticket.state = ticket.state, None
@@ -186,15 +184,15 @@ class SealedStore(Wrapped):
         self._owner.check()
         items = check_items(items)
         views = [(key, memoryview(value).cast("B")) for key, value in items]
-        room = self._buffers.take(sum(len(value) + OVERHEAD_BYTES for _, value in views))
+        buffer = self._buffers.take(sum(len(value) + OVERHEAD_BYTES for _, value in views))
         sealed, at = [], 0
         for key, value in views:
-            out = room.data[at : at + len(value) + OVERHEAD_BYTES]
+            out = buffer.data[at : at + len(value) + OVERHEAD_BYTES]
             at += len(out)
             self._seal(key, value, out)
             sealed.append((key, out))
         below = self.store.prepare_store(sealed, places)
-        return StoreTicket(items, below.expires_s, state=_Sealed(below, room), places=below.places)
+        return StoreTicket(items, below.expires_s, state=_Sealed(below, buffer), places=below.places)
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         state = ticket.state
@@ -202,7 +200,7 @@ class SealedStore(Wrapped):
             raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
         ticket.state = None
         stored = self.store.complete_store(state.below)
-        self._buffers.give_back(state.room)
+        self._buffers.give_back(state.buffer)
         ticket.seconds, ticket.state = state.below.seconds, state.below.state
         ticket.unanswered = state.below.unanswered
         self._counters.add("values_sealed", sum(stored))

@@ -1,4 +1,4 @@
-"""A store behind another: everything is passed on, so that a rule about writes need say no more than itself."""
+"""Stores around a store: write admission, tenants' quotas, a limited read rate. All else is passed through."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from skymemory.units import format_size
 
 
 class Wrapped(TwoPhase):
-    """``store`` with nothing changed."""
+    """Passes every call to ``store``: the base of all wrappers."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -89,23 +89,21 @@ class Wrapped(TwoPhase):
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What a ticket of ours stands for: the store's own, and per item whether it is in that. Kept by the ticket alone,
-    so that it is freed with a ticket that is never completed.
-    """
+    """The state of a ticket: the store's own ticket, and per item whether it is in that."""
 
     inner: StoreTicket
     chosen: list[bool]
 
 
 class Selecting(Wrapped):
-    """Stores some of what it is offered: ``select`` says which. The rest comes back as not stored."""
+    """Stores the items that ``select`` chooses; the others are reported as not stored."""
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Whether each of these goes to the store behind."""
+        """Per item, whether to store it."""
         return [True] * len(items)
 
     def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """These were stored."""
+        """Called with the items that were stored."""
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         items, places = check_items(items), check_places(items, places)
@@ -128,22 +126,15 @@ class Selecting(Wrapped):
         return done
 
 
-# Write admission: what is offered for the first time is not stored; what comes a second time is.
-#
-# Most prompts of a busy service are seen once. Storing them pushes out what is shared. A sketch of the keys that were
-# offered (two Bloom filters that take turns, 128 KiB each) knows which ones come again; since a prompt's blocks are
-# chained, the blocks that several prompts share are exactly those that are offered again.
-
-
 _PROBES = struct.Struct(">IIII")
 _BITS_PER_KEY = 16
 
 
 class Sketch:
-    """Whether a key was seen among roughly the last ``capacity`` to twice as many.
+    """Whether a key was seen among roughly the last ``capacity`` to twice as many: two Bloom filters that take turns.
 
-    Keys are hashes, so four words of one are its four probes. About one unseen key in 400 is taken for seen: it is
-    stored a sighting too early, which does no harm.
+    Keys are hashes, so four words of one are its four probes. About one unseen key in 400 counts as seen: it is stored
+    one write too early, which does no harm.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -155,7 +146,7 @@ class Sketch:
         self._added = 0
 
     def seen(self, key: bytes) -> bool:
-        """Whether it was; from now on it is."""
+        """Whether it was seen before; it counts as seen from now on."""
         places = [word % self._bits for word in _PROBES.unpack_from(key)]
         now, before = (all(bits[at >> 3] >> (at & 7) & 1 for at in places) for bits in (self._now, self._before))
         if not now:
@@ -169,7 +160,11 @@ class Sketch:
 
 
 class AdmittingStore(Selecting):
-    """A store that takes a key only when it is offered again, or is there already."""
+    """Write admission: stores a key only when it is offered a second time, or is present already.
+
+    Most prompts of a busy service are seen once; storing them evicts what is shared. As a prompt's blocks are chained,
+    the blocks that several prompts share are exactly those that are offered again.
+    """
 
     def __init__(self, store: Store, sketch: Sketch | None = None) -> None:
         super().__init__(store)
@@ -190,31 +185,23 @@ class AdmittingStore(Selecting):
         return {**self.store.stats(), **self._counters.as_dict()}
 
 
-# Quota: so many bytes for one tenant; over them it evicts its own oldest values first, never another's.
-#
-# They go once the new one is stored, so that what the store below refuses costs nothing: while a put is under way, and
-# until its victims are confirmed to be gone, a tenant has up to that one put more.
-#
-# Tenants have keys of their own, because their salt is in the hash of every block: so a tenant's handle on a store
-# sees
-# all of its writes, and no other tenant's. It counts the values that it stored until the store says that they are
-# gone: a
-# read that brings nothing in an outage, or an unconfirmed deletion, does not say so.
-#
-# What the tenant has leased or pinned through this handle does not go for its quota; the room for others is less by
-# it.
-
-
 class TenantStore(Selecting):
-    """One tenant's handle on a store. Several tenants of one process share the store, each through its own handle.
-    ``clock`` gives seconds, compared only with itself.
+    """A quota in bytes: one tenant's handle on a store that several tenants of a process share.
+
+    Over its quota a tenant evicts its own oldest values, never another's, and none that it has leased or pinned. They
+    are evicted after the new value is stored, so that a put which the store refuses costs nothing: until its victims
+    are confirmed to be gone, a tenant has up to that one put more.
+
+    Tenants have keys of their own, because their salt is in the hash of every block: so this handle sees all writes of
+    its tenant, and no other's. It counts the values that it stored until the store confirms that they are gone: a miss
+    in an outage, or an unconfirmed deletion, is no confirmation. ``clock`` gives seconds, compared only with itself.
     """
 
     def __init__(
         self, store: Store, tenant: str, quota_bytes: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if quota_bytes <= 0:
-            raise InvalidInput(f"tenant {tenant!r}: a quota of {format_size(quota_bytes)}: expected more than nothing")
+            raise InvalidInput(f"tenant {tenant!r}: a quota of {format_size(quota_bytes)}: expected more than 0")
         super().__init__(store)
         self.tenant = tenant
         self.quota_bytes = quota_bytes
@@ -223,9 +210,9 @@ class TenantStore(Selecting):
         self._used_bytes = 0
         self._clock = clock
         self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}
-        """Keys of each open load, and when their lease ends at the latest."""
+        """Keys of each open load, and the end of their lease."""
         self._pins: dict[bytes, float] = {}
-        """When each ends."""
+        """The end of each."""
         self._counters = Counters()
         self._lock = OwnLock(f"the store of tenant {tenant!r}")
 
@@ -234,14 +221,14 @@ class TenantStore(Selecting):
         return self._used_bytes
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """As many of the chain's first blocks as the quota holds. Nothing goes for them before they are stored; but
-        while what had to go for others is not confirmed to be gone, nothing more is taken.
+        """As many of the chain's first blocks as the quota holds. Their victims are evicted once they are stored; while
+        earlier victims are not confirmed to be gone, nothing is stored.
         """
         sizes = {key: memoryview(value).nbytes for key, value in items}
         with self._lock:
             self._evict_excess()
-            staying_bytes = sum(self._sizes.get(key, 0) for key in self._staying() - sizes.keys())
-            room_bytes = self.quota_bytes - staying_bytes if self._used_bytes <= self.quota_bytes else 0
+            protected_bytes = sum(self._sizes.get(key, 0) for key in self._protected() - sizes.keys())
+            room_bytes = self.quota_bytes - protected_bytes if self._used_bytes <= self.quota_bytes else 0
             chosen, wanted_bytes = set[bytes](), 0
             for key, size in sizes.items():
                 if wanted_bytes + size > room_bytes:
@@ -252,7 +239,7 @@ class TenantStore(Selecting):
         return [key in chosen for key, _ in items]
 
     def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Room for them is made among the tenant's own, oldest first."""
+        """Evict the tenant's oldest values for them."""
         with self._lock:
             for key, value in reversed(items):  # the first block becomes the most recent: a chain loses its end first
                 self._forget([key])
@@ -261,11 +248,11 @@ class TenantStore(Selecting):
             self._evict_excess({key for key, _ in items})
 
     def _end_leases(self, now_s: float) -> None:
-        """Of loads that nobody has completed. With the lock held."""
+        """Of loads that were never completed. With the lock held."""
         self._leases = {load: lease for load, lease in self._leases.items() if lease[1] > now_s}
 
-    def _staying(self) -> set[bytes]:
-        """What is leased or pinned. With the lock held."""
+    def _protected(self) -> set[bytes]:
+        """Keys that are leased or pinned. With the lock held."""
         now_s = self._clock()
         self._end_leases(now_s)
         self._pins = {key: until_s for key, until_s in self._pins.items() if until_s > now_s}
@@ -275,7 +262,7 @@ class TenantStore(Selecting):
         """With the lock held."""
         if self._used_bytes <= self.quota_bytes:
             return
-        spared = self._staying() | new
+        spared = self._protected() | new
         victims: list[bytes] = []
         excess_bytes = self._used_bytes - self.quota_bytes
         for key, size in self._sizes.items():
@@ -290,7 +277,7 @@ class TenantStore(Selecting):
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         keys, beginning = check_keys(keys), object()
-        with self._lock:  # before the store's own: what it leases must not go in between
+        with self._lock:  # before the store's own lease: nothing of it must be evicted in between
             self._end_leases(self._clock())
             self._leases[beginning] = keys, self._clock() + LEASE_S
         try:
@@ -317,7 +304,7 @@ class TenantStore(Selecting):
         return done
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
-        """What the store says is absent is not counted any more. What it did not get may be there all the same."""
+        """Values that are absent are no longer counted; other misses may be present after all."""
         values = self.store.complete_load(ticket)
         reports = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
@@ -329,7 +316,7 @@ class TenantStore(Selecting):
         return values
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """What is not confirmed to be gone is counted as before."""
+        """Values that are not confirmed to be gone are still counted."""
         keys = check_keys(keys)
         with self._lock:
             outcomes = self.store.delete(keys)
@@ -346,16 +333,12 @@ class TenantStore(Selecting):
             self._pins.pop(key, None)
 
 
-# A store whose loads come at a bounded rate: a token bucket around any tier.
-#
-# It leaves the rest of a link to others, and it stands for a link that the machine at hand does not have.
-
-
 class RateLimited(Wrapped):
-    """``store``, read at ``bytes_per_s``: one load after the other, each as long as its bytes take.
+    """A token bucket: ``store`` is read at ``bytes_per_s``, one load after the other.
 
-    ``burst_s`` is what a bucket that was left alone holds: so many seconds' worth of bytes go through at once.
-    ``bytes_per_s`` may be set anew at any time and holds for the loads that begin then. Only loads are limited.
+    It leaves the rest of a link to others, or models a link that this computer does not have. ``burst_s``: a full
+    bucket passes this many seconds' worth of bytes at once. ``bytes_per_s`` may be changed at any time, for loads that
+    begin then. Only loads are limited.
     """
 
     def __init__(
@@ -374,18 +357,18 @@ class RateLimited(Wrapped):
         self._burst_s = burst_s
         self._clock, self._sleep = clock, sleep
         self._lock = Lock()
-        self._free_s = float("-inf")  # when all that was asked for will be through
+        self._free_s = float("-inf")  # when all loads so far will be through
 
     @property
     def backlog_s(self) -> float:
-        """Seconds until the loads under way are through."""
+        """Seconds until the loads in progress are through."""
         return max(0.0, self._free_s - self._clock())
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         values = super().complete_load(ticket)
         size_bytes = sum(len(value) for value in values if value is not None)
         with self._lock:
-            # Counted from when the link was free, not from when we woke: a late thread costs the link nothing.
+            # Counted from when the link was free, not from when this thread woke: waking late wastes no rate.
             self._free_s = max(self._free_s, self._clock() - self._burst_s) + size_bytes / self.bytes_per_s
             until_s = self._free_s
         while (left_s := until_s - self._clock()) > 0:

@@ -26,6 +26,7 @@ from skymemory.protocol.clock import SkyMap
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
+    BufferPool,
     KeyReport,
     LoadReport,
     LoadTicket,
@@ -39,7 +40,6 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
-from skymemory.store.buffer_pool import BufferPool
 from skymemory.store.sky.catalog import Catalog
 from skymemory.store.sky.driver import ClientDriver, SkySettings
 from skymemory.store.sky.maintenance import Maintenance, Prefetcher
