@@ -14,7 +14,7 @@ from skymemory.protocol import capabilities, messages, routing, wire
 from skymemory.protocol import messages as selection
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
-from skymemory.protocol.satellite import gossip, memory, repair, retention, tombstones
+from skymemory.protocol.satellite import checks, gossip, memory
 from skymemory.protocol.wire import (
     COMMAND_BYTES,
     CREDIT_UNIT_BYTES,
@@ -70,8 +70,8 @@ STRUCTS = {
     "List": messages._LIST,
     "Moves": messages._MOVES,
     "Notice": gossip._NOTICE,
-    "Retain": retention._RETAIN,
-    "Check": repair._CHECK,
+    "Retain": messages._RETAIN,
+    "Check": checks._CHECK,
     "Links": routing._LINKS,
     "Unsupported": capabilities._UNSUPPORTED,
     "Primary header": struct.Struct(">HHH"),
@@ -168,8 +168,8 @@ def test_limits():
         "value": 2**32 - 1,
         "selection": selection.MAX_SELECTION_BITS,
         "keys": messages.MAX_KEYS_PER_PACKET,
-        "dead values": tombstones.MAX_DEAD_PER_PACKET,
-        "checks": repair.MAX_CHECKS_PER_PACKET,
+        "dead values": messages.MAX_DEAD_PER_PACKET,
+        "checks": checks.MAX_CHECKS_PER_PACKET,
         "listing": messages.MAX_KEYS_PER_PACKET // 2,
         "moves": wire.MAX_MOVES,
     }

@@ -222,7 +222,7 @@ def put(store: ChunkStore, key: bytes, index: int, version: int = 1) -> bool:
 
 
 verbs = st.tuples(
-    st.sampled_from(["put", "put", "put", "get", "refresh", "remove", "remove_key", "shield", "unshield"]),
+    st.sampled_from(["put", "put", "put", "get", "refresh", "remove", "remove_key", "pin", "unpin"]),
     st.sampled_from(KEYS[:5]),
     st.integers(0, 4),
 )
@@ -235,7 +235,7 @@ def test_the_store_keeps_its_books_under_every_policy(name, steps, room):
     store = ChunkStore(room * (100 + CHUNK_REF_BYTES), replacement_named(name))
     store.evicted = {}
     for verb, key, index in steps:
-        shielded = {name: chunk for name, chunk in store.items() if store.is_shielded(name[0])}
+        shielded = {name: chunk for name, chunk in store.items() if name[0] in store.pins}
         if verb == "put":
             store.evicted.clear()
             before = dict(store.items())
@@ -249,29 +249,29 @@ def test_the_store_keeps_its_books_under_every_policy(name, steps, room):
             store.get_run(key, [index])
         elif verb == "remove":
             store.remove((key, index))
-        elif verb == "shield":
+        elif verb == "pin":
             if store.presence(key) is not None:
-                store.shield(key)
+                store.pin(key)
         else:
             getattr(store, verb)(key)
         items = list(store.items())
         assert len(items) == len(store) == len(dict(items))
         assert store.used_bytes == len(items) * (100 + CHUNK_REF_BYTES) <= store.limit_bytes
         assert {its_key for (its_key, _), _ in items} == set(store.shares)
-        assert all(store.presence(its_key) is not None for its_key in KEYS[:5] if store.is_shielded(its_key))
+        assert all(store.presence(its_key) is not None for its_key in KEYS[:5] if its_key in store.pins)
 
 
 def test_what_is_shielded_stays_and_the_rest_is_full():
     store = ChunkStore(4 * (100 + CHUNK_REF_BYTES))
     for index in range(4):
         put(store, KEYS[0], index)
-    store.shield(KEYS[0])
+    store.pin(KEYS[0])
     assert not put(store, KEYS[1], 0)
     chunk = (ChunkRef(KEYS[1], 0, 10, 100, 0, 5000, 1, PlacementTag(3, 10, 0, 0, 0)).pack(), bytes(100))
     assert store.put_run(KEYS[1], [0], [chunk], 100 + CHUNK_REF_BYTES) is None
     assert put(store, KEYS[0], 2), "replacing a chunk of a shielded key leaves it shielded"
-    assert store.is_shielded(KEYS[0]) and len(store) == 4
-    store.unshield(KEYS[0])
+    assert KEYS[0] in store.pins and len(store) == 4
+    store.unpin(KEYS[0])
     assert put(store, KEYS[1], 0) and len(store) == 4
 
 

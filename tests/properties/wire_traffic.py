@@ -13,13 +13,20 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.messages import Selection
+from skymemory.protocol.messages import (
+    Kept,
+    Retain,
+    Selection,
+    pack_dead,
+    pack_forget,
+    pack_retain,
+    pack_retained,
+    pack_setting,
+)
+from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found
 from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.gossip import Notice, Region
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.satellite.repair import Check, Found, pack_checks, pack_found
-from skymemory.protocol.satellite.retention import Kept, Retain, pack_retain, pack_retained
-from skymemory.protocol.satellite.tombstones import pack_dead, pack_forget, pack_setting
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.wire import (
     CHUNK_REF,

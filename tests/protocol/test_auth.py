@@ -289,7 +289,7 @@ def test_only_what_is_authentic_is_a_sign_of_a_neighbours_life(world: type[World
     now_s = NOW_S
     for step in range(40):
         now_s = NOW_S + 0.1 * step
-        machine.neighbourhood.used(neighbour, now_s)
+        machine.neighbours.used(neighbour, now_s)
         if (due_s := machine.next_timer_s()) is not None and due_s <= now_s:
             machine.handle_timer(now_s)
         machine.datagrams_to_send(now_s)
@@ -298,7 +298,7 @@ def test_only_what_is_authentic_is_a_sign_of_a_neighbours_life(world: type[World
         batch = packet if by is None else by.sign(packet, now_s)
         machine.receive_datagram(bytes(batch.headers), neighbour, now_s)
     alive = by is not None and by.ring == authority().ring
-    assert machine.neighbourhood.links.is_up(HERE, neighbour) == alive
+    assert machine.neighbours.links.is_up(HERE, neighbour) == alive
 
 
 # --- the window ---

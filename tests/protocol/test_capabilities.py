@@ -17,8 +17,8 @@ from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority, check_answers
 from skymemory.protocol.capabilities import ASK_AGAIN_S, CODEC_IDS, OURS, UNSTATED, Capabilities
 from skymemory.protocol.clock import MoveClock
+from skymemory.protocol.messages import Retain, pack_retain
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.satellite.retention import Retain, pack_retain
 from skymemory.protocol.segments import single
 from skymemory.protocol.wire import COMMAND_BYTES, Address, Op, SkyHeader
 from skymemory.transport.faults import FaultInjector
@@ -37,7 +37,7 @@ def make_older(machine: SatelliteMachine, *dropped: Op) -> None:
 
     def pong(packet, now_s):
         fields = messages.pack_housekeeping(machine.housekeeping())[4 : 4 + 8 * FIELDS_OF_VERSION_1]
-        machine._departures.reply(packet.header, Op.PONG, struct.pack(">HH", FIELDS_OF_VERSION_1, 0) + fields, now_s)
+        machine._outbox.reply(packet.header, Op.PONG, struct.pack(">HH", FIELDS_OF_VERSION_1, 0) + fields, now_s)
 
     machine._handlers[Op.PING] = pong
 
@@ -82,7 +82,7 @@ def test_a_question_that_older_satellites_drop_makes_nobody_suspect(world, value
     assert (sky.now_s, sky.sim.datagrams_sent) == (began_s, packets)  # remembered: nothing is sent
     sky.settle(ASK_AGAIN_S)
     for machine in sky.sim.satellites.values():  # replaced by this release meanwhile
-        machine._handlers[Op.RETAIN] = machine._forgetting.retention.receive
+        machine._handlers[Op.RETAIN] = machine._retention.receive
     assert all(answer.ok for answer in ask_for_pins(sky, [infos[0].key]))
 
 
@@ -198,7 +198,7 @@ def test_a_client_takes_unsupported_for_an_answer(world):
     satellite = sky.sim.satellites[HERE]
 
     def refuse(packet, now_s):
-        satellite._departures.reply(packet.header, Op.UNSUPPORTED, OURS.pack_unsupported(Op.RETAIN), now_s)
+        satellite._outbox.reply(packet.header, Op.UNSUPPORTED, OURS.pack_unsupported(Op.RETAIN), now_s)
 
     satellite._handlers[Op.RETAIN] = refuse
     body = pack_retain(Retain.PIN, 60.0, [bytes(32)])
@@ -215,12 +215,12 @@ def test_a_promise_that_a_satellite_does_not_understand_is_not_repeated(world, v
     _, info = sky.put("v", value_of(60_000), strategy="rotation", servers=1)
     assert any(answer.ok for answer in ask_for_pins(sky, [info.key]))
     for satellite in sky.sim.satellites.values():
-        satellite._handlers[Op.RETAIN] = lambda packet, now_s, satellite=satellite: satellite._departures.reply(
+        satellite._handlers[Op.RETAIN] = lambda packet, now_s, satellite=satellite: satellite._outbox.reply(
             packet.header, Op.UNSUPPORTED, OURS.pack_unsupported(Op.RETAIN), now_s
         )
     sky.advance(1)
     sky.settle(10.0)
-    assert not any(satellite._forgetting.retention._handed for satellite in sky.sim.satellites.values())
+    assert not any(satellite._retention._transfers for satellite in sky.sim.satellites.values())
     assert sky.get(info)[0].ok
 
 

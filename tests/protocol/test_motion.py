@@ -13,8 +13,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import STRATEGIES
 from skymemory.placement.locate import Placement
-from skymemory.protocol.clock import HANDED_OVER_S, LISTENERS, STRATEGY_CODES, FollowedClock, MoveClock, SkyMap
-from skymemory.protocol.satellite.locator import Whereabouts
+from skymemory.protocol.clock import HANDED_OVER_S, LISTENERS, STRATEGY_CODES, FollowedClock, Locator, MoveClock, SkyMap
 from skymemory.protocol.wire import ChunkRef, PlacementTag
 
 
@@ -52,7 +51,7 @@ def test_the_next_move_comes_and_never_before_its_time(epoch_s, now_s, slot_s, p
 def told(clock: FollowedClock, moves: tuple[int, int], now_s: float, satellites: int = LISTENERS) -> None:
     """So many satellites say the same, one after the other."""
     for slot in range(satellites):
-        clock.told(SatelliteId(0, slot), moves, round_trip_s=0.3, now_s=now_s)
+        clock.report(SatelliteId(0, slot), moves, round_trip_s=0.3, now_s=now_s)
 
 
 def test_a_followed_clock_takes_over_what_it_is_told_unless_it_is_merely_late():
@@ -72,22 +71,22 @@ def test_a_followed_clock_takes_over_what_it_is_told_unless_it_is_merely_late():
 def test_no_single_satellite_moves_the_clock_and_a_majority_does():
     clock = FollowedClock(MoveClock())
     for turn in range(3):
-        clock.told(SatelliteId(0, 0), (5 + turn, 0), 0.0, 0.0)
+        clock.report(SatelliteId(0, 0), (5 + turn, 0), 0.0, 0.0)
         assert clock.moves(0.0) == (0, 0) and (5 + turn, 0) in clock.nearby(0.0)
-    clock.told(SatelliteId(0, 1), (0, 0), 0.0, 0.0)
-    clock.told(SatelliteId(0, 2), (0, 0), 0.0, 0.0)
-    clock.told(SatelliteId(0, 3), (7, 0), 0.0, 0.0)
+    clock.report(SatelliteId(0, 1), (0, 0), 0.0, 0.0)
+    clock.report(SatelliteId(0, 2), (0, 0), 0.0, 0.0)
+    clock.report(SatelliteId(0, 3), (7, 0), 0.0, 0.0)
     assert clock.moves(0.0) == (0, 0), "two of four"
-    clock.told(SatelliteId(0, 4), (7, 0), 0.0, 0.0)
+    clock.report(SatelliteId(0, 4), (7, 0), 0.0, 0.0)
     assert clock.moves(0.0) == (7, 0), "three of five"
 
 
 def test_what_a_satellite_said_half_a_minute_ago_is_no_word_of_now():
     clock = FollowedClock(MoveClock())
-    clock.told(SatelliteId(0, 0), (5, 0), 0.0, 0.0)
-    clock.told(SatelliteId(0, 1), (5, 0), 0.0, 40.0)
+    clock.report(SatelliteId(0, 0), (5, 0), 0.0, 0.0)
+    clock.report(SatelliteId(0, 1), (5, 0), 0.0, 40.0)
     assert clock.moves(40.0) == (0, 0)
-    clock.told(SatelliteId(0, 2), (5, 0), 0.0, 41.0)
+    clock.report(SatelliteId(0, 2), (5, 0), 0.0, 41.0)
     assert clock.moves(41.0) == (5, 0)
 
 
@@ -104,19 +103,19 @@ SKY = SkyMap(Torus(5, 19), SatelliteId(2, 9))
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_satellite_and_reader_compute_the_same_place(strategy):
-    """``Whereabouts`` (from the packed tag) against ``SkyMap.servers_at`` and the placement itself."""
+    """``Locator`` (from the packed tag) against ``SkyMap.servers_at`` and the placement itself."""
     placement = Placement.of(strategy, 10, SKY.torus, SKY.centre)
-    whereabouts = Whereabouts(SatelliteId(0, 0), SKY, MoveClock(), 0.0)
+    locator = Locator(SatelliteId(0, 0), SKY, MoveClock(), 0.0)
     for now in [(0, 0), (3, 1), (-2, 4)]:
-        whereabouts.push_to(now)
-        whereabouts.follow(0.0)
-        assert whereabouts.moves == whereabouts.pushed == now
+        locator.push_to(now)
+        locator.follow(0.0)
+        assert locator.moves == locator.pushed == now
         for set_moves in [(0, 0), (-1, 2), (5, -3)]:
             servers = SKY.servers_at(STRATEGY_CODES[strategy], 10, set_moves, now)
             for server in range(10):
                 tag = PlacementTag(STRATEGY_CODES[strategy], 10, server, *set_moves)
                 ref = ChunkRef(bytes(32), server, 99, 1, 0, 99, 0, tag).pack()
-                assert whereabouts.home(ref) == servers[server] == placement.locate(server, set_moves, now)
+                assert locator.home(ref) == servers[server] == placement.locate(server, set_moves, now)
     assert SKY.centre_at((3, 1)) == SatelliteId(3, 6)
 
 

@@ -84,7 +84,7 @@ def test_the_revived_are_found_at_once_and_the_way_is_short_again(world):
     assert ping(sky, SatelliteId(3, 9))
     answer = sky.ask(Op.PING, b"", there)
     assert answer.ok and answer.report.seconds == pytest.approx(2 * sky.link_s * (1 + 2))
-    assert all(machine.neighbourhood.links.clear for machine in sky.sim.satellites.values())
+    assert all(machine.neighbours.links.clear for machine in sky.sim.satellites.values())
 
 
 def test_a_link_that_flaps(world):
@@ -158,7 +158,7 @@ def test_links_from_the_ground_or_in_anothers_name_are_not_believed(world):
         before = machine.counters.get("packets_malformed")
         machine.receive_datagram(packet, link, 0.0)
         assert machine.counters.get("packets_malformed") == before + 1
-        assert machine.moves == (0, 0) and machine.neighbourhood.links.clear
+        assert machine.moves == (0, 0) and machine.neighbours.links.clear
 
 
 @pytest.mark.parametrize("made_ms", [10**6, 1 << 62, (1 << 64) - 1])
@@ -173,7 +173,7 @@ def test_what_is_made_up_of_our_future_does_not_make_us_unbelievable(world, made
     sky.sim.cut(CENTRE, east)
     ping(sky, east)
     sky.settle(1.0)
-    assert not sky.sim.satellites[SatelliteId(0, 0)].neighbourhood.links.is_up(CENTRE, east)
+    assert not sky.sim.satellites[SatelliteId(0, 0)].neighbours.links.is_up(CENTRE, east)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.placement.layout import STRATEGIES
-from skymemory.protocol.satellite.tombstones import WRITING_S
+from skymemory.protocol.messages import WRITING_S
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
 
 CHUNK = 6144

@@ -39,7 +39,7 @@ def _came_again(monkeypatch: pytest.MonkeyPatch, **faults: float) -> tuple[Count
         name, asked = (id(service), request.key, index), (header.op, header.source, header.request_id)
         if header.op is Op.MIGRATE:
             counted["all"] += 1
-            if service.shares.get(request.key, {}).get(index) == (ref, payload):
+            if service._store.shares.get(request.key, {}).get(index) == (ref, payload):
                 before = came[name]
                 counted["same request" if before == asked else f"{before} before {asked}"] += 1
         came[name] = asked

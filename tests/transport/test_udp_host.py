@@ -36,7 +36,7 @@ def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
             host.set_dead(())
             for here, satellite in host._satellites.items():
                 assert satellite.machine is not before[here] and satellite.machine.moves == (5, -1)
-                assert satellite.machine.neighbourhood.pushed_at_ms >= before[here].neighbourhood.pushed_at_ms > 0
+                assert satellite.machine.neighbours.pushed_at_ms >= before[here].neighbours.pushed_at_ms > 0
         finally:
             host.close()
 

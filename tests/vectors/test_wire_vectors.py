@@ -18,19 +18,25 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.native.twin import backend
 from skymemory.protocol import messages
 from skymemory.protocol.capabilities import Capabilities
-from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence, Selection
-from skymemory.protocol.routing import Declaration, LinksBody
-from skymemory.protocol.satellite.gossip import Notice, Region
-from skymemory.protocol.satellite.repair import Check, Found, pack_checks, pack_found, unpack_found
-from skymemory.protocol.satellite.retention import (
+from skymemory.protocol.messages import (
+    HOUSEKEEPING_FIELDS,
     Kept,
+    Presence,
     Retain,
+    Selection,
+    pack_dead,
+    pack_forget,
     pack_retain,
     pack_retained,
+    pack_setting,
+    unpack_dead,
+    unpack_forget,
     unpack_retain,
     unpack_retained,
 )
-from skymemory.protocol.satellite.tombstones import pack_dead, pack_forget, pack_setting, unpack_dead, unpack_forget
+from skymemory.protocol.routing import Declaration, LinksBody
+from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found, unpack_found
+from skymemory.protocol.satellite.gossip import Notice, Region
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,

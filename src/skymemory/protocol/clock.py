@@ -1,7 +1,10 @@
-"""How far the box has moved: a pure function of the clock, the same for satellites and clients.
+"""How far the box has moved, and which satellite is which server then: pure functions of the clock.
 
 Slot moves count how often the overhead point passed to the next slot, plane moves how often to the next plane
 (the Earth turning under the orbits). Both are counted from the epoch and may be pushed by an operator (ADVANCE).
+
+``MoveClock`` counts moves, ``SkyMap`` places servers. ``Locator`` is a satellite's use of both, ``FollowedClock`` a
+client's.
 """
 
 from __future__ import annotations
@@ -18,29 +21,51 @@ from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Moves, Placement
-
-PROOF_S = 0.8
-"""All that say that a chunk is gone must have said so within this time. A copy outlives its handover by the grace
-(1 s): so a chunk that is anywhere cannot have gone from one of them to another behind the back of who asks.
-"""
+from skymemory.protocol.congestion import Throttle
+from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET
 
 STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 3, "cost": 4, "baseline": 5}
 """Numbers on the wire; frozen."""
-_ROUNDING_STEPS = 1 << 12
-"""How far behind an edge, in roundings of the clock, it is looked for whether it was crossed."""
-_MOST_EARLIER = 256
-"""Moves that ``moves_since`` looks back at one by one: at ``time_scale`` 60 a quarter of an hour, at 1 half a day."""
-_FIRST_SPAN_S, _LONGEST_SPAN_S = 600.0, 1e8
-"""How far back earlier moves are looked for: so long as satellites fly at first, then twice as long, and so on."""
 STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
+PROOF_S = 0.8
+"""All answers that prove a chunk lost must arrive within this time. A copy outlives its handover by a grace period of
+1 s, so a chunk that exists cannot move between two answers without being seen.
+"""
+HANDED_OVER_S = 0.3
+"""For this long after a move by the clock readers look where chunks were before it. The copies there outlive the move
+by the grace period of the handover (1 s), while those in the new place may still be on their way (``handover.SPREAD_S``
+and the journey): a read then needs one round trip, not two.
+"""
+MOST_PUSHED_AT_ONCE = 10_000
+"""Moves by which one ADVANCE may change what is added to the clock, in each direction."""
+MOST_PUSHED = 1_000_000
+"""Moves that may be added to the clock in all, in each direction: as many as a plan holds."""
+LISTENERS = 5
+"""The majority is taken of this many satellites, those heard last."""
+TOLERATED_STEPS = 1
+"""By how many moves on each axis a satellite's count may differ from the majority's."""
+
+_ROUNDING_STEPS = 1 << 12
+"""How far behind an edge, in roundings of the clock, to look for the crossing."""
+_MOST_EARLIER = 256
+"""Moves that ``moves_since`` looks back one by one: a quarter of an hour at ``time_scale`` 60, half a day at 1."""
+_FIRST_SPAN_S, _LONGEST_SPAN_S = 600.0, 1e8
+"""How far back to look for earlier moves, in time as satellites fly: at first, doubled up to the longest."""
+_PUSHES_AT_ONCE = 16
+"""Pushes accepted without a pause, then one a second: each may cause a handover of all chunks."""
+_REMEMBERED_TAGS = 65_536
+_REMEMBERED_MOVES = 4
+_LEAST_AGREEING = 2
+_REPORT_KEPT_S = 30.0
+"""How long a satellite's reported moves count towards the majority."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveClock:
-    """Moves at a time. ``time_scale`` 0 stands still, 1 is real, 60 an hour a minute.
+    """Moves as a function of time. ``time_scale`` 0 stands still, 1 is real time, 60 is an hour a minute.
 
     ``slot_period_s`` and ``plane_period_s`` are the real times between moves (260 s and 19.7 min on Starlink A), for a
-    grid that is over nobody in particular. With a ``track`` the moves are those of its anchor and periods do not count.
+    grid that is not above any particular place. With a ``track`` the moves are those of its anchor; periods are unused.
     """
 
     epoch_s: float = 0.0
@@ -51,7 +76,7 @@ class MoveClock:
     track: Track | None = None
 
     def sky_s(self, now_s: float) -> float:
-        """Seconds since the epoch as the satellites fly: what the geometry is asked with."""
+        """Seconds since the epoch as the satellites fly: the time argument of the geometry."""
         return (now_s - self.epoch_s) * self.time_scale
 
     def moves(self, now_s: float) -> Moves:
@@ -67,7 +92,7 @@ class MoveClock:
     def next_move_s(self, now_s: float) -> float | None:
         """A time at which the moves have just changed; None if the clock stands still.
 
-        Never a rounding too early: a timer set to it finds that there is something to do.
+        Never a rounding error too early: a timer set to it finds the moves changed.
         """
         if self.time_scale <= 0:
             return None
@@ -83,8 +108,8 @@ class MoveClock:
         return None
 
     def moves_before(self, now_s: float, most: int) -> list[Moves]:
-        """The counts of moves that held before the one of now, the latest first: ``most`` of them at most. A track that
-        turns back has some of them twice.
+        """The counts of moves before the present one, the latest first, at most ``most``. A track that turns back has
+        some of them twice.
         """
         if self.time_scale <= 0 or most <= 0:
             return []
@@ -102,9 +127,10 @@ class MoveClock:
         return list(found)[1:]
 
     def moves_since(self, set_moves: Moves, placement: Placement, now_s: float) -> list[Moves]:
-        """Counts of moves by which ``placement`` names every satellite where a chunk that was set at ``set_moves`` can
-        have been left: those since then, the latest first. Where too many are, or operators have pushed the box, so
-        that nobody knows all of them, those of every satellite where it can ever be.
+        """Counts of moves that cover every satellite where a chunk set at ``set_moves`` can have been left.
+
+        Those since then, the latest first. Where these are too many, or unknown because operators have pushed the box,
+        those of every satellite where the chunk can ever be.
         """
         known = [self.moves(now_s), *self.moves_before(now_s, _MOST_EARLIER)]
         if set_moves not in known or any(self.pushed):
@@ -114,7 +140,9 @@ class MoveClock:
         return list(dict.fromkeys(known))
 
     def _next_edge_s(self, now_s: float) -> float:
-        """When a cell's edge is next reached, to within rounding; a track may turn back at it and not cross."""
+        """When an edge of the cell is next reached, to within rounding; a track may turn back there without
+        crossing.
+        """
         elapsed_s = self.sky_s(now_s)
         if self.track is not None:
             next_s = self.track.next_crossing_s(elapsed_s)
@@ -130,10 +158,10 @@ class MoveClock:
 
 
 class SkyMap:
-    """Where every server of every box is: the torus, the centre at no moves, and placements made once each.
+    """The satellite of every server of every placement, cached.
 
-    ``slot_link_s`` and ``plane_link_s`` are one-way delays of a link; only the ``cost`` strategy looks at them.
-    ``sight`` is what a host sees of it all; None where nothing is known of orbits and masks.
+    ``centre`` is the centre of the box at zero moves. ``slot_link_s`` and ``plane_link_s`` are one-way delays of a
+    link, for the ``cost`` strategy. ``sight`` computes which satellites a host sees; None without orbits and masks.
     """
 
     def __init__(
@@ -152,7 +180,7 @@ class SkyMap:
         self._located: dict[tuple[int, int, Moves, Moves, int], tuple[SatelliteId, ...]] = {}
 
     def placement(self, strategy: int, servers: int) -> Placement:
-        """Raises ``InvalidInput`` for an unknown strategy code or more servers than satellites."""
+        """Raises ``InvalidInput`` for an unknown strategy code, or more servers than satellites."""
         found = self._placements.get((strategy, servers))
         if found is None:
             if len(self._placements) > 256:
@@ -167,7 +195,7 @@ class SkyMap:
     def servers_at(
         self, strategy: int, servers: int, set_moves: Moves, now_moves: Moves, replica: int = 0
     ) -> tuple[SatelliteId, ...]:
-        """The satellite of each server, now, of a value set at ``set_moves``."""
+        """The satellites that hold the servers of a value set at ``set_moves``, at ``now_moves``."""
         wanted = (strategy, servers, set_moves, now_moves, replica)
         found = self._located.get(wanted)
         if found is None:
@@ -187,32 +215,117 @@ class SkyMap:
         return self.torus.wrap(self.centre.plane + moves[1], self.centre.slot - moves[0])
 
 
-# A ground host's count of moves: its own clock, corrected by what most satellites say of theirs.
-#
-# No single satellite is believed, for its clock may be the wrong one. Its word is remembered, and one place more
-# where a
-# chunk may be; the count follows when most of the satellites that spoke last agree. A clock that is off by less than a
-# move (on Starlink A, 260 s) makes a difference of one step, which readers look for anyway; what is further from the
-# majority is counted as ``clocks_beyond_bound``.
+class Locator:
+    """One satellite's moves, and where chunks belong at them: the satellite of every placement tag, cached until the
+    box moves.
+    """
 
+    def __init__(self, here: SatelliteId, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
+        self._here = here
+        self._sky = sky
+        self._clock = clock
+        self._homes: dict[bytes, SatelliteId] = {}
+        self.settled: set[bytes] = set()
+        """Packed tags of chunks that belong to this satellite now, as far as looked up."""
+        self.moves: Moves = clock.moves(now_s)
+        self.before: Moves = self.moves
+        """The moves before the last change."""
+        self.next_move_s = clock.next_move_s(now_s)
+        self._pushing = Throttle(_PUSHES_AT_ONCE, 0.0)
 
-_REMEMBERED = 4
-LISTENERS = 5
-"""So many satellites, those that spoke last, are asked for the majority."""
-_LEAST_AGREEING = 2
-_WORD_KEPT_S = 30.0
-"""What was said before that counts no more."""
-HANDED_OVER_S = 0.3
-"""So long after a move by the clock readers look where chunks were before it. The copies there outlive the move by
-the grace of the handover (1 s), those elsewhere may be on their way (for ``pacer.SPREAD_S`` and the journey): a read
-then needs one round trip, not two.
-"""
-TOLERATED_STEPS = 1
-"""A satellite's count may differ by so many moves on each axis from what most say."""
+    @property
+    def pushed(self) -> Moves:
+        """The moves that operators have added to the clock."""
+        return self._clock.pushed
+
+    def may_push_to(self, pushed: Moves, now_s: float, most: int = MOST_PUSHED_AT_ONCE) -> bool:
+        """Whether ``push_to`` may follow: not too far in all, not more than ``most`` at once, not too often.
+
+        A push that changes nothing is always allowed.
+        """
+        if pushed == self.pushed:
+            return True
+        steps = (abs(new - old) for new, old in zip(pushed, self.pushed, strict=True))
+        if max(map(abs, pushed)) > MOST_PUSHED or max(steps) > most or not self._pushing.is_open(now_s):
+            return False
+        self._pushing.done(now_s)
+        return True
+
+    def push_to(self, pushed: Moves) -> None:
+        """Set the moves added to the clock (absolute: a repeat changes nothing). They count from the next
+        ``follow``.
+        """
+        self._clock = self._clock.push(pushed[0] - self.pushed[0], pushed[1] - self.pushed[1])
+
+    def follow(self, now_s: float) -> bool:
+        """Bring the moves up to date; whether they changed."""
+        self.next_move_s = self._clock.next_move_s(now_s)
+        moves = self._clock.moves(now_s)
+        if moves == self.moves:
+            return False
+        self.before, self.moves = self.moves, moves
+        self._forget()
+        return True
+
+    def next_timer_s(self) -> float:
+        """When the box moves next; infinity: never."""
+        return math.inf if self.next_move_s is None else self.next_move_s
+
+    def interval_s(self, now_s: float) -> float:
+        """Time until the box moves again: the mean of the next two times. A slot move and a plane move may follow each
+        other at once; the second plan then redirects what the first has not sent yet.
+        """
+        if self.next_move_s is None:
+            return math.inf
+        following_s = self._clock.next_move_s(self.next_move_s)
+        return math.inf if following_s is None else (following_s - now_s) / 2
+
+    def moves_since(self, set_moves: Moves, placement: Placement, now_s: float) -> list[Moves]:
+        """Counts of moves that cover every satellite where a chunk set at ``set_moves`` can have been left."""
+        return self._clock.moves_since(set_moves, placement, now_s)
+
+    def is_past(self, moves: Moves) -> bool:
+        """Whether a sender that counts these moves is behind this satellite. (If the box goes back, a sender that is
+        ahead looks behind.)
+        """
+        return sum(moves) < sum(self.moves)
+
+    def home(self, ref: bytes) -> SatelliteId:
+        """The satellite where the chunk with this packed reference belongs now.
+
+        Raises:
+            InvalidInput: its placement is impossible here (unknown strategy, more servers than satellites).
+        """
+        return self.home_of_tag(ref[TAG_OFFSET : TAG_OFFSET + TAG_BYTES])
+
+    def home_of_tag(self, tag: bytes) -> SatelliteId:
+        found = self._homes.get(tag)
+        if found is None:
+            if len(self._homes) > _REMEMBERED_TAGS:
+                self._forget()
+            servers, number = int.from_bytes(tag[0:2], "big"), int.from_bytes(tag[2:4], "big")
+            set_slot_moves = int.from_bytes(tag[8:12], "big", signed=True)
+            set_plane_moves = int.from_bytes(tag[12:16], "big", signed=True)
+            placement = self._sky.placement(tag[4], servers)
+            found = placement.locate(number - 1, (set_slot_moves, set_plane_moves), self.moves, tag[5])
+            self._homes[tag] = found
+            if found == self._here:
+                self.settled.add(tag)
+        return found
+
+    def _forget(self) -> None:
+        self._homes.clear()
+        self.settled.clear()
 
 
 class FollowedClock:
-    """Starts from a ``MoveClock``, which an operator's push makes wrong; remembers where the box has lately been."""
+    """A ground host's count of moves: its own clock, corrected by what most satellites report.
+
+    An operator's push makes the own clock wrong. No single satellite is believed, since its clock may be the wrong one:
+    its report only adds a place where a chunk may be. The count follows when a majority of the satellites heard last
+    agree. A clock that is off by less than a move (on Starlink A, 260 s) is one step off, and readers look one step
+    around anyway; a satellite further from the majority is counted as ``clocks_beyond_bound``.
+    """
 
     def __init__(self, clock: MoveClock, counters: Counters | None = None) -> None:
         self._base = clock
@@ -221,16 +334,16 @@ class FollowedClock:
         self._latest: Moves | None = None
         self._since: dict[tuple[Moves, str, int], list[Moves]] = {}
         self._since_at: tuple[MoveClock, Moves] | None = None
-        """Moves since settings that were asked for, and the clock and moves for which they hold."""
-        self._before: deque[Moves] = deque(maxlen=_REMEMBERED)
-        self._words: dict[SatelliteId, tuple[Moves, float]] = {}
-        """Of the satellites that spoke last, latest last: what they add to our own clock, and when they said so."""
+        """Cached results of ``everywhere``, and the clock and moves for which they hold."""
+        self._before: deque[Moves] = deque(maxlen=_REMEMBERED_MOVES)
+        self._reports: dict[SatelliteId, tuple[Moves, float]] = {}
+        """Of the satellites heard last, latest last: their difference from our own clock, and when it was reported."""
 
     def moves(self, now_s: float) -> Moves:
         moves = self._clock.moves(now_s)
         if moves != self._latest:
-            if self._latest is None:  # what held before we came is known from the clock
-                self._before.extend(dict.fromkeys(self._clock.moves_before(now_s, _REMEMBERED)))
+            if self._latest is None:  # the moves before we started follow from the clock
+                self._before.extend(dict.fromkeys(self._clock.moves_before(now_s, _REMEMBERED_MOVES)))
             if moves in self._before:
                 self._before.remove(moves)
             if self._latest is not None:
@@ -239,8 +352,8 @@ class FollowedClock:
         return moves
 
     def to_read_at(self, set_moves: Moves, now_s: float) -> Moves:
-        """The moves by which to look first for a value that was set at ``set_moves``: those of a little while ago, when
-        what they ask for has been handed over for certain, but not of a time before the value was set.
+        """The moves by which to look first for a value set at ``set_moves``: those of ``HANDED_OVER_S`` ago, for which
+        handovers are certainly complete, but not from before the value was set.
         """
         moves, looked_at_s = self.moves(now_s), now_s - HANDED_OVER_S
         before = self._clock.moves(looked_at_s)
@@ -252,25 +365,25 @@ class FollowedClock:
         return before
 
     def at(self, time_s: float) -> Moves:
-        """The moves at another time, as far as is known now; nothing is remembered of it."""
+        """The moves at another time, as far as is known now; changes nothing."""
         return self._clock.moves(time_s)
 
     def sky_s(self, now_s: float) -> float:
         """Seconds since the epoch as the satellites fly."""
         return self._clock.sky_s(now_s)
 
-    def told(self, satellite: SatelliteId, moves: Moves, round_trip_s: float, now_s: float) -> None:
-        """A satellite counted ``moves`` when it answered; what was right a round trip ago is only late, not wrong."""
+    def report(self, satellite: SatelliteId, moves: Moves, round_trip_s: float, now_s: float) -> None:
+        """A satellite counted ``moves`` when it answered. A count that was right a round trip ago is not wrong."""
         ours = self.moves(now_s)
         if moves == ours or moves == self._clock.moves(now_s - round_trip_s):
             added = self._added
         else:
             base = self._base.moves(now_s)
             added = moves[0] - base[0], moves[1] - base[1]
-        self._words.pop(satellite, None)
-        self._words[satellite] = added, now_s
-        if len(self._words) > LISTENERS:
-            del self._words[next(iter(self._words))]
+        self._reports.pop(satellite, None)
+        self._reports[satellite] = added, now_s
+        if len(self._reports) > LISTENERS:
+            del self._reports[next(iter(self._reports))]
         if added != self._added:
             self._reconsider(now_s)
             agreed = self.moves(now_s)
@@ -279,31 +392,31 @@ class FollowedClock:
 
     @property
     def _added(self) -> Moves:
-        """What we add to our own clock by now."""
+        """The correction of our own clock so far."""
         now, base = self._clock.pushed, self._base.pushed
         return now[0] - base[0], now[1] - base[1]
 
     def _reconsider(self, now_s: float) -> None:
-        """Follow what most of those say that spoke last."""
-        words = [added for added, said_s in self._words.values() if said_s >= now_s - _WORD_KEPT_S]
-        added, count = Tally(words).most_common(1)[0]
-        if added != self._added and count >= _LEAST_AGREEING and 2 * count > len(words):
+        """Follow the majority of the satellites heard last."""
+        reports = [added for added, said_s in self._reports.values() if said_s >= now_s - _REPORT_KEPT_S]
+        added, count = Tally(reports).most_common(1)[0]
+        if added != self._added and count >= _LEAST_AGREEING and 2 * count > len(reports):
             self._clock = self._base.push(*added)
             self._counters.add("clock_corrected")
             self.moves(now_s)
 
     def nearby(self, now_s: float) -> list[Moves]:
-        """Counts of moves at which a chunk may have been left or already be awaited: now first, then what was lately
-        true here, what satellites say that we do not believe (yet), and one step back and one ahead on each axis.
+        """Counts of moves at which a chunk may have been left or already be expected: the present one, recent ones,
+        those reported by satellites and not (yet) followed, and one step back and ahead on each axis.
         """
         r, p = self.moves(now_s)
         base = self._base.moves(now_s)
-        said = [(base[0] + slots, base[1] + planes) for (slots, planes), _ in reversed(self._words.values())]
+        said = [(base[0] + slots, base[1] + planes) for (slots, planes), _ in reversed(self._reports.values())]
         return list(dict.fromkeys([(r, p), *self._before, *said, (r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)]))
 
     def everywhere(self, now_s: float, set_moves: Moves, placement: Placement) -> list[Moves]:
-        """Counts of moves that name every satellite where a chunk that was set at ``set_moves`` may have been left:
-        those ``nearby``, and all since it was set.
+        """Counts of moves that cover every satellite where a chunk set at ``set_moves`` may have been left: those
+        ``nearby``, and all since it was set.
         """
         name = set_moves, placement.strategy, placement.servers
         if self._since_at != (self._clock, self.moves(now_s)):

@@ -1,7 +1,8 @@
-"""Bodies of the messages, and whole packets built and read.
+"""Bodies of the messages, and control packets as a whole: how they are packed and parsed.
 
-Bulk packets (SET, MIGRATE, DATA) carry a ``ChunkRef`` and a payload and are built many at a time by ``segments``;
-everything else is built here, one packet at a time.
+Bulk packets (SET, MIGRATE, DATA) carry a ``ChunkRef`` and a payload and are built many at a time by ``segments``. The
+bodies of NOTICE, CHECK and LINKS, which only satellites exchange, are in ``satellite.gossip``, ``satellite.checks`` and
+``routing``.
 """
 
 from __future__ import annotations
@@ -89,14 +90,12 @@ HOUSEKEEPING_FIELDS = (
     "packets_shed",
     "late_us",
 )
-"""What a PONG reports, in this order; new fields are appended, a reader takes what it knows."""
+"""Fields of a PONG, in this order; new ones are appended, and a reader ignores what it does not know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a satellite knows of one key: ``index`` is the lowest chunk it holds, ``length_bytes`` that chunk's length,
-    ``held`` how many chunks of the key it holds.
-    """
+    """What a satellite holds of one key: ``held`` chunks, of which ``index`` is the lowest, ``length_bytes`` long."""
 
     index: int
     chunks: int
@@ -125,7 +124,7 @@ class Presence:
 
     @classmethod
     def unpack(cls, record: Buffer) -> Presence | None:
-        """None where the record says that the satellite holds nothing of the key."""
+        """None if the satellite holds nothing of the key."""
         (
             number,
             chunks,
@@ -208,7 +207,7 @@ def unpack_listed(body: Buffer) -> list[tuple[bytes, Presence]]:
 
 
 def pack_moves(slot_moves: int, plane_moves: int) -> bytes:
-    """Body of ADVANCE: the totals to be added to what the clock says (absolute, so a repeat changes nothing)."""
+    """Body of ADVANCE: totals to add to the clock's moves (absolute, so a repeat changes nothing)."""
     return _MOVES.pack(slot_moves, plane_moves)
 
 
@@ -269,7 +268,7 @@ def parse_packet(data: Buffer) -> Packet:
     """Read one control packet whose CRC ``native.verify_segments`` has accepted.
 
     Raises:
-        MalformedPacket: anything out of order; UnknownOperation for an otherwise sound command.
+        MalformedPacket: the packet contradicts itself; UnknownOperation for an otherwise sound command.
     """
     outer = parse_header(data)
     if outer.apid != SKY_APID:
@@ -307,8 +306,7 @@ def _counted(body: Buffer, width: int) -> int:
     return int(count)
 
 
-# Which chunks of a key a packet speaks of: the body of GET, ACK, MISS and BUSY.
-
+# --- Selection: which chunks of a key; the body of GET, ACK, MISS and BUSY ---
 
 MAX_SELECTION_BITS = 1 << 16
 """Steps of one selection: bounds what one GET can ask for before anything is allocated."""
@@ -318,7 +316,7 @@ _STEPS = struct.Struct(">III")
 
 
 def pack_steps(indices: range) -> bytes:
-    """What follows the key in the selection of exactly these: it is the same for every key."""
+    """The part of a selection of exactly these indices that follows the key: it is the same for every key."""
     count = len(indices)
     if not 1 <= count <= MAX_SELECTION_BITS:
         raise InvalidInput(f"a selection over {count} steps: expected 1 to {MAX_SELECTION_BITS}")
@@ -346,7 +344,7 @@ class Selection:
             InvalidInput: none, not on one grid, or spread over more than ``MAX_SELECTION_BITS`` steps.
         """
         if not indices:
-            raise InvalidInput("a selection of no chunks: expected at least one")
+            raise InvalidInput("empty selection: expected at least one chunk")
         first = indices[0]
         count = (indices[-1] - first) // stride + 1
         if count > MAX_SELECTION_BITS:
@@ -368,7 +366,7 @@ class Selection:
         if 1 < len(ordered) <= MAX_SELECTION_BITS and ordered[0] < ordered[1]:
             step = ordered[1] - ordered[0]
             even = range(ordered[0], ordered[0] + step * len(ordered), step)
-            if ordered == list(even):  # as nearly always
+            if ordered == list(even):  # nearly always
                 return [cls.of(key, even, step)]
         ordered = sorted(set(ordered))
         stride = max(1, math.gcd(*(index - ordered[0] for index in ordered))) if ordered else 1
@@ -401,8 +399,7 @@ class Selection:
         return cls(key, first - 1, stride, count, bitmap)
 
 
-# One byte of answer for each thing asked about: how RETAINED and CHECKED are laid out.
-
+# --- RETAINED and CHECKED: one byte of answer for each question ---
 
 _VERDICTS = struct.Struct(">HH")
 
@@ -414,10 +411,135 @@ def pack_verdicts(verdicts: Sequence[IntEnum]) -> bytes:
 
 
 def unpack_verdicts(body: Buffer, op: Op, kind: type[Verdict]) -> list[Verdict]:
-    """One ``kind`` per thing asked about; MalformedPacket if the body is not that of an ``op``."""
+    """One ``kind`` per question; raises ``MalformedPacket`` if the body is not that of an ``op``."""
     if len(body) < _VERDICTS.size or len(body) != _VERDICTS.size + _VERDICTS.unpack_from(body)[0]:
-        raise MalformedPacket(f"{op.name} of {len(body)} bytes: not what its count says")
+        raise MalformedPacket(f"{op.name} of {len(body)} bytes: its count does not match")
     codes = bytes(body[_VERDICTS.size :])
     if codes and max(codes) > max(kind):
         raise MalformedPacket(f"{op.name} says {max(codes)}: expected {int(max(kind))} at most")
     return [kind(code) for code in codes]
+
+
+# --- FORGET, GONE and NOTICE: dead values ---
+
+SETTING_BYTES = 12
+Dead = tuple[bytes, bytes]
+"""A dead value: its key and its setting (CRC of the value and moves when it was SET), so that a value that is set again
+under the key lives on.
+"""
+DEAD_BYTES = KEY_BYTES + SETTING_BYTES
+MAX_DEAD_PER_PACKET = 130
+"""Dead values of one NOTICE or GONE: their packet stays as small as one with a chunk of the default size."""
+MOST_SINCE_S = 10.0
+"""How long a satellite remembers that a writer stored a key."""
+_DEAD_COUNT = struct.Struct(">HH")
+_SETTING = struct.Struct(">Iii")
+
+
+def pack_setting(value_crc: int, slot_moves: int, plane_moves: int) -> bytes:
+    return _SETTING.pack(value_crc, slot_moves, plane_moves)
+
+
+def pack_dead(dead: Sequence[Dead]) -> bytes:
+    """Body of GONE."""
+    if not 1 <= len(dead) <= MAX_DEAD_PER_PACKET:
+        raise InvalidInput(f"{len(dead)} dead values in one packet: expected 1 to {MAX_DEAD_PER_PACKET}")
+    return _DEAD_COUNT.pack(len(dead), 0) + join_dead(dead)
+
+
+def unpack_dead(body: Buffer) -> list[Dead]:
+    if len(body) < _DEAD_COUNT.size:
+        raise MalformedPacket("list of dead values without its count")
+    return split_dead(body[_DEAD_COUNT.size :], _DEAD_COUNT.unpack_from(body)[0])
+
+
+def pack_forget(dead: Sequence[Dead], since_s: float) -> bytes:
+    """Body of FORGET: delete these, except what was stored in the last ``since_s`` (at most 65 s, in whole ms)."""
+    since_ms = math.ceil(since_s * 1000)
+    if not 1 <= len(dead) <= MAX_DEAD_PER_PACKET or not 0 <= since_ms <= 0xFFFF:
+        raise InvalidInput(
+            f"{len(dead)} values to forget of {since_s} s ago: expected 1 to {MAX_DEAD_PER_PACKET}, and 0 to 65.5 s"
+        )
+    return _DEAD_COUNT.pack(len(dead), since_ms) + join_dead(dead)
+
+
+def unpack_forget(body: Buffer) -> tuple[list[Dead], float]:
+    if len(body) < _DEAD_COUNT.size:
+        raise MalformedPacket("FORGET without its count")
+    count, since_ms = _DEAD_COUNT.unpack_from(body)
+    return split_dead(body[_DEAD_COUNT.size :], count), since_ms / 1000
+
+
+def join_dead(dead: Sequence[Dead]) -> bytes:
+    return b"".join(key + setting for key, setting in dead)
+
+
+def split_dead(body: Buffer, count: int) -> list[Dead]:
+    """Inverse of ``join_dead``; raises ``MalformedPacket`` where the body does not hold ``count`` of them."""
+    if not 1 <= count <= MAX_DEAD_PER_PACKET or len(body) != count * DEAD_BYTES:
+        raise MalformedPacket(f"{count} dead values in {len(body)} bytes")
+    return [
+        (bytes(body[at : at + KEY_BYTES]), bytes(body[at + KEY_BYTES : at + DEAD_BYTES]))
+        for at in range(0, len(body), DEAD_BYTES)
+    ]
+
+
+# --- RETAIN: pins, leases, expiries ---
+
+WRITING_S = 3.0
+"""How long a key counts as being written after its writer's last SET or RETAIN with WRITING. Writers send one each half
+second: five in a row may be lost, or be late by as much.
+"""
+_LATEST_S = 1e12
+"""The latest time of a RETAIN, some 30,000 years on; later ones are reduced to it."""
+_RETAIN = struct.Struct(">HBBQ")
+
+
+class Retain(IntEnum):
+    """What a RETAIN requests of its keys: the numbers of the wire."""
+
+    TOUCH = 0
+    """Make the first key the most recently used, the last the least of them. Not answered."""
+    PIN = 1
+    """Do not evict until the time; a time that has passed unpins."""
+    EXPIRE = 2
+    """Delete at the time, pinned or not; 0 means never. A later SET means never, too."""
+    LEASE = 3
+    """Do not evict until the time, or until the ground host that sent this has read chunks of it. Not answered."""
+    WRITING = 4
+    """The ground host is still storing chunks of it, here or elsewhere. Not answered."""
+
+
+class Kept(IntEnum):
+    """What RETAINED reports of each key."""
+
+    ABSENT = 0
+    DONE = 1
+    REFUSED = 2
+    """The share of memory for pins, or the list of expiries, is full."""
+
+
+def pack_retain(what: Retain, until_s: float, keys: Sequence[bytes]) -> bytes:
+    """Body of RETAIN; ``until_s`` in seconds since the epoch."""
+    if not 1 <= len(keys) <= MAX_KEYS_PER_PACKET:
+        raise InvalidInput(f"{len(keys)} keys in one RETAIN: expected 1 to {MAX_KEYS_PER_PACKET}")
+    until_ms = round(until_s * 1000) if 0 <= until_s <= _LATEST_S else 0 if until_s < 0 else round(_LATEST_S * 1000)
+    return _RETAIN.pack(len(keys), what, 0, until_ms) + b"".join(keys)
+
+
+def unpack_retain(body: Buffer) -> tuple[Retain, float, list[bytes]]:
+    if len(body) < _RETAIN.size:
+        raise MalformedPacket(f"RETAIN of {len(body)} bytes: expected {_RETAIN.size} and keys")
+    count, what, _, until_ms = _RETAIN.unpack_from(body)
+    if not 1 <= count <= MAX_KEYS_PER_PACKET or len(body) != _RETAIN.size + count * KEY_BYTES or what > Retain.WRITING:
+        raise MalformedPacket(f"RETAIN {what} of {count} keys in {len(body)} bytes")
+    keys = [bytes(body[at : at + KEY_BYTES]) for at in range(_RETAIN.size, len(body), KEY_BYTES)]
+    return Retain(what), until_ms / 1000, keys
+
+
+def pack_retained(outcomes: Sequence[Kept]) -> bytes:
+    return pack_verdicts(outcomes)
+
+
+def unpack_retained(body: Buffer) -> list[Kept]:
+    return unpack_verdicts(body, Op.RETAINED, Kept)

@@ -14,8 +14,8 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import CommandsRefused, ConstellationError, InvalidInput, NoConstellation
 from skymemory.files import read_bounded, write_private
 from skymemory.protocol.client.machine import Finished
+from skymemory.protocol.clock import MOST_PUSHED, MOST_PUSHED_AT_ONCE
 from skymemory.protocol.messages import pack_moves, unpack_housekeeping
-from skymemory.protocol.satellite.locator import MOST_PUSHED, MOST_PUSHED_AT_ONCE
 from skymemory.protocol.wire import Op
 from skymemory.testbed.child import send_signal
 from skymemory.testbed.connect import control_client, worst_round_trip_s

@@ -25,8 +25,8 @@ from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import check_servers, layout, parse_strategy
 from skymemory.protocol.auth import MAX_SIGNED_CHUNK_BYTES
 from skymemory.protocol.client.gateway import ACCESS_MODES as ACCESS_MODES
+from skymemory.protocol.clock import MOST_PUSHED
 from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
-from skymemory.protocol.satellite.locator import MOST_PUSHED
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
 from skymemory.testbed.key_file import KeyFollower
 

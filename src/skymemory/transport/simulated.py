@@ -149,7 +149,7 @@ class SimulatedConstellation:
         before.ledger.went(before.used_bytes, "lost")
         self.satellites[satellite] = self._new_satellite(satellite)
         self.satellites[satellite].store.ledger = before.ledger
-        self.satellites[satellite].neighbourhood.greet(self.now_s)
+        self.satellites[satellite].neighbours.greet(self.now_s)
         self._touched[satellite] = None
         if satellite in self._host_of:
             self._host_of[satellite].adopt(satellite, self.satellites[satellite], self.now_s)

@@ -114,12 +114,11 @@ class UdpHost:
         )
         pushed_at_ms, pushed = self._pushed
         clock = replace(self.spec.clock, pushed=pushed)
-        machine = SatelliteMachine(config, self.spec.sky, clock, self.now_s(), self.lateness)
-        machine.neighbourhood.pushed_at_ms = pushed_at_ms
+        machine = SatelliteMachine(config, self.spec.sky, clock, self.now_s(), self.lateness, self._figures)
+        machine.neighbours.pushed_at_ms = pushed_at_ms
         machine.store.ledger = self._ledgers.pop(name, machine.store.ledger)
-        machine.neighbourhood.greet(self.now_s())
+        machine.neighbours.greet(self.now_s())
         satellite = UdpSatellite(machine, sock, self._loop)
-        satellite.machine.transport_figures = self._figures
         self._loop.add_reader(sock.fileno(), self._readable, satellite)
         self._arm(satellite)
         return satellite
@@ -140,8 +139,8 @@ class UdpHost:
             satellite.close()
             self._ledgers[name] = satellite.machine.store.ledger
             self._ledgers[name].went(satellite.machine.store.used_bytes, "lost")
-            neighbourhood = satellite.machine.neighbourhood
-            self._pushed = max(self._pushed, (neighbourhood.pushed_at_ms, neighbourhood.pushed))
+            neighbours = satellite.machine.neighbours
+            self._pushed = max(self._pushed, (neighbours.pushed_at_ms, neighbours.pushed))
         for name in self.spec.mine.keys() - self._satellites.keys() - set(dead):
             self._satellites[name] = self._launch(name, self.spec.mine[name])
             self._after(self._satellites[name])

@@ -13,13 +13,24 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol import messages
 from skymemory.protocol.clock import MoveClock
-from skymemory.protocol.messages import Packet, build_packet, parse_packet
+from skymemory.protocol.messages import (
+    WRITING_S,
+    Kept,
+    Packet,
+    Retain,
+    build_packet,
+    pack_dead,
+    pack_retain,
+    pack_setting,
+    parse_packet,
+    unpack_dead,
+    unpack_retain,
+    unpack_retained,
+)
 from skymemory.protocol.satellite import retention
+from skymemory.protocol.satellite.checks import Check, pack_checks
 from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
 from skymemory.protocol.satellite.gossip import Notice, Region
-from skymemory.protocol.satellite.repair import Check, pack_checks
-from skymemory.protocol.satellite.retention import Kept, Retain, pack_retain, unpack_retain, unpack_retained
-from skymemory.protocol.satellite.tombstones import WRITING_S, pack_dead, pack_setting, unpack_dead
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
 from skymemory.transport.faults import FaultInjector
 
@@ -168,7 +179,7 @@ def test_a_suspicion_from_before_a_move_says_nothing_after_it(world, value_of):
     store = sky.sim.satellites[here].store
     store.remove((info.key, min(store.shares[info.key])))
     sky.sim.settle(10.5)
-    assert sky.sim.satellites[here]._forgetting._completeness.suspects(info.key)
+    assert sky.sim.satellites[here]._sweep.is_suspect(info.key)
     sky.advance(1)
     sky.sim.settle(14.0)
     assert store.shares.get(info.key), "it is suspected anew by the next sweep"
@@ -495,7 +506,7 @@ def test_a_lease_holds_until_the_reader_has_it_or_its_time_is_over(world, value_
     read, out = sky.get(infos["v0"])
     assert read.ok == (end == "never") and (not read.ok or out == values["v0"])
     assert not sky.get(infos["v1"])[0].ok
-    assert all(machine.store.held_bytes == 0 for machine in sky.sim.satellites.values())
+    assert all(machine.store.leased_bytes == 0 for machine in sky.sim.satellites.values())
 
 
 def test_a_quarter_of_the_memory_is_leased_and_pins_have_their_own(world, value_of):
@@ -503,7 +514,7 @@ def test_a_quarter_of_the_memory_is_leased_and_pins_have_their_own(world, value_
     _, infos = fill(sky, 9, value_of, size=19_900)
     for name in list(infos)[:6]:
         lease(sky, name, infos[name])
-    held = {machine.store.held_bytes for machine in sky.sim.satellites.values()} - {0}
+    held = {machine.store.leased_bytes for machine in sky.sim.satellites.values()} - {0}
     assert held and max(held) <= 20 * 1072 // 4
     assert sky.counted("leases_refused") >= 10
     assert [everywhere(sky, Retain.PIN, 60.0, name, infos[name]) for name in list(infos)[:5]] == [{Kept.DONE}] * 5
@@ -514,9 +525,9 @@ def test_a_pin_that_is_refused_leaves_the_lease_as_it_is(world, value_of):
     _, infos = fill(sky, 9, value_of, size=19_900)
     assert [everywhere(sky, Retain.PIN, 60.0, name, infos[name]) for name in list(infos)[:5]] == [{Kept.DONE}] * 5
     lease(sky, "v5", infos["v5"])
-    held = [machine.store.held_bytes for machine in sky.sim.satellites.values()]
+    held = [machine.store.leased_bytes for machine in sky.sim.satellites.values()]
     assert any(held) and everywhere(sky, Retain.PIN, 60.0, "v5", infos["v5"]) == {Kept.REFUSED}
-    assert [machine.store.held_bytes for machine in sky.sim.satellites.values()] == held
+    assert [machine.store.leased_bytes for machine in sky.sim.satellites.values()] == held
 
 
 def test_leases_of_one_key_are_few_however_many_ask(world, value_of):
@@ -532,8 +543,8 @@ def test_leases_of_one_key_are_few_however_many_ask(world, value_of):
         header = SkyHeader(Op.RETAIN, Address(*here), source, ground, ground)
         packet = build_packet(header, body, 0, sky.sim.now_s)
         machine.receive_datagram(packet, ("ground", ground), sky.sim.now_s)
-    assert len(machine._forgetting.retention._leases[key_of("v0")]) <= 64
-    assert machine.store.held_bytes
+    assert len(machine.store.leases[key_of("v0")]) <= 64
+    assert machine.store.leased_bytes
 
 
 def test_a_check_of_a_made_up_number_of_chunks_costs_no_more_than_those_that_are_here(world, value_of):

@@ -34,9 +34,9 @@ lateness = st.lists(st.floats(0.0, 0.05), min_size=1, max_size=5)
 @settings(deadline=None)  # a busy computer makes one example late
 @given(moves, lateness, st.floats(0.0, 1.0))
 def test_no_window_holds_more_than_the_rate_and_two_groups(move, late_s, phase):
-    bursts, interval_s, in_haste = move
+    bursts, interval_s, urgent = move
     pacer = Pacer(GAP_S, phase)
-    pacer.spread(bursts, 5.0, interval_s, in_haste)
+    pacer.spread(bursts, 5.0, interval_s, urgent)
     times = send(pacer, bursts, 5.0, late_s)
     for first, begin_s in enumerate(times):
         for last in range(first, len(times)):
@@ -46,9 +46,9 @@ def test_no_window_holds_more_than_the_rate_and_two_groups(move, late_s, phase):
 @given(moves, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_all_is_sent_before_the_box_moves_again_however_much_it_is(move, lateness, phase):
     """As long as alarms are late by less than the time between two groups."""
-    bursts, interval_s, in_haste = move
+    bursts, interval_s, urgent = move
     pacer = Pacer(GAP_S, phase)
-    pacer.spread(bursts, 5.0, interval_s, in_haste)
+    pacer.spread(bursts, 5.0, interval_s, urgent)
     late_s = lateness * pacer.step_s
     times = send(pacer, bursts, 5.0, [late_s])
     assert times[-1] - 5.0 <= SPREAD_SHARE * interval_s + late_s + 1e-9
@@ -61,7 +61,7 @@ def test_links_are_loaded_with_the_usual_pace_where_the_box_leaves_time(bursts, 
     pacer = Pacer(GAP_S)
     pacer.spread(bursts, 0.0, interval_s)
     assert pacer.gap_s >= min(GAP_S, SPREAD_SHARE * interval_s / bursts) and pacer.gap_s <= 0.010
-    pacer.spread(bursts, 0.0, interval_s, in_haste=True)
+    pacer.spread(bursts, 0.0, interval_s, urgent=True)
     assert pacer.gap_s == min(GAP_S, SPREAD_SHARE * interval_s / bursts)
 
 

@@ -65,6 +65,6 @@ def test_the_next_to_be_evicted_leaves_first_and_so_is_the_first_again_where_it_
         for index in (0, 1):
             store.put((key, index), ChunkRef(key, index, 2, 9, 0, 18, 0, tag).pack(), b"x" * 9)
     store.get_run(keys[0], [0])
-    store.shield(keys[1])
+    store.pin(keys[1])
     handover.plan(store, lambda tag: THERE, HERE)
     assert [burst.names[0][0] for burst in handover.bursts_to_send(0.0)] == [keys[2], keys[3], keys[0], keys[1]]

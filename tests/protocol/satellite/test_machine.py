@@ -12,12 +12,12 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.messages import Packet, Presence, Selection
-from skymemory.protocol.satellite import tombstones
+from skymemory.protocol.messages import Packet, Presence, Selection, pack_forget
+from skymemory.protocol.satellite import memory
+from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found, unpack_checks, unpack_found
 from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.satellite.repair import Check, Found, pack_checks, pack_found, unpack_checks, unpack_found
-from skymemory.protocol.satellite.tombstones import pack_forget, setting_of
+from skymemory.protocol.satellite.memory import setting_of
 from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.wire import CHUNK_REF, FLAG_SETTLED, GROUND_SHELL, Address, Op, PlacementTag, SkyHeader
 
@@ -151,7 +151,7 @@ def test_a_set_ends_what_a_deletion_forbids() -> None:
     """Chunks of a deleted key that are handed over are not taken for a while, but those of a new value are."""
     alone = Alone()
     alone.store("v")
-    late = alone.machine._chunks._latecomers
+    late = alone.machine._state.history
     assert alone.hear(Op.EVICT, messages.pack_keys([key_of("v"), key_of("w")]))
     v, w = (key_of(name) + bytes(40) for name in "vw")
     assert late.is_deleted(v, 0.5) and late.is_deleted(w, 0.5)
@@ -165,7 +165,7 @@ def test_what_is_to_be_forgotten_is_one_setting_and_was_not_stored_since() -> No
     alone.store("v")
     ref = alone.machine.store.shares[key_of("v")][0][0]
     other = key_of("v") + bytes(20) + b"\0\0\0\6" + bytes(16)
-    late = alone.machine._chunks._latecomers
+    late = alone.machine._state.history
 
     def forget(setting: bytes, since_s: float, now_s: float) -> int:
         packet = messages.build_packet(
@@ -184,9 +184,9 @@ def test_what_is_to_be_forgotten_is_one_setting_and_was_not_stored_since() -> No
 def test_so_many_keys_are_known_to_have_been_stored_that_none_is_taken_for_older(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tombstones, "_REMEMBERED_SETS", 2)
-    late = Alone().machine._chunks._latecomers
+    monkeypatch.setattr(memory, "_REMEMBERED_SETS", 2)
+    late = Alone().machine._state.history
     for number, name in enumerate("abca"):
-        late.set_again(key_of(name), float(number))
-    assert late.was_set_since(key_of("a"), 3.0) and not late.was_set_since(key_of("c"), 2.5)
-    assert not late.was_set_since(key_of("z"), 1.5) and late.was_set_since(key_of("z"), 1.0)
+        late.written(key_of(name), float(number))
+    assert late.was_written_since(key_of("a"), 3.0) and not late.was_written_since(key_of("c"), 2.5)
+    assert not late.was_written_since(key_of("z"), 1.5) and late.was_written_since(key_of("z"), 1.0)

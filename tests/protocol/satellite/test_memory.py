@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skymemory.metrics import Counters
 from skymemory.protocol.satellite.memory import ChunkStore, names_by_tag
 from skymemory.protocol.wire import CHUNK_REF_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef, PlacementTag
 
@@ -62,11 +63,10 @@ verbs = st.one_of(
 @given(steps=st.lists(verbs, max_size=60), limit=st.integers(0, 2500))
 def test_budget_contents_and_indexes_always_agree(steps, limit):
     store, seen = ChunkStore(limit), {}
-    gone_keys: list[bytes] = []
-    store.gone = gone_keys.append
     for verb, key_number, *rest in steps:
         key = KEYS[key_number]
         keys_before = {name[0] for name, _ in store.items()}
+        store.expiries = dict.fromkeys(keys_before, 1.0)
         if verb == "put":
             index, size, version = rest
             payload = bytes([index, version]) * size
@@ -90,20 +90,20 @@ def test_budget_contents_and_indexes_always_agree(steps, limit):
             assert store.remove((key, rest[0])) is there
         elif verb == "shield":
             if store.refresh(key):
-                store.shield(key)
+                store.pin(key)
         elif verb == "unshield":
-            store.unshield(key)
+            store.unpin(key)
         else:
             held = sum(name[0] == key for name, _ in store.items())
             assert store.remove_key(key) == held
         items = dict(store.items())
         assert len(items) == len(store)
         assert store.used_bytes == sum(len(c.payload) + CHUNK_REF_BYTES for c in items.values()) <= max(limit, 0)
-        shielded = sum(len(c.payload) + CHUNK_REF_BYTES for name, c in items.items() if store.is_shielded(name[0]))
-        assert store.shielded_bytes == shielded
-        assert set(gone_keys) >= keys_before - {name[0] for name in items}
+        shielded = sum(len(c.payload) + CHUNK_REF_BYTES for name, c in items.items() if name[0] in store.pins)
+        assert store.pinned_bytes == shielded
+        gone_keys = keys_before - store.expiries.keys()
+        assert gone_keys >= keys_before - {name[0] for name in items}, "what was promised of a key goes with it"
         assert key not in gone_keys or verb in ("put", "remove", "remove_key")
-        gone_keys.clear()
         assert all(chunk.payload == seen[name] for name, chunk in items.items())
         by_tag = names_by_tag(store.shares)
         assert sorted(name for names in by_tag.values() for name in names) == sorted(items)
@@ -190,9 +190,9 @@ def test_a_shield_goes_with_the_last_chunk():
     for take_away in (lambda store: store.remove((KEYS[0], 0)), lambda store: store.remove_key(KEYS[0])):
         store = room(2)
         put(store, KEYS[0], 0, b"a" * 100)
-        store.shield(KEYS[0])
+        store.pin(KEYS[0])
         take_away(store)
-        assert not store.is_shielded(KEYS[0]) and store.shielded_bytes == 0
+        assert KEYS[0] not in store.pins and store.pinned_bytes == 0
         put(store, KEYS[0], 0, b"b" * 100)
         assert put(store, KEYS[1], 0, b"c" * 100) and put(store, KEYS[2], 0, b"d" * 100)
         assert store.peek((KEYS[0], 0)) is None
@@ -235,7 +235,7 @@ def test_a_value_that_fits_beside_no_pins_evicts_nothing_beside_them(chunks: int
         key = number.to_bytes(32, "big")
         assert put(store, key, 0, b"x" * 100)
         if number % 2:
-            store.shield(key)
+            store.pin(key)
     assert put_part(store, part(b"k" * 32, chunks)) == [fits] * chunks
     assert len(store.keys_after(b"", 99)) == (11 if fits else 20)
 
@@ -249,14 +249,12 @@ def test_a_value_stored_again_in_a_full_memory_takes_its_own_place():
 
 
 def test_a_shielded_key_that_outgrows_its_share_of_the_memory_is_shielded_no_longer():
-    store = room(10)
-    store.shield_limit_bytes = 5 * (100 + CHUNK_REF_BYTES)
-    outgrown: list[bytes] = []
-    store.unshielded = outgrown.append
+    counters = Counters()
+    store = ChunkStore(10 * (100 + CHUNK_REF_BYTES), pin_share=0.5, counters=counters)
     small, large = part(KEYS[0], 2), part(KEYS[0], 9, version=2)
     assert put_part(store, small) == [True] * 2
-    store.shield(KEYS[0])
-    assert put_part(store, part(KEYS[0], 4, version=2)) == [True] * 4 and store.is_shielded(KEYS[0])
+    store.pin(KEYS[0])
+    assert put_part(store, part(KEYS[0], 4, version=2)) == [True] * 4 and KEYS[0] in store.pins
     assert put_part(store, large) == [True] * 9
-    assert outgrown == [KEYS[0]] and store.shielded_bytes == 0 and not store.is_shielded(KEYS[0])
+    assert counters.get("pins_refused") == 1 and store.pinned_bytes == 0 and KEYS[0] not in store.pins
     assert put(store, KEYS[1], 0, b"x" * 100) and put(store, KEYS[1], 1, b"x" * 100), "it may be evicted again"

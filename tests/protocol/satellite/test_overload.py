@@ -10,14 +10,14 @@ from tests.protocol.conftest import World, key_of
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
-from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.clock import MOST_PUSHED, MOST_PUSHED_AT_ONCE, MoveClock, SkyMap
 from skymemory.protocol.congestion import LONG_HOLD_S, SHORT_HOLD_S, Throttle
 from skymemory.protocol.routing import Declaration, LinksBody, LinkState
 from skymemory.protocol.satellite.handover import Handover
-from skymemory.protocol.satellite.links import Neighbourhood
-from skymemory.protocol.satellite.locator import MOST_PUSHED, MOST_PUSHED_AT_ONCE
+from skymemory.protocol.satellite.links import Neighbours
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import MOST_AGE_S, MOST_BYTES, Lateness, Postponed
+from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.segments import bulk_batch
 from skymemory.protocol.wire import GROUND_SHELL, Address, ChunkRef, Op, PlacementTag, SkyHeader, Status
 
@@ -27,13 +27,15 @@ KEY, THERE = bytes(32), SatelliteId(0, 1)
 
 
 class Links:
-    """One satellite's neighbourhood, and all that it says."""
+    """One satellite's neighbours, and all that it says."""
 
     def __init__(self) -> None:
         self.lateness = Lateness()
         self.said: list[tuple[float, SatelliteId, LinksBody]] = []
-        self.links = LinkState(TORUS)
-        self.it = Neighbourhood(HERE, TORUS, self.links, (0, 0), 0.05, self.tell, self.lateness)
+        state = SatelliteState(SatelliteConfig(HERE, 1 << 20), SkyMap(TORUS, CENTRE), MoveClock(), 0.0, self.lateness)
+        state.outbox.send_links = self.tell
+        self.links = state.links
+        self.it = Neighbours(state)
 
     def tell(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
         self.said.append((now_s, neighbour, LinksBody.unpack(body)))
@@ -395,7 +397,7 @@ def test_an_overload_between_two_alarms_is_noticed():
     """No alarm of this satellite went off while its host was late; those it lost are asked at once all the same."""
     machine = late_machine()
     machine.lateness.measured(0.0, 11.0)
-    machine.neighbourhood.used(EAST_OF_CENTRE, 11.0)
+    machine.neighbours.used(EAST_OF_CENTRE, 11.0)
     now_s = 11.0
     while now_s < 30.0:
         machine.lateness.measured(0.0, now_s)

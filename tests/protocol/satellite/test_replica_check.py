@@ -13,9 +13,9 @@ from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol import messages
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES
+from skymemory.protocol.messages import WRITING_S
 from skymemory.protocol.satellite import memory
-from skymemory.protocol.satellite.config import EvictionConfig
-from skymemory.protocol.satellite.repair import (
+from skymemory.protocol.satellite.checks import (
     MAX_CHECKS_PER_PACKET,
     Check,
     Found,
@@ -24,7 +24,7 @@ from skymemory.protocol.satellite.repair import (
     unpack_checks,
     unpack_found,
 )
-from skymemory.protocol.satellite.tombstones import WRITING_S
+from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.wire import Op
 
 SERVERS = 10
@@ -241,7 +241,7 @@ def test_nothing_is_mended_while_chunks_are_handed_over(world, value_of):
 
 
 def test_one_sweep_sends_so_much_and_the_next_the_rest(world, value_of, monkeypatch):
-    monkeypatch.setattr("skymemory.protocol.satellite.repair.MOST_BYTES", 3 * 1072)
+    monkeypatch.setattr("skymemory.protocol.satellite.sweep.MOST_BYTES", 3 * 1072)
     sky = world(eviction=policy(sweep_s=5.0))
     infos = [put(sky, str(number), value_of(40_000, number)) for number in range(4)]
     sky.sim.kill(SatelliteId(2, 9))

@@ -10,8 +10,8 @@ from tests.protocol.conftest import World, key_of
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.client.transfer import ValueInfo, WriteKeepalive, WriteTransfer
 from skymemory.protocol.clock import MoveClock
+from skymemory.protocol.messages import Retain, pack_retain
 from skymemory.protocol.satellite.config import EvictionConfig
-from skymemory.protocol.satellite.retention import Retain, pack_retain
 from skymemory.store.sky.driver import SkySettings
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.transport.faults import FaultInjector

@@ -283,7 +283,7 @@ def test_satellites_that_forget_keys_only_are_left_what_remains() -> None:
     """Those of an earlier release: what they delete by key may be of somebody who has stored it meanwhile."""
     sky = simulated()
     for machine in sky.satellites.values():
-        machine._handlers[Op.FORGET] = lambda packet, now_s, machine=machine: machine._departures.reply(
+        machine._handlers[Op.FORGET] = lambda packet, now_s, machine=machine: machine._outbox.reply(
             packet.header, Op.UNSUPPORTED, UNSTATED.pack_unsupported(Op.FORGET), now_s
         )
     store = store_over(sky, 1, SharedIndex())

@@ -50,8 +50,7 @@ from skymemory.protocol.client.transfer import (
     WriteTransfer,
 )
 from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
-from skymemory.protocol.messages import Buffer, Selection
-from skymemory.protocol.satellite.tombstones import Dead, unpack_dead
+from skymemory.protocol.messages import Buffer, Dead, Selection, unpack_dead
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.wire import CREDIT_UNIT_BYTES, FLAG_SETTLED, Op, SkyHeader, Status, made_at_s, since_s
 
@@ -485,7 +484,7 @@ class ClientMachine:
             self.counters.add("packets_unexpected")
             return
         round_trip_s = self._heard(request, echo_us, now_s)
-        self._clock.told(request.satellite, (slot_moves, plane_moves), round_trip_s, now_s)
+        self._clock.report(request.satellite, (slot_moves, plane_moves), round_trip_s, now_s)
         transfer = request.operation.transfer
         if not isinstance(transfer, WriteTransfer):
             self.counters.add("packets_unexpected")
@@ -513,7 +512,7 @@ class ClientMachine:
         else:  # one on the way, which could not pass it on
             round_trip_s = since_s(header.timestamp_us, now_s) or 0.0
             self._peers.peer(speaker).heard(None, now_s)
-        self._clock.told(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
+        self._clock.report(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
         if header.op is Op.PONG:
             request.operation.report.clock_ahead_s = made_at_s(view, now_s) - (now_s - round_trip_s / 2)
             request.peer.declares(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)

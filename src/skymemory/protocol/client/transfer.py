@@ -24,9 +24,15 @@ from skymemory.native import Landing
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.peers import Suspects
 from skymemory.protocol.clock import PROOF_S
-from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Buffer, pack_steps
-from skymemory.protocol.satellite.retention import Retain, pack_retain
-from skymemory.protocol.satellite.tombstones import WRITING_S
+from skymemory.protocol.messages import (
+    KEY_BYTES,
+    MAX_KEYS_PER_PACKET,
+    WRITING_S,
+    Buffer,
+    Retain,
+    pack_retain,
+    pack_steps,
+)
 from skymemory.protocol.segments import Slices, pack_refs
 from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, REPLICA_OFFSET, TELEMETRY_PREFIX_BYTES
 

@@ -1,4 +1,4 @@
-"""What one satellite is told about itself before it starts."""
+"""Configuration of one satellite, and the names of eviction policies."""
 
 from __future__ import annotations
 
@@ -10,27 +10,22 @@ from skymemory.errors import InvalidInput
 from skymemory.eviction.policies import DEFAULT_REPLACEMENT
 from skymemory.protocol.auth import Authority
 
-# Which of the four ways to evict the remains of a dead block are on: what a constellation's plan says of them.
-#
-# A block with a chunk gone is dead; its other chunks are *dead bytes* until somebody drops them (SkyMemory paper
-# §3.9):
-#
-# - ``lazy``: the client that finds the hole evicts the rest;
-# - ``gossip``: the satellite that evicts tells the box (``gossip-plane``: only the plane that look-ups ask);
-# - ``periodic``: satellites ask each other now and then whether the rest of what they hold is still there;
-# - ``migration``: they ask before they hand chunks over, and nothing dead is carried.
-
-
 EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
+"""Ways to evict the rest of a dead block, that is, of one with a chunk missing (SkyMemory paper §3.9):
+
+- ``lazy``: the client that finds the hole evicts the rest;
+- ``gossip``: the satellite that evicts notifies the box (``gossip-plane``: only the plane that look-ups use);
+- ``periodic``: satellites ask each other now and then whether the rest of what they hold is still there;
+- ``migration``: they ask before they hand chunks over, and nothing dead is carried.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionConfig:
-    """What one satellite does about dead blocks. Times in seconds.
+    """What one satellite does about dead blocks, pins and copies. Times in seconds.
 
-    ``pin_share`` is the share of the memory that may be pinned; ``notice_hold_s`` how long evicted keys are gathered
-    before they are told, and ``confirm_s`` how long after a first suspicion a second look is taken: longer than a
-    handover takes.
+    ``pin_share`` is the share of the memory that may be pinned; ``notice_hold_s`` how long evictions are collected
+    before they are announced; ``confirm_s`` the time from a suspicion to its proof: longer than a handover takes.
     """
 
     gossip: bool = False
@@ -42,11 +37,11 @@ class EvictionConfig:
     confirm_s: float = 2.0
     pin_share: float = 0.5
     replicas: int = 1
-    """Copies of each chunk that the constellation keeps: a block is dead when all copies of a chunk are gone."""
+    """Copies of each chunk in the constellation: a block is dead when all copies of a chunk are gone."""
 
     @classmethod
     def of(cls, policies: Sequence[str], sweep_s: float = 30.0, replicas: int = 1) -> EvictionConfig:
-        """What satellites do under these policies (``lazy`` is the clients' affair)."""
+        """The configuration for these policies (``lazy`` concerns only clients)."""
         plane_only = "gossip-plane" in policies
         return cls(
             plane_only or "gossip" in policies,
@@ -73,13 +68,13 @@ def parse_policies(text: str) -> tuple[str, ...]:
     if not names:
         raise InvalidInput(f"eviction {text!r}: expected some of {', '.join(EVICTION_POLICIES)}, or none")
     if "gossip" in names and "gossip-plane" in names:
-        raise InvalidInput("eviction: gossip tells the whole box, gossip-plane one plane of it; choose one of them")
+        raise InvalidInput("eviction: gossip notifies the whole box, gossip-plane one plane of it; choose one of them")
     return names
 
 
 @dataclass(frozen=True, slots=True)
 class SatelliteConfig:
-    """``credit_bytes`` is what the transport's receive buffer really holds; it is offered to senders."""
+    """``credit_bytes``: what the transport's receive buffer really holds; it is offered to senders."""
 
     address: SatelliteId
     memory_bytes: int
@@ -90,11 +85,11 @@ class SatelliteConfig:
     handover_timeout_s: float = 0.1
     handover_grace_s: float = 1.0
     handover_gap_s: float = 0.002
-    """Seconds a burst of a handover, at least, if all is sent in time that way (0: as fast as they go)."""
+    """Shortest time between bursts of a handover, unless they could not all be sent in time (0: no pacing)."""
     replacement: str = DEFAULT_REPLACEMENT
-    """One of ``replacement.REPLACEMENTS``: what goes first when the memory is full."""
+    """One of ``eviction.policies.REPLACEMENTS``: which keys are evicted first when the memory is full."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     neighbour_patience_s: float = 0.05
-    """How long a neighbour may take to answer a question; the transport knows how long its links are."""
+    """How long a neighbour may take to answer a probe; depends on the length of the links."""
     authority: Authority | None = field(default=None, repr=False)
-    """Whose commands it obeys; None: anybody's."""
+    """The keys whose commands it obeys; None: any command."""

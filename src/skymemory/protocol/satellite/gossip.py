@@ -1,12 +1,16 @@
-"""Eviction gossip: who evicts part of a block tells the other satellites of its box, and the ground hosts it knows.
+"""Handler of NOTICE, eviction gossip: a satellite that evicts part of a block notifies the satellites of its box.
 
-A NOTICE is flooded link by link within a rectangle of satellites, each of which passes it on once; a satellite outside
-the rectangle passes it on towards its centre. Several evict the same block at the same time, since they hold the same
-blocks in the same order: so notices wait a moment, and who meanwhile hears of a key has nothing left to tell of it.
+A NOTICE is flooded link by link within a rectangle of satellites, each of which forwards it once; a satellite outside
+the rectangle forwards it towards the centre. Satellites hold the same blocks in the same order, so several evict a
+block at the same time: notices wait a moment, and a satellite that hears of a key meanwhile has nothing left to say.
+Ground hosts that the first satellite knows are notified by GONE.
 
-A chunk that is evicted where it belongs is gone. One that is evicted elsewhere may have been handed over before, and
-where values have copies another has it: then the satellite tells only what is proved lost (``proofs``). With copies it
-asks first, with one question for many values, who has a share whole; the last one to evict always finds out.
+1. ``gather`` notes that something was evicted; the notice is due ``notice_hold_s`` later.
+2. ``handle_timer`` decides which of the evicted values are dead. A chunk evicted where it belongs is gone. One evicted
+   elsewhere may have been handed over before, and where values have copies another satellite may have it: such a value
+   is dead only if that is proved (``LossProofs``). With copies one question per satellite comes first: which shares are
+   whole there? The last satellite to evict always finds out.
+3. ``_announce`` drops what is left of the dead values here and floods the notice.
 """
 
 from __future__ import annotations
@@ -14,46 +18,40 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.metrics import Counters
-from skymemory.protocol.clock import SkyMap
-from skymemory.protocol.messages import KEY_BYTES, Buffer, Packet
-from skymemory.protocol.satellite.config import EvictionConfig
-from skymemory.protocol.satellite.locator import Whereabouts
-from skymemory.protocol.satellite.memory import ChunkStore
-from skymemory.protocol.satellite.outbox import Departures
-from skymemory.protocol.satellite.repair import Answer, Check, Checks, Copies, Found
-from skymemory.protocol.satellite.sweep import Proofs
-from skymemory.protocol.satellite.tombstones import (
+from skymemory.protocol.messages import (
+    KEY_BYTES,
     MAX_DEAD_PER_PACKET,
+    Buffer,
     Dead,
-    Latecomers,
-    drop,
+    Packet,
     join_dead,
     pack_dead,
-    setting_of,
     split_dead,
 )
+from skymemory.protocol.satellite.checks import Answer, Check, Checks, Found, LossProofs, Replicas
+from skymemory.protocol.satellite.memory import setting_of
+from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import TAG_OFFSET, Address, ChunkRef, Op
 
 _NOTICE = struct.Struct(">IIIHHHHBBH")
-_TOLD = 0x01
-_UNDER_WAY_S = 1.0
-"""A notice is that old at most: it is held back for 0.05 s and crosses the box. A writer's word of a key comes each
-half second while it is at it, so what it still writes is younger, too.
+_GROUND_NOTIFIED = 0x01
+_OLDEST_NOTICE_S = 1.0
+"""A notice is at most this old: it is held back for 0.05 s and crosses the box. A writer repeats its RETAIN each half
+second, so what it is still writing is younger, too.
 """
 _REMEMBERED_NOTICES = 4096
-_GROUND_HOSTS_TOLD = 8
-"""The ground hosts heard of last; each gets a packet for every notice."""
+_MOST_GROUND_HOSTS = 8
+"""GONE goes to the ground hosts heard of last: each gets a packet for every notice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Satellites around ``centre``, so many rows and columns to each side."""
+    """A rectangle of satellites: rows and columns to each side of ``centre``."""
 
     centre: SatelliteId
     north: int
@@ -69,13 +67,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """``origin`` and ``number`` name it; ``hops`` links are left; ``told``: the origin's ground hosts know already."""
+    """Body of NOTICE. ``origin`` and ``number`` identify it; it may cross ``hops`` more links."""
 
     origin: Address
     number: int
     region: Region
     hops: int
-    told: bool
+    ground_notified: bool
+    """Some satellite has notified its ground hosts already."""
     dead: tuple[Dead, ...]
 
     def pack(self) -> bytes:
@@ -89,7 +88,7 @@ class Notice:
             area.west,
             area.east,
             self.hops,
-            _TOLD if self.told else 0,
+            _GROUND_NOTIFIED if self.ground_notified else 0,
             len(self.dead),
         )
         return head + join_dead(self.dead)
@@ -97,102 +96,88 @@ class Notice:
     @classmethod
     def unpack(cls, body: Buffer) -> Notice:
         if len(body) < _NOTICE.size:
-            raise MalformedPacket(f"NOTICE of {len(body)} bytes: expected {_NOTICE.size} and what is dead")
+            raise MalformedPacket(f"NOTICE of {len(body)} bytes: expected {_NOTICE.size} and dead values")
         origin, number, centre, north, south, west, east, hops, flags, count = _NOTICE.unpack_from(body)
         dead = tuple(split_dead(body[_NOTICE.size :], count))
         middle = Address.unpack(centre)
         region = Region(SatelliteId(middle.plane, middle.slot), north, south, west, east)
-        return cls(Address.unpack(origin), number, region, hops, bool(flags & _TOLD), dead)
+        return cls(Address.unpack(origin), number, region, hops, bool(flags & _GROUND_NOTIFIED), dead)
 
 
-class Notices:
-    """What one satellite tells and hears. ``margin`` says by how many rows and columns a box may just be off."""
+class Gossip:
+    """Sends, receives and forwards the notices of one satellite."""
 
-    def __init__(
-        self,
-        here: SatelliteId,
-        config: EvictionConfig,
-        store: ChunkStore,
-        whereabouts: Whereabouts,
-        sky: SkyMap,
-        departures: Departures,
-        counters: Counters,
-        checks: Checks,
-        proofs: Proofs,
-        latecomers: Latecomers,
-        margin: Callable[[], int],
-        now_s: float,
-    ) -> None:
-        self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
+    def __init__(self, state: SatelliteState, checks: Checks, proofs: LossProofs, now_s: float) -> None:
+        self._here = state.here
+        self._config = config = state.config.eviction
+        self._sky = state.sky
+        self._store = state.store
+        self._history = state.history
+        self._handover = state.handover
+        self._locator = state.locator
+        self._outbox = state.outbox
+        self._counters = state.counters
         self._checks = checks
         self._proofs = proofs
-        self._latecomers = latecomers
-        self._here = here
-        self._config = config
-        self._store = store
-        self._whereabouts = whereabouts
-        self._sky = sky
-        self._departures = departures
-        self._counters = counters
-        self._margin = margin
-        self._evicted: dict[bytes, bytes] = {}
-        if config.gossip:
-            store.evicted = self._evicted
+        self._replicas = Replicas(state) if config.replicas > 1 else None
+        self._evicted: dict[bytes, bytes] = {} if state.store.evicted is None else state.store.evicted
         self._due_s = math.inf
         self._number = int(now_s * 1000) & 0xFFFFFFFF
-        """Whoever comes back empty must not repeat the numbers that others remember of it."""
+        """A restarted satellite must not repeat numbers that others have seen of it."""
         self._seen: OrderedDict[tuple[Address, int], None] = OrderedDict()
 
-    @property
-    def due_s(self) -> float:
-        """When ``send_due`` has something to say; infinite: not known."""
-        return self._due_s
+    # --- Evictions of this satellite ---
 
     def gather(self, now_s: float) -> None:
-        """To be called when something may have been evicted."""
+        """To be called when chunks may have been evicted."""
         if self._evicted and self._due_s == math.inf:
             self._due_s = now_s + self._config.notice_hold_s
 
-    def send_due(self, now_s: float) -> None:
-        """Tell of what was evicted and not stored again since, and drop what is left of it here."""
+    def next_timer_s(self) -> float:
+        return self._due_s
+
+    def handle_timer(self, now_s: float) -> None:
+        """Announce, or have proved, the loss of what was evicted and not stored again since."""
         if now_s < self._due_s:
             return
         self._due_s = math.inf
         refs = list(self._evicted.values())
         self._evicted.clear()
-        if self._copies is None:
-            at_home = [ref for ref in refs if self._whereabouts.home(ref) == self._here]
-            self._tell(at_home, now_s)
+        if self._replicas is None:
+            at_home = [ref for ref in refs if self._locator.home(ref) == self._here]
+            self._announce(at_home, now_s)
             away = [(ref, (ChunkRef.unpack(ref).index,)) for ref in refs if ref not in at_home]
             self._proofs.ask(away, self._proved, now_s)
         else:
-            self._ask_others(self._copies, refs, now_s)
+            self._ask_others(self._replicas, refs, now_s)
 
     def _proved(self, ref: bytes, lost: bool, now_s: float) -> None:
         if lost:
-            self._tell([ref], now_s)
+            self._announce([ref], now_s)
 
-    def _ask_others(self, copies: Copies, refs: Sequence[bytes], now_s: float) -> None:
-        """Have those proved lost of which some share is whole in no copy; who does not answer is taken to have his."""
+    def _ask_others(self, replicas: Replicas, refs: Sequence[bytes], now_s: float) -> None:
+        """Have the loss proved of values with a share that is whole in no copy. A satellite that does not answer is
+        taken to have its copy.
+        """
         by_key = {ref[:KEY_BYTES]: ref for ref in refs}
         by_place: dict[SatelliteId, list[Check]] = {}
         left: dict[Check, int] = {}
         doubtful: list[tuple[bytes, list[int]]] = []
 
         def doubt(check: Check) -> None:
-            missing = copies.missing(check)
+            missing = replicas.missing(check)
             if missing and (ref := by_key.pop(check.key, None)):
                 doubtful.append((ref, missing))
 
-        def heard(answer: Answer, heard_s: float) -> None:
+        def on_answer(answer: Answer, answered_s: float) -> None:
             for check, what in zip(answer.checks, answer.found, strict=True):
                 left[check] -= what is not Found.WHOLE and answer.same_moves
                 if left[check] == 0:
                     doubt(check)
-            self._prove(doubtful, heard_s)
+            self._prove(doubtful, answered_s)
 
         for ref in refs:
-            for check, others in copies.gone(ref, self._whereabouts.before if self._margin() else None):
+            for check, others in replicas.gone(ref, self._locator.before if self._margin() else None):
                 left[check] = len(others)
                 if not others:
                     doubt(check)
@@ -200,14 +185,15 @@ class Notices:
                     by_place.setdefault(place, []).append(check)
         self._prove(doubtful, now_s)
         for place, checks in by_place.items():
-            self._checks.ask(place, checks, heard, now_s)
+            self._checks.ask(place, checks, on_answer, now_s)
 
     def _prove(self, doubtful: list[tuple[bytes, list[int]]], now_s: float) -> None:
         if doubtful:
             self._proofs.ask(doubtful, self._proved, now_s)
             doubtful.clear()
 
-    def _tell(self, refs: Sequence[bytes], now_s: float) -> None:
+    def _announce(self, refs: Sequence[bytes], now_s: float) -> None:
+        """These values are dead: drop them here, notify our ground hosts and the satellites of their boxes."""
         by_region: dict[Region, list[Dead]] = {}
         for ref in refs:
             by_region.setdefault(self._region(ref), []).append((ref[:KEY_BYTES], setting_of(ref)))
@@ -216,8 +202,37 @@ class Notices:
             for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
                 self._begin(region, tuple(dead[at : at + MAX_DEAD_PER_PACKET]), now_s)
 
+    def _begin(self, region: Region, dead: tuple[Dead, ...], now_s: float) -> None:
+        self._number = (self._number + 1) & 0xFFFFFFFF
+        origin = Address(*self._here)
+        self._remember((origin, self._number))
+        away = self._sky.torus.hops(self._here, region.centre)
+        hops = min(255, away + region.north + region.south + region.west + region.east + 2)
+        notice = Notice(origin, self._number, region, hops, self.notify_ground(dead, now_s), dead)
+        self._forward(notice, None, now_s)
+
+    def _region(self, ref: bytes) -> Region:
+        """Where the other chunks of an evicted one are: the box of its placement, or one plane of it."""
+        tag = ref[TAG_OFFSET:]
+        servers, strategy = int.from_bytes(tag[0:2], "big"), tag[4]
+        set_moves = (int.from_bytes(tag[8:12], "big", signed=True), int.from_bytes(tag[12:16], "big", signed=True))
+        more = self._margin()
+        try:
+            placement = self._sky.placement(strategy, servers)
+        except InvalidInput:
+            return Region(self._here, 0, 0, 0, 0)
+        box, centre = placement.box, placement.centre_of(set_moves, self._locator.moves)
+        north, south = (0, 0) if self._config.plane_only else (box.north, box.height - 1 - box.north)
+        return Region(centre, north + more, south + more, box.west + more, box.width - 1 - box.west + more)
+
+    def _margin(self) -> int:
+        """By how many rows and columns chunks may be off their box: one while a handover is under way."""
+        return 0 if self._handover.at_rest else 1
+
+    # --- Notices of others ---
+
     def receive(self, packet: Packet, now_s: float) -> None:
-        """Drop what is dead, tell our ground hosts unless the origin told its own, and pass it on, once."""
+        """Drop what is dead, notify our ground hosts unless that was done, and forward the notice, once."""
         notice = Notice.unpack(packet.body)
         if packet.header.ground or packet.header.source.shell:
             raise MalformedPacket("NOTICE of a ground host: only satellites know what they evict")
@@ -230,39 +245,11 @@ class Notices:
         for key, setting in notice.dead:
             if setting_of(self._evicted.get(key, b"")) == setting:
                 del self._evicted[key]
-        told = notice.told or (bool(dead) and self.tell_ground(dead, now_s))
+        notified = notice.ground_notified or (bool(dead) and self.notify_ground(dead, now_s))
         source = SatelliteId(packet.header.source.plane, packet.header.source.slot)
-        self._pass_on(replace(notice, told=told), source, now_s)
+        self._forward(replace(notice, ground_notified=notified), source, now_s)
 
-    def tell_ground(self, dead: Sequence[Dead], now_s: float) -> bool:
-        """The ground hosts that we know hear that these values are gone; whether there are any."""
-        for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
-            body = pack_dead(dead[at : at + MAX_DEAD_PER_PACKET])
-            if not self._departures.tell_ground(Op.GONE, body, _GROUND_HOSTS_TOLD, now_s):
-                return False
-        return True
-
-    def purge(self, dead: Sequence[Dead], now_s: float) -> list[Dead]:
-        """Drop what we have of these; but not what may have been stored again, at the same moves and with the same
-        bytes, since its loss was noticed. Those that are dead for us, too.
-        """
-        since_s = now_s - _UNDER_WAY_S
-        dead = [one for one in dead if not self._latecomers.was_set_since(one[0], since_s)]
-        self._counters.add("chunks_purged", drop(self._store, dead))
-        if self._copies is not None:
-            self._checks.bury(dead)
-        return dead
-
-    def _begin(self, region: Region, dead: tuple[Dead, ...], now_s: float) -> None:
-        self._number = (self._number + 1) & 0xFFFFFFFF
-        origin = Address(*self._here)
-        self._remember((origin, self._number))
-        away = self._sky.torus.hops(self._here, region.centre)
-        hops = min(255, away + region.north + region.south + region.west + region.east + 2)
-        notice = Notice(origin, self._number, region, hops, self.tell_ground(dead, now_s), dead)
-        self._pass_on(notice, None, now_s)
-
-    def _pass_on(self, notice: Notice, source: SatelliteId | None, now_s: float) -> None:
+    def _forward(self, notice: Notice, source: SatelliteId | None, now_s: float) -> None:
         if not notice.hops:
             return
         torus, region = self._sky.torus, notice.region
@@ -274,23 +261,30 @@ class Notices:
         for target in dict.fromkeys(targets):
             if target not in (source, self._here):
                 self._counters.add("notices_sent")
-                self._departures.command(Op.NOTICE, target, notice.number, body, now_s)
-
-    def _region(self, ref: bytes) -> Region:
-        """Where the other chunks of an evicted one are: the box of its placement, or one plane of it."""
-        tag = ref[TAG_OFFSET:]
-        servers, strategy = int.from_bytes(tag[0:2], "big"), tag[4]
-        set_moves = (int.from_bytes(tag[8:12], "big", signed=True), int.from_bytes(tag[12:16], "big", signed=True))
-        more = self._margin()
-        try:
-            placement = self._sky.placement(strategy, servers)
-        except InvalidInput:
-            return Region(self._here, 0, 0, 0, 0)
-        box, centre = placement.box, placement.centre_of(set_moves, self._whereabouts.moves)
-        north, south = (0, 0) if self._config.plane_only else (box.north, box.height - 1 - box.north)
-        return Region(centre, north + more, south + more, box.west + more, box.width - 1 - box.west + more)
+                self._outbox.command(Op.NOTICE, target, notice.number, body, now_s)
 
     def _remember(self, name: tuple[Address, int]) -> None:
         self._seen[name] = None
         if len(self._seen) > _REMEMBERED_NOTICES:
             self._seen.popitem(last=False)
+
+    # --- Dropping dead values: also for ``Sweep`` ---
+
+    def purge(self, dead: Sequence[Dead], now_s: float) -> list[Dead]:
+        """Drop the chunks of dead values, except of keys that may have been stored again since the loss was noticed,
+        at the same moves and with the same bytes. Returns those dropped.
+        """
+        since_s = now_s - _OLDEST_NOTICE_S
+        dead = [one for one in dead if not self._history.was_written_since(one[0], since_s)]
+        self._counters.add("chunks_purged", self._store.remove_settings(dead))
+        if self._replicas is not None:
+            self._history.dropped(dead)
+        return dead
+
+    def notify_ground(self, dead: Sequence[Dead], now_s: float) -> bool:
+        """Send GONE to the ground hosts that this satellite knows; whether there are any."""
+        for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
+            body = pack_dead(dead[at : at + MAX_DEAD_PER_PACKET])
+            if not self._outbox.notify_ground(Op.GONE, body, _MOST_GROUND_HOSTS, now_s):
+                return False
+        return True

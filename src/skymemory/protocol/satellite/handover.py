@@ -1,20 +1,27 @@
-"""Migration as one satellite does it: copy, switch, delete.
+"""The plan of a satellite's handover: copy, switch, delete. What leaves, when, and what may be deleted.
 
 When the box moves, chunks whose server is now elsewhere are sent to that satellite, a window at a time, and sent again
-until acknowledged. Only then does the copy here start to age; it is deleted a grace period later, so that a reader who
-still looks here finds it. No table and no coordinator: each satellite computes all of it from the clock.
+until acknowledged. Only then does the grace period of the copy here begin, at whose end it is deleted: a reader who
+still looks here finds it. There is no table and no coordinator: each satellite computes all of it from the clock.
 
-A *stray* is a chunk that is here although it belongs elsewhere: brought by a writer who did not know of the last move,
-handed over by a satellite whose clock is ahead, or not taken by a satellite that is full or dead. Strays are looked at
-again when their time has come; so two satellites that disagree about the moves do not toss chunks to and fro.
+The states of a chunk that leaves:
+
+1. *queued*, in bursts of one key and destination (``plan``, ``enqueue``);
+2. *in flight*, until acknowledged; retransmitted after a timeout (``bursts_to_send``);
+3. *copied*: acknowledged, to be deleted after the grace period (``acknowledged``, ``to_delete``).
+
+A *stray* is a chunk that is here although it belongs elsewhere and is in none of these: stored by a writer that did not
+know of the last move, handed over by a satellite whose clock is ahead, or refused by its destination (full, dead or
+unreachable). Strays are examined again when they are due, so two satellites that disagree about the moves do not send
+chunks to and fro.
 
 Where values have copies, a chunk may also leave *as another copy* than the one it is here. Then it is only copied, and
 nothing here is deleted when it has arrived.
 
-A handover is background traffic and takes what others leave: bursts in flight become fewer as their answers come later
-than they can (LEDBAT, RFC 6817), and half as many when no answer comes at all. A single lost burst is no sign of
-congestion: links lose some. What was put off because a satellite did not answer is tried again as soon as our host is
-on time again or a link has come up.
+A handover is background traffic and takes the bandwidth that others leave: fewer bursts are in flight as answers come
+later than they can (LEDBAT, RFC 6817), and half as many when no answer comes at all. A single lost burst is no sign of
+congestion: links lose some. What waits for a satellite that did not answer is tried again as soon as our host is on
+time again or a link has come up. ``Pacer`` spreads bursts over time.
 """
 
 from __future__ import annotations
@@ -31,29 +38,44 @@ from skymemory.protocol.satellite.memory import ChunkName, ChunkStore, names_by_
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
 
 AsCopy = tuple[bytes, int, int]
-"""(key, 0-based index, replica): the chunk, leaving as that copy."""
+"""(key, 0-based index, replica): a chunk that leaves as that copy."""
 Leaving = ChunkName | AsCopy
 BURST_CHUNKS = 10
 """Chunks of one MIGRATE request: as many as one segmentation-offload send carries."""
+SPREAD_S = 0.2
+"""When the last burst after a move is sent, if the usual pace allows. It then arrives before readers look for it in its
+new place (``clock.HANDED_OVER_S`` after the move).
+"""
+SPREAD_SHARE = 0.8
+"""Share of the time between moves in which bursts are sent: the rest is for their journey."""
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
 _RETRY_S = 10.0
-"""After how long a satellite that was full or did not answer is tried again, at first."""
 _MOST_RETRY_S = 160.0
-"""It is tried half as often each time, down to this: else a value that does not fit crosses the links for ever."""
+"""First and longest back-off from a satellite that was full or did not answer; it doubles each time, since a value that
+does not fit would otherwise cross the links indefinitely.
+"""
 _DELETED_TOGETHER_S = 0.05
-"""What may go within this time of each other goes at once: an alarm for every burst costs more than its deletion."""
+"""Deletions due within this time are done at once: a timer for every burst costs more than its deletion."""
 _SLOW = 2.0
-"""An answer may take so many mean round trips before its burst is sent again, and at most:"""
-_MOST_PATIENCE_S = 2.0
+"""Timeout of a burst in mean round trips."""
+_MOST_TIMEOUT_S = 2.0
 _MOST_QUEUED = 1 << 20
 _TARGET_DELAY_S = 0.5
-"""How much longer than the shortest an answer may take because of queues: beyond, fewer bursts are sent at a time."""
+"""Queueing delay of an answer (beyond the shortest round trip) above which fewer bursts are in flight."""
 _MOST_DECREASE = 16.0
-"""By how many times as much the window shrinks for a very late answer as it grows for a prompt one."""
+"""How much faster, at most, the window shrinks for a very late answer than it grows for a prompt one."""
 _LEAST_BURSTS = 2.0
 _REMEMBERED_TRIPS = 1024
 _REMEMBERED_RETRIES = 1 << 16
+_MOST_GAP_S = 0.010
+"""Longest gap of the pacer: a few bursts need not take all the time there is."""
+_GROUP_S = 0.008
+_MOST_GROUPED = 4
+"""Where bursts would leave more often than every ``_GROUP_S``, up to this many leave together. Sent singly they cost
+every satellite on their way nearly twice the processor time; together they delay a reader by less than that.
+"""
+_GOLDEN = 0.6180339887498949
 
 
 @dataclass(slots=True, eq=False)
@@ -64,20 +86,20 @@ class Burst:
     destination: SatelliteId
     names: list[Leaving]
     plan: int
-    """The number of the plan, one for each move of the box, by which ``destination`` is the place of its chunks."""
+    """Number of the plan (one for each move of the box) by which its chunks belong at ``destination``."""
     sent_s: float
-    """For the first time."""
+    """The first time."""
     deadline_s: float
     last_sent_s: float
     attempts: int = 1
     answered: bool = False
     """Whether some of its chunks have arrived."""
     spared: bool = False
-    """Whether its deadline was put off because our host was late."""
+    """Whether its deadline was extended because our host was late."""
 
 
 class Handover:
-    """What leaves this satellite: strays, queued, in flight, and copied but not yet deleted."""
+    """The chunks that leave this satellite. Sends nothing itself: ``Migration`` does."""
 
     def __init__(
         self,
@@ -87,61 +109,59 @@ class Handover:
         pacer: Pacer | None = None,
         lateness: Lateness | None = None,
     ) -> None:
-        """Fresh bursts leave as ``pacer`` lets them (default: at once) and as the window is open. ``lateness`` is our
-        host's (default: never late).
+        """Fresh bursts leave as ``pacer`` (default: at once) and the window allow. ``lateness`` is our host's (default:
+        never late).
         """
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
-        """Nothing is sent for the first time before then: it is not known yet whether it is worth it."""
+        """Nothing is sent for the first time before then: ``Sweep`` still checks whether it is complete."""
         self.moved = False
         """The box has moved since the last plan."""
         self.retransmitted = 0
         self.chunks_planned = 0
-        """Chunks looked at so far by plans: work that nothing sent or received shows."""
+        """Chunks examined by plans so far: work that no packet shows."""
         self._lateness = lateness or Lateness()
         self._most_bursts = window_bursts
         self._window = float(window_bursts)
         self._heard_s = -math.inf
         self._cut_until_s = -math.inf
         self._shortest_s: dict[SatelliteId, float] = {}
-        """Round trips to where chunks were handed over: the shortest that was seen."""
+        """Shortest round trip seen to each destination."""
         self._timeout_s = timeout_s
         self._pacer = pacer or Pacer()
         self._round_trip = RoundTrip()
         self._queue: deque[tuple[SatelliteId, list[Leaving]]] = deque()
         self._queued: set[Leaving] = set()
         self._renamed: dict[Leaving, AsCopy] = {}
-        """Of chunks queued: as which copy they are to leave, where another copy has taken their place here."""
+        """Queued chunks whose place here another copy has taken: as which copy they leave."""
         self._in_flight: dict[int, Burst] = {}
-        self._doomed: dict[ChunkName, float] = {}
+        self._copied: dict[ChunkName, float] = {}
         self._strays: dict[Leaving, float] = {}
         self._stray_times: list[tuple[float, Leaving]] = []
         self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
-        """Where whose chunks were refused since the last move: when they are tried again, and after what wait."""
+        """Back-off by destination and key since the last move: when to try again, and the length of that wait."""
         self._unanswered: dict[Leaving, tuple[SatelliteId, bytes]] = {}
-        """What is astray because of no answer or no way: which of ``_retries`` it waits for."""
+        """Strays whose destination did not answer or was unreachable: the entry of ``_retries`` they wait for."""
         self._relief = Throttle()
         self._relief_waits = False
-        """Whether there was reason for relief when it was not its time."""
+        """``relieved`` was called while throttled: repeat it later."""
         self._plans = 0
         self._some_leave_as_others = False
-        """Whether any may: most satellites never see one, and need not look for them."""
+        """Whether any chunk may leave as another copy: most satellites never see one, and need not look for them."""
         self._next_request_id = 1
 
     @property
     def idle(self) -> bool:
-        """No plan to be made, nothing queued, in flight or astray (copies may still await deletion)."""
+        """No plan is due, and nothing is queued, in flight or astray (copied chunks may still await deletion)."""
         return not (self.moved or self._queue or self._in_flight or self._strays)
 
     @property
     def at_rest(self) -> bool:
-        """``idle``, and no copy awaits deletion: what is stored needs no look from here."""
-        return self.idle and not self._doomed
+        """``idle``, and nothing awaits deletion: chunks that are stored do not concern the handover."""
+        return self.idle and not self._copied
 
     def rests(self, key: bytes, indices: Iterable[int]) -> bool:
-        """Whether none of these chunks of a key, which are here, is to leave, leaves, or was copied and awaits
-        deletion.
-        """
+        """Whether none of these chunks of a key, which are here, leaves or awaits deletion."""
         if self.at_rest:
             return True
         if (
@@ -151,12 +171,12 @@ class Handover:
         ):
             return False
         names = [(key, index) for index in indices]
-        return not any(name in waiting for waiting in (self._queued, self._strays, self._doomed) for name in names)
+        return not any(name in waiting for waiting in (self._queued, self._strays, self._copied) for name in names)
 
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> list[AsCopy]:
-        """Queue everything that ``where`` (packed tag → satellite) puts elsewhere; forget older plans.
+        """Replace the plan: queue every chunk that ``where`` (packed tag → satellite) puts elsewhere.
 
-        What was to leave as another copy is returned: whose place that is now is not known here.
+        Returns what was to leave as another copy, since its new destination is not known here.
         """
         others = sorted(self._leaving_as_others())
         if others:
@@ -177,21 +197,21 @@ class Handover:
         for tag, names in names_by_tag(store.shares).items():
             destination = where(tag)
             if destination == here:
-                for name in names if self._doomed else ():
-                    self._doomed.pop(name, None)
+                for name in names if self._copied else ():
+                    self._copied.pop(name, None)
             else:
                 for name in names:
-                    if name not in on_its_way and name not in self._doomed:
+                    if name not in on_its_way and name not in self._copied:
                         leaving.setdefault(name[0], []).append((destination, name))
-        # What would be evicted first goes first, so that where it arrives it is the first again.
+        # In the order of eviction, so that chunks have the same order where they arrive.
         for key in store.order() if leaving else ():
             for destination in dict.fromkeys(to for to, _ in leaving.get(key, ())):
                 self.enqueue(destination, (name for to, name in leaving[key] if to == destination))
         return others
 
-    def spread(self, now_s: float, interval_s: float, in_haste: bool = False) -> None:
-        """Let what is queued leave at its pace from now on: the box moves again in ``interval_s``."""
-        self._pacer.spread(len(self._queue), now_s, interval_s, in_haste)
+    def spread(self, now_s: float, interval_s: float, urgent: bool = False) -> None:
+        """Set the pace of what is queued: the box moves again in ``interval_s``."""
+        self._pacer.spread(len(self._queue), now_s, interval_s, urgent)
 
     def enqueue(self, destination: SatelliteId, names: Iterable[Leaving]) -> None:
         """Queue chunks for a satellite, in bursts of one key each."""
@@ -207,13 +227,13 @@ class Handover:
                 self._queue.append((destination, same_key[at : at + BURST_CHUNKS]))
 
     def keep(self, key: bytes, indices: Iterable[int]) -> None:
-        """These chunks were stored here anew: what was acknowledged of earlier ones does not doom them."""
-        if not (self._doomed or self._strays or self._in_flight):
+        """These chunks were stored here again: ACKs of the earlier ones must not delete them."""
+        if not (self._copied or self._strays or self._in_flight):
             return
         of_key = [burst for burst in self._in_flight.values() if burst.names and burst.names[0][0] == key]
         for index in indices:
             name = (key, index)
-            self._doomed.pop(name, None)
+            self._copied.pop(name, None)
             self._strays.pop(name, None)
             self._unanswered.pop(name, None)
             for burst in of_key:
@@ -222,11 +242,11 @@ class Handover:
 
     def leave_as(self, name: ChunkName, replica: int) -> None:
         """Another copy takes the place of this chunk: what was to leave under its name leaves as copy ``replica``,
-        if it has not arrived already.
+        unless it has arrived already.
         """
         other = (*name, replica)
         self._some_leave_as_others = True
-        if self._doomed.pop(name, None) is not None:
+        if self._copied.pop(name, None) is not None:
             return
         for burst in self._in_flight.values():
             if name in burst.names:
@@ -240,14 +260,14 @@ class Handover:
             self.stray(other, self._strays.pop(name, 0.0))
 
     def stray(self, name: Leaving, due_s: float) -> None:
-        """The chunk is here and belongs elsewhere; look at it again at ``due_s``."""
+        """The chunk is here and belongs elsewhere; examine it again at ``due_s``."""
         if name not in self._strays and name not in self._queued:
             self._some_leave_as_others |= len(name) == 3
             self._strays[name] = due_s
             heapq.heappush(self._stray_times, (due_s, name))
 
     def strays_due(self, now_s: float) -> list[Leaving]:
-        """Each is returned once."""
+        """Strays to examine now; each is returned once."""
         if self._relief_waits:
             self.relieved(now_s)
         due = []
@@ -261,21 +281,22 @@ class Handover:
 
     @property
     def window_bursts(self) -> int:
-        """So many may be in flight now."""
+        """How many may be in flight now."""
         return int(self._window)
 
     def bursts_to_send(self, now_s: float) -> list[Burst]:
-        """Bursts that are due: fresh ones while the window is open, and those not acknowledged in time."""
+        """Bursts that are due: those not acknowledged in time, and fresh ones while the window is open."""
+        # 1. Retransmissions.
         due = []
-        late_s = min(self._lateness.at(now_s), _MOST_PATIENCE_S)
+        late_s = min(self._lateness.at(now_s), _MOST_TIMEOUT_S)
         for burst in [burst for burst in self._in_flight.values() if burst.deadline_s <= now_s]:
-            if late_s > LATE_S and not burst.spared:  # its answer may wait here
+            if late_s > LATE_S and not burst.spared:  # its answer may wait in our host's queue
                 burst.spared, burst.deadline_s = True, now_s + late_s
                 continue
             if burst.attempts == _MOST_ATTEMPTS or not burst.names:
                 self.refused(burst.request_id, now_s)
                 continue
-            if burst.plan != self._plans:  # where it was to go is where the box was
+            if burst.plan != self._plans:  # planned for the box before it moved
                 del self._in_flight[burst.request_id]
                 for name in burst.names:
                     self.stray(name, now_s)
@@ -284,21 +305,22 @@ class Handover:
                 burst.deadline_s = self._pacer.next_s
                 continue
             self._pacer.sent(now_s)
-            if self._heard_s < burst.last_sent_s and now_s >= self._cut_until_s:  # nobody answers any more
-                self._window, self._cut_until_s = max(_LEAST_BURSTS, self._window / 2), now_s + self._patience_s()
+            if self._heard_s < burst.last_sent_s and now_s >= self._cut_until_s:  # no answer since it was sent
+                self._window, self._cut_until_s = max(_LEAST_BURSTS, self._window / 2), now_s + self._burst_timeout_s()
             burst.last_sent_s = now_s
-            burst.deadline_s = now_s + self._patience_s() * min(2**burst.attempts, _MOST_BACKOFF) + 2 * late_s
+            burst.deadline_s = now_s + self._burst_timeout_s() * min(2**burst.attempts, _MOST_BACKOFF) + 2 * late_s
             burst.spared = False
             burst.attempts += 1
             self.retransmitted += len(burst.names)
             due.append(burst)
+        # 2. Fresh bursts.
         fresh_from_s = self._fresh_from_s()
         while self._queue and now_s >= fresh_from_s and len(self._in_flight) < int(self._window):
             destination, names = self._queue.popleft()
             if self._renamed:
                 names = [self._renamed.pop(name, name) for name in names]
             self._queued.difference_update(names)
-            deadline_s = now_s + self._patience_s() + 2 * late_s
+            deadline_s = now_s + self._burst_timeout_s() + 2 * late_s
             burst = Burst(self._next_request_id, destination, names, self._plans, now_s, deadline_s, now_s)
             self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
             self._in_flight[burst.request_id] = burst
@@ -309,25 +331,25 @@ class Handover:
             self._pacer.relax()
         return due
 
-    def _patience_s(self) -> float:
-        """How long an answer may take: longer where answers came late. On busy hosts whole handovers would else be sent
-        again and again, which keeps the hosts busy.
+    def _burst_timeout_s(self) -> float:
+        """Timeout of a burst: longer where answers came late. Otherwise busy hosts would retransmit whole handovers,
+        which keeps them busy.
         """
-        return max(self._timeout_s, min(_SLOW * self._round_trip.smoothed_s, _MOST_PATIENCE_S))
+        return max(self._timeout_s, min(_SLOW * self._round_trip.smoothed_s, _MOST_TIMEOUT_S))
 
     def _fresh_from_s(self) -> float:
         return max(self.fresh_from_s, self._pacer.next_s)
 
     def forget(self, burst: Burst, gone: Iterable[Leaving]) -> None:
-        """Chunks that have arrived, or were evicted or deleted meanwhile, need no journey."""
+        """Take chunks out of a burst that have arrived, or were evicted or deleted meanwhile."""
         absent = set(gone)
         burst.names = [name for name in burst.names if name not in absent]
         if not burst.names:
             self._in_flight.pop(burst.request_id, None)
 
     def acknowledged(self, request_id: int, names: Iterable[ChunkName], now_s: float, sent_s: float = 0.0) -> int:
-        """The other satellite has these; how many of them we had been waiting for. ``sent_s``: when what it answers was
-        sent (the first or a later time), if it says so.
+        """ACK of chunks; how many of them were awaited. ``sent_s``: when the acknowledged transmission (the first or a
+        later one) was sent, if the ACK says so.
         """
         burst = self._in_flight.get(request_id)
         if burst is None:
@@ -342,13 +364,13 @@ class Handover:
         done = [name for name in burst.names if name[:2] in there]
         for name in done:
             if len(name) == 2:
-                self._doomed.pop(name, None)
-                self._doomed[name] = now_s + self.grace_s
+                self._copied.pop(name, None)
+                self._copied[name] = now_s + self.grace_s
         self.forget(burst, done)
         return len(done)
 
     def _adjust(self, destination: SatelliteId, round_trip_s: float) -> None:
-        """The window, by how long an answer waited in queues on the way."""
+        """Adapt the window to the queueing delay of an answer."""
         if len(self._shortest_s) > _REMEMBERED_TRIPS:
             self._shortest_s.clear()
         shortest_s = min(self._shortest_s.get(destination, math.inf), round_trip_s)
@@ -357,8 +379,8 @@ class Handover:
         self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
 
     def relieved(self, now_s: float) -> None:
-        """Satellites that did not answer may do so now: our host is on time again, or a link is up. Back-offs begin
-        again from the shortest, and what was put off leaves as soon as the throttle allows.
+        """Our host is on time again, or a link came up: satellites that did not answer may do so now. Back-offs restart
+        from the shortest, and what waited for them leaves as soon as the throttle allows.
         """
         self._relief_waits = bool(self._unanswered) and not self._relief.is_open(now_s)
         if self._relief_waits or not self._unanswered:
@@ -372,8 +394,8 @@ class Handover:
         self._unanswered.clear()
 
     def refused(self, request_id: int, now_s: float, full: bool = False) -> None:
-        """The other satellite cannot take the burst (it is ``full``, or there is no answer or no way): its chunks stay
-        here, and it is tried again later.
+        """The destination did not take the burst (``full``; else no answer, or no route): try again after a
+        back-off.
         """
         burst = self._in_flight.pop(request_id, None)
         if burst is None or not burst.names:
@@ -392,21 +414,21 @@ class Handover:
                 self._unanswered[name] = case
 
     def to_delete(self, now_s: float) -> list[ChunkName]:
-        """Copied chunks whose grace is over; each is returned once. What is still to leave as another copy stays."""
+        """Copied chunks whose grace period is over, each once; except those that have yet to leave as another copy."""
         due = []
-        for name, deadline_s in self._doomed.items():
+        for name, deadline_s in self._copied.items():
             if deadline_s > now_s:
                 break
             due.append(name)
         for name in due:
-            del self._doomed[name]
+            del self._copied[name]
         if due and (others := {name[:2] for name in self._leaving_as_others()}):
-            self._doomed.update((name, now_s + self.grace_s) for name in due if name in others)
+            self._copied.update((name, now_s + self.grace_s) for name in due if name in others)
             due = [name for name in due if name not in others]
         return due
 
     def _leaving_as_others(self) -> set[AsCopy]:
-        """All that is to leave as another copy than it is here: queued, astray, or on its way."""
+        """All chunks that leave as another copy: queued, astray or in flight."""
         if not self._some_leave_as_others:
             return set()
         on_its_way = [name for burst in self._in_flight.values() for name in burst.names]
@@ -415,10 +437,13 @@ class Handover:
         self._some_leave_as_others = bool(others)
         return others
 
+    def next_deletion_s(self) -> float:
+        return next(iter(self._copied.values())) + _DELETED_TOGETHER_S if self._copied else math.inf
+
     def next_timer_s(self) -> float | None:
         times = [burst.deadline_s for burst in self._in_flight.values()]
-        if self._doomed:
-            times.append(next(iter(self._doomed.values())) + _DELETED_TOGETHER_S)
+        if self._copied:
+            times.append(self.next_deletion_s())
         if self._stray_times:
             times.append(self._stray_times[0][0])
         if self._relief_waits:
@@ -428,50 +453,30 @@ class Handover:
         return min(times) if times else None
 
 
-# When a satellite sends the next bursts of what it hands over: evenly, instead of all at once.
-#
-# All satellites see the box move in the same instant. If each sent what has to leave as fast as it could, whoever
-# reads
-# in that instant would wait behind all of it, on the links and in the host processes on the way. So it is spread over
-# the
-# time there is: until readers look for it in its new place, and until the box moves on.
-
-
-SPREAD_S = 0.2
-"""So long after a move the last burst is sent, if that needs no more than the usual pace. What is sent then arrives
-before readers look for it in its new place (``followed_clock.HANDED_OVER_S`` after the move).
-"""
-SPREAD_SHARE = 0.8
-"""Of the time between moves: the rest is for the journey."""
-_MOST_GAP_S = 0.010
-"""A few bursts need not take all the time there is."""
-_GROUP_S = 0.008
-_MOST_GROUPED = 4
-"""Where bursts would follow on each other faster than every ``_GROUP_S``, up to so many leave together: sent one by one
-they cost every satellite on their way nearly twice the processor, and so few delay a reader by less than that.
-"""
-_GOLDEN = 0.6180339887498949
-
-
 def phase_of(here: SatelliteId) -> float:
-    """When in its gap a satellite begins, 0 … 1: those of one row or column lie apart whatever their number, as
-    multiples of the golden ratio do.
+    """Where in its gap a satellite begins, 0 … 1. Multiples of the golden ratio keep the satellites of a row or column
+    apart, whatever their number.
     """
     return (here.plane * _GOLDEN + here.slot * _GOLDEN * _GOLDEN) % 1.0
 
 
 class Pacer:
-    """A token bucket of two groups of bursts: in any ``t`` seconds, at most ``t / step_s + 2`` of them leave.
+    """When the next bursts leave: evenly, instead of all at once.
 
-    ``usual_gap_s`` is the pace that links and cores are loaded with. It is gone below only where the box would move on
-    before all is sent. 0: no pace at all.
+    All satellites see the box move at the same instant. If each sent what has to leave as fast as it could, a reader at
+    that instant would wait behind all of it, on the links and in the host processes on the way. So bursts are spread
+    over the time there is: until readers look for them in their new place, and until the box moves on.
+
+    A token bucket of two groups of bursts: in any ``t`` seconds at most ``t / step_s + 2`` groups leave.
+    ``usual_gap_s`` is the pace that links and cores can bear; it is exceeded only where the box would move on before
+    everything is sent. 0: no pacing.
     """
 
     def __init__(self, usual_gap_s: float = 0.0, phase: float = 0.0) -> None:
         self.next_s = 0.0
         """When the next burst may leave."""
         self.gap_s = usual_gap_s
-        """Seconds a burst, on average."""
+        """Seconds per burst, on average."""
         self.group = 1
         """Bursts that leave together."""
         self._left = 1
@@ -480,14 +485,14 @@ class Pacer:
         self._usual_gap_s = usual_gap_s
         self._phase = phase
 
-    def spread(self, bursts: int, now_s: float, interval_s: float, in_haste: bool = False) -> None:
-        """The box has moved: so many bursts have to leave, and it moves again ``interval_s`` from now. ``in_haste``:
-        an operator moved it, and readers, who had no clock to tell them, look in the new place at once.
+    def spread(self, bursts: int, now_s: float, interval_s: float, urgent: bool = False) -> None:
+        """The box has moved: ``bursts`` have to leave, and it moves again in ``interval_s``. ``urgent``: an operator
+        moved it, and readers, whose clocks did not predict that, look in the new place at once.
         """
         if not self._usual_gap_s:
             return
         bursts, time_s = max(1, bursts), SPREAD_SHARE * interval_s
-        spread_s = 0.0 if in_haste else SPREAD_S
+        spread_s = 0.0 if urgent else SPREAD_S
         self.gap_s = min(max(spread_s / bursts, self._usual_gap_s), time_s / bursts, _MOST_GAP_S)
         self._left = self.group = max(1, min(_MOST_GROUPED, int(_GROUP_S / self.gap_s)))
         self.step_s = self.gap_s * bursts / -(-bursts // self.group)
@@ -500,11 +505,11 @@ class Pacer:
         self._left -= 1
         if not self._left:
             self._left = self.group
-            # An alarm may be late by a millisecond or two: what was missed is made up for, but never more than a group.
+            # A timer may be late by a millisecond or two: what was missed is made up for, but never more than a group.
             self.next_s = max(self.next_s, now_s - self.step_s) + self.step_s
 
     def relax(self) -> None:
-        """Nothing is left to send: what turns up later (strays) goes one by one at the usual pace."""
+        """Nothing is left to send: what comes later (strays) leaves singly at the usual pace."""
         if self.gap_s != self._usual_gap_s:
             self.gap_s = self.step_s = self._usual_gap_s
             self._left = self.group = 1

@@ -1,45 +1,44 @@
-"""A satellite's links to its neighbours: which are alive, told to all others (LINKS), and learnt from them.
+"""Handler of LINKS: which links to neighbours are alive; declared to all satellites, and learned from them.
 
-Nothing is sent while nothing is forwarded: a neighbour is asked for a sign of life only when a packet is sent to it
-and it has been silent for a while. One that stays silent is declared down, the declaration is flooded, and it is asked
-again now and then until it answers. A satellite that has just started greets its neighbours, who then tell it all they
-know: which links are down, and how far operators have moved the box meanwhile.
+An idle link costs nothing: a neighbour is probed only when a packet is sent to it and it has been silent for a while.
+One that does not answer ``_TRIES`` probes is declared down, the declaration is flooded, and it is probed again now and
+then until it answers. A satellite that has just started greets its neighbours, which answer with all they know: the
+links that are down, and how far operators have moved the box.
 
-A host that is late reads signs of life late. So a silence counts only while our own host was on time (``Lateness``),
-and a neighbour that says how late its host is gets so much longer to answer. A new declaration is flooded at once;
-where they keep coming they are held for up to a second and leave together.
+An overloaded host reads signs of life late. So a silence counts only while our own host was on time (``Lateness``), and
+a neighbour that reports how late its host is gets that much longer to answer. A new declaration is flooded at once;
+while more keep coming they are held for up to a second and leave together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.placement.locate import Moves
+from skymemory.protocol.clock import MOST_PUSHED
 from skymemory.protocol.congestion import Throttle
 from skymemory.protocol.messages import Packet
-from skymemory.protocol.routing import MAX_DECLARATIONS, REFRESH_S, Declaration, LinksBody, LinkState
-from skymemory.protocol.satellite.overload import LATE_S, Lateness
+from skymemory.protocol.routing import MAX_DECLARATIONS, REFRESH_S, Declaration, LinksBody
+from skymemory.protocol.satellite.overload import LATE_S
+from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import Address
 
-Tell = Callable[[SatelliteId, bytes, float], None]
-"""Sends a LINKS with this body to a neighbour."""
-
 _FRESH_S = 0.2
-"""A neighbour heard so lately is not asked."""
+"""A neighbour heard from this recently is not probed."""
 _TRIES = 4
-"""So many questions without an answer, and the link is taken to be down."""
+"""Unanswered probes after which the link counts as down."""
 _MOST_AHEAD_S = 60.0
-"""What was made further in the future is not believed."""
-_SAID_LATE_S = 2.0
-"""How long a neighbour's word that its host is late counts; it comes with each of its LINKS."""
+"""Pushes and declarations from further in the future are not believed."""
+_REPORTED_LATE_S = 2.0
+"""How long a neighbour's report that its host is late counts; each of its LINKS repeats it."""
 _MOST_LATE_S = 1.0
-"""The most by which lateness prolongs a wait; beyond it a silence does not count at all."""
+"""The most by which lateness prolongs a timeout; beyond it a silence does not count at all."""
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 8.0
-"""A link that is down is tried after 1, 2, 4, 8, 8 … s."""
+"""A link that is down is probed after 1, 2, 4, 8, 8 … s."""
 
 
 class _Neighbour:
@@ -50,57 +49,49 @@ class _Neighbour:
     def __init__(self) -> None:
         self.late_s = 0.0
         self.late_until_s = -math.inf
-        """How late it said that its host is, and until when we believe it."""
+        """How late it reported its host to be, and until when that counts."""
         self.our_late_s = 0.0
-        """How late our own host was when it was last asked."""
+        """How late our own host was at the last probe."""
         self.bits = 0
         self.heard_s = -math.inf
         self.deadline_s = math.inf
-        """When an answer is overdue; or, of one that is down, when to ask again."""
+        """When the answer is overdue; of a neighbour that is down, when to probe it again."""
         self.tries = 0
         self.down = False
         self.retry_s = _FIRST_RETRY_S
 
 
-class Neighbourhood:
-    """The links of one satellite, and what it knows of all others' in ``links``."""
+class Neighbours:
+    """The links of one satellite. What it knows of all others' is in ``links``."""
 
-    def __init__(
-        self,
-        here: SatelliteId,
-        torus: Torus,
-        links: LinkState,
-        pushed: Moves,
-        patience_s: float,
-        tell: Tell,
-        lateness: Lateness | None = None,
-        may_push_to: Callable[[Moves, float], bool] = lambda pushed, now_s: True,
-    ) -> None:
-        """``patience_s``: how long an answer from a neighbour may take. ``lateness``: our host's (default: never).
-        ``may_push_to``: asked before it is believed that operators have moved the box.
-        """
-        self.links = links
-        self.pushed = pushed
+    def __init__(self, state: SatelliteState) -> None:
+        self.links = state.links
         self.pushed_at_ms = 0
-        self._here = here
-        self._torus = torus
-        self._patience_s = patience_s
-        self._tell = tell
-        self._lateness = lateness or Lateness()
-        self._may_push_to = may_push_to
+        """When operators last moved the box (Unix time), as far as known."""
+        self._here = state.here
+        self._torus = state.sky.torus
+        self._timeout_s = state.config.neighbour_patience_s
+        self._locator = state.locator
+        self._outbox = state.outbox
+        self._lateness = state.lateness
         self._flooding = Throttle()
         self._news: dict[SatelliteId, SatelliteId | None] = {}
-        """Whose declarations are still to be passed on, and the neighbour that has them already."""
+        """Satellites whose declarations are still to be flooded, and the neighbour that has them already."""
         self._neighbours: dict[SatelliteId, _Neighbour] = {}
-        for bit, neighbour in enumerate(torus.neighbours(here)):
-            if neighbour != here:
+        for bit, neighbour in enumerate(self._torus.neighbours(self._here)):
+            if neighbour != self._here:
                 self._neighbours.setdefault(neighbour, _Neighbour()).bits |= 1 << bit
         self._refresh_s = math.inf
 
-    # --- what happens on the links ---
+    @property
+    def pushed(self) -> Moves:
+        """The moves that operators have added to the clock, as far as known."""
+        return self._locator.pushed
+
+    # --- Traffic on the links ---
 
     def heard(self, neighbour: SatelliteId, now_s: float) -> None:
-        """Something came from it."""
+        """A packet came from a satellite, perhaps a neighbour: its link is up."""
         found = self._neighbours.get(neighbour)
         if found is None:
             return
@@ -109,31 +100,26 @@ class Neighbourhood:
         if found.down:
             found.down = False
             self._declare(now_s)
-            self._tell_all_known(neighbour, now_s)
+            self._send_all_known(neighbour, now_s)
 
     def used(self, link: object, now_s: float) -> None:
-        """Something is being sent by this link, of a neighbour or not: it had better be alive."""
+        """A packet leaves by this link, of a neighbour or not: probe it unless it was heard from recently."""
         found = self._neighbours.get(link)  # type: ignore[call-overload]
         if found is not None and found.deadline_s == math.inf and found.heard_s + _FRESH_S <= now_s:
             found.tries = 0
-            self._ask(link, found, now_s)  # type: ignore[arg-type]
+            self._probe(link, found, now_s)  # type: ignore[arg-type]
 
     def greet(self, now_s: float) -> None:
-        """We have just begun, and know nothing. Nobody is taken for dead who does not answer this."""
+        """Ask all neighbours for what they know, after a start. Silence has no consequence."""
         for neighbour in self._neighbours:
-            self._tell(neighbour, self._body(now_s, answer_me=True), now_s)
-
-    def told_moves(self, pushed: Moves, now_s: float) -> None:
-        """An operator has set what is added to the clock."""
-        self.pushed, self.pushed_at_ms = pushed, int(now_s * 1e3)
+            self._outbox.send_links(neighbour, self._body(now_s, answer_me=True), now_s)
 
     def receive(self, packets: Sequence[Packet], source: object, now_s: float) -> tuple[int, bool]:
-        """Neighbours have told us something: how many packets are not to be believed, and whether we have learnt of a
-        later push of the moves than we knew (now ``pushed``).
+        """Process LINKS; how many packets were invalid, and whether an operator has pushed the box (now ``pushed``).
 
-        Believed is only the neighbour at the other end of the link that a packet came by.
+        Only the neighbour at the other end of the link is believed.
         """
-        bad, before = 0, self.pushed
+        bad, before = 0, self._locator.pushed
         for packet in packets:
             try:
                 body = LinksBody.unpack(packet.body, self.links.records)
@@ -144,56 +130,57 @@ class Neighbourhood:
                 self._receive(body, source, now_s)
             else:
                 bad += 1
-        return bad, self.pushed != before
+        return bad, self._locator.pushed != before
 
     def _receive(self, body: LinksBody, source: SatelliteId, now_s: float) -> None:
         fresh = []
         if body.late_s and (neighbour := self._neighbours.get(source)) is not None:
-            neighbour.late_s, neighbour.late_until_s = body.late_s, now_s + _SAID_LATE_S
+            neighbour.late_s, neighbour.late_until_s = body.late_s, now_s + _REPORTED_LATE_S
         for declaration in body.declarations:
             if declaration.origin == self._here:
                 self._contradict(declaration, now_s)
             elif self.links.learn(declaration, now_s):
                 fresh.append(declaration)
-                self._look_around(declaration, now_s)
+                self._probe_around(declaration, now_s)
         later = self.pushed_at_ms < body.pushed_at_ms <= (now_s + _MOST_AHEAD_S) * 1e3
-        moved = later and body.pushed != self.pushed
-        if moved and not self._may_push_to(body.pushed, now_s):
+        moved = later and body.pushed != self._locator.pushed
+        if moved and not self._locator.may_push_to(body.pushed, now_s, MOST_PUSHED):
             later = moved = False
         if later:
-            self.pushed, self.pushed_at_ms = body.pushed, body.pushed_at_ms
+            self.pushed_at_ms = body.pushed_at_ms
         if moved:
-            self._tell_all(now_s, source)
+            self._locator.push_to(body.pushed)
+            self._send_all(now_s, source)
         if fresh:
             self._flood([declaration.origin for declaration in fresh], now_s, source)
         if body.answer_me:
-            self._tell_all_known(source, now_s)
+            self._send_all_known(source, now_s)
 
     def _contradict(self, declaration: Declaration, now_s: float) -> None:
-        """What we said before we started anew (or what somebody made up) still goes round: outdo it, unless it is so
-        far ahead that nobody believes it, and nobody would believe us.
+        """Replace a declaration in our name that still circulates, from before a restart or forged. One so far ahead
+        that no satellite believes it is ignored.
         """
         known_ms, latest_ms = self.links.made_ms(self._here), (now_s + _MOST_AHEAD_S) * 1e3
         if declaration.down != self._bits() and known_ms < declaration.made_ms < latest_ms:
             self._declare(now_s, outdo_ms=declaration.made_ms)
 
-    def _look_around(self, declaration: Declaration, now_s: float) -> None:
-        """Who is said to be silent may be dead, and rarely alone: ask those of our neighbours that are near it."""
+    def _probe_around(self, declaration: Declaration, now_s: float) -> None:
+        """Probe our neighbours near satellites declared silent: a dead satellite is rarely dead alone."""
         for bit, silent in enumerate(self._torus.neighbours(declaration.origin)):
             if declaration.down >> bit & 1:
                 for near in (silent, *self._torus.neighbours(silent)):
                     self.used(near, now_s)
 
-    # --- time ---
+    # --- Timers ---
 
-    def next_timer_s(self) -> float | None:
+    def next_timer_s(self) -> float:
         soonest_s = min(self._refresh_s, self.links.next_expiry_s, self.links.next_growth_s)
         if self._news:
             soonest_s = min(soonest_s, self._flooding.open_s)
         for neighbour in self._neighbours.values():
             if neighbour.deadline_s < soonest_s:
                 soonest_s = neighbour.deadline_s
-        return soonest_s if soonest_s < math.inf else None
+        return soonest_s
 
     def handle_timer(self, now_s: float) -> None:
         lost = False
@@ -203,12 +190,12 @@ class Neighbourhood:
                 continue
             if neighbour.down:
                 neighbour.retry_s = min(2 * neighbour.retry_s, _LAST_RETRY_S)
-                self._ask(name, neighbour, now_s)
+                self._probe(name, neighbour, now_s)
                 continue
             if late_s > neighbour.our_late_s + LATE_S:
-                neighbour.tries = 0  # we have become late ourselves: what was answered may still wait here
+                neighbour.tries = 0  # our host has become late: answers may still wait here
             if neighbour.tries < _TRIES:
-                self._ask(name, neighbour, now_s)
+                self._probe(name, neighbour, now_s)
             else:
                 neighbour.down = lost = True
                 neighbour.retry_s = _FIRST_RETRY_S
@@ -219,33 +206,33 @@ class Neighbourhood:
             self.links.expire(now_s)
         if self.links.next_growth_s <= now_s:
             self.links.grow_anew(now_s)
-        self._pass_on(now_s)
+        self._send_news(now_s)
 
     def relieved(self, now_s: float) -> None:
-        """Our host is on time again: those that are down are asked as if they had just gone."""
+        """Our host is on time again: probe those that are down as if they had just gone down."""
         for neighbour in self._neighbours.values():
             if neighbour.down:
                 neighbour.retry_s = _FIRST_RETRY_S / 2
                 neighbour.deadline_s = now_s
 
-    # --- what we say ---
+    # --- Messages ---
 
-    def _ask(self, name: SatelliteId, neighbour: _Neighbour, now_s: float) -> None:
+    def _probe(self, name: SatelliteId, neighbour: _Neighbour, now_s: float) -> None:
         neighbour.tries += 1
         neighbour.our_late_s = min(self._lateness.at(now_s), _MOST_LATE_S)
         if neighbour.down:
             wait_s = neighbour.retry_s
         else:
             its_late_s = min(neighbour.late_s, _MOST_LATE_S) if now_s < neighbour.late_until_s else 0.0
-            wait_s = self._patience_s + 2 * (neighbour.our_late_s + its_late_s)
+            wait_s = self._timeout_s + 2 * (neighbour.our_late_s + its_late_s)
         neighbour.deadline_s = now_s + wait_s
-        self._tell(name, self._body(now_s, answer_me=True), now_s)
+        self._outbox.send_links(name, self._body(now_s, answer_me=True), now_s)
 
     def _bits(self) -> int:
         return sum(neighbour.bits for neighbour in self._neighbours.values() if neighbour.down)
 
     def _declare(self, now_s: float, outdo_ms: int = 0) -> None:
-        """Say which of our links are down now, to everybody; as later than what was made at ``outdo_ms``."""
+        """Flood which of our links are down now, with a time later than ``outdo_ms``."""
         made_ms = max(int(now_s * 1e3), self.links.made_ms(self._here) + 1, outdo_ms + 1)
         ours = Declaration(self._here, self._bits(), made_ms)
         self._refresh_s = now_s + REFRESH_S if ours.down else math.inf
@@ -253,12 +240,12 @@ class Neighbourhood:
             self._flood([self._here], now_s)
 
     def _flood(self, origins: Sequence[SatelliteId], now_s: float, source: SatelliteId | None = None) -> None:
-        """What these have declared is news to our neighbours, but ``source``."""
+        """Send the declarations of these satellites to our neighbours, except ``source``."""
         for origin in origins:
             self._news[origin] = source
-        self._pass_on(now_s)
+        self._send_news(now_s)
 
-    def _pass_on(self, now_s: float) -> None:
+    def _send_news(self, now_s: float) -> None:
         if not self._news or not self._flooding.is_open(now_s):
             return
         self._flooding.done(now_s)
@@ -267,18 +254,18 @@ class Neighbourhood:
             if not neighbour.down:
                 records = self.links.packed(origin for origin, source in news.items() if source != name)
                 for at in range(0, len(records), MAX_DECLARATIONS):
-                    self._tell(name, self._body(now_s, records[at : at + MAX_DECLARATIONS]), now_s)
+                    self._outbox.send_links(name, self._body(now_s, records[at : at + MAX_DECLARATIONS]), now_s)
 
-    def _tell_all(self, now_s: float, source: SatelliteId) -> None:
-        """How far operators have moved the box is news to our neighbours, but ``source``."""
+    def _send_all(self, now_s: float, source: SatelliteId) -> None:
+        """Send how far operators have moved the box to our neighbours, except ``source``."""
         for name, neighbour in self._neighbours.items():
             if name != source and not neighbour.down:
-                self._tell(name, self._body(now_s), now_s)
+                self._outbox.send_links(name, self._body(now_s), now_s)
 
-    def _tell_all_known(self, name: SatelliteId, now_s: float) -> None:
+    def _send_all_known(self, name: SatelliteId, now_s: float) -> None:
         for records in self.links.pages():
-            self._tell(name, self._body(now_s, records), now_s)
+            self._outbox.send_links(name, self._body(now_s, records), now_s)
 
     def _body(self, now_s: float, records: Sequence[bytes] = (), answer_me: bool = False) -> bytes:
         late_s = self._lateness.at(now_s)
-        return LinksBody(answer_me, self.pushed, self.pushed_at_ms, late_s=late_s).pack_with(records)
+        return LinksBody(answer_me, self._locator.pushed, self.pushed_at_ms, late_s=late_s).pack_with(records)

@@ -1,40 +1,45 @@
-"""A satellite without I/O: what it does with every datagram, and when.
+"""The state machine of one satellite: packets and timers in, datagrams out; no I/O.
 
-The transport calls ``receive_runs`` (or one of its kin) with what came from a link, ``handle_timer`` when
-``next_timer_s`` has passed, and then sends what ``datagrams_to_send`` returns. Link ends are ``SatelliteId`` for a
-neighbour and any hashable token of the transport's for a ground host.
+Three kinds of events come from the transport:
 
-While its host is late (``Lateness``, which the transport measures) a satellite only answers, forwards, and keeps its
-links: all else waits until the transport has a moment to call ``work``.
+- *packets*: ``receive_runs``, ``receive_batch`` and ``receive_datagram`` take what arrived on one link. Packets for
+  other satellites are forwarded; those for this one go to the handler of their operation (``_handlers``), chunks
+  (SET, MIGRATE) to ``ChunkService`` and LINKS to ``Neighbours``;
+- *timers*: ``handle_timer`` is called when ``next_timer_s`` has passed and runs ``_timers`` and
+  ``_background_timers``;
+- *operators*: ADVANCE, a packet too, moves the box.
+
+After each event the transport sends what ``datagrams_to_send`` returns. A link end is the ``SatelliteId`` of a
+neighbour, or the transport's own token for a ground host.
+
+While its host is overloaded (``Lateness``, measured by the transport) a satellite only answers, forwards and keeps its
+links. Background packets and timers then wait until the transport has a moment to call ``work``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
-from skymemory.eviction.policies import replacement_named
-from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.auth import SatelliteGate, claims_mac
 from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Buffer, Packet
-from skymemory.protocol.routing import LinkEnd, LinkState, Router, header_start, same_journey
-from skymemory.protocol.satellite.chunks import ChunkService, PlainCases, PlainRequests
+from skymemory.protocol.routing import LinkEnd, header_start, same_journey
+from skymemory.protocol.satellite.checks import Checks, LossProofs
+from skymemory.protocol.satellite.chunks import ChunkService, PlainRequests
 from skymemory.protocol.satellite.config import SatelliteConfig
-from skymemory.protocol.satellite.eviction import Forgetting
-from skymemory.protocol.satellite.links import Neighbourhood
-from skymemory.protocol.satellite.locator import MOST_PUSHED, Whereabouts
-from skymemory.protocol.satellite.memory import ChunkStore
-from skymemory.protocol.satellite.migration import Migration, handover_of
-from skymemory.protocol.satellite.outbox import Departures
-from skymemory.protocol.satellite.overload import Lateness, Postponed
-from skymemory.protocol.satellite.tombstones import Latecomers
+from skymemory.protocol.satellite.gossip import Gossip
+from skymemory.protocol.satellite.links import Neighbours
+from skymemory.protocol.satellite.migration import Migration
+from skymemory.protocol.satellite.overload import Lateness
+from skymemory.protocol.satellite.retention import Retention
+from skymemory.protocol.satellite.state import SatelliteState
+from skymemory.protocol.satellite.sweep import ReplicaRepair, Sweep
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.wire import (
     COMMAND_BYTES,
@@ -42,7 +47,6 @@ from skymemory.protocol.wire import (
     SKY_BYTES,
     Address,
     Op,
-    SkyHeader,
     Status,
     UnknownOperation,
 )
@@ -51,136 +55,138 @@ __all__ = ["SatelliteConfig", "SatelliteMachine"]
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _NOTHING_SETTLED: set[bytes] = set()
 _LOOK_S = 0.25
+"""How often an overloaded satellite checks whether its host is on time again."""
+
+Timer = tuple[Callable[[], float], Callable[[float], None]]
+"""When it is next due (infinity: never), and the action. An action checks by itself what is due."""
 
 
 class SatelliteMachine:
-    """One satellite: chunk memory, forwarding, answers, and its own migration."""
+    """One satellite: chunk memory, forwarding, answers, and the handover of its chunks when the box moves."""
 
     def __init__(
-        self, config: SatelliteConfig, sky: SkyMap, clock: MoveClock, now_s: float, lateness: Lateness | None = None
+        self,
+        config: SatelliteConfig,
+        sky: SkyMap,
+        clock: MoveClock,
+        now_s: float,
+        lateness: Lateness | None = None,
+        transport_figures: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """``lateness``: of the host, kept up to date by its transport (default: never late)."""
+        """``lateness`` of the host, kept up to date by its transport (default: never late). ``transport_figures``
+        gives the transport's own part of the housekeeping (``delay_error_p99_us``, ``faults_injected``).
+        """
+        # State that all handlers share.
+        self._state = state = SatelliteState(config, sky, clock, now_s, lateness)
         self.config = config
-        self.lateness = lateness or Lateness()
-        self.counters = Counters()
-        self.store = ChunkStore(config.memory_bytes, replacement_named(config.replacement))
-        self.handover = handover_of(config, self.lateness)
+        self.lateness = state.lateness
+        self.counters = state.counters
+        self.store = state.store
+        self.handover = state.handover
         self.backlog_bytes = 0
         """Set by the transport: bytes it was given and has not sent yet."""
-        self.transport_figures: Callable[[], dict[str, int]] = dict
-        """Set by the transport: its own housekeeping (``delay_error_p99_us``, ``faults_injected``)."""
-        self._address = Address(config.address.plane, config.address.slot)
-        self._whereabouts = Whereabouts(config.address, sky, clock, now_s)
-        links = LinkState(sky.torus)
-        self._router = Router(config.address, sky.torus, config.routing, links)
-        self._departures = Departures(self._address, self._whereabouts, self._router, self.counters, config)
-        self._gate = SatelliteGate.of(config.authority, self._address, self.counters, self._departures.refuse, now_s)
-        self.neighbourhood = Neighbourhood(
-            config.address,
-            sky.torus,
-            links,
-            clock.pushed,
-            config.neighbour_patience_s,
-            self._departures.tell,
-            self.lateness,
-            partial(self._whereabouts.may_push_to, most=MOST_PUSHED),
-        )
-        self._postponed = Postponed()
-        self._timers_wait = False
-        """Whether background timers have gone off that ``work`` is to see to."""
+        self._address, self._locator, self._router = state.address, state.locator, state.router
+        self._outbox, self._postponed = state.outbox, state.postponed
+        self._transport_figures = transport_figures
         self._packets_next = False
-        """Of what ``work`` is to do; timers and packets take turns, for there are always timers in a handover."""
+        """Whether ``work`` does packets next: packets and timers alternate, since a handover always has timers due."""
         self._was_late = False
         self._look_s = now_s
-        """When to look whether our host is on time again."""
         self._healed = 0
-        self._latecomers = Latecomers(config.address, sky, self._whereabouts)
-        self._chunks = ChunkService(
-            self.store,
-            self._departures,
-            self.counters,
-            self._stored,
-            self._whereabouts.home,
-            self._latecomers,
-            self._settled,
-        )
-        self._forgetting = Forgetting(
-            config,
-            self.store,
-            self._whereabouts,
-            sky,
-            self._departures,
-            self.counters,
-            self.handover,
-            self._settled_chunks,
-            self._latecomers,
-            now_s,
-        )
-        self._migration = Migration(
-            config.address,
-            self.store,
-            self.handover,
-            self._whereabouts,
-            self._departures,
-            self._forgetting,
-            self.counters,
-        )
-        self._chunks.on_set = self._forgetting.stored
-        self._chunks.on_served = self._forgetting.retention.served
-        self._plain = PlainCases(self._address, self._chunks, self._departures, self._router, self._gate)
+
+        # Handlers, each constructed with those that it calls.
+        self._gate = SatelliteGate.of(config.authority, state.address, state.counters, state.outbox.refuse, now_s)
+        self.neighbours = Neighbours(state)
+        self._retention = Retention(state)
+        self._checks = Checks(state)
+        proofs = LossProofs(state, self._checks)
+        self._gossip = Gossip(state, self._checks, proofs, now_s)
+        self._sweep = Sweep(state, self._checks, proofs, self._gossip, now_s)
+        self._repair = ReplicaRepair(state, self._checks, now_s)
+        self._migration = Migration(state, self._sweep, self._retention)
+        self._chunks = ChunkService(state, self._migration, self._gate)
+
+        # Which handler deals with which message. SET, MIGRATE and LINKS come in runs: see ``_deliver``, ``_receive``.
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
+            # requests of clients
             Op.GET: self._get,
             Op.HAS: self._chunks.has,
             Op.EVICT: self._chunks.evict,
             Op.FORGET: self._chunks.forget,
             Op.LIST: self._chunks.list,
+            Op.RETAIN: self._retention.receive,
             Op.PING: self._ping,
             Op.ADVANCE: self._advance,
+            # requests of other satellites (which also send RETAIN and HAS)
+            Op.NOTICE: self._gossip.receive,
+            Op.CHECK: self._checks.receive,
+            # answers of other satellites
             Op.ACK: self._acknowledged,
             Op.UNREACHABLE: self._unreachable,
-            **self._forgetting.handlers,
+            Op.RETAINED: self._retention.answered,
+            Op.UNSUPPORTED: self._retention.unsupported,
+            Op.PRESENCE: self._sweep.answered,
+            Op.CHECKED: self._checked,
         }
+
+        # Timers, in the order in which they are handled.
+        self._timers: tuple[Timer, ...] = (
+            (self._locator.next_timer_s, self._follow_clock),
+            (self.neighbours.next_timer_s, self.neighbours.handle_timer),
+        )
+        self._background_timers: tuple[Timer, ...] = (
+            (self.handover.next_deletion_s, self._migration.delete_copied),
+            (self._gossip.next_timer_s, self._gossip.handle_timer),
+            (self._retention.next_timer_s, self._retention.handle_timer),
+            (self._sweep.next_confirmation_s, self._sweep.confirm_suspicions),
+            (self._repair.next_timer_s, self._repair.handle_timer),
+            (self._sweep.next_sweep_s, self._sweep.sweep),
+            (self._migration.next_timer_s, self._migration.send_due),
+        )
 
     @property
     def moves(self) -> Moves:
-        return self._whereabouts.moves
+        return self._locator.moves
 
     @property
     def hidden_work(self) -> tuple[int, int, int]:
-        """Satellites looked at to find ways, chunks looked at by plans and packets put off so far: work that no packet
-        shows, for a transport that counts what work costs.
+        """Work that no packet shows, for a transport that models its cost: satellites searched for routes, chunks
+        examined by handover plans, packets postponed; totals so far.
         """
-        return self.neighbourhood.links.satellites_searched, self.handover.chunks_planned, self._postponed.kept
+        return self._state.links.satellites_searched, self.handover.chunks_planned, self._postponed.kept
 
-    # --- the verbs of the transport ---
+    # --- Packets ---
 
     def receive_datagram(self, data: Buffer, source: LinkEnd, now_s: float) -> None:
         self.receive_batch(data, len(data), source, now_s)
 
     def receive_batch(self, data: Buffer, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Take packets of ``segment_bytes`` each (the last may be shorter) from one link."""
+        """Receive packets of ``segment_bytes`` each (the last may be shorter) from one link."""
         self.receive_runs([(memoryview(data), segment_bytes)], source, now_s)
 
     def receive_runs(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
-        """``receive_batch`` for each of several from one link.
+        """``receive_batch`` for several runs from one link.
 
         The data are only read during the call. Malformed packets are counted and dropped; nothing raises.
         """
+        # 1. Authentication. An address can be forged: with keys only an authentic packet is a sign of life.
         heard = True
-        if self._gate is not None:  # an address can be borrowed: with keys only what is authentic is a sign of life
+        if self._gate is not None:
             runs, heard = self._gate.admit(runs, source, now_s)
         if heard and isinstance(source, SatelliteId):
-            self.neighbourhood.heard(source, now_s)
+            self.neighbours.heard(source, now_s)
+        # 2. While the host is late, background packets wait.
         late = self.lateness.is_late(now_s)
         self._was_late |= late
         if late or self._postponed:
             runs = self._postponed.sift(runs, source, now_s)
-        self._take(runs, source, now_s)
+        # 3. Everything else is processed.
+        self._process(runs, source, now_s)
 
-    def _take(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
+    def _process(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
         at = 0
         while at < len(runs):
-            taken = self._plain.store(runs, at, source, now_s)
+            taken = self._chunks.store_runs(runs, at, source, now_s)
             if taken:
                 packets = sum(-(-len(view) // size) for view, size in runs[at : at + taken])
                 self.counters.add("packets_received", packets)
@@ -190,95 +196,14 @@ class SatelliteMachine:
                 self._receive_run(*runs[at], source, now_s)
             at += taken or 1
 
-    def plain_requests(self, now_s: float) -> PlainRequests | None:
-        """What the transport needs to serve plain requests without asking, until it calls any other verb; None: not
-        now. ``served`` must be told what came of it.
-        """
-        settled = self._whereabouts.settled if self.handover.at_rest else _NOTHING_SETTLED
-        return None if self.backlog_bytes else self._plain.terms(settled, now_s)
-
-    def served(self, served: Sequence[native.Served]) -> None:
-        self.counters.add("packets_received", self._plain.served(served))
-
-    def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Batches with the link each leaves by; they are handed out once."""
-        if self._healed != self.neighbourhood.links.healed:
-            self._healed = self.neighbourhood.links.healed
-            self.handover.relieved(now_s)
-        self._chunks.acknowledge(now_s)
-        self._forgetting.gather(now_s)
-        batches = self._departures.take()
-        for _, link in batches:
-            self.neighbourhood.used(link, now_s)
-        return batches + self._departures.take_told()
-
-    def next_timer_s(self) -> float | None:
-        times_s = [self._whereabouts.next_move_s, self.neighbourhood.next_timer_s()]
-        if self._was_late:
-            times_s.append(self._look_s)
-        if not self._timers_wait:
-            times_s += self._migration.next_timer_s(), self._forgetting.next_timer_s()
-        return min((time_s for time_s in times_s if time_s is not None), default=None)
-
-    def handle_timer(self, now_s: float) -> None:
-        next_move_s = self._whereabouts.next_move_s
-        if next_move_s is not None and now_s >= next_move_s:
-            self._follow_clock(now_s)
-        self.neighbourhood.handle_timer(now_s)
-        late, was_late = self.lateness.is_late(now_s), self._was_late
-        self._was_late, self._look_s = late, now_s + _LOOK_S
-        if was_late and not late:
-            self.neighbourhood.relieved(now_s)
-            self.handover.relieved(now_s)
-        if late:
-            self._timers_wait = True
-        else:
-            self._background(now_s)
-
-    @property
-    def wants_work(self) -> bool:
-        """Whether background work waits for a call of ``work``."""
-        return self._timers_wait or bool(self._postponed)
-
-    def work(self, now_s: float) -> native.Run | None:
-        """A piece of the background work that waits: for the transport to call, a little at a time while it is late.
-        The packets that were taken up, if it was that.
-        """
-        packets_next, self._packets_next = self._packets_next, not self._packets_next
-        if self._timers_wait and not (packets_next and self._postponed):
-            self._background(now_s)
-        elif (found := self._postponed.take(now_s)) is not None:
-            view, size, source, came_s = found
-            self._chunks.waited_s = now_s - came_s
-            self._take([(view, size)], source, now_s)
-            self._chunks.waited_s = 0.0
-            return view, size
-        return None
-
-    def _background(self, now_s: float) -> None:
-        self._timers_wait = False
-        for name in self.handover.to_delete(now_s):
-            chunk = self.store.peek(name)
-            if chunk is not None and self._whereabouts.home(chunk.ref) != self.config.address:
-                self.store.remove(name, "migrated_out")
-        self._forgetting.handle_timer(now_s)
-        self._migration.send_due(now_s)
-
-    def _hand_over(self, now_s: float) -> None:
-        """Something happened that may let more chunks leave."""
-        if self.lateness.is_late(now_s):
-            self._timers_wait = True
-        else:
-            self._migration.send_due(now_s)
-
-    # --- arrival ---
-
     def _receive_run(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
         count = -(-len(view) // segment_bytes) if segment_bytes > 0 else 1
         self.counters.add("packets_received", count)
         if segment_bytes < COMMAND_PREFIX_BYTES:
             self.counters.add("packets_malformed", max(1, count))
-        elif self._plain.answer(view, segment_bytes, source, now_s, self.backlog_bytes > self.config.max_backlog_bytes):
+        elif self._chunks.answer_get(
+            view, segment_bytes, source, now_s, self.backlog_bytes > self.config.max_backlog_bytes
+        ):
             return
         elif same_journey(view, segment_bytes):
             self._receive(view, segment_bytes, source, now_s)
@@ -287,7 +212,7 @@ class SatelliteMachine:
                 self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
 
     def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Packets that all go to one destination: on, or in."""
+        """Forward or deliver packets that have one destination and operation."""
         start = header_start(view)
         if len(view) < start + SKY_BYTES:
             self.counters.add("packets_malformed")
@@ -311,7 +236,7 @@ class SatelliteMachine:
                 self._forward(whole, segment_bytes, destination, source, now_s)
                 return
         if good[0][start + 1] == Op.LINKS:
-            self._told(good, source, now_s)
+            self._links(good, source, now_s)
         else:
             self._deliver(good, start, now_s)
 
@@ -323,21 +248,13 @@ class SatelliteMachine:
             self.counters.add("packets_unroutable")
             packet = self._parse(view[:segment_bytes])
             if packet is not None and packet.header.op.is_command:
-                self._departures.reply(packet.header, Op.UNREACHABLE, b"", now_s, forwarded)
+                self._outbox.reply(packet.header, Op.UNREACHABLE, b"", now_s, forwarded)
             return
         self.counters.add("packets_forwarded", forwarded[0].count)
-        self._departures.pass_on(*forwarded)
-
-    def _parse(self, view: memoryview) -> Packet | None:
-        try:
-            return messages.parse_packet(view)
-        except MalformedPacket:
-            self.counters.add("packets_malformed")
-            return None
-
-    # --- requests for this satellite ---
+        self._outbox.send_by(*forwarded)
 
     def _deliver(self, segments: list[memoryview], start: int, now_s: float) -> None:
+        """Packets of one operation for this satellite: chunks to the memory, all else to its handler."""
         carries = segments[0][start + 1] in _CARRIERS
         if claims_mac(segments[0], start) or (carries and start != COMMAND_BYTES):  # a gate takes MACs off
             self.counters.add("packets_malformed", len(segments))
@@ -354,110 +271,177 @@ class SatelliteMachine:
             packet = messages.parse_packet(segment)
         except UnknownOperation:
             self.counters.add("packets_unsupported")
-            self._departures.unsupported(segment, now_s)
+            self._outbox.unsupported(segment, now_s)
             return
         except MalformedPacket:
             self.counters.add("packets_malformed")
             return
         try:
             if packet.header.op not in self._handlers:
-                raise MalformedPacket(f"{packet.header.op.name}: nothing that satellites are told")
+                raise MalformedPacket(f"{packet.header.op.name} is not sent to satellites")
             self._handlers[packet.header.op](packet, now_s)
         except MalformedPacket:
             self.counters.add("packets_malformed")
 
-    def _stored(self, key: bytes, indices: list[int], ref: bytes, header: SkyHeader, now_s: float) -> None:
-        """Chunks of one placement came in: they stay, or go on where the box has moved on meanwhile. Whoever handed
-        them over may know of a move that we do not know of yet: then they stay for a while.
-        """
-        sent_behind = self._whereabouts.is_past((header.slot_moves, header.plane_moves))
-        due_s = now_s if header.op is not Op.MIGRATE or sent_behind else now_s + self.handover.grace_s
-        if self.store.met:
-            self._migration.meetings.settle(due_s)
-        self.handover.keep(key, indices)
-        if self._whereabouts.home(ref) != self.config.address:
-            for index in indices:
-                self.handover.stray((key, index), due_s)
+    def _parse(self, view: memoryview) -> Packet | None:
+        try:
+            return messages.parse_packet(view)
+        except MalformedPacket:
+            self.counters.add("packets_malformed")
+            return None
 
-    def _settled(self, key: bytes, now_s: float) -> bool:
-        """Whether what we say of this key is no matter of a handover or of a writer that is still at it: a MISS then
-        counts towards a proof of loss.
-        """
-        return self._settled_chunks(key, self.store.shares.get(key, ()), now_s)
+    # --- Plain requests that the transport serves by itself, without a call per packet ---
 
-    def _settled_chunks(self, key: bytes, indices: Iterable[int], now_s: float) -> bool:
-        """The same of some of its chunks."""
-        next_move_s = self._whereabouts.next_move_s
-        if next_move_s is not None and now_s >= next_move_s:
-            return False  # the box has moved and we have not looked yet
-        if self.wants_work or self.lateness.is_late(now_s):
-            return False  # what waits here may be the very chunk
-        if self._latecomers.is_being_written(key, now_s):
-            return False  # it may not have been sent yet
-        return self.handover.rests(key, indices)
+    def plain_requests(self, now_s: float) -> PlainRequests | None:
+        """What ``native.serve`` needs to serve plain GETs and SETs until the next call of this machine; None: not now.
+
+        Every request that it serves must be reported with ``served``.
+        """
+        settled = self._locator.settled if self.handover.at_rest else _NOTHING_SETTLED
+        return None if self.backlog_bytes else self._chunks.plain_requests(settled, now_s)
+
+    def served(self, served: Sequence[native.Served]) -> None:
+        self.counters.add("packets_received", self._chunks.count_served(served))
+
+    # --- Datagrams to send ---
+
+    def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
+        """Batches with the link each leaves by; each is returned once."""
+        if self._healed != self._state.links.healed:
+            self._healed = self._state.links.healed
+            self.handover.relieved(now_s)
+        self._chunks.acknowledge(now_s)
+        self._gossip.gather(now_s)
+        batches = self._outbox.take()
+        for _, link in batches:
+            self.neighbours.used(link, now_s)
+        return batches + self._outbox.take_links()
+
+    # --- Timers ---
+
+    def next_timer_s(self) -> float | None:
+        soonest_s = min([due_s() for due_s, _ in self._timers])
+        if self._was_late:
+            soonest_s = min(soonest_s, self._look_s)
+        if not self._state.timers_wait:
+            soonest_s = min(soonest_s, *[due_s() for due_s, _ in self._background_timers])
+        return soonest_s if soonest_s < float("inf") else None
+
+    def handle_timer(self, now_s: float) -> None:
+        for _, action in self._timers:
+            action(now_s)
+        late, was_late = self.lateness.is_late(now_s), self._was_late
+        self._was_late, self._look_s = late, now_s + _LOOK_S
+        if was_late and not late:
+            self.neighbours.relieved(now_s)
+            self.handover.relieved(now_s)
+        if late:
+            self._state.timers_wait = True
+        else:
+            self._run_background(now_s)
+
+    def _run_background(self, now_s: float) -> None:
+        self._state.timers_wait = False
+        for _, action in self._background_timers:
+            action(now_s)
+
+    @property
+    def wants_work(self) -> bool:
+        """Whether background work waits for a call of ``work``."""
+        return self._state.timers_wait or bool(self._postponed)
+
+    def work(self, now_s: float) -> native.Run | None:
+        """Do one piece of the waiting background work; returns the packets processed, if it was packets."""
+        packets_next, self._packets_next = self._packets_next, not self._packets_next
+        if self._state.timers_wait and not (packets_next and self._postponed):
+            self._run_background(now_s)
+        elif (found := self._postponed.take(now_s)) is not None:
+            view, size, source, came_s = found
+            self._chunks.waited_s = now_s - came_s
+            self._process([(view, size)], source, now_s)
+            self._chunks.waited_s = 0.0
+            return view, size
+        return None
+
+    def _hand_over(self, now_s: float) -> None:
+        """An event may let more chunks leave: send them now, or later if the host is late."""
+        if self.lateness.is_late(now_s):
+            self._state.timers_wait = True
+        else:
+            self._migration.send_due(now_s)
+
+    def _follow_clock(self, now_s: float) -> None:
+        if self._locator.next_move_s is not None and now_s >= self._locator.next_move_s:
+            self._follow_moves(now_s)
+
+    def _follow_moves(self, now_s: float, pushed: bool = False) -> None:
+        """The clock or an operator (``pushed``) may have moved the box: plan a handover if it has moved."""
+        if self._locator.follow(now_s):
+            if not self.lateness.is_late(now_s):
+                self._sweep.before_handover(now_s)
+            self._migration.box_moved(urgent=pushed)
+
+    # --- Messages that concern several handlers, or the machine itself ---
 
     def _get(self, packet: Packet, now_s: float) -> None:
         if self.backlog_bytes > self.config.max_backlog_bytes:
-            self._departures.reply(packet.header, Op.BUSY, bytes(packet.body), now_s)
+            self._outbox.reply(packet.header, Op.BUSY, bytes(packet.body), now_s)
         else:
             self._chunks.get(packet, now_s)
 
     def _acknowledged(self, packet: Packet, now_s: float) -> None:
+        """ACK: another satellite took, or refused, chunks that were handed over."""
         self._migration.acknowledged(packet, now_s)
         self._hand_over(now_s)
 
     def _unreachable(self, packet: Packet, now_s: float) -> None:
+        """UNREACHABLE: no route to the destination of a handover."""
         self._migration.unreachable(packet, now_s)
         self._hand_over(now_s)
 
-    def _ping(self, packet: Packet, now_s: float) -> None:
-        self._departures.reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
+    def _checked(self, packet: Packet, now_s: float) -> None:
+        self._checks.answered(packet, now_s)
+        self._sweep.release_handover()
+
+    def _links(self, segments: list[memoryview], source: LinkEnd, now_s: float) -> None:
+        """LINKS: a neighbour reports dead links, and how far operators have moved the box."""
+        packets = [packet for segment in segments if (packet := self._parse(segment)) is not None]
+        bad, pushed = self.neighbours.receive(packets, source, now_s)
+        if bad:
+            self.counters.add("packets_malformed", bad)
+        if pushed:
+            self._follow_moves(now_s, pushed=True)
+            self._hand_over(now_s)
 
     def _advance(self, packet: Packet, now_s: float) -> None:
+        """ADVANCE: an operator sets the moves that are added to the clock."""
         pushed = messages.unpack_moves(packet.body)
-        if not self._whereabouts.may_push_to(pushed, now_s):
+        if not self._locator.may_push_to(pushed, now_s):
             self.counters.add("pushes_refused")
-            self._departures.reply(packet.header, Op.UNREACHABLE, b"", now_s, Status.REFUSED)
+            self._outbox.reply(packet.header, Op.UNREACHABLE, b"", now_s, Status.REFUSED)
             return
-        self._whereabouts.push_to(pushed)
-        self.neighbourhood.told_moves(self._whereabouts.pushed, now_s)
-        self._follow_clock(now_s, pushed=True)
-        self._departures.reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._whereabouts.pushed), now_s)
+        self._locator.push_to(pushed)
+        self.neighbours.pushed_at_ms = int(now_s * 1e3)
+        self._follow_moves(now_s, pushed=True)
+        self._outbox.reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._locator.pushed), now_s)
         self._hand_over(now_s)
 
+    def _ping(self, packet: Packet, now_s: float) -> None:
+        self._outbox.reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
+
     def housekeeping(self) -> dict[str, int]:
-        """Counters and gauges by the names of ``HOUSEKEEPING_FIELDS``; the transport may add its own."""
+        """Counters and gauges by the names of ``HOUSEKEEPING_FIELDS``, with the transport's own."""
         return self.counters.as_dict() | dict(
             memory_used_bytes=self.store.used_bytes,
             memory_limit_bytes=self.store.limit_bytes,
             chunks_held=len(self.store),
             receive_credit_bytes=self.config.credit_bytes,
             migrations_retransmitted=self.handover.retransmitted,
-            pinned_bytes=self.store.shielded_bytes,
-            pushed_slot_moves=self._whereabouts.pushed[0],
-            pushed_plane_moves=self._whereabouts.pushed[1],
+            pinned_bytes=self.store.pinned_bytes,
+            pushed_slot_moves=self._locator.pushed[0],
+            pushed_plane_moves=self._locator.pushed[1],
             packets_shed=self._postponed.dropped,
             **OURS.figures(),
             **self.store.ledger.figures(),
-            **self.transport_figures(),
+            **self._transport_figures(),
         )
-
-    # --- neighbours ---
-
-    def _told(self, segments: list[memoryview], source: LinkEnd, now_s: float) -> None:
-        packets = [packet for segment in segments if (packet := self._parse(segment)) is not None]
-        bad, moved = self.neighbourhood.receive(packets, source, now_s)
-        if bad:
-            self.counters.add("packets_malformed", bad)
-        if moved:
-            self._whereabouts.push_to(self.neighbourhood.pushed)
-            self._follow_clock(now_s, pushed=True)
-            self._hand_over(now_s)
-
-    # --- motion ---
-
-    def _follow_clock(self, now_s: float, pushed: bool = False) -> None:
-        if self._whereabouts.follow(now_s):
-            if not self.lateness.is_late(now_s):
-                self._forgetting.box_moved(now_s)
-            self._migration.box_moved(in_haste=pushed)

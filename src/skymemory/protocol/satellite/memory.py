@@ -1,27 +1,54 @@
-"""A satellite's memory: chunks under a byte budget; a policy (``replacement``) says whose are the first out.
+"""A satellite's chunk memory: chunks by key under a byte budget, with pins, leases and expiries.
 
-The chunks of one key that are here, its *share*, are asked for together and worth nothing without each other: so they
-grow old together too, and where room is needed the oldest share goes chunk by chunk, from its end. A *shielded* key
-(``retention`` pins it) is not evicted at all.
+The chunks of one key that are here are its *share*. They are requested together and worth nothing alone, so they age
+together: where room is needed, the share that the replacement policy names is evicted chunk by chunk, from its end.
+A *pinned* or *leased* key is not evicted. Pins, leases and expiries go with the last chunk of their key.
+
+Beside the memory itself: ``KeyHistory``, recent writes and deletions; ``OrderedKeys``, for listings; ``Ledger``, the
+account of all bytes that came and went.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeVar
 
 from skymemory.eviction.policies import LeastRecentlyUsed, Replacement
-from skymemory.protocol.messages import Presence
+from skymemory.metrics import Counters
+from skymemory.placement.locate import Moves
+from skymemory.protocol.messages import KEY_BYTES, MOST_SINCE_S, WRITING_S, Dead, Presence
+from skymemory.protocol.satellite.overload import MOST_AGE_S
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, TAG_BYTES, TAG_OFFSET, ChunkRef
 
+ChunkName = tuple[bytes, int]
+"""(key, 0-based index)."""
+Chunk = tuple[bytes, bytes]
+"""Packed reference and payload: ``StoredChunk`` as a plain tuple, since whole runs of them come and go."""
+Share = dict[int, Chunk]
+"""The chunks of one key that are here, by index."""
+Cause = Literal["replaced", "evicted", "deleted", "migrated_out", "lost"]
+"""``replaced``: by another of the same name. ``evicted``: for room, by age or by a policy. ``deleted``: by command."""
+CAUSES: tuple[Cause, ...] = ("replaced", "evicted", "deleted", "migrated_out", "lost")
+
 _VERSION = slice(48, 56)
-"""Of a packed reference: length and CRC of the whole value, which tell two values of one key apart."""
+"""Of a packed reference: length and CRC of the whole value, which distinguish two values of one key."""
 _TAG = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
+_SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
+_MOVES = struct.Struct(">ii")
+
+
+class StoredChunk(NamedTuple):
+    """``ref`` is the packed ``ChunkRef``, kept as bytes because it is sent as it came."""
+
+    ref: bytes
+    payload: bytes
 
 
 @dataclass(slots=True)
@@ -36,42 +63,43 @@ class PutOutcome:
 class ChunkStore:
     """Chunks of one satellite. ``used_bytes`` counts payloads and references and never exceeds ``limit_bytes``."""
 
-    def __init__(self, limit_bytes: int, replacement: Replacement | None = None) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        replacement: Replacement | None = None,
+        pin_share: float = 1.0,
+        record_evicted: bool = False,
+        counters: Counters | None = None,
+    ) -> None:
+        """At most ``pin_share`` of the memory may be pinned. ``record_evicted`` fills ``evicted``."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self.shielded_bytes = 0
-        """Of these, what shielded keys have."""
-        self.shield_limit_bytes = limit_bytes
-        """A shielded key that grows beyond what all of them may have is shielded no longer."""
-        self.unshielded: Callable[[bytes], None] | None = None
-        """Told of each key that lost its shield by growing."""
-        self.held_bytes = 0
-        """What held keys have; none is shielded."""
-        self.ledger = Ledger()
-        self.evicted: dict[bytes, bytes] | None = None
-        """Where somebody set a dictionary: keys that lost chunks to eviction and were not stored since, with the packed
-        reference of one.
+        self.shares: dict[bytes, Share] = {}
+        """Everything, by key. ``native`` may add chunks; ``added`` must then be called."""
+        self.pins: dict[bytes, float] = {}
+        """Pinned keys, and until when."""
+        self.pinned_bytes = 0
+        self.pin_limit_bytes = int(limit_bytes * pin_share)
+        """A pinned key that grows until all pinned keys together exceed this loses its pin."""
+        self.leases: dict[bytes, dict[int, float]] = {}
+        """Leased keys, none of them pinned: the ground hosts that are about to read each, and until when."""
+        self.leased_bytes = 0
+        self.expiries: dict[bytes, float] = {}
+        """Keys to be deleted, and when."""
+        self.evicted: dict[bytes, bytes] | None = {} if record_evicted else None
+        """Keys that lost chunks to eviction and were not stored since, with the packed reference of one chunk."""
+        self.conflicts: list[tuple[ChunkName, bytes]] = []
+        """Chunks replaced by another copy of the same chunk, with the packed references of those that were here; until
+        ``Migration`` resolves them.
         """
-        self.gone: Callable[[bytes], None] | None = None
-        """Told of each key whose last chunk went, for whatever cause."""
-        self.met: list[tuple[ChunkName, bytes]] = []
-        """Chunks whose place another copy of them has taken, with their packed references, till somebody takes them."""
-        self._shares: dict[bytes, Share] = {}
+        self.ledger = Ledger()
+        self._counters = counters if counters is not None else Counters()
         self._replacement: Replacement = replacement if replacement is not None else LeastRecentlyUsed()
-        self._shielded: set[bytes] = set()
-        self._held: set[bytes] = set()
         self._ordered = OrderedKeys()
         self._count = 0
 
-    @property
-    def shares(self) -> MutableMapping[bytes, Share]:
-        """Everything, by key: for ``native``, which may add chunks that ``added`` is then told of."""
-        return self._shares
-
     def added(self, key: bytes, chunks: int, size_bytes: int, replaced_bytes: int = 0) -> None:
-        """SETs have made the share of ``key`` grow by so many chunks and bytes, which fit, after so many were replaced;
-        it becomes the most recently used.
-        """
+        """Account for SETs that ``native`` stored: chunks and bytes by which the share grew, bytes that it replaced."""
         self._note(key)
         self._count += chunks
         self._came(key, size_bytes)
@@ -79,78 +107,84 @@ class ChunkStore:
         self.ledger.went(replaced_bytes, "replaced")
 
     def touch(self, key: bytes) -> None:
-        """The key, which is here, was asked for."""
-        if key not in self._shielded:
+        """The key, which is here, was requested."""
+        if key not in self.pins:
             self._replacement.used(key)
 
     def refresh(self, key: bytes) -> bool:
-        """The key matters now, though nobody asked for its chunks; whether it is here."""
-        if key in self._shares:
+        """Make the key the most recent one, though it was not requested; whether it is here."""
+        if key in self.shares:
             self._note(key)
-        return key in self._shares
+        return key in self.shares
 
-    def shield(self, key: bytes) -> None:
-        """The key, which is here, is not evicted from now on."""
-        if key not in self._shielded:
-            self._shielded.add(key)
-            self.shielded_bytes += self.share_bytes(key)
-        self._replacement.gone(key)
+    # --- Pins and leases ---
 
-    def unshield(self, key: bytes) -> None:
-        """The key may be evicted again, as if it had come just now."""
-        if key in self._shielded:
-            self._shielded.discard(key)
-            self.shielded_bytes -= self.share_bytes(key)
+    def pin(self, key: bytes, until_s: float = math.inf) -> None:
+        """Never evict the key, which is here, until it is unpinned. ``until_s`` is a record for ``Retention``."""
+        if key not in self.pins:
+            self.pinned_bytes += self.share_bytes(key)
+            self._replacement.gone(key)
+        self.pins[key] = until_s
+
+    def unpin(self, key: bytes) -> None:
+        """The key may be evicted again, with the rank of one that has just arrived."""
+        if key in self.pins:
+            del self.pins[key]
+            self.pinned_bytes -= self.share_bytes(key)
             self._replacement.noted(key)
 
-    def is_shielded(self, key: bytes) -> bool:
-        return key in self._shielded
-
-    def hold(self, key: bytes) -> None:
-        """The key, which is here and not shielded, is not evicted until it is freed; uses of it count as ever."""
-        if key not in self._held:
-            self._held.add(key)
-            self.held_bytes += self.share_bytes(key)
+    def lease(self, key: bytes, ground: int, until_s: float) -> None:
+        """Do not evict the key, which is here and not pinned, until all its leases end; reads of it count as ever."""
+        if key not in self.leases:
+            self.leases[key] = {}
+            self.leased_bytes += self.share_bytes(key)
             self._replacement.hold(key)
+        self.leases[key][ground] = until_s
 
-    def free(self, key: bytes) -> None:
-        """The key may be evicted again, by the rank that it has now."""
-        if key in self._held:
-            self._held.discard(key)
-            self.held_bytes -= self.share_bytes(key)
+    def release(self, key: bytes, ground: int) -> None:
+        """End the lease of this ground host, if it has one."""
+        holders = self.leases.get(key)
+        if holders is not None and holders.pop(ground, None) is not None and not holders:
+            self.end_lease(key)
+
+    def end_lease(self, key: bytes) -> None:
+        """The key may be evicted again, with the rank that it has now."""
+        if self.leases.pop(key, None) is not None:
+            self.leased_bytes -= self.share_bytes(key)
             self._replacement.free(key)
 
     def _kept_beside(self, key: bytes) -> int:
-        """What other keys have that is not evicted, in bytes."""
-        own_bytes = self.share_bytes(key) if key in self._shielded or key in self._held else 0
-        return self.shielded_bytes + self.held_bytes - own_bytes
+        """Bytes of other keys that may not be evicted."""
+        own_bytes = self.share_bytes(key) if key in self.pins or key in self.leases else 0
+        return self.pinned_bytes + self.leased_bytes - own_bytes
 
     def share_bytes(self, key: bytes) -> int:
-        """What the chunks of ``key`` that are here count in memory."""
-        return size_bytes_of(self._shares.get(key, {}))
+        """Size in memory of the chunks of ``key`` that are here."""
+        return size_bytes_of(self.shares.get(key, {}))
+
+    # --- Accounts ---
 
     def _grow(self, key: bytes, size_bytes: int) -> None:
-        """The share of ``key`` has grown by so much, or (negative) shrunk."""
+        """The share of ``key`` has grown, or (negative) shrunk."""
         self.used_bytes += size_bytes
-        if key in self._shielded:
-            self.shielded_bytes += size_bytes
-        if key in self._held:
-            self.held_bytes += size_bytes
+        if key in self.pins:
+            self.pinned_bytes += size_bytes
+        if key in self.leases:
+            self.leased_bytes += size_bytes
 
     def _came(self, key: bytes, size_bytes: int) -> None:
         """``_grow`` by chunks that came."""
         self._grow(key, size_bytes)
-        if len(self._shares) > len(self._ordered):  # else no key is new: that costs no search
+        if len(self.shares) > len(self._ordered):  # else no key is new: that costs no search
             self._ordered.add(key)
-        if key in self._shielded and self.shielded_bytes > self.shield_limit_bytes:
-            self.unshield(key)
-            if self.unshielded is not None:
-                self.unshielded(key)
+        if key in self.pins and self.pinned_bytes > self.pin_limit_bytes:
+            self.unpin(key)
+            self._counters.add("pins_refused")
 
     def _note(self, key: bytes, migrated: bool = False) -> None:
         if self.evicted:
             self.evicted.pop(key, None)
-        if key not in self._shielded:
+        if key not in self.pins:
             (self._replacement.arrived if migrated else self._replacement.noted)(key)
 
     def __len__(self) -> int:
@@ -158,34 +192,33 @@ class ChunkStore:
 
     def order(self) -> list[bytes]:
         """All keys, the next to be evicted first."""
-        return [*self._replacement.order(), *sorted(self._shielded)]
+        return [*self._replacement.order(), *sorted(self.pins)]
 
     def items(self) -> Iterator[tuple[ChunkName, StoredChunk]]:
         """Everything, the next to be evicted first."""
         for key in self.order():
-            share = self._shares[key]
+            share = self.shares[key]
             for index in sorted(share, reverse=True):
                 yield (key, index), StoredChunk._make(share[index])
 
     def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
         """Store a chunk; its key becomes the most recently used one; others are evicted as needed.
 
-        Refused, with nothing changed, is a chunk for which more would have to go than may: this one and the chunks of
-        its value that are to stand beside it do not fit beside what is shielded. The value cannot be stored here, and
-        half of it is worth nothing. Storing what is there already replaces it: every operation is idempotent.
-        ``migrated`` is for the ledger.
+        A chunk is refused, and nothing changed, where it and the other chunks of its value that belong here do not fit
+        beside what is pinned and leased: half a value is worth nothing. Storing a chunk that is already here replaces
+        it: every operation is idempotent. ``migrated``: it came by a handover.
         """
         key, index = name
         size = len(payload) + CHUNK_REF_BYTES
         outcome = PutOutcome(stored=self._has_room(name, ref, size))
         if not outcome.stored:
             return outcome
-        self.met += others_met(key, self._shares.get(key, {}), [(index, ref)])
+        self.conflicts += conflicts_of(key, self.shares.get(key, {}), [(index, ref)])
         outcome.replaced = int(self._take(name, "replaced"))
         while self.used_bytes + size > self.limit_bytes:
             self._evict(self._victim(key, ref))
             outcome.evicted += 1
-        self._shares.setdefault(key, {})[index] = (ref, payload)
+        self.shares.setdefault(key, {})[index] = (ref, payload)
         self._came(key, size)
         self.ledger.came(size, migrated)
         self._count += 1
@@ -195,11 +228,11 @@ class ChunkStore:
     def put_run(
         self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int, migrated: bool = False
     ) -> PutOutcome | None:
-        """``put`` for ascending ``indices`` of one value at once; ``size_bytes`` is what they count in all.
+        """``put`` for ascending ``indices`` of one value at once; ``size_bytes`` is their size in memory.
 
-        None where that needs a look at each chunk; nothing has been changed then.
+        None, and nothing changed, where each chunk must be put by itself.
         """
-        share = self._shares.get(key, {})
+        share = self.shares.get(key, {})
         old = [share[index] for index in indices if index in share] if share else []
         outcome = PutOutcome(stored=True, replaced=len(old))
         if self.used_bytes + size_bytes > self.limit_bytes:
@@ -211,9 +244,9 @@ class ChunkStore:
                 self._evict(self._victim(key, chunks[0][0]))
                 outcome.evicted += 1
         if old:
-            self.met += others_met(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
+            self.conflicts += conflicts_of(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
         share.update(zip(indices, chunks, strict=True))
-        self._shares[key] = share
+        self.shares[key] = share
         self._note(key, migrated)
         replaced_bytes = sum(map(len, map(itemgetter(1), old))) + CHUNK_REF_BYTES * len(old)
         self._came(key, size_bytes - replaced_bytes)
@@ -222,19 +255,19 @@ class ChunkStore:
         self._count += len(indices) - len(old)
         return outcome
 
-    def pass_over(self, payload_bytes: int) -> None:
-        """A chunk of this size was handed over that is older than what is here: in the books it came and went."""
+    def count_outdated(self, payload_bytes: int) -> None:
+        """Account for a handed-over chunk that was dropped because a later one is here: it came and went."""
         self.ledger.came(payload_bytes + CHUNK_REF_BYTES, migrated=True)
         self.ledger.went(payload_bytes + CHUNK_REF_BYTES, "replaced")
 
     def _has_room(self, name: ChunkName, packed: bytes, size_bytes: int) -> bool:
-        """Whether a chunk that counts so much fits, once all that may go for it has gone.
+        """Whether a chunk of this size fits, once everything that may be evicted for it is gone.
 
-        Where something would have to go, its whole part of the value must fit: the chunks of it that are here, and
-        those that its server is yet to get.
+        If something would have to be evicted, the server's whole part of the value must fit: the chunks of it that are
+        here, and those that are still to come.
         """
         key, index = name
-        share = self._shares.get(key, {})
+        share = self.shares.get(key, {})
         replaced_bytes = len(share[index][1]) + CHUNK_REF_BYTES if index in share else 0
         if self.used_bytes - replaced_bytes + size_bytes <= self.limit_bytes:
             return True
@@ -247,18 +280,18 @@ class ChunkStore:
         return self._kept_beside(key) + sum(same.values()) + size_bytes + _coming_bytes(ref, same) <= self.limit_bytes
 
     def _victim(self, key: bytes, ref: bytes) -> ChunkName:
-        """What goes next to make room for a chunk of ``key``: never a chunk of the same value. There is one, as
-        ``_has_room`` found.
+        """The next chunk to evict for a chunk of ``key``: never one of the same value. There is one, as ``_has_room``
+        found.
         """
         victim = self._replacement.victim(key)
         if victim is not None:
-            return victim, max(self._shares[victim])
-        share = self._shares[key]
+            return victim, max(self.shares[victim])
+        share = self.shares[key]
         return key, max(index for index, (its_ref, _) in share.items() if its_ref[_VERSION] != ref[_VERSION])
 
     def _evict(self, victim: ChunkName) -> None:
         key, index = victim
-        ref = self._shares[key][index][0]
+        ref = self.shares[key][index][0]
         self.remove(victim, "evicted")
         if self.evicted is not None:
             self.evicted[key] = ref
@@ -268,7 +301,7 @@ class ChunkStore:
 
         The key becomes the most recently used one.
         """
-        share = self._shares.get(key)
+        share = self.shares.get(key)
         if share is None:
             return [], list(indices)
         self.touch(key)
@@ -281,26 +314,26 @@ class ChunkStore:
         return [share[index] for index in indices if index in share], missing
 
     def relabel(self, name: ChunkName, ref: bytes) -> None:
-        """The chunk, which is here, is another copy of the same from now on."""
-        self._shares[name[0]][name[1]] = (ref, self._shares[name[0]][name[1]][1])
+        """Make the chunk, which is here, another copy of the same."""
+        self.shares[name[0]][name[1]] = (ref, self.shares[name[0]][name[1]][1])
 
     def peek(self, name: ChunkName) -> StoredChunk | None:
         """The chunk, or None if it is not here; the order of eviction stays as it is."""
-        share = self._shares.get(name[0])
+        share = self.shares.get(name[0])
         chunk = share.get(name[1]) if share is not None else None
         return None if chunk is None else StoredChunk._make(chunk)
 
     def remove(self, name: ChunkName, cause: Cause = "deleted") -> bool:
-        """Whether it was here; the ledger has its bytes under ``cause``."""
+        """Remove a chunk; whether it was here. The ledger counts its bytes under ``cause``."""
         taken = self._take(name, cause)
         if taken:
             self._tidy(name[0], cause == "evicted")
         return taken
 
     def _take(self, name: ChunkName, cause: Cause) -> bool:
-        """The chunk goes; its share stays, even empty."""
+        """Take a chunk out; its share stays, even empty."""
         key, index = name
-        share = self._shares.get(key)
+        share = self.shares.get(key)
         chunk = share.pop(index, None) if share is not None else None
         if chunk is None:
             return False
@@ -311,19 +344,18 @@ class ChunkStore:
         return True
 
     def _tidy(self, key: bytes, evicted: bool = False) -> None:
-        """An empty share is none."""
-        if key in self._shares and not self._shares[key]:
-            del self._shares[key]
+        """Remove an empty share, with its pin, leases and expiry: chunks that come later bring their own."""
+        if key in self.shares and not self.shares[key]:
+            del self.shares[key]
             self._ordered.remove(key)
-            self._shielded.discard(key)
-            self._held.discard(key)
+            self.pins.pop(key, None)
+            self.leases.pop(key, None)
+            self.expiries.pop(key, None)
             self._replacement.gone(key, evicted)
-            if self.gone is not None:
-                self.gone(key)
 
     def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
         """Remove every chunk of ``key``; how many there were."""
-        share = self._shares.get(key, {})
+        share = self.shares.get(key, {})
         size, chunks = size_bytes_of(share), len(share)
         self._grow(key, -size)
         self.ledger.went(size, cause)
@@ -332,12 +364,20 @@ class ChunkStore:
         self._tidy(key)
         return chunks
 
+    def remove_settings(self, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
+        """Remove the chunks of these settings of keys; how many there were."""
+        dropped = 0
+        for key, setting in dead:
+            indices = [index for index, (ref, _) in self.shares.get(key, {}).items() if setting_of(ref) == setting]
+            dropped += sum(self.remove((key, index), cause) for index in indices)
+        return dropped
+
     def presence(self, key: bytes) -> Presence | None:
-        """What is held of ``key``, told by the lowest chunk of its latest placement."""
-        share = self._shares.get(key)
+        """What is held of ``key``, described by the lowest chunk of its latest placement."""
+        share = self.shares.get(key)
         if share is None:
             return None
-        index = told_by(share)
+        index = latest_index(share)
         ref = ChunkRef.unpack(share[index][0])
         return Presence(index, ref.chunks, ref.length_bytes, ref.value_bytes, ref.value_crc, len(share), ref.tag)
 
@@ -347,7 +387,7 @@ class ChunkStore:
 
 
 def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
-    """What the chunks of a server's part count that are neither ``ref``'s own nor ``here``."""
+    """Size in memory of the chunks of a server's part that are neither ``ref``'s own nor ``here``."""
     servers, last = max(1, ref.tag.servers), ref.chunks - 1
     part = range(ref.index % servers, ref.chunks, servers)
     missing = len(part) - sum(at in part for at in here) - 1
@@ -360,29 +400,27 @@ def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
     return missing * (full_bytes + CHUNK_REF_BYTES) - short_bytes
 
 
-# What one satellite holds of one key, its *share*: chunks by index, with references that say which copy each is.
+# --- Functions on shares and packed references ---
 
 
-ChunkName = tuple[bytes, int]
-"""(key, 0-based index)."""
-Chunk = tuple[bytes, bytes]
-"""Packed reference and payload, as ``StoredChunk`` but plain: whole runs of them come and go."""
-Share = dict[int, Chunk]
+def setting_of(ref: bytes) -> bytes:
+    """The setting of a packed reference: CRC of the value, slot moves and plane moves when it was SET.
 
-_SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
-_MOVES = struct.Struct(">ii")
+    With the key it names one write of a value: a key that is set again has another setting.
+    """
+    return ref[52:56] + ref[64:72]
 
 
-class StoredChunk(NamedTuple):
-    """``ref`` is the packed ``ChunkRef``, kept as bytes because it is sent as it came."""
-
-    ref: bytes
-    payload: bytes
+def set_moves_of(ref: bytes) -> Moves:
+    slot_moves, plane_moves = _MOVES.unpack_from(ref, TAG_OFFSET + 8)
+    return slot_moves, plane_moves
 
 
-def told_by(share: Share) -> int:
-    """The lowest chunk of the latest placement. A value that was set again after moves of the box, or prefetched,
-    leaves chunks of the earlier placement on the satellites that both have.
+def latest_index(share: Share) -> int:
+    """Index of the lowest chunk of the latest placement.
+
+    A value that was set again after moves of the box, or prefetched, leaves chunks of the earlier placement on the
+    satellites that both placements use.
     """
     settings = {ref[_SET_MOVES] for ref, _ in share.values()}
     if len(settings) == 1:
@@ -392,7 +430,7 @@ def told_by(share: Share) -> int:
 
 
 def size_bytes_of(share: Share) -> int:
-    """What it counts in memory: payloads and references."""
+    """Size of a share in memory: payloads and references."""
     return sum(len(payload) for _, payload in share.values()) + CHUNK_REF_BYTES * len(share)
 
 
@@ -401,24 +439,24 @@ def as_copy(ref: bytes, replica: int) -> bytes:
     return ref[:REPLICA_OFFSET] + bytes([replica]) + ref[REPLICA_OFFSET + 1 :]
 
 
-def others_met(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) -> list[tuple[ChunkName, bytes]]:
-    """Which chunks of a share those that are coming (index and packed reference) are other copies of, with the
-    references of those that are here. Chunks of other values, or of other settings, are no copies.
+def conflicts_of(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) -> list[tuple[ChunkName, bytes]]:
+    """Chunks of a share that ``coming`` ones (index and packed reference) are other copies of, with the references of
+    those that are here. Chunks of other values, or of other settings, are no copies.
     """
-    met = []
+    found = []
     for index, ref in coming:
         here = share.get(index)
         if here is not None and here[0] != ref and here[0] == as_copy(ref, here[0][REPLICA_OFFSET]):
-            met.append(((key, index), here[0]))
-    return met
+            found.append(((key, index), here[0]))
+    return found
 
 
 def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
-    """What is held, by packed placement tag: chunks of one tag always move together. Looks at every chunk."""
+    """All chunks by packed placement tag: chunks of one tag always move together. Examines every chunk."""
     groups: dict[bytes, list[ChunkName]] = {}
     for key, share in shares.items():
         tags = {ref[_TAG] for ref, _ in share.values()}
-        if len(tags) == 1:  # nearly always: what a satellite has of one value is one server's part
+        if len(tags) == 1:  # nearly always: a satellite holds one server's part of a value
             groups.setdefault(tags.pop(), []).extend(zip(repeat(key), share))
         else:
             for index, (ref, _) in share.items():
@@ -426,15 +464,87 @@ def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
     return groups
 
 
-# Keys in ascending order while they come and go, so that a page of a listing costs what it holds, not all there is.
+_DELETED_S = 1.0
+"""How long a deleted key is not taken over: as long as a client needs to delete it on every satellite."""
+_REMEMBERED_DELETIONS = 1 << 14
+_REMEMBERED_SETS = 1 << 16
+_REMEMBERED_DEAD = 4096
+
+
+class KeyHistory:
+    """Recent writes and deletions of keys, by which a satellite recognises handovers and notices that come too late."""
+
+    def __init__(self) -> None:
+        self._deleted: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
+        """Until when each key is not taken over, the first to end first; and which setting of it (empty: all)."""
+        self._written: OrderedDict[bytes, float] = OrderedDict()
+        """When writers stored keys, the earliest first."""
+        self._complete_since_s = -math.inf
+        """Since when ``_written`` has every key."""
+        self.dead: OrderedDict[bytes, bytes] = OrderedDict()
+        """Settings of keys that were dropped last as dead. Copies of them are refused, since a satellite that does not
+        know yet may offer some.
+        """
+
+    def deleted(self, deleted: Iterable[Dead], now_s: float) -> None:
+        """These were deleted by command: keys, and settings of them (empty: all)."""
+        while self._deleted and next(iter(self._deleted.values()))[0] <= now_s - MOST_AGE_S:
+            self._deleted.popitem(last=False)
+        for key, setting in deleted:
+            if not setting:
+                self._written.pop(key, None)
+            self._deleted.pop(key, None)
+            self._deleted[key] = now_s + _DELETED_S, setting
+        while len(self._deleted) > _REMEMBERED_DELETIONS:
+            self._deleted.popitem(last=False)
+
+    def dropped(self, dead: Iterable[Dead]) -> None:
+        """These were dropped as dead."""
+        self.dead.update(dead)
+        while len(self.dead) > _REMEMBERED_DEAD:
+            self.dead.popitem(last=False)
+
+    def written(self, key: bytes, now_s: float) -> None:
+        """A writer stored chunks of the key here."""
+        if self._deleted:
+            self._deleted.pop(key, None)
+        if self.dead:
+            self.dead.pop(key, None)
+        self.still_written(key, now_s)
+
+    def still_written(self, key: bytes, now_s: float) -> None:
+        """A writer is still storing chunks of the key, here or elsewhere."""
+        self._written[key] = now_s
+        self._written.move_to_end(key)
+        while len(self._written) > _REMEMBERED_SETS or next(iter(self._written.values())) < now_s - MOST_SINCE_S:
+            self._complete_since_s = self._written.popitem(last=False)[1]
+
+    def was_written_since(self, key: bytes, since_s: float) -> bool:
+        """Whether a writer has stored chunks of the key since then; True where that is not known."""
+        return since_s <= self._complete_since_s or self._written.get(key, -math.inf) >= since_s
+
+    def is_being_written(self, key: bytes, now_s: float) -> bool:
+        """Whether a writer may still be storing the key: a chunk that is missing may come yet, and is not lost."""
+        return self.was_written_since(key, now_s - WRITING_S)
+
+    def is_deleted(self, ref: bytes, came_s: float) -> bool:
+        """Whether to drop a handed-over chunk that arrived at ``came_s``: its key or setting was just deleted.
+
+        If its sender still has it, the sender repeats it, and it is taken then.
+        """
+        until_s, setting = self._deleted.get(ref[:KEY_BYTES], (came_s, b""))
+        return until_s > came_s and setting in (b"", setting_of(ref))
 
 
 _MOST = 512
-"""Keys in one block: inserting moves half of so many pointers, which costs less than the search for the place."""
+"""Keys in one block: an insertion moves half as many pointers, which costs less than the search for the place."""
 
 
 class OrderedKeys:
-    """A set of keys in blocks of at most ``_MOST``. O(log keys) to add and remove, O(log keys + limit) for a page."""
+    """A sorted set of keys, in blocks of at most ``_MOST``: a page of a listing costs what it holds, not all there is.
+
+    O(log keys) to add and remove, O(log keys + limit) for a page.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[list[bytes]] = []
@@ -446,7 +556,7 @@ class OrderedKeys:
         return self._count
 
     def add(self, key: bytes) -> None:
-        """The key comes; nothing changes if it is here already."""
+        """Add a key; nothing changes if it is here already."""
         if not self._blocks:
             self._blocks, self._lasts, self._count = [[key]], [key], 1
             return
@@ -465,7 +575,7 @@ class OrderedKeys:
             self._lasts[at] = block[-1]
 
     def remove(self, key: bytes) -> None:
-        """The key, which is here, goes."""
+        """Remove a key, which is here."""
         at = bisect_left(self._lasts, key)
         block = self._blocks[at]
         del block[bisect_left(block, key)]
@@ -487,31 +597,22 @@ class OrderedKeys:
         return page
 
 
-# A satellite's books in bytes: what came in is held, or went, and for every byte that went there is a cause.
-#
-# A chunk counts as ``ChunkStore.used_bytes`` counts it: its payload and its 72 bytes of reference. For every
-# satellite,
-# at any moment,
-#
-#     set + migrated in = held + replaced + evicted + deleted + migrated out + lost.
-#
-# Both sides are gross: storing again what is here already counts once as set (or migrated in) and once as replaced. A
-# copy that a handover has made counts at both ends until the old one is deleted, a grace period after its
-# acknowledgement; only then has it migrated out. Lost is what a satellite held when it died and came back empty under
-# the
-# same books; a process that is killed takes its books with it, and the next one opens new ones at nothing.
-
-
-Cause = Literal["replaced", "evicted", "deleted", "migrated_out", "lost"]
-"""``replaced``: by another of the same name. ``evicted``: for room, by age or by a policy. ``deleted``: by command."""
-CAUSES: tuple[Cause, ...] = ("replaced", "evicted", "deleted", "migrated_out", "lost")
-
 Named = TypeVar("Named")
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Monotonic counters of bytes."""
+    """The account of a satellite's bytes, as monotonic counters: every byte that left has a cause.
+
+    A chunk counts as in ``ChunkStore.used_bytes``: its payload and its reference of 72 bytes. At any moment
+
+        set + migrated in = held + replaced + evicted + deleted + migrated out + lost.
+
+    Both sides are gross: storing again what is here counts once as set (or migrated in) and once as replaced. A
+    chunk that is handed over counts at both ends until the old one is deleted, a grace period after its
+    acknowledgement; only then has it migrated out. Lost is what a satellite held when it died and came back empty with
+    the same ledger; a process that is killed loses its ledger too, and its successor starts one at zero.
+    """
 
     set_bytes: int = 0
     migrated_in_bytes: int = 0
@@ -522,7 +623,7 @@ class Ledger:
     lost_bytes: int = 0
 
     def came(self, size_bytes: int, migrated: bool) -> None:
-        """A writer, or (``migrated``) another satellite, brought so much."""
+        """Bytes came from a writer or, with ``migrated``, from another satellite."""
         if migrated:
             self.migrated_in_bytes += size_bytes
         else:
@@ -554,18 +655,18 @@ class Ledger:
 
 
 def unaccounted_bytes(figures: Mapping[str, int]) -> int:
-    """What came in and is neither held nor gone with a cause, by one satellite's housekeeping: 0 if its books close."""
+    """Bytes that came and are neither held nor gone with a cause, by a satellite's housekeeping: 0 if it balances."""
     came = figures["bytes_set"] + figures["bytes_migrated_in"]
     return came - figures["memory_used_bytes"] - sum(figures[f"bytes_{cause}"] for cause in CAUSES)
 
 
 def open_books(satellites: Mapping[Named, Mapping[str, int]]) -> dict[Named, int]:
-    """The satellites whose books do not close, with the bytes they cannot account for; empty is as it must be."""
+    """The satellites whose ledgers do not balance, with the difference in bytes; empty if all is well."""
     gaps = {name: unaccounted_bytes(figures) for name, figures in satellites.items()}
     return {name: gap for name, gap in gaps.items() if gap}
 
 
 def total(satellites: Mapping[Named, Mapping[str, int]]) -> dict[str, int]:
-    """The books of all satellites together."""
+    """The sum of all satellites' ledgers."""
     names = ["bytes_set", "bytes_migrated_in", "memory_used_bytes", *(f"bytes_{cause}" for cause in CAUSES)]
     return {name: sum(figures[name] for figures in satellites.values()) for name in names}

@@ -1,8 +1,8 @@
-"""A bounded queue for background packets that come while the host is late; answers go first, the oldest is dropped.
+"""Overload of a host: how it is measured, and the queue of background packets that wait while it lasts.
 
-Background is what satellites ask of each other for the good of later reads: handovers, checks of copies and of
-suspected losses, gossip; also in transit. No read waits for it, and its sender repeats it. Signs of life and
-declarations of links are not background: delayed, they would make living satellites look dead.
+A process that was stopped, or has less processor time than it needs, reads everything late, answers included. While its
+host is late a satellite gives its neighbours longer timeouts, so that its own delay is not taken for their death, and
+postpones background work.
 """
 
 from __future__ import annotations
@@ -15,28 +15,74 @@ from skymemory.native import Run
 from skymemory.protocol.routing import LinkEnd, header_start, same_journey
 from skymemory.protocol.wire import SKY_BYTES, Op
 
+LATE_S = 0.05
+"""A longer wait counts as late."""
+_PERSISTS_S = 0.25
+"""A host that has handled nothing on time for this long is overloaded: background work yields to answers."""
+_FADES_S = 0.5
+"""Time constant with which the worst wait decays."""
 MOST_BYTES = 1 << 20
 MOST_AGE_S = 2.0
-"""What has waited longer is dropped: its sender has repeated it, or will."""
+"""Packets that have waited longer are dropped: their sender has repeated them, or will."""
 _BACKGROUND = (Op.MIGRATE, Op.CHECK, Op.NOTICE)
 _BETWEEN_SATELLITES = (Op.HAS, Op.RETAIN)
 """Background only between satellites: a ground host waits for the answer."""
 
 
+class Lateness:
+    """How late a host is with its own work: how long events waited before they were handled. All its machines share it.
+
+    A host is overloaded when even the *shortest* wait has been long for a while (CoDel, RFC 8289): a single long wait
+    is a burst, which queues are there to absorb.
+    """
+
+    def __init__(self) -> None:
+        self._worst_s = 0.0
+        self._worst_at_s = -math.inf
+        self._on_time_s = math.inf
+        """When an event was last on time; infinity: none has been late yet."""
+
+    def measured(self, late_s: float, now_s: float) -> None:
+        """An event was handled ``late_s`` after it was due, at ``now_s``. To be called for events on time, too."""
+        if late_s <= LATE_S:
+            self._on_time_s = now_s
+        elif self._on_time_s == math.inf:
+            self._on_time_s = now_s - late_s
+        if late_s > 0.0 and late_s >= self.at(now_s):
+            self._worst_s, self._worst_at_s = late_s, now_s
+
+    def at(self, now_s: float) -> float:
+        """The longest recent wait in seconds, decaying."""
+        if not self._worst_s:
+            return 0.0
+        return self._worst_s * math.exp(-max(0.0, now_s - self._worst_at_s) / _FADES_S)
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether the host is overloaded."""
+        return now_s - self._on_time_s > _PERSISTS_S
+
+
 class Postponed:
-    """Of one satellite. Packets are copied: what a transport hands over is good only during the call."""
+    """A bounded queue of background packets that arrive while the host is late; the oldest are dropped first.
+
+    Background is what satellites ask of each other for the good of later reads: handovers, checks of copies and of
+    suspected losses, gossip; also in transit. No read waits for it, and its sender repeats it. LINKS are not
+    background: late ones would make living satellites look dead.
+
+    Packets are copied, since a transport's buffer is valid only during the call.
+    """
 
     def __init__(self) -> None:
         self._queue: deque[tuple[float, memoryview, int, LinkEnd]] = deque()
         self._bytes = 0
         self.kept = self.dropped = 0
-        """Packets, so far."""
+        """Packets so far."""
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
     def sift(self, runs: list[Run], source: LinkEnd, now_s: float) -> list[Run]:
-        """Keep the background work among these; the rest is returned, in its order."""
+        """Queue the background packets among these; returns the others, in order."""
         rest = []
         for view, size in runs:
             for part, part_size in _journeys(view, size):
@@ -59,7 +105,7 @@ class Postponed:
         self.dropped += -(-len(view) // size)
 
     def take(self, now_s: float) -> tuple[memoryview, int, LinkEnd, float] | None:
-        """The oldest that is not too old, and when it came."""
+        """The oldest packets that are not too old, and when they came."""
         while self._queue and self._queue[0][0] + MOST_AGE_S < now_s:
             self._drop()
         if not self._queue:
@@ -70,7 +116,7 @@ class Postponed:
 
 
 def _journeys(view: memoryview, size: int) -> Iterator[Run]:
-    """A run as packets that have one operation, destination and status each."""
+    """Split a run into packets that have one operation, destination and status each."""
     if size <= 0 or same_journey(view, size):
         yield view, size
     else:
@@ -85,50 +131,3 @@ def _is_background(view: memoryview) -> bool:
         return False
     op = view[start + 1]
     return op in _BACKGROUND or (op in _BETWEEN_SATELLITES and not any(view[start + 12 : start + 16]))
-
-
-# How late a host is with its own work, as its transport measures it: so that its own delay is not read as the death of
-# its neighbours.
-#
-# A process that was stopped, or that has less processor than it needs, reads everything late, answers included. While
-# it
-# is late its satellites wait longer for others and put off background work. What is measured is how long events waited
-# before they were handled. A host is overloaded when even the *shortest* wait has been long for a while (CoDel, RFC
-# 8289): a single long wait is a burst, which queues are there to absorb.
-
-
-LATE_S = 0.05
-"""A wait beyond this is late."""
-_PERSISTS_S = 0.25
-"""A host that has handled nothing on time for so long is overloaded: its background work yields to answers."""
-_FADES_S = 0.5
-"""Time constant by which the worst wait decays."""
-
-
-class Lateness:
-    """Of one host; shared by the machines that it runs."""
-
-    def __init__(self) -> None:
-        self._worst_s = 0.0
-        self._worst_at_s = -math.inf
-        self._on_time_s = math.inf
-        """When something was last on time; infinite: nothing has been late yet."""
-
-    def measured(self, late_s: float, now_s: float) -> None:
-        """Something was handled ``late_s`` after it was due, ``now_s``. To be called for what is on time, too."""
-        if late_s <= LATE_S:
-            self._on_time_s = now_s
-        elif self._on_time_s == math.inf:
-            self._on_time_s = now_s - late_s
-        if late_s > 0.0 and late_s >= self.at(now_s):
-            self._worst_s, self._worst_at_s = late_s, now_s
-
-    def at(self, now_s: float) -> float:
-        """The longest wait of the recent past in seconds, decaying."""
-        if not self._worst_s:
-            return 0.0
-        return self._worst_s * math.exp(-max(0.0, now_s - self._worst_at_s) / _FADES_S)
-
-    def is_late(self, now_s: float) -> bool:
-        """Whether it is overloaded."""
-        return now_s - self._on_time_s > _PERSISTS_S

@@ -1,44 +1,60 @@
-"""Is the rest of this block still there? How one satellite finds out, with a bounded number of questions.
+"""Periodic checks of the keys that are here: incomplete blocks are dropped, lost copies are made again.
 
-Of each key it knows from the placement tag which servers hold chunks, and how many each. Its own share it can count.
-Of the others it asks one (HAS): the server one further in the ring of the key's servers, at the next sweep two further,
-then four: so word of a hole reaches all S servers in about log2 S sweeps, by one question a key and sweep.
+``Sweep``: is the rest of each block still there? The placement tag of a key says which servers hold its chunks, and how
+many each. A satellite counts its own share and asks one other server (HAS): the next in the ring of the key's servers,
+at the next sweep the second next, then the fourth. So news of a hole reaches all S servers in about log2 S sweeps, with
+one question per key and sweep. The same questions are asked before a handover, so that no dead block is carried.
 
-Nothing is dropped on a suspicion. A block may be on its way to other satellites, or be written still: what looks
-incomplete is looked at again after ``confirm_s``, if the box has not moved, and dropped only if it is proved then that
-one of its chunks is lost (``proofs``); while we hear of a writer that is at it, nothing proves that (``latecomers``).
+1. A share that is not whole makes its key *suspect*. It may be on its way, or still be written.
+2. After ``confirm_s``, if the box has not moved, a proof is tried that one of its chunks is lost (``LossProofs``).
+3. If it is proved, the rest of the block is dropped; after ``_MOST_ATTEMPTS`` attempts the suspicion ends.
 
-With copies no suspicion is raised where any copy of a share is whole: so all places of it are asked (CHECK), also of
+With copies there is no suspicion while any copy of a share is whole: all places of a share are asked (CHECK), also for
 shares that are not whole here.
+
+``ReplicaRepair``: is each share that is whole here also whole at its next copy? Where it is not, and there is room, the
+chunks are sent there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
-from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.clock import PROOF_S, SkyMap
-from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Packet
-from skymemory.protocol.satellite.config import EvictionConfig
-from skymemory.protocol.satellite.locator import Whereabouts
-from skymemory.protocol.satellite.memory import ChunkStore, told_by
-from skymemory.protocol.satellite.outbox import Departures
-from skymemory.protocol.satellite.repair import ANSWER_S, MAX_CHECKS_PER_PACKET, Answer, Check, Checks, Copies, Found
-from skymemory.protocol.satellite.tombstones import Dead, setting_of
-from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET, ChunkRef, Op
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Dead, Packet
+from skymemory.protocol.satellite.checks import (
+    ANSWER_S,
+    MAX_CHECKS_PER_PACKET,
+    Answer,
+    Check,
+    Checks,
+    Found,
+    LossProofs,
+    Replicas,
+)
+from skymemory.protocol.satellite.gossip import Gossip
+from skymemory.protocol.satellite.handover import Burst
+from skymemory.protocol.satellite.memory import as_copy, latest_index, names_by_tag, setting_of
+from skymemory.protocol.satellite.state import SatelliteState
+from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, ChunkRef, Op
 
 MOST_QUESTIONS = 8
-"""HAS packets of one sweep, and of one handover: so many times 180 keys."""
-
-_MOST_LOOKS = 4
-"""So often a proof is tried; then the suspicion ends, until a sweep finds the same again."""
+"""HAS packets, each for 180 keys, of one sweep or handover."""
+MOST_BYTES = 16 << 20
+"""What a satellite sends for one repair sweep: copies are made in the background."""
+_SWEEP_PAGES = 8
+_REPAIR_PAGES = 8
+"""HAS and CHECK packets of one sweep; the next sweep continues where it stopped."""
+_MOST_ATTEMPTS = 4
+_MOST_HELD_BACK = 1 << 14
+_DISTANCES = (1, 2, 4, 8)
+"""Which other servers of a key are asked before a handover: this far on in its ring."""
 _FOUND = 1 << 30
 """Some place has it: no count of the others brings this down to 0."""
 
@@ -53,76 +69,129 @@ class _Question:
     """Of each key the server that the question is about."""
     asked_s: float
     lacking: dict[bytes, int]
-    """Shared by the questions about one key: how many places are left that may have it. Without their answers it is
-    taken to be whole.
+    """Shared by the questions about one key: how many places are left that may have it. A place that does not answer
+    is taken to have it.
     """
 
 
 @dataclass(slots=True)
 class _Suspect:
     server: int
-    """Whose share is not whole."""
+    """The server whose share is not whole."""
     due_s: float
     moves: Moves
     nothing: bool
-    """Nothing at all of the key is where that share is to be: so any of its chunks is missing there."""
-    looks: int = 0
+    """Nothing of the key is where that share belongs: so any of its chunks is missing there."""
+    attempts: int = 0
 
 
-class Completeness:
-    """Suspicions of one satellite, and how they are cleared or confirmed. ``purge`` is told of what is dead."""
+class Sweep:
+    """Suspicions of one satellite: how they arise, are cleared or confirmed."""
 
-    def __init__(
-        self,
-        here: SatelliteId,
-        config: EvictionConfig,
-        store: ChunkStore,
-        whereabouts: Whereabouts,
-        sky: SkyMap,
-        departures: Departures,
-        counters: Counters,
-        checks: Checks,
-        proofs: Proofs,
-        purge: Callable[[list[Dead], float], None],
-    ) -> None:
-        self._here = here
-        self._confirm_s = config.confirm_s
-        self._copies = Copies(here, config.replicas, store, whereabouts, sky) if config.replicas > 1 else None
+    def __init__(self, state: SatelliteState, checks: Checks, proofs: LossProofs, gossip: Gossip, now_s: float) -> None:
+        self._here = state.here
+        self._config = config = state.config.eviction
+        self._sky = state.sky
+        self._store = state.store
+        self._handover = state.handover
+        self._locator = state.locator
+        self._outbox = state.outbox
+        self._counters = state.counters
         self._checks = checks
         self._proofs = proofs
-        self._store = store
-        self._whereabouts = whereabouts
-        self._sky = sky
-        self._departures = departures
-        self._counters = counters
-        self._purge = purge
+        self._gossip = gossip
+        self._replicas = Replicas(state) if config.replicas > 1 else None
         self._questions: dict[int, _Question] = {}
         self._suspects: dict[bytes, _Suspect] = {}
         self._next_request_id = 0x80000000
+        self._sweep_s = now_s + config.sweep_s if config.periodic else math.inf
+        self._sweeps = 0
+        self._swept_to = b""
+        self._swept_moves = state.locator.moves
+        self._held_back: dict[Dead, Moves] = {}
+        """Settings that were held back from a handover, and at which moves; the oldest first."""
+
+    # --- The periodic sweep ---
+
+    def next_sweep_s(self) -> float:
+        return self._sweep_s
+
+    def sweep(self, now_s: float) -> None:
+        """Check the next keys, at a distance that doubles with each round over all keys. Not during a handover."""
+        if now_s < self._sweep_s:
+            return
+        self._sweep_s = now_s + self._config.sweep_s
+        still = self._locator.moves == self._swept_moves and self._handover.at_rest
+        self._swept_moves = self._locator.moves
+        if not still:
+            return
+        keys = self._store.keys_after(self._swept_to, _SWEEP_PAGES * MAX_KEYS_PER_PACKET)
+        left = self.look_at(keys, 1 << self._sweeps % 10, now_s)
+        done = [key for key in keys if not left or key < left[0]]
+        self._swept_to = done[-1] if done and (left or len(keys) == _SWEEP_PAGES * MAX_KEYS_PER_PACKET) else b""
+        self._sweeps += not self._swept_to
+
+    # --- Around a handover ---
+
+    def before_handover(self, now_s: float) -> None:
+        """The box has moved: ask whether what must leave is whole. Fresh bursts wait for the answers.
+
+        Only after a single step: after more the places before the move are not known to be one step off.
+        """
+        moves, before = self._locator.moves, self._locator.before
+        if not self._config.migration or abs(moves[0] - before[0]) + abs(moves[1] - before[1]) != 1:
+            return
+        leaving = [
+            name[0]
+            for tag, names in names_by_tag(self._store.shares).items()
+            if self._locator.home_of_tag(tag) != self._here
+            for name in names
+        ]
+        for distance in _DISTANCES:
+            self.look_at(dict.fromkeys(leaving), distance, now_s, before)
+        if self._asking:
+            self._handover.fresh_from_s = now_s + ANSWER_S
+
+    def release_handover(self) -> None:
+        """Let fresh bursts leave if all answers are here."""
+        if not self._asking:
+            self._handover.fresh_from_s = 0.0
 
     @property
-    def next_s(self) -> float:
-        if not self._suspects:
-            return math.inf
-        return min(suspect.due_s for suspect in self._suspects.values())
-
-    def suspects(self, key: bytes) -> bool:
-        """Whether the key is under suspicion: it is better not handed over yet."""
-        return key in self._suspects
-
-    @property
-    def asking(self) -> bool:
-        """Whether answers are awaited."""
+    def _asking(self) -> bool:
         return bool(self._questions) or self._checks.asking
 
-    def look_at(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
-        """Look whether these keys, which are here, are whole: our own share, and the server ``distance`` further.
+    def hold_back(self, burst: Burst, now_s: float) -> None:
+        """Take suspect chunks out of a burst: they leave after the proof has been tried, if they are still here."""
+        if not self._suspects or not burst.names:
+            return
+        key = burst.names[0][0]
+        share = self._store.shares.get(key)
+        if share and key in self._suspects and self._may_hold_back((key, setting_of(share[latest_index(share)][0]))):
+            waiting = list(burst.names)
+            for name in waiting:
+                self._handover.stray(name, now_s + 2 * self._config.confirm_s)
+            self._handover.forget(burst, waiting)
 
-        ``before`` the box moved, it was elsewhere: then both places are asked, and one that has it will do. Returns
-        those that there was no question left for.
+    def _may_hold_back(self, suspected: Dead) -> bool:
+        """Each setting is held back at one count of moves only. It arrives late at its place, so it looks dead from
+        there at the next move: held back again, it would never follow a box that moves as often as that.
         """
-        if self._copies is not None:
-            return self._look_at_copies(self._copies, keys, distance, now_s, before)
+        moves = self._held_back.setdefault(suspected, self._locator.moves)
+        while len(self._held_back) > _MOST_HELD_BACK:
+            del self._held_back[next(iter(self._held_back))]
+        return moves == self._locator.moves
+
+    # --- Questions ---
+
+    def look_at(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
+        """Check whether these keys, which are here, are whole: our own share, and the server ``distance`` on in the
+        ring. Returns the keys beyond the limit of questions.
+
+        ``before``: the moves before the box last moved. Then the places before and after are asked; one suffices.
+        """
+        if self._replicas is not None:
+            return self._look_at_copies(self._replicas, keys, distance, now_s, before)
         self._questions = {n: q for n, q in self._questions.items() if q.asked_s + ANSWER_S > now_s}
         by_place: dict[SatelliteId, tuple[list[bytes], list[int]]] = {}
         lacking: dict[bytes, int] = {}
@@ -159,14 +228,14 @@ class Completeness:
         return left
 
     def _look_at_copies(
-        self, copies: Copies, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None
+        self, replicas: Replicas, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None
     ) -> list[bytes]:
-        """``look_at`` where there are copies: also for what is not whole here."""
+        """``look_at`` where there are copies: also of shares that are not whole here."""
         by_place: dict[SatelliteId, list[Check]] = {}
         lacking: dict[tuple[bytes, int], int] = {}
         asked, left = 0, list[bytes]()
 
-        def heard(answer: Answer, heard_s: float) -> None:
+        def on_answer(answer: Answer, answered_s: float) -> None:
             for check, what in zip(answer.checks, answer.found, strict=True):
                 name = check.key, check.server
                 if what is Found.WHOLE:
@@ -175,10 +244,10 @@ class Completeness:
                 elif answer.same_moves:
                     lacking[name] -= 1
                     if lacking[name] == 0:
-                        self._suspect(check.key, check.server, heard_s)
+                        self._suspect(check.key, check.server, answered_s)
 
         for key in keys:
-            for check, places in copies.to_ask(key, distance, before):
+            for check, places in replicas.to_ask(key, distance, before):
                 if asked + len(places) > MOST_QUESTIONS * MAX_CHECKS_PER_PACKET:
                     left.append(key)
                     break
@@ -187,16 +256,20 @@ class Completeness:
                 for place in places:
                     by_place.setdefault(place, []).append(check)
         for place, checks in by_place.items():
-            self._checks.ask(place, checks, heard, now_s)
+            self._checks.ask(place, checks, on_answer, now_s)
         return left
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        """A PRESENCE for us."""
+        """PRESENCE: the answer to one of our HAS."""
+        self._learn(packet, now_s)
+        self.release_handover()
+
+    def _learn(self, packet: Packet, now_s: float) -> None:
         question = self._questions.pop(packet.header.request_id, None)
         presences = messages.unpack_presences(packet.body)
         if question is None or len(presences) != len(question.keys):
             return
-        same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._whereabouts.moves
+        same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._locator.moves
         for key, expected, presence in zip(question.keys, question.expected, presences, strict=True):
             if presence is not None and presence.held >= expected:
                 self._clear(key, question.servers[key])
@@ -206,30 +279,40 @@ class Completeness:
                 if question.lacking[key] == 0:
                     self._suspect(key, question.servers[key], now_s, presence is None)
 
-    def handle_timer(self, now_s: float) -> None:
-        """Have what is due proved, or not."""
+    # --- Suspicions ---
+
+    def is_suspect(self, key: bytes) -> bool:
+        return key in self._suspects
+
+    def next_confirmation_s(self) -> float:
+        if not self._suspects:
+            return math.inf
+        return min([suspect.due_s for suspect in self._suspects.values()])
+
+    def confirm_suspicions(self, now_s: float) -> None:
+        """Try to prove the losses that are due."""
         values = []
         for key in [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]:
             suspect = self._suspects[key]
             missing = self._missing(key, suspect)
-            if not missing or suspect.moves != self._whereabouts.moves or suspect.looks == _MOST_LOOKS:
+            if not missing or suspect.moves != self._locator.moves or suspect.attempts == _MOST_ATTEMPTS:
                 del self._suspects[key]
                 continue
-            suspect.due_s = now_s + self._confirm_s
-            suspect.looks += 1
+            suspect.due_s = now_s + self._config.confirm_s
+            suspect.attempts += 1
             share = self._store.shares[key]
-            values.append((share[told_by(share)][0], missing))
+            values.append((share[latest_index(share)][0], missing))
         if values:
             self._proofs.ask(values, self._proved, now_s)
 
     def _missing(self, key: bytes, suspect: _Suspect) -> list[int]:
-        """Chunks of the suspected share that are not here, the first of them: as many as a proof asks about, whatever
-        number a reference claims; one will do where none is in its place.
+        """Chunks of the suspected share that are not here: the first ``MAX_CHECKS_PER_PACKET``, since a reference may
+        claim any number; one suffices where nothing of the share is in its place.
         """
         share = self._store.shares.get(key)
         if not share:
             return []
-        packed = share[told_by(share)][0]
+        packed = share[latest_index(share)][0]
         ref = ChunkRef.unpack(packed)
         its = range(suspect.server, ref.chunks, ref.tag.servers)
         missing = (index for index in its if index not in share or setting_of(share[index][0]) != setting_of(packed))
@@ -242,38 +325,38 @@ class Completeness:
 
     def _suspect(self, key: bytes, server: int, now_s: float, nothing: bool = False) -> None:
         if key not in self._suspects:
-            self._suspects[key] = _Suspect(server, now_s + self._confirm_s, self._whereabouts.moves, nothing)
+            self._suspects[key] = _Suspect(server, now_s + self._config.confirm_s, self._locator.moves, nothing)
 
     def _clear(self, key: bytes, server: int) -> None:
-        """It is there: no suspicion."""
+        """The share was found: end the suspicion."""
         known = self._suspects.get(key)
         if known is not None and known.server == server:
             del self._suspects[key]
 
     def _drop(self, dead: list[bytes], now_s: float) -> None:
         shares = self._store.shares
-        found = [(key, setting_of(shares[key][told_by(shares[key])][0])) for key in dead if shares.get(key)]
+        found = [(key, setting_of(shares[key][latest_index(shares[key])][0])) for key in dead if shares.get(key)]
         if found:
-            self._purge(found, now_s)
+            self._gossip.purge(found, now_s)
+            self._gossip.notify_ground(found, now_s)
 
     def _ask(self, place: SatelliteId, question: _Question) -> None:
         number = self._next_request_id
         self._next_request_id = 0x80000000 | (number + 1) & 0x3FFFFFFF
         self._questions[number] = question
         self._counters.add("questions_asked")
-        self._departures.command(Op.HAS, place, number, messages.pack_keys(question.keys), question.asked_s)
+        self._outbox.command(Op.HAS, place, number, messages.pack_keys(question.keys), question.asked_s)
 
     def _ref(self, key: bytes) -> ChunkRef | None:
         share = self._store.shares.get(key)
-        return ChunkRef.unpack(share[told_by(share)][0]) if share else None
+        return ChunkRef.unpack(share[latest_index(share)][0]) if share else None
 
     def _own_share_that_is_not_whole(self, key: bytes) -> int | None:
-        """A server of whose chunks we hold some, but not all.
-
-        Leftovers of an earlier value or placement of the key say nothing of this one, and are not counted.
+        """A server of whose chunks we hold some, but not all. Leftovers of an earlier value or placement of the key do
+        not count.
         """
         share = self._store.shares[key]
-        packed = share[told_by(share)][0]
+        packed = share[latest_index(share)][0]
         ref = ChunkRef.unpack(packed)
         held: dict[int, int] = {}
         for index, (its_ref, _) in share.items():
@@ -283,9 +366,9 @@ class Completeness:
         return next((server for server, count in held.items() if count < _chunks_of(server, ref)), None)
 
     def _places(self, ref: ChunkRef, server: int, before: Moves | None) -> Sequence[SatelliteId]:
-        """Where that server is now, and where it was; empty where that is this satellite itself."""
+        """The satellites of that server now and before; none if this satellite is one of them."""
         tag, places = ref.tag, list[SatelliteId]()
-        for moves in dict.fromkeys((self._whereabouts.moves, before or self._whereabouts.moves)):
+        for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):
             try:
                 placement = self._sky.placement(tag.strategy, tag.servers)
             except InvalidInput:
@@ -295,118 +378,105 @@ class Completeness:
 
 
 def _chunks_of(server: int, ref: ChunkRef) -> int:
-    """How many chunks of the value its server ``server`` (0-based) holds."""
+    """How many chunks of the value server ``server`` (0-based) holds."""
     return -(-(ref.chunks - server) // ref.tag.servers)
 
 
-# Is a chunk really nowhere? What a satellite must know before it drops the rest of a value that others hold, too.
+# --- Repair of copies ---
 #
-# That a chunk is not where it belongs is no proof of its loss: it may be on its way there, or with a satellite that
-# could
-# not hand it over, or be another copy's. So all satellites are asked where it can have been since its setting, of
-# every
-# copy and chunk by chunk (CHECK). Lost is what all of them lack who answer within ``PROOF_S``, at one count of moves,
-# with nothing of it under way. Where one is silent nothing is proved, and nothing is dropped.
+# A satellite asks, for each server's share that it holds whole, the satellite of the *next* copy (after the last comes
+# the first) whether that is whole too. So a satellite or plane that came back empty is filled again by those that
+# stayed alive, read or not. What was evicted for want of room is not pushed back in. During a handover nothing is asked
+# or sent.
 
 
-MOST_QUESTIONS_OF_PROOFS = 128
-"""CHECK packets of one call, beyond those for its first value: each for 100 chunks."""
-_MOST_PLACEMENTS = 32
-"""Placements that one call works the places out for: values that were set together share one."""
-_MOST_CHUNKS = 0xFFFF
-"""Of larger values a CHECK cannot name a single chunk: of them nothing is proved."""
-_PLACEMENT = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
+class ReplicaRepair:
+    """Makes lost copies again, where values have copies."""
 
-Proved = Callable[[bytes, bool, float], None]
-"""Told of a value, by one of its packed references, that a chunk of it is lost (True) or that all in question are there
-(False), and when. Not told at all where neither is certain.
-"""
-
-
-@dataclass(slots=True)
-class _Case:
-    """One value: of each chunk in question the satellites that may have it still, as far as is known."""
-
-    packed: bytes
-    left: dict[int, set[SatelliteId]]
-    asked_s: float
-    moves: Moves
-    proved: Proved
-
-
-class Proofs:
-    """Those of one satellite. ``replicas`` of each chunk are kept."""
-
-    def __init__(self, here: SatelliteId, replicas: int, whereabouts: Whereabouts, sky: SkyMap, checks: Checks) -> None:
-        self._here = here
-        self._replicas = range(replicas)
-        self._whereabouts = whereabouts
-        self._sky = sky
+    def __init__(self, state: SatelliteState, checks: Checks, now_s: float) -> None:
+        self._here = state.here
+        self._replicas = state.config.eviction.replicas
+        self._sweep_s = state.config.eviction.sweep_s
+        self._store = state.store
+        self._handover = state.handover
+        self._locator = state.locator
+        self._counters = state.counters
         self._checks = checks
+        self._swept_to = b""
+        self._swept_moves = state.locator.moves
+        self._left_bytes = 0
+        self._next_s = now_s + self._sweep_s if self._replicas > 1 else math.inf
 
-    def ask(self, values: Sequence[tuple[bytes, Collection[int]]], proved: Proved, now_s: float) -> None:
-        """Of each value one packed reference, and chunks of its setting that are not here. What there are not enough
-        questions for is not asked about.
-        """
-        by_place: dict[SatelliteId, list[tuple[_Case, Check]]] = {}
-        places: dict[tuple[bytes, int], set[SatelliteId]] = {}
-        questions = 0
-        for packed, indices in values:
-            ref = ChunkRef.unpack(packed)
-            if ref.chunks > _MOST_CHUNKS or questions > MOST_QUESTIONS_OF_PROOFS or len(places) > _MOST_PLACEMENTS:
+    def next_timer_s(self) -> float:
+        return self._next_s
+
+    def handle_timer(self, now_s: float) -> None:
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self._sweep_s
+        still = self._locator.moves == self._swept_moves and self._handover.at_rest
+        self._swept_moves = self._locator.moves
+        if still:
+            self._left_bytes = MOST_BYTES
+            self._sweep(now_s)
+
+    def _sweep(self, now_s: float) -> None:
+        limit = _REPAIR_PAGES * MAX_CHECKS_PER_PACKET
+        keys = self._store.keys_after(self._swept_to, limit)
+        self._swept_to = keys[-1] if len(keys) == limit else b""
+        by_place: dict[SatelliteId, list[Check]] = {}
+        asked = 0
+        for key in keys:
+            for place, check in self._next_copies(key):
+                by_place.setdefault(place, []).append(check)
+                asked += 1
+            if asked >= limit:
+                self._swept_to = key
+                break
+        for place, checks in by_place.items():
+            self._checks.ask(place, checks, self._send_lacking, now_s)
+
+    def _next_copies(self, key: bytes) -> list[tuple[SatelliteId, Check]]:
+        """The satellites of the next copies of shares that are whole here, of the latest setting of a key."""
+        found = []
+        for (_, replica), (check, indices) in self._whole(key).items():
+            ref = self._store.shares[key][indices[0]][0]
+            try:
+                place = self._locator.home(as_copy(ref, (replica + 1) % self._replicas))
+                ours = self._locator.home(ref) == self._here
+            except InvalidInput:  # a box too small for all copies
                 continue
-            case = _Case(packed, {}, now_s, self._whereabouts.moves, proved)
-            for index in sorted(indices)[:MAX_CHECKS_PER_PACKET]:
-                name = packed[_PLACEMENT], index % ref.tag.servers
-                if name not in places:
-                    places[name] = self._places(ref, name[1], now_s)
-                case.left[index] = set(places[name])
-            fresh = 0
-            for index, others in case.left.items():
-                check = Check(ref.key, setting_of(packed), ref.chunks, index, ref.chunks, ref.length_bytes)
-                for place in others:
-                    asked = by_place.setdefault(place, [])
-                    fresh += len(asked) % MAX_CHECKS_PER_PACKET == 0
-                    asked.append((case, check))
-            questions += fresh if questions or len(places) > 1 else 1
-            self._judge(case, now_s)  # of some chunk there may be nobody to ask
-        for place, asked in by_place.items():
-            for at in range(0, len(asked), MAX_CHECKS_PER_PACKET):
-                self._ask(place, asked[at : at + MAX_CHECKS_PER_PACKET], now_s)
+            if ours and place != self._here:
+                found.append((place, check))
+        return found
 
-    def _ask(self, place: SatelliteId, asked: Sequence[tuple[_Case, Check]], now_s: float) -> None:
-        def heard(answer: Answer, heard_s: float) -> None:
-            for (case, check), what in zip(asked, answer.found, strict=True):
-                if check.server not in case.left:
+    def _whole(self, key: bytes) -> dict[tuple[int, int], tuple[Check, list[int]]]:
+        """The shares that are whole here: by server and copy, the check and the indices of the chunks."""
+        share = self._store.shares.get(key)
+        if not share:
+            return {}
+        latest = share[latest_index(share)][0]
+        servers = ChunkRef.unpack(latest).tag.servers
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, (ref, _) in share.items():
+            if setting_of(ref) == setting_of(latest):
+                groups.setdefault((index % servers, ref[REPLICA_OFFSET]), []).append(index)
+        checks = {name: (Check.of(latest, name[0]), indices) for name, indices in groups.items()}
+        return {name: one for name, one in checks.items() if len(one[1]) == one[0].expected}
+
+    def _send_lacking(self, answer: Answer, now_s: float) -> None:
+        """Queue the chunks that another satellite lacks, within the budget of this sweep."""
+        if not answer.same_moves:
+            return
+        for check, what in zip(answer.checks, answer.found, strict=True):
+            if what is not Found.LACKING or self._left_bytes <= 0:
+                continue
+            for (server, replica), (ours, indices) in self._whole(check.key).items():
+                copy = (replica + 1) % self._replicas
+                if server != check.server or ours.setting != check.setting:
                     continue
-                if what is Found.WHOLE:
-                    del case.left[check.server]
-                    if not case.left:
-                        case.proved(case.packed, False, heard_s)
-                elif answer.same_moves and answer.settled and heard_s - case.asked_s <= PROOF_S:
-                    case.left[check.server].discard(place)
-                    self._judge(case, heard_s)
-
-        self._checks.ask(place, [check for _, check in asked], heard, now_s, PROOF_S)
-
-    def _judge(self, case: _Case, now_s: float) -> None:
-        """Whether one of the chunks is where nobody can have it any more: told once."""
-        lost = [index for index, places in case.left.items() if not places]
-        if (
-            lost
-            and case.moves == self._whereabouts.moves
-            and self._checks.settled(case.packed[:KEY_BYTES], lost, now_s)
-        ):
-            case.left.clear()
-            case.proved(case.packed, True, now_s)
-
-    def _places(self, ref: ChunkRef, server: int, now_s: float) -> set[SatelliteId]:
-        """Every other satellite where chunks of a server can have been since their setting, as any copy."""
-        tag = ref.tag
-        set_moves, placement = (tag.slot_moves, tag.plane_moves), self._sky.placement(tag.strategy, tag.servers)
-        replicas = range(min(len(self._replicas), placement.box.width * placement.box.height))
-        return {
-            placement.locate(server, set_moves, moves, replica)
-            for moves in self._whereabouts.moves_since(set_moves, placement, now_s)
-            for replica in replicas
-        } - {self._here}
+                ref = self._store.shares[check.key][indices[0]][0]
+                if self._locator.home(as_copy(ref, copy)) == answer.place:
+                    self._left_bytes -= len(indices) * (check.length_bytes + CHUNK_REF_BYTES)
+                    self._counters.add("copies_mended", len(indices))
+                    self._handover.enqueue(answer.place, [(check.key, index, copy) for index in indices])

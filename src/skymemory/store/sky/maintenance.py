@@ -13,15 +13,18 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
-from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
-from skymemory.protocol.satellite.retention import Kept, Retain, pack_retain, unpack_retained
-from skymemory.protocol.satellite.tombstones import (
+from skymemory.protocol.messages import (
     MAX_DEAD_PER_PACKET,
+    MAX_KEYS_PER_PACKET,
     MOST_SINCE_S,
     WRITING_S,
     Dead,
+    Kept,
+    Retain,
     pack_forget,
+    pack_retain,
     pack_setting,
+    unpack_retained,
 )
 from skymemory.protocol.wire import Op
 from skymemory.store.base import LEASE_S
