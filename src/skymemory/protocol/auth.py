@@ -1,4 +1,14 @@
-"""Authentication of packets: MACs made and checked, replays refused; past the gate a packet is a plain one again."""
+"""Authentication of packets: MACs are made and checked, replays refused. Past a gate a packet is a plain one again.
+
+An authenticated packet is the plain one with flag 0x01 and the key's id in its SKY header, and a MAC of 16 bytes at the
+end of its body: truncated HMAC-SHA-256 over the high half of the sender's time in microseconds (4 bytes, not sent: the
+receiver can infer it within 35 minutes) and the packet up to there, with its CRC and the fields that forwarders change
+as zero. The payload of SET, MIGRATE and DATA follows and is not covered, just as the header CRC does not cover it: the
+chunk reference is, and with it key, number, length and CRC-32. Forwarders and stores do not read payloads; that one is
+what its writer wrote is checked by the writer's tenant (``store.sealed``), who shares no key with satellites.
+
+The loops are ``native.sign_packets``, ``check_macs`` and ``strip_macs``.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +35,6 @@ from skymemory.protocol.wire import (
     Op,
 )
 
-# MACs of packets: by which key they are made and checked. What is signed is a plain packet; past a gate it is again.
-#
-# An authenticated packet is the plain one with flag 0x01 and the key's id in its SKY header, and 16 bytes more at the
-# end
-# of its body: HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not
-# sent:
-# the receiver knows it within 35 minutes) and the packet up to there, its CRC and what forwarders change taken as
-# zero.
-# The payload of SET, MIGRATE and DATA follows behind and is not covered, as the header CRC does not cover it: the
-# chunk
-# reference is, and with it key, number, length and CRC-32. Nobody who forwards or stores rereads a payload; that it is
-# what its writer wrote is for the writer's tenant to know (``store.sealed``), who shares no key with satellites.
-# The loops are ``native.sign_packets``, ``check_macs`` and ``strip_macs``.
-
-
 FLAG_AUTHENTICATED = 0x01
 MAC_BYTES = 16
 FLAGS_OFFSET, KEY_ID_OFFSET = 2, 38
@@ -55,7 +50,9 @@ _COMMAND_BIT = 0x10
 
 @dataclass(slots=True)
 class Authority:
-    """Who may command: a ring that may be replaced at any time. ``every_packet``: answers carry a MAC too."""
+    """The keys that may command, as a ring that may be replaced at any time. ``every_packet``: answers have MACs
+    too.
+    """
 
     ring: KeyRing
     every_packet: bool = False
@@ -63,14 +60,14 @@ class Authority:
 
     @property
     def mac_keys(self) -> dict[int, bytes]:
-        """The keys that are accepted, derived for MACs, by their id."""
+        """The accepted keys, derived for MACs, by id."""
         if self._keys is None or self._keys[0] is not self.ring:
             ring = self.ring
             self._keys = (ring, {key.key_id: key.derive(_PURPOSE) for key in ring.keys})
         return self._keys[1]
 
     def sign(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """The packets of a batch (plain and sealed, each row one packet) with MACs. Commands get ``now_s`` as time.
+        """The packets of a batch (plain, sealed, one per row) with MACs. Commands get the time ``now_s``.
 
         Raises:
             ValueTooLarge: a chunk so large that its packet has no room for a MAC.
@@ -91,38 +88,34 @@ class Authority:
 
 
 def claims_mac(packet: memoryview, sky: int) -> bool:
-    """Whether the packet, which has a whole SKY header, says that it carries a MAC."""
+    """Whether the packet, which has a whole SKY header, claims to carry a MAC."""
     return bool(packet[sky + FLAGS_OFFSET] & FLAG_AUTHENTICATED)
 
 
-# Which authenticated commands have been here before: a bounded window per sender.
+# --- Replays ---
 #
-# Every command that a sender transmits has a number of its own, greater than all before: its time in microseconds,
-# then
-# the 14 bits of its sequence count. A retransmission is made anew, so it has a new number and passes; the very bytes
-# of
-# an earlier packet do not, whoever sends them again.
-
+# Every command has a number that ascends per sender: its time in microseconds, then the 14 bits of its sequence count.
+# A retransmission is packed again, so it has a new number and passes; the same bytes do not pass twice.
 
 MAX_SKEW_S = 30.0
-"""A command whose time differs more than this from the receiver's is refused: so old ones need not be remembered."""
+"""A command whose time differs by more from the receiver's is refused, so older ones need not be remembered."""
 REMEMBERED = 2048
-"""Numbers remembered of one sender, in each of two generations; what is older than all of them is refused."""
+"""Numbers remembered of a sender, in each of two generations; older ones are refused."""
 MAX_SENDERS = 256
-"""Senders of whom so much is remembered; of others that were here before only the newest number."""
+"""Senders with such a memory; of earlier ones only the newest number is remembered."""
 MAX_FORGOTTEN = 4096
-"""Those others. They are kept for as long as the check of its time would let a copy of theirs pass: who is refused for
-what another has sent would be refused without a reason that he could know, wherever his clock is behind by a little.
+"""Number of those earlier senders. Each is kept while the time check would let a copy of its packets pass. One common
+limit for all instead would refuse senders whose clocks are a little behind for what others have sent.
 """
 START_GRACE_S = 1.0
-"""A receiver that starts takes what was made so shortly before: its neighbours start when it does, and greet it."""
+"""A receiver accepts commands made this shortly before it started: its neighbours start with it, and greet it."""
 _SEQUENCE_BITS = 14
 _PASSED_US = int(2 * MAX_SKEW_S * 1e6)
-"""A number that much below another that was taken is too old by any receiver's clock: the other is 30 s ahead at most.
+"""A number this much below an accepted one is too old by any receiver's clock: the accepted one is 30 s ahead at most.
 """
 
 Sender = tuple[int, int, int]
-"""Key id, ground host, and where that is 0 the packed address of a satellite."""
+"""Key id, ground host and, where that is 0, the packed address of a satellite."""
 
 
 def stamp(time_us: int, sequence_count: int) -> int:
@@ -131,7 +124,7 @@ def stamp(time_us: int, sequence_count: int) -> int:
 
 
 class _Seen:
-    """What one sender has sent: everything up to ``floor`` counts as seen."""
+    """The numbers of one sender: everything up to ``floor`` counts as seen."""
 
     __slots__ = ("earlier", "floor", "newest", "recent")
 
@@ -166,20 +159,22 @@ class _Seen:
 
 
 class ReplayWindow:
-    """One receiver's memory. It knows nothing from before ``start_us`` and refuses what was made before then."""
+    """The commands that one receiver has seen, a bounded number per sender. Refuses what was made before
+    ``start_us``.
+    """
 
     def __init__(self, start_us: int) -> None:
         self._floor = stamp(start_us, 0) - 1
         self._senders: OrderedDict[Sender, _Seen] = OrderedDict()
         self._forgotten: OrderedDict[Sender, int] = OrderedDict()
-        """The newest numbers of senders that were not heard lately, the first to be forgotten first."""
+        """The newest numbers of senders not heard recently, the oldest first."""
 
     def first(self, sender: Sender, number: int) -> bool:
-        """Whether this command, authentic and recent, is here for the first time; it is remembered."""
+        """Whether this authentic, recent command is seen for the first time; it is then remembered."""
         return self._seen(sender).first(number)
 
     def all_first(self, sender: Sender, numbers: list[int]) -> bool:
-        """Whether all these are here for the first time, and differ: then they are remembered; if not, none is."""
+        """Whether all these are distinct and seen for the first time: then all are remembered, otherwise none."""
         return self._seen(sender).all_first(numbers)
 
     def _seen(self, sender: Sender) -> _Seen:
@@ -193,25 +188,29 @@ class ReplayWindow:
         return seen
 
     def _forget(self, sender: Sender, seen: _Seen) -> None:
-        """Of this one, all up to its newest number is refused from now on; of all where there are too many."""
+        """Keep only the newest number of a sender; beyond ``MAX_FORGOTTEN``, raise the floor of all senders instead."""
         self._forgotten[sender] = seen.newest
         passed = seen.newest - stamp(_PASSED_US, 0)
         while len(self._forgotten) > MAX_FORGOTTEN or next(iter(self._forgotten.values())) < passed:
             self._floor = max(self._floor, self._forgotten.popitem(last=False)[1])
 
 
+# --- Gates ---
+
 Refuse = Callable[[memoryview, LinkEnd, float], None]
-"""Told of a sound command of a ground host's that was refused, the link it came by, and the time."""
+"""Answers a refused command of a ground host: the packet, the link it came by, and the time."""
 
 REFUSALS_PER_S = 100
-"""So many ground hosts (as many at once after a rest) are told that they are refused; a flood gets no more words."""
+"""Refused ground hosts that get an answer, per second (and at once after a pause); a flood gets no more."""
 _MAX_SKEW_US = int(MAX_SKEW_S * 1e6)
 _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 
 
 class SatelliteGate:
-    """The gate of one satellite. It counts ``packets_refused``, ``packets_replayed`` and ``packets_malformed``, and as
-    ``packets_received`` what it does not let in.
+    """Admits to one satellite only what is authentic and new.
+
+    Counts ``packets_refused``, ``packets_replayed`` and ``packets_malformed``; and, for what it does not admit,
+    ``packets_received``.
     """
 
     def __init__(self, authority: Authority, here: Address, counters: Counters, refuse: Refuse, now_s: float) -> None:
@@ -222,14 +221,14 @@ class SatelliteGate:
         self._refuse = refuse
         self._window = ReplayWindow(int((now_s - START_GRACE_S) * 1e6))
         self._commanded = False
-        self._told_to_s = now_s
-        """When all that we have said to the refused would be said at ``REFUSALS_PER_S``."""
+        self._answered_to_s = now_s
+        """When all refusals answered so far would have been sent at ``REFUSALS_PER_S``."""
 
     @classmethod
     def of(
         cls, authority: Authority | None, here: Address, counters: Counters, refuse: Refuse, now_s: float
     ) -> SatelliteGate | None:
-        """None where no MACs are asked for."""
+        """None where packets have no MACs."""
         return None if authority is None else cls(authority, here, counters, refuse, now_s)
 
     @property
@@ -238,15 +237,15 @@ class SatelliteGate:
         return self._authority.every_packet
 
     def guard(self, now_s: float) -> native.Guard:
-        """For ``native.serve``, until the machine is next called: GETs and SETs by our own beam are checked there."""
+        """What ``native.serve`` needs to check GETs and SETs by our own beam, until the machine is next called."""
         return self._authority.mac_keys, int(now_s * 1e6), _MAX_SKEW_US, self._are_first
 
     def _are_first(self, head: bytes, sent_us: int, sequences: list[int]) -> bool:
         return self._window.all_first(_sender(head), [stamp(sent_us, sequence) for sequence in sequences])
 
     def admit(self, runs: list[Run], source: LinkEnd, now_s: float) -> tuple[list[Run], bool]:
-        """What may come in of the runs from one link, in their order, ours as plain packets; and whether an authentic
-        command for us was among it: only then is it sure who is at the other end.
+        """The admitted runs from one link, in order, those for this satellite as plain packets; and whether an
+        authentic command for it was among them: only then is the other end known.
         """
         admitted: list[Run] = []
         self._commanded = False
@@ -262,14 +261,14 @@ class SatelliteGate:
         """Packets of one operation for one destination."""
         sky = header_start(view)
         if len(view) < sky + SKY_BYTES:
-            admitted.append((view, size))  # malformed, as the machine will find
+            admitted.append((view, size))  # malformed: the machine counts it
             return
         to_me = view[sky + 4 : sky + 8] == self._here
         command = bool(view[0] & _COMMAND_BIT)
         if not isinstance(source, SatelliteId):
             if command:
                 keep = self._from_ground(view, size, source, now_s)
-            else:  # no ground host has answers to give: whoever sends some would have them taken for another's
+            else:  # ground hosts send no answers: one that does would have them taken for another's
                 keep = bytes(-(-len(view) // size))
                 self._turn_away(view, size, keep, source, now_s)
         elif to_me and command:
@@ -285,8 +284,8 @@ class SatelliteGate:
         admitted += plain_run(view, size, sky, keep) if to_me else kept_runs(view, size, keep)
 
     def _from_ground(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
-        """Commands by our beam. One that was made for another satellite's beam was overheard there: to take it would be
-        to send its answers to whoever repeats it here.
+        """Commands by our beam. One made for another satellite's beam was overheard there: it is refused, since its
+        answers would go to the host that repeats it here.
         """
         starts = range(0, len(view), size)
         ours = bytes(view[at:][_SOURCE] == self._our_beam for at in starts)
@@ -321,18 +320,18 @@ class SatelliteGate:
         return bytes(keep)
 
     def _turn_away(self, view: memoryview, size: int, keep: bytes, source: LinkEnd, now_s: float) -> None:
-        """Damaged packets are dropped as ever; of sound commands a ground host is told, once a run."""
+        """Count packets that are not admitted; answer the first sound command of a ground host, once per run."""
         packets = [view[number * size : (number + 1) * size] for number, kept in enumerate(keep) if not kept]
         self._counters.add("packets_received", len(packets))
         sound = count_wrong(self._counters, packets)
-        if sound and sound[0][0] & _COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_tell(now_s):
+        if sound and sound[0][0] & _COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_answer(now_s):
             self._refuse(sound[0], source, now_s)
 
-    def _may_tell(self, now_s: float) -> bool:
-        said_to_s = max(self._told_to_s, now_s) + 1 / REFUSALS_PER_S
-        if said_to_s > now_s + 1.0:
+    def _may_answer(self, now_s: float) -> bool:
+        answered_to_s = max(self._answered_to_s, now_s) + 1 / REFUSALS_PER_S
+        if answered_to_s > now_s + 1.0:
             return False
-        self._told_to_s = said_to_s
+        self._answered_to_s = answered_to_s
         return True
 
 
@@ -343,7 +342,7 @@ def _sender(packet: bytes | memoryview) -> Sender:
 
 
 def count_wrong(counters: Counters, packets: list[memoryview]) -> list[memoryview]:
-    """Count packets that are not authentic: the damaged as malformed, the sound, which are returned, as refused."""
+    """Count packets that are not authentic: damaged ones as malformed, sound ones, which are returned, as refused."""
     if not packets:
         return []
     sound = [packet for packet in packets if native.verify_segments(packet, max(1, len(packet))) == b"\0"]
@@ -353,8 +352,8 @@ def count_wrong(counters: Counters, packets: list[memoryview]) -> list[memoryvie
 
 
 def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[bytes, list[memoryview]]:
-    """1 for each authentic one of some telemetry packets, and the others. An answer needs no window: it counts only
-    as long as its request is open, and only once.
+    """1 for each authentic telemetry packet, and the packets that are not. Answers need no replay window: an answer
+    counts only while its request is open, and only once.
     """
     times = native.check_macs(view, size, TELEMETRY_BYTES, authority.mac_keys, 0, 0)
     wrong = [view[number * size : (number + 1) * size] for number, time in enumerate(times) if time is None]
@@ -362,14 +361,14 @@ def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[by
 
 
 def plain_run(view: memoryview, size: int, sky: int, keep: bytes) -> list[Run]:
-    """The packets to keep, which are authentic, without their MACs, as one run: the last alone may be shorter."""
+    """The kept packets, which are authentic, without their MACs as one run; only the last may be shorter."""
     if not any(keep):
         return []
     return [(memoryview(native.strip_macs(view, size, sky, keep)), min(size, len(view)) - MAC_BYTES)]
 
 
 def kept_runs(view: memoryview, size: int, keep: bytes) -> list[Run]:
-    """The packets to keep, as they are."""
+    """The kept packets, unchanged."""
     if all(keep):
         return [(view, size)]
     packets = (view[number * size : (number + 1) * size] for number, kept in enumerate(keep) if kept)
@@ -377,18 +376,18 @@ def kept_runs(view: memoryview, size: int, keep: bytes) -> list[Run]:
 
 
 class ClientGate:
-    """The gate of a ground host whose satellites sign their answers; it counts ``packets_refused``."""
+    """Admits to a ground host only authentic answers, if satellites sign them; counts ``packets_refused``."""
 
     def __init__(self, authority: Authority, counters: Counters) -> None:
         self._authority = authority
         self._counters = counters
 
     def admit(self, runs: list[Run]) -> list[Run]:
-        """What is authentic, as plain packets."""
+        """The authentic packets, as plain ones."""
         admitted: list[Run] = []
         for view, size in runs:
             if size <= 0 or len(view) <= TELEMETRY_BYTES or view[0] & _COMMAND_BIT:
-                admitted.append((view, size))  # malformed, or nothing of ours, as the machine will find
+                admitted.append((view, size))  # malformed, or not for us: the machine counts it
                 continue
             keep, wrong = check_answers(self._authority, view, size)
             count_wrong(self._counters, wrong)

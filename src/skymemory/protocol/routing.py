@@ -1,4 +1,4 @@
-"""Which link a packet leaves by: the shortest way round links that are down."""
+"""Routing: the link that a packet leaves by, on the shortest path around links that are down."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _GROUND_OFFSET = 12
 
 
 def header_start(view: memoryview) -> int:
-    """Where the SKY header begins, by the packet's first byte."""
+    """Offset of the SKY header, by the packet's first byte."""
     return COMMAND_BYTES if len(view) and view[0] & _COMMAND_BIT else TELEMETRY_BYTES
 
 
 def same_journey(view: memoryview, segment_bytes: int) -> bool:
-    """Whether all segments are whole and have one operation, status and destination, so that one look serves all."""
+    """Whether all segments are whole and have one operation, status and destination: one route serves all."""
     if len(view) <= segment_bytes:
         return True
     start = header_start(view)
@@ -54,7 +54,7 @@ def same_journey(view: memoryview, segment_bytes: int) -> bool:
 
 
 class Router:
-    """Routing at one satellite: greedy, and round the links that are known to be down.
+    """Routing at one satellite: greedy, and around links that are known to be down.
 
     A ground host is reached by the link its last packet came in on.
     """
@@ -73,11 +73,11 @@ class Router:
             self._grounds.popitem(last=False)
 
     def heard_last(self, most: int) -> list[int]:
-        """The ground hosts whose packets came in last, ``most`` of them."""
+        """The ``most`` ground hosts heard from last."""
         return list(islice(reversed(self._grounds), most))
 
     def exit_for(self, destination: Address, packet: bytes | bytearray | memoryview) -> LinkEnd | None:
-        """The link on which our own telemetry or command leaves; None if nothing leads there."""
+        """The link for our own telemetry or command; None if there is no route."""
         there = SatelliteId(destination.plane, destination.slot)
         if there == self._here:
             return self._beam(destination, packet)
@@ -88,7 +88,7 @@ class Router:
     def forward(
         self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd
     ) -> tuple[SegmentBatch, LinkEnd] | Status:
-        """A copy of packets in transit with their hops counted, and their next link; or why they go no further."""
+        """A copy of packets in transit with their hops counted, and their next link; or why there is none."""
         there = SatelliteId(destination.plane, destination.slot)
         if there == self._here:
             beam = self._beam(destination, view)
@@ -109,7 +109,7 @@ class Router:
         return SegmentBatch(packets, segment_bytes), onward
 
     def _onward(self, there: SatelliteId, came: Axis | None = None) -> SatelliteId | None:
-        """The neighbour on the way to another satellite; None where no way is left."""
+        """The next hop to another satellite; None without a route."""
         greedy = self._torus.next_hop(self._here, there, self._mode, came)
         return greedy if self._links.clear else self._links.onward(self._here, there, greedy)
 
@@ -120,22 +120,20 @@ class Router:
         return self._grounds.get(int.from_bytes(packet[at : at + 4], "big"))
 
 
-# Which links between satellites are down, as those at their ends have said, and the shortest way round them.
+# --- Link state ---
 #
-# Every satellite declares its own dead links; a declaration is newer than another of the same satellite by the time at
-# which it was made. A satellite is dead to the others when all its neighbours have declared their link to it down: so
-# the
-# dead need not say anything. Nothing is known of a link that nobody declares: it is taken to be up.
-
+# Every satellite declares its own dead links; the time at which a declaration was made orders those of one satellite. A
+# satellite is dead to the others when all its neighbours have declared their links to it down. A link that no satellite
+# declares counts as up.
 
 LIFETIME_S = 200.0
-"""A declaration that is not repeated for so long is forgotten: whoever made it may be dead, and the link up again."""
+"""A declaration not repeated for this long is forgotten: its origin may be dead, and the link up again."""
 REFRESH_S = 60.0
-"""A satellite with a dead link says so again this often."""
+"""How often a satellite with a dead link repeats its declaration."""
 MAX_DECLARATIONS = 360
-"""Of one packet, which so stays as small as one with a chunk of the default size."""
+"""Per packet, which so stays as small as one with a chunk of the default size."""
 _MOST_AHEAD_MS = 60_000
-"""Declarations from further in the future are not believed: no later one would ever be newer."""
+"""Declarations from further in the future are refused: no later one would ever be newer."""
 
 _LINKS = struct.Struct(">HBBiiQ")
 _DECLARATION = struct.Struct(">IBBHQ")
@@ -159,9 +157,9 @@ class Declaration(NamedTuple):
 
 
 class LinksBody(NamedTuple):
-    """Body of LINKS: what a satellite tells a neighbour.
+    """Body of LINKS, which a satellite sends to a neighbour.
 
-    ``pushed`` are the moves that operators added to the clock, ``pushed_at_ms`` when they did (0: before all began).
+    ``pushed`` are the moves that operators added to the clock, at ``pushed_at_ms`` (0: before the start).
     ``late_s`` is how late the satellite's host is, to 10 ms: its answers may take that much longer.
     """
 
@@ -175,7 +173,7 @@ class LinksBody(NamedTuple):
         return self.pack_with([declaration.pack() for declaration in self.declarations])
 
     def pack_with(self, records: Sequence[bytes]) -> bytes:
-        """With declarations that are packed already."""
+        """The body with declarations that are packed already."""
         if len(records) > MAX_DECLARATIONS:
             raise InvalidInput(f"{len(records)} declarations: expected {MAX_DECLARATIONS} at most")
         flags, late = _ANSWER_ME if self.answer_me else 0, min(round(self.late_s / _LATE_STEP_S), 0xFF)
@@ -183,7 +181,7 @@ class LinksBody(NamedTuple):
 
     @classmethod
     def unpack(cls, body: Buffer, known: Container[bytes] = ()) -> LinksBody:
-        """Without declarations that are ``known`` (packed) already: in a storm that is nearly all.
+        """Parse a body, without declarations whose packed form is ``known``: in a storm that is nearly all.
 
         Raises ``MalformedPacket`` for a body that contradicts itself.
         """
@@ -206,7 +204,7 @@ class LinksBody(NamedTuple):
 
 
 class _Grid(dict[SatelliteId, _Four]):
-    """The four neighbours of each satellite of a torus, worked out once."""
+    """The four neighbours of each satellite of a torus, cached."""
 
     def __init__(self, torus: Torus) -> None:
         self._torus = torus
@@ -220,11 +218,11 @@ _grid_of = lru_cache(maxsize=16)(_Grid)
 
 
 class LinkState:
-    """What is known of the links of a torus. Holds one declaration a satellite at most.
+    """What is known of the links of a torus: at most one declaration per satellite.
 
-    Ways are one tree from a satellite to all others, grown once for what is known of the links. Where that changes all
-    the time, it is grown anew as a ``Throttle`` allows; until then the old one serves, but never by a link that is
-    down here.
+    Routes from a satellite are a shortest-path tree, grown once per change of the link state. While that changes all
+    the time, the tree is regrown only as a ``Throttle`` allows; until then the old one serves, but never over a link
+    that is down here.
     """
 
     def __init__(self, torus: Torus) -> None:
@@ -233,36 +231,36 @@ class LinkState:
         self._declared: dict[SatelliteId, Declaration] = {}
         self._packed: dict[SatelliteId, bytes] = {}
         self.records: set[bytes] = set()
-        """The declarations that are known, packed."""
+        """The known declarations, packed."""
         self._down: set[tuple[SatelliteId, SatelliteId]] = set()
         self._trees: dict[SatelliteId, dict[SatelliteId, int]] = {}
-        """From each satellite that asked, by destination: which of its four links a shortest way begins with (bits)."""
+        """Of each satellite that asked, by destination: its links on which a shortest path begins, as bits."""
         self._growing = Throttle()
         self._stale = False
         self.trees_grown = 0
         self.satellites_searched = 0
-        """Satellites looked at so far to find ways: work that no packet shows."""
+        """Satellites visited by searches so far: work that no packet shows."""
         self.healed = 0
-        """How often a link that was down came up."""
+        """How often a link came up again."""
         self._next_expiry_s: float | None = math.inf
-        """None: to be worked out when somebody asks, which is more often than it changes."""
+        """None: computed when next read."""
 
     @property
     def clear(self) -> bool:
-        """Nothing is known to be down: the shortest way is the greedy one."""
+        """No link is known to be down: the greedy path is shortest."""
         return not self._down
 
     def declared(self) -> list[Declaration]:
-        """What is known, to be told to others."""
+        """All known declarations."""
         return list(self._declared.values())
 
     def pages(self) -> list[list[bytes]]:
-        """``declared``, packed, in as many packets as it takes: one at least."""
+        """``declared``, packed, split by packet: at least one page."""
         known = list(self._packed.values())
         return [known[at : at + MAX_DECLARATIONS] for at in range(0, max(1, len(known)), MAX_DECLARATIONS)]
 
     def packed(self, origins: Iterable[SatelliteId]) -> list[bytes]:
-        """What these have declared, as far as it is known."""
+        """The known declarations of these satellites, packed."""
         return [self._packed[origin] for origin in origins if origin in self._packed]
 
     def made_ms(self, origin: SatelliteId) -> int:
@@ -271,8 +269,8 @@ class LinkState:
         return found.made_ms if found is not None else 0
 
     def learn(self, declaration: Declaration, now_s: float, at_once: bool = False) -> bool:
-        """Take a declaration; False if it is not of this torus, no news, too old, or from the future. ``at_once``: it
-        is our own, and the ways from here must heed it now.
+        """Take a declaration; False if it is of another torus, known, too old, or from the future. ``at_once``: it is
+        our own, and routes from here must respect it now.
         """
         if declaration.origin not in self._torus or declaration.made_ms <= self.made_ms(declaration.origin):
             return False
@@ -294,7 +292,7 @@ class LinkState:
         self.records.discard(self._packed.pop(origin, b""))
 
     def expire(self, now_s: float) -> None:
-        """Forget what nobody has repeated."""
+        """Forget declarations that were not repeated."""
         old = [origin for origin, declared in self._declared.items() if _end_s(declared) <= now_s]
         for origin in old:
             self._forget(origin)
@@ -304,7 +302,7 @@ class LinkState:
 
     @property
     def next_expiry_s(self) -> float:
-        """When ``expire`` has something to forget; infinite: never."""
+        """When ``expire`` has something to do; infinity: never."""
         if self._next_expiry_s is None:
             self._next_expiry_s = min(map(_end_s, self._declared.values()), default=math.inf)
         return self._next_expiry_s
@@ -313,9 +311,9 @@ class LinkState:
         return (here, neighbour) not in self._down
 
     def onward(self, here: SatelliteId, there: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
-        """The neighbour of ``here`` that a packet for ``there`` goes to: ``greedy`` where that is on a shortest way.
+        """The next hop from ``here`` to ``there``: ``greedy`` if that is on a shortest path.
 
-        With no way known, what is known may be old: then ``greedy`` has to do, as long as its link is up; None if not.
+        Where no path is known, the link state may be outdated: then ``greedy`` if its link is up, else None.
         """
         nearer = self._nearer(here, there)
         if nearer:
@@ -323,13 +321,13 @@ class LinkState:
         return greedy if self.is_up(here, greedy) else None
 
     def _nearer(self, here: SatelliteId, there: SatelliteId) -> list[SatelliteId]:
-        """The neighbours that shortest ways begin with, in their order."""
+        """The neighbours on which shortest paths begin, in their order."""
         tree = self._trees.get(here)
         if tree is None:
             tree = self._grow(here)
         links = tree.get(there, 0)
         found = self._living(here, links)
-        if links and not found:  # all that the tree knows of has just gone down
+        if links and not found:  # all links of the tree have just gone down
             found = self._living(here, self._grow(here).get(there, 0))
         return found
 
@@ -338,7 +336,7 @@ class LinkState:
         return [four[bit] for bit in range(4) if links >> bit & 1 and (here, four[bit]) not in self._down]
 
     def _grow(self, here: SatelliteId) -> dict[SatelliteId, int]:
-        """Breadth-first from ``here``: a satellite is reached by all links that any of its nearer neighbours is."""
+        """Breadth-first search from ``here``: a satellite is reached by every link that reaches a nearer neighbour."""
         self.trees_grown += 1
         tree, edge = {here: 0}, [here]
         down, neighbours = self._down, self._neighbours
@@ -355,22 +353,22 @@ class LinkState:
         self._trees[here] = tree
         return tree
 
-    # --- changes ---
+    # --- Changes ---
 
     @property
     def next_growth_s(self) -> float:
-        """When ``grow_anew`` has something to do; infinite: never."""
+        """When ``discard_trees`` has something to do; infinity: never."""
         return self._growing.open_s if self._stale else math.inf
 
-    def grow_anew(self, now_s: float) -> None:
-        """Discard the trees, so that the next look-up of a way grows one from what is known now."""
+    def discard_trees(self, now_s: float) -> None:
+        """Discard the trees, so that the next look-up grows one from the present link state."""
         if self._stale:
             self._stale = False
             self._growing.done(now_s)
             self._trees.clear()
 
     def _changed(self, origin: SatelliteId, now_s: float, at_once: bool = False) -> None:
-        """What ``origin`` says of its links: a link is down if either end says so."""
+        """Apply what ``origin`` declares: a link is down if either end says so."""
         ours = self._declared_down(origin)
         for neighbour in dict.fromkeys(self._neighbours[origin]):
             ways = (origin, neighbour), (neighbour, origin)
@@ -381,7 +379,7 @@ class LinkState:
                 self.healed += 1
         self._stale = True
         if at_once or self._growing.is_open(now_s):
-            self.grow_anew(now_s)
+            self.discard_trees(now_s)
 
     def _declared_down(self, origin: SatelliteId) -> list[SatelliteId]:
         found = self._declared.get(origin)
@@ -391,5 +389,5 @@ class LinkState:
 
 
 def _end_s(declaration: Declaration) -> float:
-    """When it is forgotten, if its satellite does not repeat it."""
+    """When a declaration is forgotten, unless it is repeated."""
     return declaration.made_ms / 1e3 + LIFETIME_S

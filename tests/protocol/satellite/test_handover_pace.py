@@ -136,4 +136,4 @@ def test_answers_that_come_late_are_given_more_time():
     (burst,) = handover.bursts_to_send(3.0)
     assert 0.2 < burst.deadline_s - 3.0 < 0.54
     handover.acknowledged(burst.request_id, burst.names, 90.0)
-    assert handover._patience_s() == pytest.approx(2.0), "but not for ever"
+    assert handover._burst_timeout_s() == pytest.approx(2.0), "but not for ever"

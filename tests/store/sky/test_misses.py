@@ -14,7 +14,7 @@ from skymemory.native import crc32
 from skymemory.protocol.capabilities import UNSTATED
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.satellite.machine import SatelliteMachine
+from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.segments import bulk_batch
 from skymemory.protocol.wire import CHUNK_REF_BYTES, TELEMETRY_BYTES, TELEMETRY_PREFIX_BYTES, Op, SkyHeader
 from skymemory.store.base import Presence
@@ -197,7 +197,7 @@ def test_where_the_satellite_of_now_is_dead_the_one_before_is_asked(known: bool)
 
 def test_satellites_that_do_not_say_that_they_are_settled_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do those of earlier versions, and all during a handover."""
-    monkeypatch.setattr(SatelliteMachine, "_settled", lambda self, key, now_s: False)
+    monkeypatch.setattr(SatelliteState, "is_settled", lambda self, key, indices, now_s: False)
     sky, index = simulated(), SharedIndex()
     store = store_over(sky, 1, index)
     assert store.put_many([(KEY, VALUE)]) == [True]

@@ -205,7 +205,7 @@ class Neighbours:
         if self.links.next_expiry_s <= now_s:
             self.links.expire(now_s)
         if self.links.next_growth_s <= now_s:
-            self.links.grow_anew(now_s)
+            self.links.discard_trees(now_s)
         self._send_news(now_s)
 
     def relieved(self, now_s: float) -> None:
