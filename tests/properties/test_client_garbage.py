@@ -117,7 +117,7 @@ def test_runs_at_a_client_do_what_their_packets_do(runs, damage):
     assert out_together == out_apart
     ended = [[(event.number, event.ok) for event in machine._events] for machine in (together, apart)]
     assert ended[0] == ended[1]
-    assert together._links.inbound.in_flight_bytes == apart._links.inbound.in_flight_bytes
+    assert together._peers.inbound.in_flight_bytes == apart._peers.inbound.in_flight_bytes
     if not ended[0]:
         for name in ("packets_malformed", "packets_unexpected"):
             assert together.counters.get(name) == apart.counters.get(name)
