@@ -50,7 +50,7 @@ def test_a_buffer_that_is_not_granted_is_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(BatchSocket, "_set", lambda *_: False)
     with BatchSocket() as sock:
         assert not sock.offload
-        assert "receive buffer of" in sock.shortfall and "where 4.0 MiB were asked for" in sock.shortfall
+        assert "receive buffer of" in sock.shortfall and "where 4.0 MiB were requested" in sock.shortfall
         assert "net.core.rmem_max" in sock.shortfall
 
 

@@ -1,9 +1,8 @@
-"""Links as slow as light and their rate make them: packets wait here, in user space, until they are due.
+"""Link delays in user space: packets wait here for serialization at the link's rate and for propagation at the speed of
+light.
 
-A packet leaves its link when the link has sent what came before, has sent the packet itself (serialization)
-and light has travelled (propagation). One heap and one absolute timer serve all links of a process. Nothing
-is released early; how late everything was released is recorded, for a delay without its error is no
-measurement.
+One heap and one absolute timer serve all links of a process. No packet is released early; how late each was is
+recorded, for a delay without its error is no measurement.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from skymemory.stats import percentile
 Item = TypeVar("Item")
 
 _ERRORS_KEPT = 8_192
-"""Percentiles are taken over the latest releases, the maximum and the number over all."""
+"""Percentiles are over the latest releases, maximum and number over all."""
 
 
 class DelayLine(Generic[Item]):
-    """Holds items of many links.
+    """Delays items of many links.
 
-    ``link_rate_bit_s`` is every link's rate, 0 for no limit. ``clock_s`` is the clock that dues are counted
-    in; another than ``time.monotonic`` (a simulated one) gets no timer.
+    ``link_rate_bit_s`` is every link's rate, 0 for no limit. There is a timer only if ``clock_s`` is
+    ``time.monotonic``.
     """
 
     def __init__(self, link_rate_bit_s: float = 0.0, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -51,13 +50,13 @@ class DelayLine(Generic[Item]):
         return len(self._heap)
 
     def fileno(self) -> int:
-        """Readable when something is due: then call ``pop_due``."""
+        """Readable when an item is due: then call ``pop_due``."""
         if self._timer is None:
             raise ValueError("a delay line on a simulated clock has no timer")
         return self._timer.fileno()
 
     def push(self, link: Hashable, size_bytes: int, propagation_s: float, item: Item) -> float:
-        """Put ``item`` on ``link`` now; the time at which it will be due, in seconds of the clock."""
+        """Put ``item`` on ``link`` now; returns when it is due, in seconds of the clock."""
         now_s = self._clock_s()
         due_s = now_s + propagation_s
         if self._seconds_per_byte:
@@ -73,11 +72,11 @@ class DelayLine(Generic[Item]):
         return self._heap[0][0] if self._heap else None
 
     def late_s(self) -> float:
-        """How long the first has been due; negative or infinite: it is not."""
+        """How long the first item has been due; negative if it is not, or there is none."""
         return self._clock_s() - self._heap[0][0] if self._heap else -math.inf
 
     def pop_due(self) -> Iterator[Item]:
-        """Everything that is due, earliest first; also what becomes due while the caller handles the rest."""
+        """Due items, earliest first; also those that become due while the caller handles the others."""
         self._releasing = True
         try:
             while self._heap:
@@ -108,18 +107,15 @@ class DelayLine(Generic[Item]):
         }
 
     def close(self) -> None:
-        """Forget what is held."""
+        """Drop all items."""
         self._heap.clear()
         if self._timer is not None:
             self._timer.close()
 
 
-# A clock's alarm as a file descriptor: Linux's timerfd, exact to some tens of microseconds.
-#
-# Event loops round their own timers: asyncio's come some 0.3 ms late, uvloop's up to 0.9 ms early, which a
-# signal at the speed of light cannot. ``os.timerfd_create`` exists from Python 3.13; before, the C library is
-# called.
-
+# Linux's timerfd is exact to some tens of microseconds. Event loops round their timers: asyncio's come some 0.3 ms
+# late, uvloop's up to 0.9 ms early, which no signal at the speed of light can. ``os.timerfd_create`` exists from Python
+# 3.13; before, the C library is called.
 
 _CLOCK_MONOTONIC = 1
 _ABSOLUTE = 1
@@ -137,7 +133,7 @@ class _Interval(ctypes.Structure):
 
 
 class TimerFd:
-    """One absolute alarm on the clock of ``time.monotonic``; ``fileno`` is readable once it has gone off.
+    """One absolute timer on the clock of ``time.monotonic``; ``fileno`` is readable once it has fired.
 
     Raises:
         OSError: the system has no timerfd, or no descriptor is left.
@@ -163,7 +159,7 @@ class TimerFd:
         return self._fd
 
     def arm(self, at_ns: int) -> None:
-        """Go off at ``at_ns`` (at once if that is past), instead of any time set before; 0 disarms."""
+        """Fire at ``at_ns`` (at once if that is past), instead of any time set before; 0 disarms."""
         if sys.version_info >= (3, 13):
             os.timerfd_settime_ns(self._fd, flags=os.TFD_TIMER_ABSTIME, initial=at_ns)
             return

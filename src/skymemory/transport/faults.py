@@ -1,7 +1,5 @@
-"""Faults of a link, drawn per datagram from a seed: the same for the sockets and for the simulator.
-
-Pure but for its own dice: nothing is sent or held here. Each datagram becomes none, one or two flights,
-each with the bytes that will arrive and how much later than otherwise.
+"""Fault injection from a seed, for the sockets and the simulator alike: per datagram (loss, duplication, reordering,
+damage), and over time (satellites, planes and links that fail and come back). Does no I/O.
 """
 
 from __future__ import annotations
@@ -13,16 +11,16 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 
 DEFAULT_REORDER_DELAY_S = 0.002
-"""Up to so much later, a reordered datagram meets many that were sent after it."""
+"""The longest extra delay of a reordered datagram: many sent after it arrive before it."""
 
 _MOST_BITS = 8
 
 
 class FaultInjector:
-    """Shares (0 to 1) of datagrams that get lost, doubled, delayed behind later ones, or damaged.
+    """Fractions (0 to 1) of datagrams that are lost, duplicated, reordered (delayed), or damaged.
 
-    Damage is 1 to 8 flipped bits, or in one case of four a truncation. ``lost``, ``duplicated``,
-    ``reordered`` and ``corrupted`` count what was done, ``datagrams`` what was looked at.
+    Damage is 1 to 8 flipped bits, or in one case of four a truncation. ``lost``, ``duplicated``, ``reordered`` and
+    ``corrupted`` count the faults, ``datagrams`` all datagrams.
     """
 
     def __init__(
@@ -36,7 +34,7 @@ class FaultInjector:
     ) -> None:
         for name, share in (("loss", loss), ("duplicate", duplicate), ("reorder", reorder), ("corrupt", corrupt)):
             if not 0.0 <= share <= 1.0:
-                raise InvalidInput(f"fault {name} {share}: expected a share from 0 to 1")
+                raise InvalidInput(f"fault {name} {share}: expected a fraction from 0 to 1")
         if not 0.0 <= reorder_delay_s < 3600.0:
             raise InvalidInput(f"reorder delay {reorder_delay_s} s: expected 0 to 3600")
         self._loss, self._duplicate, self._reorder, self._corrupt = loss, duplicate, reorder, corrupt
@@ -55,7 +53,7 @@ class FaultInjector:
         return self.lost + self.duplicated + self.reordered + self.corrupted
 
     def apply(self, data: bytes) -> list[tuple[bytes, float]]:
-        """What becomes of one datagram: ``(bytes, extra seconds)`` of each copy that arrives."""
+        """The copies of one datagram that arrive, none to two: ``(bytes, extra seconds)``."""
         self.datagrams += 1
         if self._loss > 0 and self._draw() < self._loss:
             self.lost += 1
@@ -86,12 +84,9 @@ class FaultInjector:
         return bytes(damaged)
 
 
-# What breaks when: satellites, whole planes and links fail and come back, drawn from a seed.
-
-
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """At ``time_s`` these satellites die (or, ``over``, come back empty), or this link is cut (or mended)."""
+    """At ``time_s`` these satellites die, or this link is cut; ``over``: they come back, empty."""
 
     time_s: float
     satellites: tuple[SatelliteId, ...] = ()
@@ -101,9 +96,8 @@ class FaultEvent:
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """How often each kind of fault begins, on average, in the whole constellation, and how long each lasts.
-
-    ``every_s`` 0: never. Durations are drawn evenly from half to one and a half of ``lasts_s``.
+    """Mean time between faults of each kind in the whole constellation (0: never), and how long each lasts: drawn
+    evenly from half to one and a half of ``lasts_s``.
     """
 
     satellite_every_s: float = 0.0
@@ -120,15 +114,13 @@ class FaultRates:
 def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, begin_s: float = 0.0) -> list[FaultEvent]:
     """Faults from ``begin_s`` to ``until_s`` in the order of time: the same for the same seed.
 
-    What fails is not drawn again before it is back; whatever fails, comes back (maybe after ``until_s``).
+    What has failed does not fail again before it is back; everything comes back (maybe after ``until_s``).
     """
     random = Random(seed)
     events: list[FaultEvent] = []
     busy_until_s: dict[object, float] = {}
 
-    def happen(
-        time_s: float, satellites: tuple[SatelliteId, ...], link: tuple[SatelliteId, SatelliteId] | None
-    ) -> None:
+    def fail(time_s: float, satellites: tuple[SatelliteId, ...], link: tuple[SatelliteId, SatelliteId] | None) -> None:
         parts: tuple[object, ...] = satellites or (link,)
         end_s = time_s + rates.lasts_s * (0.5 + random.random())
         if any(busy_until_s.get(part, begin_s) > time_s for part in parts):
@@ -150,9 +142,9 @@ def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, be
     for time_s, kind in sorted(begun):
         here = random.choice(everyone)
         if kind == "plane":
-            happen(time_s, tuple(SatelliteId(here.plane, slot) for slot in range(torus.slots_per_plane)), None)
+            fail(time_s, tuple(SatelliteId(here.plane, slot) for slot in range(torus.slots_per_plane)), None)
         elif kind == "satellite":
-            happen(time_s, (here,), None)
+            fail(time_s, (here,), None)
         else:
-            happen(time_s, (), (here, random.choice((torus.east(here), torus.south(here)))))
+            fail(time_s, (), (here, random.choice((torus.east(here), torus.south(here)))))
     return sorted(events, key=lambda event: event.time_s)

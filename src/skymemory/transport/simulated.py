@@ -1,8 +1,8 @@
-"""The same machines over virtual time: a constellation in one object, exact to the event and the same for a seed.
+"""A constellation over virtual time, in one object: exact to the event, and the same for a seed.
 
-Every link has its one-way delay; faults are drawn per datagram from a seeded injector. What is simulated here is what
-flies: the satellites and clients are the very objects that the UDP transport drives. Work costs no time, unless hosts
-are given limits: then satellites share the processors of their hosts (``simulated_host``).
+Every link has its one-way delay; faults are drawn per datagram from a seeded injector. Satellites and clients are the
+same state machines that the UDP transport drives. Work takes no time, unless hosts have limits: then satellites share
+the processors of their hosts (``simulated_host``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def no_delay(sender: Node, receiver: Node) -> float:
 
 
 class _Arrival(NamedTuple):
-    """``order`` tells those of one time apart; ``data`` is datagrams of ``segment_bytes``, the last maybe shorter."""
+    """``order`` is the order at one time; ``data`` is datagrams of ``segment_bytes``, the last maybe shorter."""
 
     time_s: float
     order: int
@@ -72,9 +72,9 @@ class SimulatedConstellation:
         authority: Authority | None = None,
         limits: HostLimits | None = None,
     ) -> None:
-        """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks`` are
-        of satellites whose clocks are wrong. ``authority`` is the satellites'; a client's is in its config. ``limits``
-        None: work takes no time, and every buffer is endless.
+        """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks``:
+        the wrong clocks of some satellites. ``authority`` is the satellites'; a client's is in its config. ``limits``
+        None: work takes no time, and buffers are unlimited.
         """
         self.sky = sky
         self.clock = clock or MoveClock()
@@ -109,7 +109,7 @@ class SimulatedConstellation:
         self._alarms: list[tuple[float, int, Node]] = []
         """A heap of what ``_timers`` held, valid where it still does."""
         self.hosts: list[SimulatedHost] = []
-        """Where there are limits: the hosts, in their order."""
+        """The hosts, if there are limits."""
         self._host_of: dict[SatelliteId, SimulatedHost] = {}
         for names in limits.hosts if limits is not None else ():
             machines = {name: self.satellites[name] for name in names}
@@ -135,7 +135,7 @@ class SimulatedConstellation:
         return SatelliteMachine(config, self.sky, clock, self.now_s, lateness)
 
     def kill(self, satellite: SatelliteId) -> None:
-        """From now on it neither hears nor speaks; its memory is lost. Said already is said."""
+        """From now on it neither receives nor sends; its memory is lost. Packets sent already arrive."""
         self.flush()
         self._dead.add(satellite)
         self._timers.pop(satellite, None)
@@ -143,7 +143,7 @@ class SimulatedConstellation:
             self._host_of[satellite].forget(satellite)
 
     def revive(self, satellite: SatelliteId) -> None:
-        """It is back, empty; its books go on, with what it held as lost."""
+        """It is back, empty; its ledger continues, with what it held as lost."""
         self._dead.discard(satellite)
         before = self.satellites[satellite].store
         before.ledger.went(before.used_bytes, "lost")
@@ -168,16 +168,16 @@ class SimulatedConstellation:
             self.revive(SatelliteId(plane, slot))
 
     def cut(self, one: Node, other: Node) -> None:
-        """Nothing passes between these two any more, either way. What is on its way arrives."""
+        """No packet passes between these two any more, either way. Packets in flight arrive."""
         self.flush()
         self._cut.add(frozenset((one, other)))
 
     def mend(self, one: Node, other: Node) -> None:
-        """The link passes everything again."""
+        """The link works again."""
         self._cut.discard(frozenset((one, other)))
 
     def spoil(self, one: Node, other: Node, faults: FaultInjector | None) -> None:
-        """This link has faults of its own, beside those of all links; None: no longer."""
+        """Inject faults on this link beside those of all links; None: no more."""
         link = frozenset((one, other))
         if faults is None:
             self._link_faults.pop(link, None)
@@ -185,39 +185,39 @@ class SimulatedConstellation:
             self._link_faults[link] = faults
 
     def follow(self, events: Iterable[FaultEvent]) -> None:
-        """Let these happen when their time comes, instead of what was still to come."""
+        """Schedule these faults, instead of those still scheduled."""
         self._events = deque(sorted(events, key=lambda event: event.time_s))
 
-    def _befall(self, event: FaultEvent) -> None:
+    def _apply(self, event: FaultEvent) -> None:
         for satellite in event.satellites:
             (self.revive if event.over else self.kill)(satellite)
         if event.link is not None:
             (self.mend if event.over else self.cut)(*event.link)
 
     def connect(self, config: ClientConfig) -> SimulatedClient:
-        """A ground host."""
+        """Add a ground host."""
         machine = ClientMachine(config, self.sky, self.clock)
         token = ("ground", config.ground)
         self._clients[token] = machine
         return SimulatedClient(self, machine)
 
     def disconnect(self, config: ClientConfig) -> None:
-        """This ground host is gone: what is still sent to it is lost."""
+        """Remove a ground host: packets still sent to it are lost."""
         token = ("ground", config.ground)
         self._clients.pop(token, None)
         self._touched.pop(token, None)
         self._timers.pop(token, None)
 
     def step(self, limit_s: float) -> bool:
-        """Let the next thing happen, not later than ``limit_s``; False (and time at the limit) if nothing does."""
+        """Run the next event, not later than ``limit_s``; False (and time at the limit) if there is none."""
         self.flush()
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0].time_s if self._arrivals else math.inf
-        if self.hosts and self._let_hosts_work(timer_s, limit_s):
+        if self.hosts and self._run_hosts(timer_s, limit_s):
             return True
         if self._events and self._events[0].time_s <= min(timer_s, arrival_s, limit_s):
             self.now_s = max(self.now_s, self._events[0].time_s)
-            self._befall(self._events.popleft())
+            self._apply(self._events.popleft())
             return True
         if min(timer_s, arrival_s) > limit_s or min(timer_s, arrival_s) == math.inf:
             self.now_s = limit_s if self.now_s < limit_s < math.inf else self.now_s
@@ -233,8 +233,8 @@ class SimulatedConstellation:
                 self._touched[node] = None
         return True
 
-    def _let_hosts_work(self, timer_s: float, limit_s: float) -> bool:
-        """Whether a host was the next to do something; then they go on until it is the turn of something else."""
+    def _run_hosts(self, timer_s: float, limit_s: float) -> bool:
+        """Run hosts for as long as their events come next; returns whether one ran."""
         worked = False
         until_s = min(timer_s, self._events[0].time_s if self._events else math.inf)
         while True:
@@ -256,7 +256,7 @@ class SimulatedConstellation:
         return math.inf
 
     def settle(self, limit_s: float) -> None:
-        """Run until nothing more happens, or until ``limit_s``."""
+        """Run until no event is left, or until ``limit_s``."""
         while self.step(limit_s):
             pass
 
@@ -264,7 +264,7 @@ class SimulatedConstellation:
         return self.satellites[node] if isinstance(node, SatelliteId) else self._clients[node]
 
     def flush(self) -> None:
-        """Send what the machines that something happened to have to say, and note their timers."""
+        """Send the packets of machines that have had events, and note their timers."""
         for token, client in self._clients.items():
             if client.wants_to_send:
                 self._touched[token] = None
@@ -285,16 +285,16 @@ class SimulatedConstellation:
         self._touched.clear()
 
     def _depart(self, batch: SegmentBatch, sender: SatelliteId, receiver: LinkEnd) -> None:
-        """A host lets go of what it has held for as long as light takes."""
+        """A host sends a batch after the link's delay."""
         if sender not in self._dead:
             self._send(batch, sender, cast(Node, receiver))
 
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
-        """Datagrams of one batch that nothing befalls arrive together, as receive offload delivers them."""
+        """Datagrams of one batch without faults arrive together, as receive offload delivers them."""
         link_s = 0.0 if sender in self._host_of else self._delay_s(sender, receiver)
         link = frozenset((sender, receiver)) if self._cut or self._link_faults else frozenset()
         own_faults = self._link_faults.get(link)
-        faults = None if receiver in self._host_of else self._faults  # a host draws its own, from what its sockets take
+        faults = None if receiver in self._host_of else self._faults  # a host draws them when its sockets receive
         run: list[bytes] = []
         for data in batch.datagrams():
             self.datagrams_sent += 1
@@ -335,7 +335,7 @@ _wake_s = attrgetter("wake_s")
 
 
 def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjector | None) -> list[tuple[bytes, float]]:
-    """What becomes of a datagram by the faults of its link, then by those of all links."""
+    """The copies of a datagram after the faults of its link, then those of all links, with their extra delays."""
     if own_faults is None:
         return [(data, 0.0)] if faults is None else faults.apply(data)
     flights = own_faults.apply(data)
@@ -353,19 +353,19 @@ def _joins(run: list[bytes], data: bytes) -> bool:
 
 
 class SimulatedClient:
-    """A ground host of a simulated constellation, with the driver's interface that the UDP client has too."""
+    """A ground host of a simulated constellation, with the interface of ``UdpClient``."""
 
     def __init__(self, constellation: SimulatedConstellation, machine: ClientMachine) -> None:
         self._constellation = constellation
         self.machine = machine
-        self.lock = constellation.lock  # all its clients share its virtual time: one thread at a time lets it pass
+        self.lock = constellation.lock  # clients share its virtual time: one thread at a time advances it
         self._unclaimed: dict[int, Finished] = {}
 
     def now_s(self) -> float:
         return self._constellation.now_s
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
-        """Let time pass until all these operations have ended."""
+        """Advance virtual time until all these operations have ended."""
         waiting, finished = set(numbers), dict[int, Finished]()
         while True:
             self._constellation.flush()
@@ -377,9 +377,9 @@ class SimulatedClient:
             if not waiting:
                 return finished
             if not self._constellation.step(math.inf):
-                raise RuntimeError(f"operations {sorted(waiting)} wait for nothing: a fault of the client machine")
+                raise RuntimeError(f"operations {sorted(waiting)} can never end: a bug in the client machine")
 
     def close(self) -> None:
-        """From now on it neither hears nor speaks. What it has said already (hints without an answer) arrives."""
+        """Packets sent already (hints without an answer) arrive; later ones to it are lost."""
         self._constellation.flush()
         self._constellation.disconnect(self.machine.config)

@@ -1,12 +1,11 @@
-"""A host process over virtual time: several satellites, one queue, one processor whose work takes its time.
+"""A host process over virtual time: several satellites, one event loop, one processor whose work takes time.
 
-Its loop does in each turn what that of ``udp_host`` does: alarms that are due, a slice of background work, packets
-whose time on the link is over, and of each socket a bounded number of runs. It measures its lateness in the same way.
-Each step costs processor seconds by what was done in it (``WorkCosts``), one step at a time: what arrives meanwhile
-waits in the buffer of its satellite's socket, and is lost when that is full. What a step sends leaves when its cost is
-paid.
+In each turn the loop does what that of ``udp_host`` does: due timers, a slice of background work, packets whose link
+delay is over, and a bounded number of runs of each socket. It measures its lateness in the same way. Each step costs
+processor seconds by what was done in it (``WorkCosts``). Datagrams that arrive meanwhile wait in their socket's buffer,
+and are lost when that is full. What a step sends leaves when the step is over.
 
-Nothing is measured while it runs, so a seed gives the same run on every machine.
+The costs are constants, so a seed gives the same run on every computer.
 """
 
 from __future__ import annotations
@@ -28,81 +27,81 @@ from skymemory.protocol.satellite.overload import LATE_S, Lateness
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.wire import SKY_BYTES, Address, Op
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.udp_host import BACKGROUND_SHARE, BEAT_S, LEAST_SLICE_S, MOST_SLICE_S, RECEIVE_ROUNDS
+from skymemory.transport.udp_host import BACKGROUND_SHARE, BEAT_S, MAX_SLICE_S, MIN_SLICE_S, RECEIVE_ROUNDS
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, DEFAULT_SLOTS
 
 Depart = Callable[[SegmentBatch, SatelliteId, LinkEnd], None]
 """Puts a batch of a satellite on the wire to a neighbour or a ground host, now."""
 
 _KERNEL_BYTES = 768
-"""What Linux charges to a socket's buffer for each run of datagrams beside its data: the buffer's own head."""
+"""Linux charges this to a socket's buffer for each run of datagrams beside its data: the header of its own buffer."""
 _LINKS_HEAD_BYTES = 20
 _DECLARATION_BYTES = 16
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _STEP_S = 1.0
-"""A clock further behind than this is set (``unix_clock``)."""
+"""A clock further behind than this is corrected (``unix_clock``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkCosts:
-    """Processor seconds of the satellites' own code, by what is done: measured by ``benchmarks/satellite_work.py`` with
-    the compiled helper on a core of a Xeon of 2021, and what was measured together is parted as said here. Declarations
-    and searches cost what they did when each was unpacked and each packet searched for; they have become cheaper since.
+    """Processor seconds of the satellites' code, by kind of work: measured by ``benchmarks/satellite_work.py`` with the
+    compiled helper on a core of a Xeon of 2021; costs measured together are divided as described here. Declarations and
+    searches have become cheaper since.
     """
 
     wake_s: float = 12e-6
-    """The event loop turns to one socket, or to one batch that was held: half of what a busy host needs for a question
-    and its answer beside all else here.
+    """The event loop handles one socket, or one delayed batch: half of what a busy host needs for a question and its
+    answer beside all other costs here.
     """
     run_s: float = 2.2e-6
-    """Datagrams that came in one piece are taken from the kernel."""
+    """One run of datagrams is received."""
     faulty_s: float = 0.7e-6
     """Faults are drawn for a datagram."""
     control_s: float = 16e-6
-    """A control packet is checked, understood, done."""
+    """A control packet is verified, parsed and executed."""
     links_s: float = 14e-6
-    """A LINKS, without what it declares."""
+    """A LINKS, without its declarations."""
     declaration_s: float = 2.2e-6
-    """One declaration of a LINKS that comes or goes."""
+    """One declaration of a LINKS, received or sent."""
     chunk_s: float = 26e-6
-    """A chunk is stored that came by itself."""
+    """A chunk that came as a single datagram is stored."""
     run_chunk_s: float = 4e-6
-    """A chunk is stored that came in one piece with others."""
+    """A chunk that came in a run is stored."""
     forward_s: float = 11e-6
-    """A packet, or packets in one piece, passed on to a neighbour."""
+    """A packet, or a run, is forwarded to a neighbour."""
     alarm_s: float = 6e-6
-    """A satellite's alarm goes off, and is set anew."""
+    """A satellite's timer fires, and is set again."""
     searched_s: float = 2.5e-6
-    """A satellite is looked at in a search of routes."""
+    """One satellite in a search for routes."""
     planned_s: float = 0.9e-6
-    """A chunk is looked at: does it belong elsewhere now?"""
+    """One chunk is checked for migration."""
     postponed_s: float = 3e-6
-    """A packet is put off: copied, and not looked at further."""
+    """A packet is postponed: copied, and not processed."""
     packed_s: float = 17e-6
-    """A batch of the satellite's own is packed and sealed."""
+    """A batch of the satellite's own is packed."""
     batch_s: float = 2e-6
     """A batch is handed to the kernel."""
     packet_s: float = 0.6e-6
-    """Each packet of a batch that comes to be passed on, or leaves."""
+    """Each packet of a batch that is forwarded or sent."""
 
     def times(self, factor: float) -> WorkCosts:
-        """A processor that is so many times slower: for a constellation with so much less to do."""
+        """The costs of a processor that is ``factor`` times slower."""
         return WorkCosts(*(getattr(self, field.name) * factor for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """What hosts there are, and what each of them can do. ``share`` is of one core, while nothing slows it down."""
+    """The hosts' satellites and limits. ``share`` is of one core (``set_share`` changes it)."""
 
     hosts: tuple[tuple[SatelliteId, ...], ...]
     share: float = 1.0
     costs: WorkCosts = WorkCosts()
     buffer_bytes: int = 2 * DEFAULT_BUFFER_BYTES
-    """Of each satellite's socket, as Linux grants it (twice what is asked)."""
+    """Of each satellite's socket, as Linux grants it (twice the request)."""
 
 
 class _Held(NamedTuple):
-    """A batch on a link, until its light has got there; or a datagram that a fault delays."""
+    """A batch delayed by its link, or a datagram delayed by a fault."""
 
     due_s: float
     order: int
@@ -120,11 +119,11 @@ class _Inbox:
         self.bytes = 0
         self.runs: deque[tuple[bytes, int, LinkEnd]] = deque()
         self.full_since_s = math.inf
-        """Since when there has always been more in it than was taken at once."""
+        """Since when it always had more than one batch."""
 
 
 class SimulatedHost:
-    """``machines`` are its satellites; a dead one is taken out of it by ``forget`` and comes back by ``adopt``."""
+    """``machines`` are its satellites; ``forget`` removes a dead one, ``adopt`` brings it back."""
 
     def __init__(
         self,
@@ -141,9 +140,9 @@ class SimulatedHost:
         self.machines = machines
         self.lateness = lateness
         self.work: Counter[str] = Counter()
-        """How often each of ``WorkCosts`` was paid."""
+        """Count of each kind of work."""
         self.lost_bytes = 0
-        """Of datagrams for which a buffer had no room."""
+        """Bytes of datagrams that a full buffer dropped."""
         self.busy_s = 0.0
         """Processor seconds used so far."""
         self._limits = limits
@@ -154,24 +153,24 @@ class SimulatedHost:
         self._share = limits.share
         self._now_s = 0.0
         self._behind_s = 0.0
-        """By how much its clock is behind the others'."""
+        """How far its clock is behind."""
         self._beat_s = BEAT_S
         self._waiting: dict[SatelliteId, None] = {}
         """Satellites with background work to do."""
         self._rested_s = 0.0
         """When the last slice of it ended."""
         self.wake_s = 0.0
-        """When it next does something; infinite: not by itself."""
+        """When it next has work; infinite: only after an event from outside."""
         self._left_s = 0.0
-        """Processor seconds that are left of what is being done."""
+        """Processor seconds left of the current step."""
         self._working = False
         self._inboxes = {name: _Inbox() for name in machines}
         self._filled: dict[SatelliteId, None] = {}
-        """Sockets that have something, in the order in which they got it."""
+        """Sockets with datagrams, in the order of arrival."""
         self._order = count()
         self._alarms: list[tuple[float, int, SatelliteId]] = []
         self._alarm_s: dict[SatelliteId, tuple[float, float]] = {}
-        """What a machine asked for, and when that is to go off."""
+        """The timer that a machine asked for, and when it is due."""
         self._line: list[_Held] = []
         self._late: list[_Held] = []
         self._nudged: dict[SatelliteId, None] = {}
@@ -179,10 +178,10 @@ class SimulatedHost:
         self._sending: list[tuple[SegmentBatch, SatelliteId, LinkEnd, float]] = []
         self._hidden = dict.fromkeys(machines, (0, 0, 0))
 
-    # --- what happens to it ---
+    # --- events from outside ---
 
     def arrive(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Datagrams reach a satellite's socket in one piece; what its buffer has no room for is lost."""
+        """A run of datagrams reaches a satellite's socket; a full buffer drops it."""
         inbox = self._inboxes.get(satellite)
         if inbox is None:
             return
@@ -196,13 +195,13 @@ class SimulatedHost:
         self._wake(now_s)
 
     def nudge(self, satellite: SatelliteId, now_s: float) -> None:
-        """Something was done to the machine from outside: it may have something to say, and another alarm."""
+        """The machine was called from outside: it may have packets to send, and another timer."""
         if satellite in self.machines:
             self._nudged[satellite] = None
             self._wake(now_s)
 
     def forget(self, satellite: SatelliteId) -> None:
-        """It is dead: what it has not sent stays unsent, what waited for it is gone."""
+        """It is dead: its unsent and unprocessed packets are lost."""
         gone: tuple[dict[SatelliteId, Any], ...] = (
             self.machines,
             self._inboxes,
@@ -221,14 +220,14 @@ class SimulatedHost:
         self._sending = [sent for sent in self._sending if sent[1] != satellite]
 
     def adopt(self, satellite: SatelliteId, machine: SatelliteMachine, now_s: float) -> None:
-        """It is back."""
+        """A satellite is back."""
         self.machines[satellite] = machine
         self._inboxes[satellite] = _Inbox()
         self._hidden[satellite] = 0, 0, 0
         self.nudge(satellite, now_s)
 
     def set_share(self, share: float, now_s: float) -> None:
-        """From now on it has this share of a core; 0: it stands still, and what it was doing is done later."""
+        """From now on it has this share of a core; 0: it is paused in its current step."""
         if not 0.0 <= share <= 1.0:
             raise InvalidInput(f"share {share} of a core: expected 0 (paused) to 1")
         if self._working:
@@ -237,7 +236,7 @@ class SimulatedHost:
         self.wake_s = self._next_s(now_s)
 
     def fall_behind(self, seconds: float) -> None:
-        """Its clock stood still for so long (a virtual machine was paused) and does not know."""
+        """Its clock stood still for ``seconds`` (a virtual machine was paused), which it does not notice at once."""
         self._behind_s += seconds
         self.wake_s = self._next_s(self._now_s)
 
@@ -249,11 +248,11 @@ class SimulatedHost:
         return self._now_s - self._behind_s
 
     def _is_due(self, its_s: float) -> bool:
-        """Whether a time by its own clock has come, to the same rounding as ``wake_s`` says when."""
+        """Whether a time by its own clock has come, with the same rounding as ``wake_s``."""
         return its_s + self._behind_s <= self._now_s
 
     def _wake(self, now_s: float) -> None:
-        """There is something to do."""
+        """There is work."""
         if self._share and not self._working:
             self.wake_s = min(self.wake_s, now_s)
 
@@ -274,7 +273,7 @@ class SimulatedHost:
         return max(now_s, due_s + self._behind_s)
 
     def step(self, now_s: float) -> None:
-        """What was being done is done: send what came of it, and begin the next thing."""
+        """End the current step: send its packets, and begin the next step."""
         if self._working:
             self._working = False
             self._now_s = now_s
@@ -304,14 +303,14 @@ class SimulatedHost:
     # --- a turn of its loop ---
 
     def _next_turn(self) -> None:
-        """Alarms first: only what is due before the sockets are looked at."""
+        """Queue the steps of a turn: timers that are due by now first, then the sockets."""
         turn = self._turn
         turn.extend(partial(self._after, satellite) for satellite in self._nudged)
         self._nudged.clear()
         if self._is_due(self._beat_s):
-            turn.append(self._feel_pulse)
+            turn.append(self._measure_lateness)
         while self._late and self._is_due(self._late[0].due_s):
-            turn.append(partial(self._come_late, heapq.heappop(self._late)))
+            turn.append(partial(self._deliver_late, heapq.heappop(self._late)))
         while self._alarms and self._is_due(self._alarms[0][0]):
             due_s, _, satellite = heapq.heappop(self._alarms)
             if self._alarm_s.get(satellite, (0.0, -1.0))[1] == due_s:
@@ -325,8 +324,8 @@ class SimulatedHost:
             self._turn.append(self._release_due)
         self._turn.extend(partial(self._readable, satellite) for satellite in self._filled)
 
-    def _feel_pulse(self) -> None:
-        """How late is the loop with what is to be done now? And did its clock stand still?"""
+    def _measure_lateness(self) -> None:
+        """The regular beat; it notices a clock that stood still, too."""
         self._spend("wake_s")
         if self._behind_s > _STEP_S:
             self._behind_s = 0.0
@@ -335,14 +334,14 @@ class SimulatedHost:
         self._beat_s = now_s + BEAT_S
 
     def _late_by(self, late_s: float) -> None:
-        """Only lateness is reported here: that the loop is on time is known by its regular beat alone."""
+        """Report lateness only: that the loop is on time is reported by its regular beat."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, self._its_now_s)
 
     def _alarm(self, satellite: SatelliteId, due_s: float) -> None:
         machine = self.machines.get(satellite)
         if machine is None or self._alarm_s.get(satellite, (0.0, -1.0))[1] != due_s:
-            return  # dead, or set anew meanwhile
+            return  # dead, or set again meanwhile
         self._spend("wake_s")
         self._spend("alarm_s")
         self._late_by(self._its_now_s - due_s)
@@ -353,13 +352,13 @@ class SimulatedHost:
     # --- background ---
 
     def _begin_slice(self) -> None:
-        """Background work for as long as its share of the time since the last such slice."""
+        """A slice of background work: its share of the time since the last one."""
         now_s = self._now_s
         owed_s = (now_s - self._rested_s) * BACKGROUND_SHARE / (1.0 - BACKGROUND_SHARE)
-        self._turn.appendleft(partial(self._work, now_s + min(max(owed_s, LEAST_SLICE_S), MOST_SLICE_S)))
+        self._turn.appendleft(partial(self._work, now_s + min(max(owed_s, MIN_SLICE_S), MAX_SLICE_S)))
 
     def _work(self, end_s: float) -> None:
-        """A piece of it; the next one after it, before anything else, if there is time left."""
+        """One piece of it; then the next, if there is time left."""
         self._rested_s = self._now_s
         if not self._waiting or self._now_s >= end_s:
             return
@@ -380,7 +379,7 @@ class SimulatedHost:
         self._release()
 
     def _release(self) -> None:
-        """One batch that was held leaves; the next one after it, before anything else."""
+        """Send one delayed batch; then the next."""
         held = heapq.heappop(self._line)
         self._spend("wake_s")
         self._sending.append((held.batch, held.satellite, held.other, 0.0))
@@ -388,7 +387,7 @@ class SimulatedHost:
             self._turn.appendleft(self._release)
 
     def _readable(self, satellite: SatelliteId) -> None:
-        """So many runs are taken one after the other; then it is said what is to be said to all of them."""
+        """Process a bounded number of runs, then send the answers to all of them."""
         inbox = self._inboxes.get(satellite)
         if inbox is None or not inbox.runs:
             return
@@ -426,7 +425,7 @@ class SimulatedHost:
             self._filled.pop(satellite, None)
         self._turn.appendleft(partial(self._after, satellite))
 
-    def _come_late(self, held: _Held) -> None:
+    def _deliver_late(self, held: _Held) -> None:
         if held.satellite in self.machines:
             self._spend("wake_s")
             self._take(held.satellite, bytes(held.batch.headers), held.batch.header_bytes, held.other)
@@ -441,7 +440,7 @@ class SimulatedHost:
     # --- out ---
 
     def _after(self, satellite: SatelliteId) -> None:
-        """What the machine has to say is packed, and its alarm set."""
+        """Pack the machine's packets, and set its timer."""
         machine = self.machines.get(satellite)
         if machine is None:
             return
@@ -466,10 +465,10 @@ class SimulatedHost:
         if machine.wants_work:
             self._waiting[satellite] = None
 
-    # --- what it cost ---
+    # --- costs ---
 
     def _count(self, satellite: SatelliteId, data: bytes, segment_bytes: int) -> None:
-        """What the packets of one piece are, by the first of them."""
+        """Charge a run by the kind of its first packet."""
         packets = -(-len(data) // segment_bytes) if segment_bytes > 0 else 1
         op_at = _op_at(data)
         if len(data) < op_at - 1 + SKY_BYTES:
@@ -488,7 +487,7 @@ class SimulatedHost:
             self._spend("control_s", packets)
 
     def _count_hidden(self, satellite: SatelliteId, machine: SatelliteMachine) -> int:
-        """What nothing that comes or goes shows; how many packets were put off."""
+        """Charge work that no packet shows; returns how many packets were postponed."""
         now = machine.hidden_work
         before = self._hidden[satellite]
         if now == before:
@@ -502,7 +501,7 @@ class SimulatedHost:
 
 
 def split_evenly(satellites: Iterable[SatelliteId], hosts: int) -> tuple[tuple[SatelliteId, ...], ...]:
-    """Whole planes to each host, one after the other, as a plan of local hosts deals them."""
+    """Assign whole planes to hosts, as a plan of local hosts does."""
     planes: dict[int, list[SatelliteId]] = {}
     for satellite in satellites:
         planes.setdefault(satellite.plane, []).append(satellite)

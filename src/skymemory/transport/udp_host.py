@@ -1,13 +1,11 @@
-"""One host's satellites over UDP: a socket each, one event loop, links as slow as light makes them.
+"""One host's satellites over UDP: a socket each, one event loop, links with the delay of light.
 
-The machines do all the thinking (``protocol.satellite.machine``); this file carries datagrams between them and the
-sockets,
-holds them for the delay of their link, and injects the faults that were asked for. A ground host's beam is held here in
-both directions, so that a client needs to know nothing of geometry.
+The state machines decide everything (``protocol.satellite.machine``); this file moves datagrams between them and the
+sockets, delays them by their link, and injects the configured faults. Beams are delayed here in both directions, so
+that a client needs no geometry.
 
-How late the loop is with its work is measured here, by its alarms and by how long a socket was never found empty, and
-shared with the machines (``Lateness``). What they postpone is done when the loop has nothing else to do, and in a fifth
-of the time at least.
+How late the loop is is measured by its timers and by how long a socket was never found empty, and shared with the
+machines (``Lateness``). Work that they postpone runs when the loop is idle, and for a fifth of the time at least.
 """
 
 from __future__ import annotations
@@ -40,21 +38,107 @@ from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_socket import BatchSocket, Run
 from skymemory.transport.unix_clock import UnixClock
 
+Endpoint = tuple[str, int]
+_BACKLOGS = 4
+"""Beyond its ``max_backlog_bytes`` a satellite answers no GET; at this many times as much it forwards nothing."""
 _FIGURES_KEPT_S = 0.5
-"""Percentiles over many holds are not worked out anew for each of a host's satellites."""
+"""Percentiles over many delays are not computed again for each of a host's satellites."""
 PATIENCE_S = 0.05
 """Beside the round trip: how long a neighbour may be busy before its silence counts."""
 RECEIVE_ROUNDS = 4
-"""Batches taken from one socket before the others get their turn; one where they wait already."""
+"""Batches taken from one socket before the others get their turn; one if the loop is late."""
 BEAT_S = 0.1
-"""How often the loop is asked how late it is, whatever else it does."""
+"""How often the loop's lateness is measured."""
 BACKGROUND_SHARE = 0.2
-LEAST_SLICE_S, MOST_SLICE_S = 0.001, 0.02
-"""Of background work at a time: what is asked meanwhile waits so long."""
+MIN_SLICE_S, MAX_SLICE_S = 0.001, 0.02
+"""Background work at a time: a request that comes meanwhile waits this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """Configuration of one host process: its satellites, all others' addresses, delays and faults of the links.
+
+    ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 means no delay; 1 the
+    delay of light along the links of ``shell``. ``link_rate_bit_s`` 0 is unlimited. ``onboard`` is the satellite that
+    the client's host is part of: its beam has no length.
+    """
+
+    mine: Mapping[SatelliteId, Endpoint]
+    everyone: Mapping[SatelliteId, Endpoint]
+    sky: SkyMap
+    shell: Shell
+    clock: MoveClock
+    memory_bytes: int
+    delay_scale: float = 1.0
+    link_rate_bit_s: float = 0.0
+    faults: FaultInjector | None = None
+    routing: RoutingMode = "greedy"
+    replacement: str = DEFAULT_REPLACEMENT
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    onboard: SatelliteId | None = None
+    authority: Authority | None = None
+    """Authenticates commands; None: any client's are obeyed."""
+
+
+class UdpSatellite:
+    """A machine, its socket, and the packets that the kernel has not taken yet."""
+
+    def __init__(self, machine: SatelliteMachine, sock: BatchSocket, loop: asyncio.AbstractEventLoop) -> None:
+        self.machine = machine
+        self.sock = sock
+        self.timer: asyncio.TimerHandle | None = None
+        self.timer_s = self.alarm_s = 0.0
+        """The timer that the machine asked for, and when it is due."""
+        self.full_since_s = math.inf
+        """Since when its socket always had more than one batch."""
+        self.waits = False
+        """Whether it waits for a slice of background work."""
+        self.closed = False
+        self._loop = loop
+        self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
+
+    def transmit(self, batch: SegmentBatch, endpoint: Endpoint) -> None:
+        """Send, after the backlog."""
+        if self.closed:
+            return
+        rest = batch if self._backlog else self.sock.send(batch, endpoint)
+        if rest is not None:
+            self.wait_to_send(rest, endpoint)
+
+    def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
+        """Queue what the kernel did not take. Beyond a bound it is dropped, as on any full link, and retransmitted."""
+        if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
+            self.machine.counters.add("packets_dropped", rest.count)
+            return
+        if not self._backlog:
+            self._loop.add_writer(self.sock.fileno(), self._writable)
+        self._backlog.append((endpoint, rest))
+        self.machine.backlog_bytes += rest.total_bytes
+
+    def _writable(self) -> None:
+        while self._backlog:
+            endpoint, batch = self._backlog.popleft()
+            rest = self.sock.send(batch, endpoint)
+            self.machine.backlog_bytes -= batch.total_bytes
+            if rest is not None:
+                self._backlog.appendleft((endpoint, rest))
+                self.machine.backlog_bytes += rest.total_bytes
+                return
+        self._loop.remove_writer(self.sock.fileno())
+
+    def close(self) -> None:
+        self.closed = True
+        self._loop.remove_reader(self.sock.fileno())
+        self._loop.remove_writer(self.sock.fileno())
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        self._backlog.clear()
+        self.sock.close()
 
 
 class UdpHost:
-    """Runs the satellites of one host until closed. Build it inside a running event loop."""
+    """Runs the satellites of one host until closed. Construct it inside a running event loop."""
 
     def __init__(self, spec: HostSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
@@ -63,18 +147,18 @@ class UdpHost:
         self._clock = UnixClock()
         self.lateness = Lateness()
         self._waiting: deque[UdpSatellite] = deque()
-        """Satellites with background work to do, each once."""
+        """Satellites with background work, each once."""
         self._slice: asyncio.Handle | None = None
         self._rested_s = time.monotonic()
         """When the last slice of background work ended."""
         self._beat_s = self.now_s() + BEAT_S
         self._slept_s = self.now_s() - time.monotonic()
-        self._beat = loop.call_later(BEAT_S, self._feel_pulse)
+        self._beat = loop.call_later(BEAT_S, self._measure_lateness)
         self._delays: DelayLine[Callable[[], None]] | None = (
             DelayLine(spec.link_rate_bit_s) if spec.delay_scale > 0 else None
         )
         self._direct = self._delays is None and spec.faults is None
-        """Nothing that comes or goes is held or spoilt: what can be answered at once may be."""
+        """No datagram is delayed or damaged: the native helper may answer plain requests at once."""
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
         self._beams_s: dict[SatelliteId, tuple[tuple[Moves, int], float]] = {}
         axes: tuple[Axis, Axis] = ("slot", "plane")
@@ -84,8 +168,8 @@ class UdpHost:
         self._satellites: dict[SatelliteId, UdpSatellite] = {}
         self._ledgers: dict[SatelliteId, Ledger] = {}
         self._pushed = 0, spec.clock.pushed
-        """When (Unix ms) operators last moved the box, and how far, by the last word of those who died here: with all
-        satellites dead there is no neighbour left to learn it from.
+        """When (Unix ms) operators last pushed the box, and how far, as satellites that died here knew it: with all
+        dead there is no neighbour left to learn it from.
         """
         try:
             for name, endpoint in spec.mine.items():
@@ -94,7 +178,7 @@ class UdpHost:
             self.close()
             raise
         self.shortfall = next((satellite.sock.shortfall for satellite in self._satellites.values()), "")
-        """What the kernel did not grant of the socket buffers, in words; empty if it granted all."""
+        """A message if the kernel did not grant the socket buffers; else empty."""
         if self._delays is not None:
             loop.add_reader(self._delays.fileno(), self._release_due)
         for satellite in self._satellites.values():
@@ -128,11 +212,11 @@ class UdpHost:
         return self._clock.now_s()
 
     def set_dead(self, dead: Collection[SatelliteId]) -> None:
-        """Of our satellites exactly these are dead from now on: they neither answer nor forward. Those that were dead
-        and are not any more come back, empty; their books go on, with what they held as lost.
+        """From now on exactly these of our satellites are dead: they neither answer nor forward. Others that were dead
+        come back, empty; their ledgers continue, with what they held as lost.
 
         Raises:
-            OSError: somebody has taken the port of one that should come back.
+            OSError: the port of one that should come back is in use.
         """
         for name in self._satellites.keys() & dead:
             satellite = self._satellites.pop(name)
@@ -168,7 +252,7 @@ class UdpHost:
                 self._arrive(satellite, [(view, size) for view, size, _ in group], endpoint)
             if len(arrivals) + len(served) <= 1 and not (arrivals and len(arrivals[0][0]) > arrivals[0][1]):
                 satellite.full_since_s = math.inf
-                break  # nothing, or a lone datagram and nothing streams in: answer at once
+                break  # nothing, or a single datagram and no stream: answer at once
         else:
             self._late_by(now_s - satellite.full_since_s, now_s)
             satellite.full_since_s = min(satellite.full_since_s, now_s) if satellite.sock.has_more() else math.inf
@@ -176,7 +260,7 @@ class UdpHost:
             self._after(satellite)
 
     def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served]]:
-        """What arrived; and where nothing is held or spoilt on the way, the plain requests that were served already."""
+        """What has arrived; and, if links are direct, the plain requests that the native helper has served."""
         requests = satellite.machine.plain_requests(self.now_s()) if self._direct else None
         if requests is None:
             return satellite.sock.receive(), []
@@ -207,7 +291,7 @@ class UdpHost:
     def _arrive_later(
         self, satellite: UdpSatellite, data: bytes, segment_bytes: int, source: SatelliteId | Endpoint, extra_s: float
     ) -> None:
-        """Hold what came up a beam as long as light takes, or what a fault delays; then let the machine have it."""
+        """Deliver after the delay of the beam, if it came by one, and of the fault."""
 
         def arrive() -> None:
             if satellite.closed:
@@ -227,7 +311,7 @@ class UdpHost:
     # --- out ---
 
     def _after(self, satellite: UdpSatellite) -> None:
-        """Send what the machine has to say, and set its alarm."""
+        """Send the machine's packets, and set its timer."""
         if satellite.closed:
             return
         machine = satellite.machine
@@ -243,7 +327,7 @@ class UdpHost:
             self._want_slice(satellite)
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        """To a ground host: by the beam, whose faults are injected here because the host injects none."""
+        """Send to a ground host: both directions of a beam have their faults injected here."""
         link = (satellite.machine.config.address, "down")
         hold_s = self._beam_one_way_s(satellite) if self._delays is not None else 0.0
         if self.spec.faults is None:
@@ -267,7 +351,7 @@ class UdpHost:
     # --- time ---
 
     def _beam_one_way_s(self, satellite: UdpSatellite) -> float:
-        """How long light takes between the ground host and this satellite, where it stands now to a second's flight."""
+        """Light's travel time between the ground host and this satellite, by its place to within a second's flight."""
         here, moves = satellite.machine.config.address, satellite.machine.moves
         if here == self.spec.onboard:
             return 0.0
@@ -286,7 +370,7 @@ class UdpHost:
                 release()
 
     def _late_by(self, late_s: float, now_s: float) -> None:
-        """Only lateness is reported here: that the loop is on time is known by its regular beat alone."""
+        """Report lateness only: that the loop is on time is reported by its regular beat."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, now_s)
 
@@ -308,13 +392,13 @@ class UdpHost:
         satellite.machine.handle_timer(self.now_s())
         self._after(satellite)
 
-    def _feel_pulse(self) -> None:
-        """Measure how late the loop is; after a sleep of the computer, set all alarms anew."""
+    def _measure_lateness(self) -> None:
+        """The regular beat; after the computer slept, it sets all timers again."""
         self._clock.follow_wall()
         now_s = self.now_s()
         self.lateness.measured(now_s - self._beat_s, now_s)
         slept_s = now_s - time.monotonic()
-        if slept_s > self._slept_s + LATE_S:  # the loop's own time stood still
+        if slept_s > self._slept_s + LATE_S:  # the loop's own clock stood still
             for satellite in list(self._satellites.values()):
                 if satellite.timer is not None:
                     satellite.timer.cancel()
@@ -322,7 +406,7 @@ class UdpHost:
                 self._arm(satellite)
         self._slept_s = slept_s
         self._beat_s = now_s + BEAT_S
-        self._beat = self._loop.call_later(BEAT_S, self._feel_pulse)
+        self._beat = self._loop.call_later(BEAT_S, self._measure_lateness)
 
     # --- background ---
 
@@ -334,13 +418,13 @@ class UdpHost:
                 self._slice = self._loop.call_soon(self._work)
 
     def _work(self) -> None:
-        """Background work for as long as its share of the time since the last such slice; all of it, where nothing else
-        is to be done.
+        """A slice of background work: its share of the time since the last one. It is repeated as soon as the loop has
+        nothing else to do.
         """
         self._slice = None
         began_s = time.monotonic()
         owed_s = (began_s - self._rested_s) * BACKGROUND_SHARE / (1.0 - BACKGROUND_SHARE)
-        end_s = began_s + min(max(owed_s, LEAST_SLICE_S), MOST_SLICE_S)
+        end_s = began_s + min(max(owed_s, MIN_SLICE_S), MAX_SLICE_S)
         while self._waiting and time.monotonic() < end_s:
             satellite = self._waiting.popleft()
             satellite.waits = False
@@ -352,7 +436,7 @@ class UdpHost:
             self._slice = self._loop.call_soon(self._work)
 
     def _figures(self) -> dict[str, int]:
-        """How exact the holds were, and what faults did: this host's, in every satellite's housekeeping."""
+        """This host's delay errors, lateness and faults, for every satellite's housekeeping."""
         now_s = time.monotonic()
         if now_s >= self._figures_until_s:
             error_s = self._delays.report()["hold_error_p99_s"] if self._delays is not None else 0.0
@@ -373,11 +457,11 @@ async def serve_host(
 ) -> None:
     """Run one host's satellites until ``stop`` is set.
 
-    ``on_host`` is handed the host before that, to have some of its satellites die and come back.
-    ``on_ready`` is called once all sockets are bound, with what is wrong with their buffers (mostly nothing).
+    ``on_host`` is called with the host, so that the caller can kill and revive satellites. ``on_ready`` is called once
+    all sockets are bound, with the host's ``shortfall``.
 
     Raises:
-        OSError: a port is taken; nothing stays bound.
+        OSError: a port is in use; no socket stays bound.
     """
     host = UdpHost(spec, asyncio.get_running_loop())
     try:
@@ -387,100 +471,3 @@ async def serve_host(
         await stop.wait()
     finally:
         host.close()
-
-
-# One satellite of a host: its machine, its socket, and what the kernel has not taken yet.
-
-
-_BACKLOGS = 4
-"""Beyond its ``max_backlog_bytes`` a satellite answers no GET; at so many times as much it passes nothing on either."""
-
-
-class UdpSatellite:
-    """A machine and its socket; nothing leaves by it once it is closed."""
-
-    def __init__(self, machine: SatelliteMachine, sock: BatchSocket, loop: asyncio.AbstractEventLoop) -> None:
-        self.machine = machine
-        self.sock = sock
-        self.timer: asyncio.TimerHandle | None = None
-        self.timer_s = self.alarm_s = 0.0
-        """What the machine asked for, and when that was to go off."""
-        self.full_since_s = math.inf
-        """Since when there has always been more in its socket than was taken at once."""
-        self.waits = False
-        """Whether it waits for a slice of background work."""
-        self.closed = False
-        self._loop = loop
-        self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
-
-    def transmit(self, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        """Send, after what waits already."""
-        if self.closed:
-            return
-        rest = batch if self._backlog else self.sock.send(batch, endpoint)
-        if rest is not None:
-            self.wait_to_send(rest, endpoint)
-
-    def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
-        """What the kernel did not take now. Beyond a bound it is lost, as on any full link, and asked for again."""
-        if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
-            self.machine.counters.add("packets_dropped", rest.count)
-            return
-        if not self._backlog:
-            self._loop.add_writer(self.sock.fileno(), self._writable)
-        self._backlog.append((endpoint, rest))
-        self.machine.backlog_bytes += rest.total_bytes
-
-    def _writable(self) -> None:
-        while self._backlog:
-            endpoint, batch = self._backlog.popleft()
-            rest = self.sock.send(batch, endpoint)
-            self.machine.backlog_bytes -= batch.total_bytes
-            if rest is not None:
-                self._backlog.appendleft((endpoint, rest))
-                self.machine.backlog_bytes += rest.total_bytes
-                return
-        self._loop.remove_writer(self.sock.fileno())
-
-    def close(self) -> None:
-        """Neither hears nor speaks from now on."""
-        self.closed = True
-        self._loop.remove_reader(self.sock.fileno())
-        self._loop.remove_writer(self.sock.fileno())
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-        self._backlog.clear()
-        self.sock.close()
-
-
-# What one host process is to run: its satellites, where all the others are, how slow and how bad the links are.
-
-
-Endpoint = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class HostSpec:
-    """What one host process runs.
-
-    ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 holds nothing; 1 holds as
-    long as light takes along the links of ``shell``. ``link_rate_bit_s`` 0 is unlimited. ``onboard`` is the satellite
-    that the client's host is part of: its beam has no length.
-    """
-
-    mine: Mapping[SatelliteId, Endpoint]
-    everyone: Mapping[SatelliteId, Endpoint]
-    sky: SkyMap
-    shell: Shell
-    clock: MoveClock
-    memory_bytes: int
-    delay_scale: float = 1.0
-    link_rate_bit_s: float = 0.0
-    faults: FaultInjector | None = None
-    routing: RoutingMode = "greedy"
-    replacement: str = DEFAULT_REPLACEMENT
-    eviction: EvictionConfig = field(default_factory=EvictionConfig)
-    onboard: SatelliteId | None = None
-    authority: Authority | None = None
-    """Whose commands the satellites obey; None: anybody's."""

@@ -1,9 +1,7 @@
-"""A UDP socket that takes and gives whole batches, without a Python call per datagram where the helper is
-compiled.
+"""A UDP socket that receives and sends whole batches, without a Python call per datagram where the helper is compiled.
 
-The default socket buffer holds some 25 of our datagrams, a block is 480: so 4 MiB are asked for and what
-the kernel granted is read back and said. Errors that the network reports are counted and nothing more:
-datagrams get lost, and the machines above ask again.
+The default socket buffer holds some 25 of our datagrams, and a block has 480: so 4 MiB are requested, and a smaller
+grant is reported. Errors from the network are only counted: datagrams get lost, and the state machines retransmit.
 """
 
 from __future__ import annotations
@@ -31,22 +29,18 @@ Run = tuple[memoryview, int, Endpoint]
 
 DEFAULT_BUFFER_BYTES = 4 * 2**20
 DEFAULT_SLOTS = 16
-"""Runs taken in one call. Sixteen are 1 MiB: what is checked and copied next is still in the processor's
-cache.
-"""
+"""Runs received in one call. Sixteen are 1 MiB, which is still in the processor's cache when it is processed."""
 
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_MEMINFO = 32, 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BOOKKEEPING = 2
-"""Linux grants, and reports, twice what is asked: its own bookkeeping is charged to the same account."""
+"""Linux grants, and reports, twice the request: it charges its own bookkeeping to the same buffer."""
 
 _thread = threading.local()
 
 
 def _scratch(slots: int) -> memoryview:
-    """This thread's receive buffer: one for all its sockets, so that many satellites stay small and
-    cache-warm.
-    """
+    """This thread's receive buffer: one for all its sockets, so that it stays small and cache-warm."""
     view: memoryview | None = getattr(_thread, "view", None)
     if view is None or len(view) < slots * native.SLOT_BYTES:
         view = np.empty(slots * native.SLOT_BYTES, dtype=np.uint8).data
@@ -57,9 +51,9 @@ def _scratch(slots: int) -> memoryview:
 class BatchSocket:
     """Bound to ``ip`` and ``port`` (0: any free one), never blocking.
 
-    ``receive_buffer_bytes`` and ``send_buffer_bytes`` are what the kernel reports, twice what it was asked
-    if it granted all; ``shortfall`` says in words what it did not grant, and is empty otherwise.
-    ``offload`` says whether runs of datagrams can arrive in one piece.
+    ``receive_buffer_bytes`` and ``send_buffer_bytes`` are what the kernel reports: twice the request if it was granted.
+    ``shortfall`` is a message if it was not, else empty. ``offload``: whether runs of datagrams can arrive in one
+    piece.
 
     Raises:
         OSError: the address cannot be bound.
@@ -89,7 +83,7 @@ class BatchSocket:
         self.address: Endpoint = self._socket.getsockname()
         self.shortfall = "; ".join(
             f"{name} buffer of {format_size(granted // _BOOKKEEPING)} where {format_size(buffer_bytes)} were "
-            f"asked for: raise net.core.{limit}"
+            f"requested: raise net.core.{limit}"
             for name, granted, limit in (
                 ("receive", self.receive_buffer_bytes, "rmem_max"),
                 ("send", self.send_buffer_bytes, "wmem_max"),
@@ -105,7 +99,7 @@ class BatchSocket:
         return True
 
     def _ask(self, option: int, forced: int, wanted_bytes: int) -> int:
-        """Ask for a buffer, past the system's limit where we may; what the kernel then reports."""
+        """Request a buffer, beyond the system's limit if permitted; returns what the kernel reports."""
         self._set(socket.SOL_SOCKET, option, wanted_bytes)
         if self._socket.getsockopt(socket.SOL_SOCKET, option) < _BOOKKEEPING * wanted_bytes:
             self._set(socket.SOL_SOCKET, forced, wanted_bytes)
@@ -115,23 +109,23 @@ class BatchSocket:
         return self._socket.fileno()
 
     def receive(self) -> list[Run]:
-        """What has arrived, at most as many runs as there are slots; empty if nothing has.
+        """Runs that have arrived, at most one per slot.
 
-        The views are good until this thread next calls ``receive`` of any socket.
+        The views are valid until this thread next calls ``receive`` of any socket.
         """
         view = _scratch(self._slots)
         return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in self._arrivals(view)]
 
     def has_more(self) -> bool:
-        """Whether there is something to be received."""
+        """Whether datagrams are waiting."""
         waiting = fcntl.ioctl(self.fileno(), termios.FIONREAD, bytes(4))
         return any(waiting)
 
     def receive_awaited(
         self, awaited: dict[int, native.Landing], calls: int, patience_us: int
     ) -> tuple[list[native.Tally], list[native.Run]]:
-        """What has come for these requests, in its place already, and other runs, good until the next call; how long it
-        goes on ``native.recv_runs`` says.
+        """Receive, and place answers to these requests in their buffers. Returns tallies of those, and the other runs,
+        valid until the next call. For ``calls`` and ``patience_us`` see ``native.recv_runs``.
         """
         try:
             return native.recv_runs(self.fileno(), _scratch(self._slots), self._slots, calls, patience_us, awaited)
@@ -144,7 +138,7 @@ class BatchSocket:
     def serve(
         self, neighbours: Mapping[Endpoint, object], requests: PlainRequests
     ) -> tuple[list[Run], list[native.Served]]:
-        """As ``receive``, but plain requests that come first are served at once: see ``native.serve``."""
+        """``receive``, but plain requests that come first are answered at once: see ``native.serve``."""
         view = _scratch(self._slots)
         try:
             arrivals, served, errors = native.serve(
@@ -168,10 +162,9 @@ class BatchSocket:
             return []
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
-        """Send as much as the kernel takes now; what is left, to be sent when the socket is writable again.
+        """Send as much as the kernel takes now; returns the rest, to be sent when the socket is writable again.
 
-        What the network refuses (no route, an ICMP answer to something earlier) is counted and given up as
-        lost.
+        What the network refuses (no route, an ICMP error for an earlier datagram) is counted, and lost.
         """
         host, port = endpoint
         headers, width, payloads = batch.headers, batch.header_bytes, batch.payloads
@@ -193,7 +186,9 @@ class BatchSocket:
         return SegmentBatch(headers[sent * width :], width, payloads[sent:] if payloads is not None else None)
 
     def send_each(self, packets: list[tuple[Buffer, str, int]]) -> int:
-        """Send each packet to its own host and port, as ``send`` would; how many the kernel has taken or refused."""
+        """Send each packet to its own host and port, like ``send``; returns how many the kernel has taken or
+        refused.
+        """
         first = 0
         while first < len(packets):
             try:
@@ -209,7 +204,7 @@ class BatchSocket:
         return first
 
     def dropped(self) -> int:
-        """Datagrams that the kernel threw away because the receive buffer was full."""
+        """Datagrams that the kernel dropped because the receive buffer was full."""
         figures = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
         return int(_MEMINFO.unpack(figures)[8]) if len(figures) == _MEMINFO.size else 0
 
@@ -223,27 +218,24 @@ class BatchSocket:
         self.close()
 
 
-# The address by which this computer talks to others, so that a client listens there and nowhere else.
-
-
 ANY = "0.0.0.0"
 
 
 def source_towards(ip: str) -> str | None:
-    """Our own address on the way to ``ip``, by this computer's routes; None where there is no way. Sends nothing."""
+    """Our own address on the route to ``ip``; None without a route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect((ip, 9))  # of a datagram socket: choose the route, no more
+            sock.connect((ip, 9))  # for a datagram socket this only chooses the route
         except OSError:
             return None
         return str(sock.getsockname()[0])
 
 
 def source_address(ips: Iterable[str]) -> str | None:
-    """The one address from which all of ``ips`` can be talked to; None where none of them can be reached.
+    """The address to bind so that a client is reachable from all of ``ips``, and no wider; None without any route.
 
-    Loopback only where all are on this computer: from its other addresses it reaches itself, too. ``ANY`` where the
-    routes leave by different addresses, and one socket has to answer to several.
+    Loopback if all are on this computer: from its other addresses it reaches itself, too. ``ANY`` if the routes leave
+    by different addresses.
     """
     found = {source for ip in ips if (source := source_towards(ip)) is not None}
     outward = sorted(source for source in found if not ipaddress.IPv4Address(source).is_loopback)

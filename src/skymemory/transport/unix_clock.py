@@ -1,8 +1,9 @@
-"""Unix time for machines: never runs back, and runs on while the computer sleeps or its virtual machine is paused.
+"""Unix time for the state machines: it never runs backwards, and counts the time that the computer sleeps or its
+virtual machine is paused.
 
-``CLOCK_MONOTONIC`` stands still in a suspend: a process that counted by it would lag behind those started later by as
-long as the computer slept. ``CLOCK_BOOTTIME`` counts that time. It may not count the pause of a whole virtual machine;
-then the wall clock is set forward, and that is followed. A wall clock that is set back is not.
+``CLOCK_MONOTONIC`` stops in a suspend: a process that used it would lag behind those started later. ``CLOCK_BOOTTIME``
+counts suspends, but perhaps not the pause of a whole virtual machine; then the wall clock is set forward, and this
+clock follows it. It does not follow a wall clock that is set back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 _RUNNING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _STEP_S = 1.0
-"""A wall clock further ahead than this was set; what is less is its drift, and its correction."""
+"""A wall clock further ahead than this was set; less is drift, and its correction."""
 
 
 def wall_s() -> float:
@@ -20,12 +21,12 @@ def wall_s() -> float:
 
 
 def running_s() -> float:
-    """Seconds that passed since some time in the past, also those in a suspend."""
+    """Seconds since some time in the past, with those in a suspend."""
     return time.clock_gettime(_RUNNING)
 
 
 class UnixClock:
-    """One process's. ``wall`` and ``running`` are its sources."""
+    """The clock of one process. ``wall`` and ``running`` are its sources."""
 
     def __init__(self, wall: Callable[[], float] = wall_s, running: Callable[[], float] = running_s) -> None:
         self._wall = wall
@@ -36,7 +37,7 @@ class UnixClock:
         return self._running() + self._offset_s
 
     def follow_wall(self) -> float:
-        """To be called now and then: how many seconds the time has gone forward because the wall clock was set."""
+        """Call it now and then; returns by how many seconds this clock was set forward."""
         offset_s = self._wall() - self._running()  # absolute: two threads that see one step follow it once
         ahead_s = offset_s - self._offset_s
         if ahead_s < _STEP_S:
