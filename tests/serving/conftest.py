@@ -29,7 +29,7 @@ def shared_door() -> Iterator[Door]:
 
     from skymemory.serving.engine.run import EngineSettings
 
-    with open_door(EngineSettings(cache_bytes=32 << 20, most_running=4)) as door:
+    with open_door(EngineSettings(cache_bytes=32 << 20, max_running=4)) as door:
         yield door
 
 

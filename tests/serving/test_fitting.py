@@ -19,7 +19,7 @@ from skymemory.conductor.cost_model.fit import decode_errors, fit_decode, fit_pr
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.router.settings import read_cost
-from skymemory.serving.fitting import Measuring, cut, decode_cells, prefill_cells, step_s
+from skymemory.serving.fitting import Measurement, cut, decode_cells, prefill_cells, step_s
 from skymemory.serving.replay.client import Client
 from skymemory.serving.replay.outcome import Outcome, Status
 
@@ -72,11 +72,11 @@ class KnownEngine:
         )
 
 
-def measuring(engine: KnownEngine) -> Measuring:
+def measuring(engine: KnownEngine) -> Measurement:
     def make(tokens: int, dice: random.Random) -> list[int]:
         return [dice.randint(300, 1000) for _ in range(tokens)]
 
-    return Measuring(cast(Client, engine), make, lambda: 0.0, 0, lambda what, share: None)
+    return Measurement(cast(Client, engine), make, lambda: 0.0, 0, lambda what, share: None)
 
 
 def test_prompts_of_a_known_engine_give_its_cost_model() -> None:
@@ -174,7 +174,7 @@ def test_the_small_model_is_foretold_by_processor_time(capsys: pytest.CaptureFix
         (["--url", "http://x"], "needs --shape"),
         (["--engine", "small", "--flops", "1e12"], "--flops and --memory need each other"),
         (["--engine", "small", "--lengths", "64-100"], "prompts of 64 to 100 tokens"),
-        (["--engine", "small", "--shares", "0,1"], "0 or more and below 1"),
+        (["--engine", "small", "--shares", "0,1"], "must be >= 0 and < 1"),
         (["--engine", "small", "--clock", "processor", "--threads", "2"], "with --threads 1"),
         (["--url", "http://x", "--shape", "/nowhere/config.json"], "--shape /nowhere/config.json"),
     ],

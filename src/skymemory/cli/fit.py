@@ -243,9 +243,9 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
     import aiohttp
 
     from skymemory.demo.processes import service
-    from skymemory.serving.fitting import Measuring, decode_cells, prefill_cells
+    from skymemory.serving.fitting import Measurement, decode_cells, prefill_cells
     from skymemory.serving.replay.client import Client, Target, base_url
-    from skymemory.serving.replay.play import look
+    from skymemory.serving.replay.play import find_model
 
     began_s = time.perf_counter()
     async with AsyncExitStack() as stack:
@@ -258,7 +258,7 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, connector=connector))
         client = Client(session, Target(base_url(url), args.model or ""))
-        known = await look(client, args.model)
+        known = await find_model(client, args.model)
         least, most = args.lengths
         if known.context_tokens is not None and most + 8 > known.context_tokens:
             raise InvalidInput(
@@ -266,7 +266,7 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
             )
         make = await _prompts(args, client, known.context_tokens)
         spent = _spent(session, base_url(url)) if args.clock == "processor" else None
-        measuring = Measuring(client, make, time.perf_counter, args.seed, _progress, spent)
+        measuring = Measurement(client, make, time.perf_counter, args.seed, _progress, spent)
         try:
             cells = prefill_cells(least, most, args.shares)
             prefills = await measuring.prefills(cells, args.repeats, args.statistic)
@@ -293,12 +293,12 @@ def _spent(session: aiohttp.ClientSession, url: str) -> Spent:
 
 
 async def _prompts(args: argparse.Namespace, client: Client, context_tokens: int | None) -> MakePrompt:
-    from skymemory.serving.replay.play import agree, calibrate
+    from skymemory.serving.replay.play import calibrate, negotiate_features
     from skymemory.sim.workload import WORDS
 
     if args.prompt_unit == "ids":
         first, last = token_ids(args.ids)
-        await agree(client, [first] * 8, time.perf_counter)
+        await negotiate_features(client, [first] * 8, time.perf_counter)
 
         def by_ids(tokens: int, dice: random.Random) -> Prompt:
             return [dice.randint(first, last) for _ in range(tokens)]

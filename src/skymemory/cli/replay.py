@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.serving.replay.client import Client
     from skymemory.serving.replay.outcome import Outcome
-    from skymemory.serving.replay.play import Player
-    from skymemory.serving.replay.prompts import Ask, Asks, MakePrompt, Measure
+    from skymemory.serving.replay.play import OpenLoop
+    from skymemory.serving.replay.prompts import LoadPlan, MakePrompt, PlannedRequest, TokensPerWord
     from skymemory.serving.replay.report import EngineCounts, Report
     from skymemory.sim.trace import TraceRequest
 
@@ -150,10 +150,10 @@ class _Replay:
     """State of one replay: enough for a report whenever it ends."""
 
     args: argparse.Namespace
-    asks: Asks
+    plan: LoadPlan
     outcomes: list[Outcome]
-    player: Player | None = None
-    measure: Measure | None = None
+    player: OpenLoop | None = None
+    measure: TokensPerWord | None = None
     model: str = ""
     before: EngineCounts | None = None
     after: EngineCounts | None = None
@@ -168,11 +168,11 @@ class _Replay:
         args = self.args
         stalls = self.player.stalls_s if self.player is not None else ()
         ended = {outcome.number for outcome in self.outcomes}
-        sent = [ask for ask in self.asks.asks if ask.number in ended]
+        sent = [request for request in self.plan.requests if request.number in ended]
         share = reusable_share(sent, BLOCK_TOKENS * args.scale_lengths)
         in_tokens = args.prompt_unit != "characters"
         slo = Slo(args.ttft_slo, args.tbt_slo)
-        return report_of(self.outcomes, len(self.asks.asks), slo, stalls, share, in_tokens, self.cut_at_s)
+        return report_of(self.outcomes, len(self.plan.requests), slo, stalls, share, in_tokens, self.cut_at_s)
 
 
 def _replay(args: argparse.Namespace, key: str | None) -> int:
@@ -238,9 +238,9 @@ async def _interruptible(
     """The replay, and whether SIGINT, SIGTERM or SIGHUP ended it; a second signal changes nothing."""
     import asyncio
 
-    from skymemory.serving.replay.prompts import Asks
+    from skymemory.serving.replay.prompts import LoadPlan
 
-    one = _Replay(args, Asks((), 0), [])
+    one = _Replay(args, LoadPlan((), 0), [])
     task = asyncio.ensure_future(_run(one, requests, url, key, stream, out))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -263,7 +263,7 @@ async def _run(
     import aiohttp
 
     from skymemory.serving.replay.client import Client, Target
-    from skymemory.serving.replay.play import Player
+    from skymemory.serving.replay.play import OpenLoop
 
     args = one.args
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -278,15 +278,15 @@ async def _run(
             if out is not None:
                 out.write(json.dumps(outcome.as_json()) + "\n")
 
-        asks, target = one.asks.asks, client.target
-        player = Player(
-            asks,
-            lambda ask: target.body(prompts(ask), ask.output_tokens),
-            lambda ask, body, clock, held_up_s: client.ask(ask, body, clock, record, held_up_s),
+        requests, target = one.plan.requests, client.target
+        player = OpenLoop(
+            requests,
+            lambda request: target.body(prompts(request), request.output_tokens),
+            lambda request, body, clock, held_up_s: client.send(request, body, clock, record, held_up_s),
             args.concurrency,
         )
         one.player = player
-        progress = asyncio.create_task(Progress(stream, player, one.outcomes, asks).follow())
+        progress = asyncio.create_task(Progress(stream, player, one.outcomes, requests).follow())
         try:
             await player.play()
         finally:
@@ -298,8 +298,8 @@ async def _run(
 
 async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceRequest], stream: TextIO) -> MakePrompt:
     """Probe the endpoint and settle which requests are sent with which prompts."""
-    from skymemory.serving.replay.play import agree, calibrate
-    from skymemory.serving.replay.prompts import asks_of, character_prompts, id_prompts, word_prompts
+    from skymemory.serving.replay.play import calibrate, negotiate_features
+    from skymemory.serving.replay.prompts import character_prompts, id_prompts, plan_requests, word_prompts
     from skymemory.sim.trace import BLOCK_TOKENS
     from skymemory.sim.workload import WORDS
 
@@ -317,16 +317,16 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     if args.prompt_unit == "ids":
         first, last = token_ids(args.ids)
         prompts = id_prompts(first, last, block, args.seed)
-        notes = (await agree(client, [first] * 8, clock))[1]
+        notes = (await negotiate_features(client, [first] * 8, clock))[1]
     elif args.prompt_unit == "characters":
         prompts = character_prompts(WORDS, block, args.seed)
-        notes = (await agree(client, WORDS[args.seed % len(WORDS)], clock))[1]
+        notes = (await negotiate_features(client, WORDS[args.seed % len(WORDS)], clock))[1]
         room = None
     else:
         one.measure, notes = await calibrate(client, WORDS, args.seed, context, clock)
         prompts = word_prompts(WORDS, block, one.measure, args.seed)
         room = None if context is None else int(context * (1 - _MARGIN))
-    one.asks = asks_of(
+    one.plan = plan_requests(
         requests,
         scale=args.scale_lengths,
         most_output=args.max_tokens,
@@ -334,20 +334,22 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
         span_s=args.seconds,
         most=args.requests,
     )
-    asks = one.asks.asks
+    planned = one.plan.requests
     unit = "characters" if args.prompt_unit == "characters" else "tokens"
-    prompt, output = (total / len(asks) for total in (one.asks.prompt_tokens, sum(ask.output_tokens for ask in asks)))
+    prompt, output = (
+        total / len(requests) for total in (one.plan.prompt_tokens, sum(request.output_tokens for request in requests))
+    )
     words = (
-        f"{len(asks):,} requests due within {asks[-1].due_s:.1f} s, prompts of {prompt:,.0f} {unit} and answers of "
-        f"{output:,.0f} tokens on average, to {one.model}"
+        f"{len(planned):,} requests due within {planned[-1].due_s:.1f} s, prompts of {prompt:,.0f} {unit} and "
+        f"answers of {output:,.0f} tokens on average, to {one.model}"
     )
     if one.measure is not None:
         words += (
             f"; {one.measure.tokens_per_word:.3f} tokens a word, {one.measure.added_tokens:.0f} added to each prompt"
         )
     print(words, file=stream)
-    if one.asks.too_long:
-        print(f"left out: {one.asks.too_long:,} that do not fit {context:,} tokens (--scale-lengths)", file=stream)
+    if one.plan.too_long:
+        print(f"left out: {one.plan.too_long:,} that do not fit {context:,} tokens (--scale-lengths)", file=stream)
     for note in notes:
         print(f"note: {note}", file=stream)
     stream.flush()
@@ -356,10 +358,10 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
 
 async def _known(client: Client, args: argparse.Namespace) -> int | None:
     """The context's size if the endpoint reports it; with ``--model`` it need not list its models."""
-    from skymemory.serving.replay.play import look
+    from skymemory.serving.replay.play import find_model
 
     try:
-        return (await look(client, args.model)).context_tokens
+        return (await find_model(client, args.model)).context_tokens
     except InvalidInput:
         raise
     except SkyMemoryError:
@@ -420,7 +422,7 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
         "prompt_unit": args.prompt_unit,
         "api": args.api,
         "ended_early": interrupted,
-        "left_out": one.asks.too_long,
+        "left_out": one.plan.too_long,
         "tokens_per_word": None if one.measure is None else round(one.measure.tokens_per_word, 4),
         **as_json(report),
         "engines": None if counted is None else asdict(counted),
@@ -430,11 +432,13 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
 class Progress:
     """How far a replay is, in one line that is overwritten; only on a terminal."""
 
-    def __init__(self, stream: TextIO, player: Player, outcomes: Sequence[Outcome], asks: Sequence[Ask]) -> None:
+    def __init__(
+        self, stream: TextIO, player: OpenLoop, outcomes: Sequence[Outcome], requests: Sequence[PlannedRequest]
+    ) -> None:
         self._stream = stream
         self._player = player
         self._outcomes = outcomes
-        self._asks = asks
+        self._asks = requests
 
     async def follow(self) -> None:
         """Until cancelled, which erases the line."""

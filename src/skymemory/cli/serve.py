@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         threads=args.threads,
         context_tokens=args.context,
-        most_running=args.running,
-        most_waiting=args.waiting,
+        max_running=args.running,
+        max_waiting=args.waiting,
         kv_events=args.kv_events,
         kv_replay=args.kv_replay,
     )

@@ -1,4 +1,8 @@
-"""Times of one engine, by way of its OpenAI endpoint: prompts alone, and answers in batches."""
+"""Measures an engine through its OpenAI endpoint for a cost model: prefill of single prompts, decoding in batches.
+
+Cells are what is measured: lengths (batches, contexts) that the model is fitted on, and held-out ones in between that
+it has to predict.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,73 @@ from skymemory.serving.replay.outcome import Outcome, Status
 from skymemory.serving.replay.prompts import Prompt
 
 STEPS = 24
-"""Tokens of each answer in a batch."""
+"""Tokens of each answer in a batch, at least."""
 _LEAST_GAPS = 4
 _WARM = 2
 
 Spent = Callable[[], Awaitable[tuple[float, float]]]
-"""Processor time (s) that an engine took until now: for prompts, and for the tokens after the first."""
+"""Processor seconds that the engine has used: for prefill, and for decoding."""
 MakePrompt = Callable[[int, random.Random], Prompt]
-"""A prompt of about so many tokens, of words or ids drawn from the dice."""
+"""Makes a random prompt of about this many tokens."""
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCell:
+    tokens: int
+    share: float
+    """Share of the prompt that is cached."""
+    held_out: bool
+    """Not used for fitting."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCell:
+    batch: int
+    context: int
+    """Tokens of each prompt."""
+    held_out: bool
+
+
+def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[PrefillCell]:
+    """Lengths from ``least``, doubling up to ``most``, for fitting; one between any two held out.
+
+    Raises:
+        InvalidInput: fewer than three lengths, or invalid shares.
+    """
+    if least < 8 or most < 4 * least:
+        raise InvalidInput(
+            f"prompts of {least} to {most} tokens: expected at least 8, and the longest at least 4 times the shortest"
+        )
+    if not shares or not all(0 <= share < 1 for share in shares):
+        raise InvalidInput("cached shares of a prompt must be >= 0 and < 1, such as 0,0.5,0.9")
+    lengths = [least]
+    while lengths[-1] * 2 < most:
+        lengths.append(lengths[-1] * 2)
+    lengths.append(most)
+    between = [round((one * other) ** 0.5) for one, other in pairwise(lengths)]
+    kinds = [*((length, False) for length in lengths), *((length, True) for length in between)]
+    return [PrefillCell(length, share, held_out) for length, held_out in sorted(kinds) for share in shares]
+
+
+def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
+    """Batches of 1, 2, 4, … up to ``most_batch``, over contexts; the batches in between and every second context are
+    held out.
+
+    Raises:
+        InvalidInput: fewer than two batches or contexts.
+    """
+    if most_batch < 2 or len(contexts) < 2 or min(contexts) < 1 or sorted(set(contexts)) != list(contexts):
+        raise InvalidInput("expected a largest batch of at least 2, and at least two contexts, ascending")
+    batches = [1]
+    while batches[-1] * 2 <= most_batch:
+        batches.append(batches[-1] * 2)
+    fitted = [contexts[at] for at in range(0, len(contexts), 2)]
+    fitted = fitted if len(fitted) > 1 else list(contexts)
+    held = [one for one in contexts if one not in fitted]
+    cells = [DecodeCell(batch, context, False) for batch in batches for context in fitted]
+    cells += [DecodeCell(batch, context, True) for batch in batches for context in held]
+    return cells + [DecodeCell(batch * 3 // 2, context, True) for batch in batches[1:-1] for context in contexts]
 
 
 def cut(prompt: Prompt, share: float) -> Prompt:
@@ -36,11 +99,11 @@ def cut(prompt: Prompt, share: float) -> Prompt:
     return prompt[: max(1, round(len(prompt) * share))]
 
 
-class Measuring:
-    """``tell`` hears how much is done, from 0 to 1, as it goes on. Whatever fails ends it: SkyMemoryError says why.
+class Measurement:
+    """``on_progress`` gets the phase and the share done. Any failed request raises SkyMemoryError.
 
-    ``spent``: measure by the engine's own processor time, which others on the computer hardly change; else by the
-    clock, from sending to the first piece and between pieces.
+    ``spent``: measure the engine's processor time, which other load hardly changes; None: wall-clock time, to the first
+    chunk and between chunks.
     """
 
     def __init__(
@@ -49,7 +112,7 @@ class Measuring:
         make: MakePrompt,
         clock: Clock,
         seed: int,
-        tell: Callable[[str, float], object],
+        on_progress: Callable[[str, float], object],
         spent: Spent | None = None,
     ) -> None:
         self._spent = spent
@@ -57,29 +120,29 @@ class Measuring:
         self._make = make
         self._clock = clock
         self._dice = random.Random(f"fit {seed}")
-        self._tell = tell
+        self._on_progress = on_progress
 
     async def prefills(
         self, cells: Sequence[PrefillCell], repeats: int, statistic: str
     ) -> list[tuple[PrefillPoint, bool]]:
-        """Each cell's point, and whether it is held out: the ``statistic`` of ``repeats``, every time another prompt.
+        """Each cell's point (the ``statistic`` of ``repeats``, each with another prompt), and whether it is held out.
 
-        All cells come once before any comes again, in an order that is drawn anew: what drifts meanwhile harms all
-        alike. How much of a prompt was cached is what the engine says; one that does not say is asked nothing twice.
+        Each round measures all cells in a new random order, so that drift affects all alike. The cached share is what
+        the engine reports; without a report only uncached prompts are measured.
         """
         longest = max(cell.tokens for cell in cells)
         for _ in range(_WARM):
-            told = await self._alone(self._make(longest, self._dice), 2)
-        if told.cached_tokens is None:
+            warm = await self._alone(self._make(longest, self._dice), 2)
+        if warm.cached_tokens is None:
             cells = [cell for cell in cells if not cell.share]
         if not cells:
-            raise SkyMemoryError("the engine does not tell cached_tokens: measure with --shares 0")
+            raise SkyMemoryError("the engine does not report cached_tokens: measure with --shares 0")
         taken: list[tuple[tuple[PrefillCell, int, int], float]] = []
         for turn in range(repeats):
             order = list(cells)
             self._dice.shuffle(order)
             for at, cell in enumerate(order):
-                self._tell("prompts", (turn + at / len(order)) / repeats)
+                self._on_progress("prompts", (turn + at / len(order)) / repeats)
                 prompt = self._make(cell.tokens, self._dice)
                 if cell.share:
                     await self._alone(cut(prompt, cell.share), 1)
@@ -96,16 +159,16 @@ class Measuring:
     async def decodes(
         self, cells: Sequence[DecodeCell], repeats: int, statistic: str
     ) -> tuple[list[tuple[DecodePoint, bool]], list[DecodeCell]]:
-        """Each cell's point and whether it is held out; and the cells whose requests never ran all at once."""
+        """Each cell's point and whether it is held out; and the cells whose requests never ran concurrently."""
         taken: list[tuple[tuple[DecodeCell, float], float]] = []
         never = dict.fromkeys(cells)
         for turn in range(repeats):
             order = list(cells)
             self._dice.shuffle(order)
             for at, cell in enumerate(order):
-                self._tell("answers", (turn + at / len(order)) / repeats)
+                self._on_progress("answers", (turn + at / len(order)) / repeats)
                 prompt = self._make(cell.context, self._dice)
-                first = await self._alone(prompt, 1)  # afterwards it is cached: all begin to answer almost at once
+                first = await self._alone(prompt, 1)  # cached from then on: all requests begin to decode almost at once
                 steps = STEPS + 2 * cell.batch
                 before_s = 0.0 if self._spent is None else (await self._spent())[1]
                 asked = [self._client.probe(prompt, steps, self._clock) for _ in range(cell.batch)]
@@ -116,7 +179,7 @@ class Measuring:
                 never.pop(cell, None)
                 context = (first.prompt_tokens or cell.context) + steps / 2
                 if self._spent is not None:
-                    # Of an engine that computes its answers one after the other: what a token took, so many times.
+                    # An engine that decodes one request after the other: seconds per token times the batch.
                     tokens = sum((outcome.output_tokens or steps) - 1 for outcome in outcomes)
                     seconds = cell.batch * ((await self._spent())[1] - before_s) / tokens
                 taken.append(((cell, cell.batch * context), seconds))
@@ -131,10 +194,9 @@ class Measuring:
 
 
 def step_s(outcomes: Sequence[Outcome]) -> float:
-    """Seconds of a step while all of ``outcomes`` were being answered; nan where they hardly ever were at once.
+    """Mean seconds of a decoding step while all ``outcomes`` were being answered; nan if they hardly overlapped.
 
-    The mean over that time: pieces that come in one go are as many steps as they are, and a piece of several tokens is
-    as many steps as tokens.
+    Chunks that arrive together count as one step each, a chunk of several tokens as one step per token.
     """
     times = [list(accumulate((outcome.first_s, *outcome.gaps_s))) for outcome in outcomes]
     begin_s, end_s = max(one[0] for one in times), min(one[-1] for one in times)
@@ -153,81 +215,17 @@ def step_s(outcomes: Sequence[Outcome]) -> float:
 
 def _good(outcome: Outcome) -> Outcome:
     if outcome.status is not Status.COMPLETED:
-        raise SkyMemoryError(f"the engine did not answer while it was measured: {outcome.error}")
+        raise SkyMemoryError(f"a request failed during the measurement: {outcome.error}")
     return outcome
 
 
-# What is measured for a cost model: lengths it is fitted on, and others in between that it has to foretell.
-
-
-K = TypeVar("K", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillCell:
-    tokens: int
-    share: float
-    """Of the prompt, what was sent before it."""
-    held_out: bool
-    """Not fitted on."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCell:
-    batch: int
-    context: int
-    """Tokens of each prompt."""
-    held_out: bool
-
-
-def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[PrefillCell]:
-    """Lengths from ``least``, each twice the one before, up to ``most``, to be fitted on; one between any two held out.
-
-    Raises:
-        InvalidInput: fewer than three lengths, or shares that are none.
-    """
-    if least < 8 or most < 4 * least:
-        raise InvalidInput(
-            f"prompts of {least} to {most} tokens: from 8 on, and the longest at least 4 times the least"
-        )
-    if not shares or not all(0 <= share < 1 for share in shares):
-        raise InvalidInput("shares of a prompt that are cached are 0 or more and below 1, such as 0,0.5,0.9")
-    lengths = [least]
-    while lengths[-1] * 2 < most:
-        lengths.append(lengths[-1] * 2)
-    lengths.append(most)
-    between = [round((one * other) ** 0.5) for one, other in pairwise(lengths)]
-    kinds = [*((length, False) for length in lengths), *((length, True) for length in between)]
-    return [PrefillCell(length, share, held_out) for length, held_out in sorted(kinds) for share in shares]
-
-
-def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
-    """Batches of 1, 2, 4, ... up to ``most_batch``, over contexts; every batch between two of them is held out, and so
-    is every second context.
-
-    Raises:
-        InvalidInput: nothing that could be told from each other.
-    """
-    if most_batch < 2 or len(contexts) < 2 or min(contexts) < 1 or sorted(set(contexts)) != list(contexts):
-        raise InvalidInput("batches of up to 2 or more and at least two contexts, ascending, are needed")
-    batches = [1]
-    while batches[-1] * 2 <= most_batch:
-        batches.append(batches[-1] * 2)
-    fitted = [contexts[at] for at in range(0, len(contexts), 2)]
-    fitted = fitted if len(fitted) > 1 else list(contexts)
-    held = [one for one in contexts if one not in fitted]
-    cells = [DecodeCell(batch, context, False) for batch in batches for context in fitted]
-    cells += [DecodeCell(batch, context, True) for batch in batches for context in held]
-    return cells + [DecodeCell(batch * 3 // 2, context, True) for batch in batches[1:-1] for context in contexts]
-
-
 def typical(values: Sequence[float], statistic: str) -> float:
-    """Of repeated measurements: their ``median``, or the ``fastest``, where others use the computer too."""
+    """The ``median`` of repeated measurements, or the ``fastest``, on a machine with other load."""
     return min(values) if statistic == "fastest" else statistics.median(values)
 
 
 def grouped(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
-    """Values by their key, in the order in which keys first came."""
+    """Values by key, in order of first occurrence."""
     groups: dict[K, list[float]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

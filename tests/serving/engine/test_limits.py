@@ -24,7 +24,7 @@ LONG = {"prompt": [5] * 20, "max_tokens": 8000, "temperature": 0, "ignore_eos": 
 @pytest.fixture(scope="module")
 def tight() -> Iterator[Door]:
     """Ten blocks of cache, one request at a time, two in line."""
-    settings = EngineSettings(cache_bytes=10 * (BLOCK_BYTES + 128) + 5, most_running=1, most_waiting=2)
+    settings = EngineSettings(cache_bytes=10 * (BLOCK_BYTES + 128) + 5, max_running=1, max_waiting=2)
     with open_door(settings) as door:
         yield door
 
@@ -94,7 +94,7 @@ def test_a_line_that_is_full_says_when_to_come_again(tight: Door) -> None:
 
 
 def test_an_engine_that_stops_says_so_to_those_who_wait() -> None:
-    with open_door(EngineSettings(cache_bytes=1 << 20, most_running=1)) as door:
+    with open_door(EngineSettings(cache_bytes=1 << 20, max_running=1)) as door:
         replies: list[int] = []
 
         def ask() -> None:

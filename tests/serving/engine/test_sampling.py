@@ -10,27 +10,27 @@ import numpy as np
 import pytest
 from tests.serving.conftest import torch
 
-from skymemory.serving.engine.generation import Chooser, Generation, Sampling
+from skymemory.serving.engine.generation import Generation, Sampler, Sampling
 
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
 
 
-def chooser(ids: list[int] | None = None, min_tokens: int = 0, ends: tuple[int, ...] = (), **sampling: Any) -> Chooser:
+def chooser(ids: list[int] | None = None, min_tokens: int = 0, ends: tuple[int, ...] = (), **sampling: Any) -> Sampler:
     prompt = np.array(ids or [3], dtype=np.int64)
-    return Chooser(Generation(prompt, 100, Sampling(**sampling), min_tokens=min_tokens), frozenset(ends))
+    return Sampler(Generation(prompt, 100, Sampling(**sampling), min_tokens=min_tokens), frozenset(ends))
 
 
 def drawn(count: int = 400, **sampling: Any) -> set[int]:
     one = chooser(seed=1, **sampling)
-    return {one.choose(LOGITS) for _ in range(count)}
+    return {one.sample(LOGITS) for _ in range(count)}
 
 
 def test_drawing_keeps_to_the_likeliest_and_to_their_chances() -> None:
-    assert chooser(temperature=0).choose(LOGITS) == 0
+    assert chooser(temperature=0).sample(LOGITS) == 0
     for top_p, allowed in ((0.4, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
         assert drawn(top_p=top_p) == allowed
     one = chooser(temperature=0.5, seed=1)
-    share = sum(one.choose(LOGITS) == 0 for _ in range(2000)) / 2000
+    share = sum(one.sample(LOGITS) == 0 for _ in range(2000)) / 2000
     assert share == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0025), abs=0.04)
 
 
@@ -42,28 +42,28 @@ def test_top_k_and_min_p_cut_the_tail_and_top_p_counts_what_is_left() -> None:
 
 
 def test_bias_and_allowed_tokens_decide_what_greedy_takes() -> None:
-    assert chooser(temperature=0, logit_bias={3: 5.0}).choose(LOGITS) == 3
-    assert chooser(temperature=0, logit_bias={0: -100.0}).choose(LOGITS) == 1
-    assert chooser(temperature=0, allowed=frozenset([2, 3])).choose(LOGITS) == 2
+    assert chooser(temperature=0, logit_bias={3: 5.0}).sample(LOGITS) == 3
+    assert chooser(temperature=0, logit_bias={0: -100.0}).sample(LOGITS) == 1
+    assert chooser(temperature=0, allowed=frozenset([2, 3])).sample(LOGITS) == 2
     assert drawn(allowed=frozenset([2, 3])) == {2, 3}
     assert torch.equal(LOGITS, torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))), "the model's logits stay as they are"
 
 
 def test_nothing_ends_an_answer_before_it_has_so_many_tokens() -> None:
     one = chooser(temperature=0, min_tokens=3, ends=(0, 1))
-    assert [one.choose(LOGITS) for _ in range(4)] == [2, 2, 2, 0]
+    assert [one.sample(LOGITS) for _ in range(4)] == [2, 2, 2, 0]
 
 
 def test_penalties_count_the_answer_and_repetition_the_prompt_too() -> None:
     level = torch.zeros(4)
     one = chooser([3], temperature=0, frequency_penalty=1.0, logit_bias={0: 2.5})
-    assert [one.choose(level) for _ in range(5)] == [0, 0, 0, 1, 2], "2.5, 1.5 and 0.5 are above 0; the prompt's 3 too"
+    assert [one.sample(level) for _ in range(5)] == [0, 0, 0, 1, 2], "2.5, 1.5 and 0.5 are above 0; the prompt's 3 too"
     one = chooser([3], temperature=0, presence_penalty=1.0, logit_bias={0: 2.5})
-    assert [one.choose(level) for _ in range(3)] == [0, 0, 0], "once is as bad as thrice"
+    assert [one.sample(level) for _ in range(3)] == [0, 0, 0], "once is as bad as thrice"
     one = chooser([0], temperature=0, repetition_penalty=3.0)
-    assert one.choose(torch.tensor([2.0, 1.0, -1.0, -2.0])) == 1
+    assert one.sample(torch.tensor([2.0, 1.0, -1.0, -2.0])) == 1
     one = chooser([3], temperature=0, repetition_penalty=3.0)
-    assert one.choose(torch.tensor([-4.0, -3.0, -2.5, -1.0])) == 2
+    assert one.sample(torch.tensor([-4.0, -3.0, -2.5, -1.0])) == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -83,7 +83,7 @@ def test_all_at_once_is_what_a_naive_twin_says(seed: int) -> None:
     for _ in range(12):
         logits = [dice.gauss(0, 3) for _ in range(size)]
         expected = _naive(logits, prompt, answer, ends if len(answer) < least else (), **fields)
-        assert one.choose(torch.tensor(logits, dtype=torch.float64)) == expected
+        assert one.sample(torch.tensor(logits, dtype=torch.float64)) == expected
         answer.append(expected)
 
 

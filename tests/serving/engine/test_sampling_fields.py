@@ -135,7 +135,15 @@ def test_logprobs_of_a_chat_streamed_are_those_of_the_whole(door: Door) -> None:
     assert all(token["bytes"] == list(token["token"].encode()) and token["logprob"] <= 0 for token in whole)
     assert any(not math.isclose(token["logprob"], token["top_logprobs"][0]["logprob"]) for token in whole)
     chunks = door.stream(CHATS, body)
-    assert [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["content"]] == whole
+    streamed = [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["content"]]
+
+    def flat(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [one for token in tokens for one in (token, *token["top_logprobs"])]
+
+    # The second prompt comes from the cache: its prefill is shorter, and may be rounded otherwise.
+    pairs = list(zip(flat(streamed), flat(whole), strict=True))
+    assert all((one["token"], one["bytes"]) == (other["token"], other["bytes"]) for one, other in pairs)
+    assert all(one["logprob"] == pytest.approx(other["logprob"], abs=1e-4) for one, other in pairs)
 
 
 def test_usage_comes_with_every_chunk_where_asked_for(door: Door) -> None:

@@ -100,10 +100,10 @@ def test_a_server_without_usage_is_replayed_by_characters_and_its_hits_are_unkno
     with odd_server("no-usage") as server:
         words = ("replay", str(a_trace(tmp_path)), "--url", server.url, "--scale-lengths", "0.2")
         assert main([*words]) == 1
-        assert "--prompt-unit characters does without" in capsys.readouterr().err
+        assert "use --prompt-unit characters" in capsys.readouterr().err
         assert main([*words, "--prompt-unit", "characters"]) == 0
     said = capsys.readouterr().out
-    assert "it tells no usage" in said and "hits            unknown" in said
+    assert "it reports no usage" in said and "hits            unknown" in said
 
 
 def test_a_server_that_knows_only_openais_fields_is_asked_with_those(
@@ -112,7 +112,7 @@ def test_a_server_that_knows_only_openais_fields_is_asked_with_those(
     with odd_server("plain-openai") as server:
         assert main(["replay", str(a_trace(tmp_path)), "--url", server.url, "--scale-lengths", "0.05"]) == 0
     said = capsys.readouterr().out
-    assert "does not take ignore_eos" in said and "4 completed" in said
+    assert "does not accept ignore_eos" in said and "4 completed" in said
     assert all("ignore_eos" not in body for body in server.bodies[1:])
 
 

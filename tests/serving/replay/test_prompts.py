@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.serving.replay.prompts import (
     HEAD,
-    Ask,
-    Measure,
     Pieces,
+    PlannedRequest,
+    TokensPerWord,
     character_prompts,
     id_prompts,
     measured,
@@ -26,8 +26,8 @@ BLOCK = 40.0
 IDS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8, unique=True)
 
 
-def an_ask(ids: list[int], tokens: int | None = None, number: int = 0) -> Ask:
-    return Ask(number, 0.0, tuple(ids), round(len(ids) * BLOCK) if tokens is None else tokens, 1)
+def an_ask(ids: list[int], tokens: int | None = None, number: int = 0) -> PlannedRequest:
+    return PlannedRequest(number, 0.0, tuple(ids), round(len(ids) * BLOCK) if tokens is None else tokens, 1)
 
 
 def common(one: Sequence[object], other: Sequence[object]) -> int:
@@ -44,7 +44,7 @@ def test_prompts_share_exactly_the_blocks_that_they_share(shared: list[int], one
     whole = len(pieces.prompt([*shared, one], 0)) - HEAD
     assert abs(whole - len(shared) * BLOCK / 1.3) < len(shared)
     assert whole <= common(first, second) < whole + HEAD
-    make = word_prompts(WORDS, BLOCK, Measure(1.3), seed)
+    make = word_prompts(WORDS, BLOCK, TokensPerWord(1.3), seed)
     texts = [str(make(an_ask([*shared, last], 900))).split() for last in (one, other)]
     assert whole <= common(*texts) < whole + HEAD
 
@@ -71,7 +71,7 @@ def test_no_two_of_many_short_blocks_are_alike() -> None:
     """4,000 blocks of three pieces out of 16: as many as there are names, and not one twice."""
     pieces = Pieces(16, float(HEAD), seed=3)
     assert len({tuple(pieces.prompt([block], HEAD)) for block in range(16**HEAD)}) == 16**HEAD
-    with pytest.raises(InvalidInput, match="different blocks"):
+    with pytest.raises(InvalidInput, match="distinct blocks"):
         pieces.prompt([10**9], HEAD)
 
 
@@ -87,7 +87,7 @@ def test_blocks_are_as_long_as_wanted_on_average_and_their_words_are_all_words()
 
 
 def test_equal_arguments_give_equal_prompts_and_other_seeds_give_others() -> None:
-    first, again, other = (word_prompts(WORDS, BLOCK, Measure(1.0), seed) for seed in (1, 1, 2))
+    first, again, other = (word_prompts(WORDS, BLOCK, TokensPerWord(1.0), seed) for seed in (1, 1, 2))
     ask = an_ask([3, 1, 4])
     assert first(ask) == again(ask) != other(ask)
     assert str(first(ask)).split()[0] != str(other(ask)).split()[0]
@@ -97,7 +97,7 @@ def test_equal_arguments_give_equal_prompts_and_other_seeds_give_others() -> Non
 @given(ids=IDS, one=st.integers(2**65, 2**66), other=st.integers(2**66 + 1, 2**67))
 def test_prompts_by_characters_share_whole_blocks_too(ids: list[int], one: int, other: int) -> None:
     make = character_prompts(WORDS, 64.0, 0)
-    first, second = (str(make(Ask(0, 0.0, (*ids, last), 64 * (len(ids) + 1), 1))) for last in (one, other))
+    first, second = (str(make(PlannedRequest(0, 0.0, (*ids, last), 64 * (len(ids) + 1), 1))) for last in (one, other))
     assert len(first) == len(second) == 64 * (len(ids) + 1)
     assert first[: 64 * len(ids)] == second[: 64 * len(ids)]
     assert first[64 * len(ids) :] != second[64 * len(ids) :]
@@ -105,7 +105,7 @@ def test_prompts_by_characters_share_whole_blocks_too(ids: list[int], one: int, 
 
 def test_blocks_too_short_to_differ_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"scale lengths by 1\.5 times"):
-        word_prompts(WORDS, 2.6, Measure(1.3), 0)
+        word_prompts(WORDS, 2.6, TokensPerWord(1.3), 0)
     with pytest.raises(InvalidInput, match="too short"):
         character_prompts(WORDS, 10.0, 0)
     with pytest.raises(InvalidInput, match="at least 16"):
@@ -125,5 +125,5 @@ def test_a_server_that_counts_so_many_tokens_a_word_is_found_out() -> None:
     assert measure.added_tokens == pytest.approx(7, abs=1)
     prompt = word_prompts(WORDS, BLOCK, measure, 0)(an_ask([1, 2, 3, 4], 157))
     assert tokens(str(prompt)) == pytest.approx(157, abs=2)
-    with pytest.raises(SkyMemoryError, match="no lengths of prompts"):
+    with pytest.raises(SkyMemoryError, match="implausible token counts"):
         measured(short, 5, long, 5)

@@ -55,7 +55,7 @@ def test_who_counts_where() -> None:
     assert (report.completed, report.refused, report.failed, report.sent, report.unsent) == (2, 1, 1, 4, 2)
     assert report.ttft.count == 2 and report.tbt_gaps.count == 4
     assert report.hit_ratio == pytest.approx(32 / 110)
-    assert (report.told_cached, report.prompt_tokens, report.output_tokens, report.pieces) == (1, 220, 6, 6)
+    assert (report.cached_answers, report.prompt_tokens, report.output_tokens, report.pieces) == (1, 220, 6, 6)
     assert report.short == 2 and report.retry_after == 1
     assert report.length_errors.mean == pytest.approx(0.1)
     assert report.faults == (
@@ -110,7 +110,7 @@ def test_what_was_not_told_is_unknown_and_not_zero() -> None:
     silent = replace(GOOD, prompt_tokens=None, cached_tokens=None, output_tokens=None)
     report = report_of([silent], 1, Slo())
     words = "\n".join(lines_of(report))
-    assert report.hit_ratio is None and "unknown: no answer told cached_tokens" in words
+    assert report.hit_ratio is None and "unknown: no answer reported cached_tokens" in words
     assert "unknown of prompts" in words and report.output_tokens == 3
 
 

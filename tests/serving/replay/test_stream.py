@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.serving.replay.client import BadAnswer, EventReader, Hearing, NotEvents
+from skymemory.serving.replay.client import AnswerReader, BadAnswer, EventReader, MalformedStream
 
 LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=12)
 CUTS = st.lists(st.integers(0, 400), max_size=12)
@@ -45,7 +45,7 @@ def test_an_event_that_is_cut_short_is_not_given() -> None:
 
 @pytest.mark.parametrize("raw", [b"\xff\xfe\n", b"<html>\n"])
 def test_what_is_no_event_is_told(raw: bytes) -> None:
-    with pytest.raises(NotEvents):
+    with pytest.raises(MalformedStream):
         EventReader().feed(raw)
 
 
@@ -71,7 +71,7 @@ DONE = event("[DONE]")
 
 
 def test_times_and_counts_of_a_completion() -> None:
-    heard = Hearing()
+    heard = AnswerReader()
     for at_s, piece in ((1.0, text("a")), (1.5, text("")), (1.75, text("b", "length")), (1.8, USAGE), (1.8, DONE)):
         heard.feed(piece, at_s)
     heard.close()
@@ -82,26 +82,26 @@ def test_times_and_counts_of_a_completion() -> None:
 
 def test_a_chats_role_is_no_token_but_text_beside_it_is() -> None:
     """Some servers send the role when they take the request, before anything is computed."""
-    heard = Hearing()
+    heard = AnswerReader()
     heard.feed(delta(role="assistant", content=""), 0.1)
     assert math.isnan(heard.first_s)
     heard.feed(delta(content="Hello"), 2.0)
     heard.feed(delta(reasoning_content="hm"), 2.5)
     heard.feed(delta("stop"), 2.6)
     assert (heard.first_s, heard.gaps_s) == (2.0, [0.5])
-    ours = Hearing()
+    ours = AnswerReader()
     ours.feed(delta(role="assistant", content="Hello"), 1.0)
     assert ours.first_s == 1.0
 
 
 def test_what_comes_after_the_end_counts_for_nothing() -> None:
-    heard = Hearing()
+    heard = AnswerReader()
     heard.feed(text("a", "stop") + DONE + text("b"), 1.0)
     assert heard.gaps_s == []
 
 
 def test_an_end_without_done_is_an_end_if_the_answer_had_one() -> None:
-    heard = Hearing()
+    heard = AnswerReader()
     heard.feed(text("a", "stop"), 1.0)
     heard.close()
     assert not heard.done
@@ -117,11 +117,11 @@ def test_an_end_without_done_is_an_end_if_the_answer_had_one() -> None:
         (event({"choices": 7}), "not a chunk"),
         (event({"choices": [7]}), "not a chunk"),
         (event({"error": {"message": "out of memory"}}), "error in the stream: out of memory"),
-        (b"<html>oh no</html>\n\n", "not server-sent events: a line that is no field"),
+        (b"<html>oh no</html>\n\n", "not server-sent events: a line that is not a field"),
     ],
 )
 def test_every_fault_is_told_by_its_kind(raw: bytes, words: str) -> None:
-    heard = Hearing()
+    heard = AnswerReader()
     with pytest.raises(BadAnswer, match=words.replace("[", r"\[")):
         heard.feed(raw, 1.0)
         heard.close()
@@ -130,7 +130,7 @@ def test_every_fault_is_told_by_its_kind(raw: bytes, words: str) -> None:
 @settings(max_examples=50, deadline=None)
 @given(raw=st.binary(max_size=200) | st.text(max_size=80).map(lambda said: event(said.replace("\n", " "))))
 def test_hostile_bytes_are_bad_answers_and_nothing_else(raw: bytes) -> None:
-    heard = Hearing()
+    heard = AnswerReader()
     with pytest.raises(BadAnswer):
         heard.feed(raw, 0.0)
         heard.close()

@@ -1,1 +1,1 @@
-"""A transformers model behind an OpenAI-compatible door."""
+"""A transformers model behind an OpenAI-compatible HTTP API."""

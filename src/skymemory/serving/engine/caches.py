@@ -1,4 +1,4 @@
-"""The engine's prefix cache: one memory of blocks under a byte budget, and a ``KVCManager`` over it for every salt."""
+"""The engine's prefix cache: one memory store with a byte budget, and a ``KVCManager`` per cache salt over it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 
 KEEP_SALTS = 8
-"""Managers of so many salts are kept ready; blocks of all salts stay in the store."""
+"""Number of salts whose managers are kept; blocks of all salts stay in the store."""
 
 Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class OpenPrompt:
-    """A prompt being served, and the cache that it fills. Its manager stays as long as somebody holds this."""
+    """A prompt being served and its KV cache; keeps its manager alive."""
 
     manager: KVCManager
     salt: str
@@ -36,10 +36,10 @@ class OpenPrompt:
 
 
 class PrefixCaches:
-    """For the engine's thread alone. ``on_events`` is told of what comes and goes, after each call that changed it.
+    """Used in the engine's thread only. ``on_events`` gets the KV events of each call that changed the cache.
 
-    Blocks are evicted by the store's policy when ``budget_bytes`` are full, ends of prompts first. A budget smaller
-    than a block caches nothing.
+    When ``budget_bytes`` are used up the store's policy evicts blocks, ends of prompts first. A budget smaller than a
+    block caches nothing.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class PrefixCaches:
         self.on_events = on_events
         self._events: list[KVEvent] = []
         self._held: dict[BlockHash, None] = {}
-        self._beside: set[BlockHash] = set()
-        """Of the same blocks, what layers with a window have."""
+        self._windowed: set[BlockHash] = set()
+        """The same blocks' parts of layers with a window."""
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
         self.block_tokens = block_tokens
@@ -73,7 +73,7 @@ class PrefixCaches:
         return len(self._held)
 
     def open(self, salt: str, ids: Tokens) -> OpenPrompt:
-        """A cache for ``ids`` with what is held of their beginning; at least the last token is left to compute."""
+        """A KV cache for ``ids`` with its cached prefix; at least the last token is left to compute."""
         manager = self._manager(salt)
         cache = manager.get_cache_ids(ids)
         prompt = OpenPrompt(manager, salt, cache, cache.begin())
@@ -81,7 +81,7 @@ class PrefixCaches:
         return prompt
 
     def keep(self, prompt: OpenPrompt) -> None:
-        """Hold the full blocks of what the prompt's cache has by now."""
+        """Store the full blocks of the prompt's KV cache."""
         ids = prompt.cache.tokens()
         if ids is None or not self.capacity_blocks or len(ids) < self._block_tokens:
             return
@@ -93,18 +93,18 @@ class PrefixCaches:
         self._held.update(dict.fromkeys(hashes[index] for index in came))
         for chain in prompt.manager.parts.hashes(ids)[1:]:
             there = zip(chain, self._store.lookup(chain), strict=True)
-            self._beside.update(key for key, presence in there if presence is Presence.HIT)
-        self._tell_stored(prompt.salt, ids, hashes, came)
-        self._tell()
+            self._windowed.update(key for key, presence in there if presence is Presence.HIT)
+        self._add_stored_events(prompt.salt, ids, hashes, came)
+        self._publish()
 
     def clear(self) -> int:
-        """Forget every block; how many there were."""
+        """Delete all blocks; returns their number."""
         count = len(self._held)
-        self._store.delete([*self._held, *self._beside])
+        self._store.delete([*self._held, *self._windowed])
         self._held.clear()
-        self._beside.clear()
+        self._windowed.clear()
         self._events.append(AllBlocksCleared())
-        self._tell()
+        self._publish()
         return count
 
     def close(self) -> None:
@@ -124,29 +124,29 @@ class PrefixCaches:
                 weights=self._weights,
                 tenant_salt=salt.encode(),
             )
-            self._let_go(KEEP_SALTS - 1)
+            self._close_idle(KEEP_SALTS - 1)
             self._managers[salt] = manager
         self._managers.move_to_end(salt)
         return manager
 
-    def _let_go(self, keep: int) -> None:
-        """Close the managers used longest ago until ``keep`` are left, but none that serves a prompt."""
+    def _close_idle(self, keep: int) -> None:
+        """Close the least recently used managers until ``keep`` are left, but none that serves a prompt."""
         busy = {prompt.salt for prompt in self._open}
         idle = [salt for salt in self._managers if salt not in busy]
         for salt in idle[: max(0, len(self._managers) - keep)]:
             self._managers.pop(salt).close()
 
     def _evicted(self, key: bytes, value: bytes, place: Place | None) -> None:
-        if key in self._beside:
-            self._beside.remove(key)
+        if key in self._windowed:
+            self._windowed.remove(key)
             return
         self.evicted_blocks += 1
         if key in self._held:
             del self._held[key]
             self._events.append(BlockRemoved([event_hash(key)], MEDIUM))
 
-    def _tell_stored(self, salt: str, ids: Tokens, hashes: Sequence[BlockHash], came: Sequence[int]) -> None:
-        """One event for each run of neighbours among the blocks that came."""
+    def _add_stored_events(self, salt: str, ids: Tokens, hashes: Sequence[BlockHash], came: Sequence[int]) -> None:
+        """One event for each run of consecutive new blocks."""
         size = self._block_tokens
         for first, last in _runs(came):
             extra: list[tuple[str, ...] | None] | None = None
@@ -165,7 +165,7 @@ class PrefixCaches:
                 )
             )
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         events, self._events = self._events, []
         if events:
             self.on_events(events)

@@ -21,14 +21,14 @@ _LINGER_MS = 200
 
 
 class KVPublisher:
-    """A thread with two sockets: PUB for batches as they come, ROUTER for those who missed some.
+    """A thread with two sockets: PUB for new batches, ROUTER for subscribers that missed some.
 
-    ``endpoint``, ``replay_endpoint``: where to listen, such as ``tcp://127.0.0.1:5557``, or ``tcp://127.0.0.1:*`` for
-    a free port; ``at`` and ``replay_at`` say where that is. A replay is asked for with a sequence number and answered
-    with all that is kept from it on (the last 10,000 batches), then the number -1.
+    ``endpoint``, ``replay_endpoint``: such as ``tcp://127.0.0.1:5557``, or ``tcp://127.0.0.1:*`` for a free port; the
+    actual ones are ``at`` and ``replay_at``. A replay request has a sequence number; the answer is all kept batches
+    from it on (of the last 10,000), then the number -1.
 
     Raises:
-        InvalidInput: an endpoint that cannot be listened at.
+        InvalidInput: an endpoint that cannot be bound.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str) -> None:
@@ -51,12 +51,12 @@ class KVPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Events of one step of the engine, in order; returns at once."""
+        """Queue the events of one engine step, in order."""
         if events:
             self._queue.put(KVEventBatch(time.time(), list(events), 0))
 
     def close(self) -> None:
-        """Send what is queued and stop. May be repeated."""
+        """Send the queued batches and stop. May be repeated."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -88,15 +88,15 @@ class KVPublisher:
         self._replay.send_multipart((client, b"", _END_OF_REPLAY, b""))
 
 
-# What a prefix cache gained and lost, in the form in which vLLM publishes it (``vllm/distributed/kv_events.py``).
+# --- vLLM's events (``vllm/distributed/kv_events.py``) ---
 
 
 MEDIUM = "GPU"
-"""The memory that the model computes from: vLLM calls it so on processors too, and what lies there costs no loading."""
+"""vLLM's name for the memory that the model computes from, on CPUs too."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Consecutive blocks of one prompt. ``extra_keys``: one entry per block; a salt is in that of a first block."""
+    """Consecutive blocks of one prompt. ``extra_keys``: one entry per block; a salt is in that of the first block."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -121,7 +121,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, omit_defaults=True):
-    """``ts``: seconds since 1970."""
+    """``ts``: Unix time."""
 
     ts: float
     events: list[KVEvent]
@@ -129,5 +129,5 @@ class KVEventBatch(msgspec.Struct, omit_defaults=True):
 
 
 def event_hash(block_hash: bytes) -> int:
-    """The number that stands for a block in events: its hash's last 64 bits, as vLLM shortens its own."""
+    """A block's number in events: the last 64 bits of its hash, as vLLM truncates its own."""
     return int.from_bytes(block_hash[-8:], "big")

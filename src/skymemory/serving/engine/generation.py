@@ -1,4 +1,4 @@
-"""One request of the engine once it is read: tokens in, how to choose tokens, when to stop."""
+"""One generation: its parameters (``Generation``), sampling of tokens (``Sampler``), their text (``TextStream``)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen; each field as vLLM and OpenAI define it. The defaults change nothing."""
+    """Sampling parameters, as OpenAI and vLLM define them; the defaults sample from the model's distribution."""
 
     temperature: float = 1.0
-    """0 takes the likeliest token each time."""
+    """0: greedy."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this probability are drawn from."""
+    """Sample from the most likely tokens with this total probability."""
     top_k: int = 0
-    """Only so many of the likeliest tokens are drawn from; 0: all."""
+    """Sample from this many most likely tokens; 0: all."""
     min_p: float = 0.0
-    """Only tokens with at least this part of the likeliest one's probability are drawn from."""
+    """Sample from tokens with at least this share of the most likely one's probability."""
     seed: int | None = None
-    """None draws differently each time."""
+    """None: random."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens that the answer has."""
+    """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: float = 0.0
-    """Taken as often as the answer has them."""
+    """Subtracted once for each occurrence in the answer."""
     repetition_penalty: float = 1.0
-    """What logits above 0 are divided by, and those below multiplied with, of tokens of the prompt and the answer."""
+    """Logits of tokens in the prompt or answer are divided by it if positive, else multiplied."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     """Added to the logits of these tokens."""
     allowed: frozenset[int] | None = None
-    """No other tokens are chosen; None: any."""
+    """Only these tokens are sampled; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +46,36 @@ class Generation:
     ids: npt.NDArray[np.int64] = field(repr=False)
     """The prompt, at least one token."""
     max_tokens: int
-    """At least one; prompt and answer fit the context."""
+    """At least one; prompt and answer fit into the context."""
     sampling: Sampling = Sampling()
     choices: int = 1
-    """Answers to the one prompt."""
+    """Number of answers."""
     min_tokens: int = 0
-    """Nothing ends the answer before it has so many."""
+    """The answer has at least this many tokens."""
     stops: tuple[str, ...] = ()
-    """The answer ends before the first of these that it would contain."""
+    """Stop strings; the answer ends before the first one."""
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end it, beside the model's own."""
+    """Stop tokens, in addition to the model's EOS."""
     keep_stop: bool = False
-    """What ended it is part of the answer."""
+    """Include the stop string in the answer."""
     ignore_eos: bool = False
     skip_special: bool = True
-    """Special tokens are not shown."""
+    """Omit special tokens from the text."""
     logprobs: int | None = None
-    """With each token its log-probability, and so many of the likeliest in its place; None: nothing of the kind."""
+    """Report each token's log-probability, and those of this many most likely tokens; None: none."""
     salt: str = ""
-    """Prompts of different salts never share a cache."""
+    """Cache salt: prompts with different salts never share blocks."""
     stream: bool = False
     include_usage: bool = False
-    """A stream ends with a chunk that has the usage."""
+    """End a stream with a usage chunk."""
     usage_in_chunks: bool = False
-    """Every chunk has the usage so far."""
+    """Include the usage so far in every chunk."""
     chat: bool = False
     request_id: str = ""
-    """What the client calls it; empty: we choose."""
+    """The client's id; empty: generated."""
 
     def each(self) -> list[Generation]:
-        """One for each of its choices: with a seed every one draws from its own, as vLLM has it."""
+        """One generation per choice; with a seed each gets its own, as in vLLM."""
         seed = self.sampling.seed
         if self.choices == 1 or seed is None:
             return [self] * self.choices
@@ -84,57 +84,55 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token as text, and the logarithm of its probability by the model alone, before anything of ``Sampling``."""
+    """A token as text, and its log-probability by the model, before ``Sampling`` is applied."""
 
     token: str
     logprob: float
     likeliest: tuple[tuple[str, float], ...] = ()
-    """Tokens with the highest, best first."""
+    """The most likely tokens, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the engine says of a request as it goes on. The first step means: the prompt is computed."""
+    """Output of one decoding step. The first one also means that the prompt has been computed."""
 
     text: str
-    """What comes behind the text of the steps before."""
+    """New text; may be empty while characters or stop strings are incomplete."""
     completion_tokens: int
-    """Generated so far."""
+    """Tokens generated so far."""
     cached_tokens: int
-    """Of the prompt, what the prefix cache supplied."""
+    """Prompt tokens from the prefix cache."""
     finish: str | None = None
-    """"stop" or "length" in the last step."""
+    """In the last step: "stop" or "length"."""
     error: str | None = None
-    """Why it ended before it was done; the last step, too."""
+    """In the last step: why the generation failed."""
     logprob: TokenLogprob | None = None
-    """Of the token of this step, where the request asks for it; its text may come with a later one."""
+    """Of this step's token, if requested; its text may follow in a later step."""
 
     @property
     def last(self) -> bool:
         return self.finish is not None or self.error is not None
 
 
-# The next token out of a model's logits: the likeliest, or drawn, after what the request adds to them.
-#
-# The order of the steps is vLLM's (``v1/sample/sampler.py``), so that the same fields mean the same: allowed tokens,
-# no end before ``min_tokens``, bias, penalties; then the likeliest, or temperature, min_p, top_k, top_p and a draw.
+_MIN_TEMPERATURE = 1e-5
+"""Below it decoding is greedy: dividing by less overflows."""
 
 
-_LEAST_TEMPERATURE = 1e-5
-"""Below it the likeliest is taken: dividing by less overflows, and would draw nothing else."""
+class Sampler:
+    """Samples the tokens of one answer; the same seed and logits give the same tokens.
 
-
-class Chooser:
-    """Chooses the tokens of one answer. The same seed and logits give the same tokens."""
+    The order is vLLM's (``v1/sample/sampler.py``), so that the same fields mean the same: allowed tokens, no end before
+    ``min_tokens``, bias, penalties; then greedy, or temperature, min_p, top_k, top_p and a random draw.
+    """
 
     def __init__(self, generation: Generation, ends: frozenset[int]) -> None:
         """``ends``: tokens that end the answer, and so none of its first ``min_tokens``."""
         self._sampling = sampling = generation.sampling
-        self._dice = torch.Generator()
+        self._generator = torch.Generator()
         if sampling.seed is None:
-            self._dice.seed()
+            self._generator.seed()
         else:
-            self._dice.manual_seed(sampling.seed)
+            self._generator.manual_seed(sampling.seed)
         self._min_tokens = generation.min_tokens if ends else 0
         self._ends = torch.tensor(sorted(ends), dtype=torch.long)
         bias = sampling.logit_bias
@@ -146,35 +144,35 @@ class Chooser:
         )
         self._prompt = torch.from_numpy(generation.ids)
         self._counts: torch.Tensor | None = None
-        """How often the answer has each token, where penalties need it."""
+        """Occurrences of each token in the answer, if penalties need them."""
         self._seen: torch.Tensor | None = None
-        """Which tokens prompt and answer have."""
-        self._chosen = 0
+        """Tokens of prompt and answer."""
+        self._sampled = 0
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """``logits``: (vocabulary,); they are left as they are."""
-        shaped = self._shaped(logits)
-        token = int(shaped.argmax()) if self._sampling.temperature < _LEAST_TEMPERATURE else self._drawn(shaped)
-        self._chosen += 1
+    def sample(self, logits: torch.Tensor) -> int:
+        """``logits``: (vocabulary,); not modified."""
+        adjusted = self._adjusted(logits)
+        token = int(adjusted.argmax()) if self._sampling.temperature < _MIN_TEMPERATURE else self._draw(adjusted)
+        self._sampled += 1
         if self._counts is not None and self._seen is not None:
             self._counts[token] += 1
             self._seen[token] = True
         return token
 
-    def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        early = self._chosen < self._min_tokens
+    def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
+        early = self._sampled < self._min_tokens
         if not (early or self._penalties or self._biased is not None or self._allowed is not None):
             return logits
-        shaped = logits.float().cpu().clone()
+        adjusted = logits.float().cpu().clone()
         if self._allowed is not None:
-            only = torch.full_like(shaped, -math.inf)
-            only[self._allowed] = shaped[self._allowed]
-            shaped = only
+            only = torch.full_like(adjusted, -math.inf)
+            only[self._allowed] = adjusted[self._allowed]
+            adjusted = only
         if early:
-            shaped[self._ends] = -math.inf
+            adjusted[self._ends] = -math.inf
         if self._biased is not None:
-            shaped[self._biased] += self._bias
-        return self._penalised(shaped) if self._penalties else shaped
+            adjusted[self._biased] += self._bias
+        return self._penalised(adjusted) if self._penalties else adjusted
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
         if self._counts is None or self._seen is None:
@@ -188,7 +186,7 @@ class Chooser:
         logits = logits - sampling.frequency_penalty * self._counts
         return logits - sampling.presence_penalty * (self._counts > 0)
 
-    def _drawn(self, logits: torch.Tensor) -> int:
+    def _draw(self, logits: torch.Tensor) -> int:
         sampling = self._sampling
         scaled = logits.float().cpu() / sampling.temperature
         if sampling.min_p > 0:
@@ -198,23 +196,19 @@ class Chooser:
         chances = scaled.softmax(-1)
         if sampling.top_p < 1:
             likeliest, tokens = chances.sort(descending=True)
-            # The token that reaches top_p is the last that stays.
+            # The token that reaches top_p is the last one kept.
             likeliest[likeliest.cumsum(-1) - likeliest >= sampling.top_p] = 0
-            return int(tokens[torch.multinomial(likeliest, 1, generator=self._dice)])
-        return int(torch.multinomial(chances, 1, generator=self._dice))
-
-
-# Tokens as text, piece by piece: no half characters, nothing of a stop text.
+            return int(tokens[torch.multinomial(likeliest, 1, generator=self._generator)])
+        return int(torch.multinomial(chances, 1, generator=self._generator))
 
 
 _REPLACEMENT = "�"
 
 
 class TextStream:
-    """What may be shown so far. A piece is held back while it could be part of a character or of a stop text.
+    """Incremental detokenizer: text is held back while it may be part of a character or of a stop string.
 
-    ``stopped``: the text has come to one of ``stops``; it ends before it (``keep_stop``: with it), and takes no more
-    tokens.
+    ``stopped``: a stop string was reached; the text ends before it (``keep_stop``: with it).
     """
 
     def __init__(
@@ -231,15 +225,15 @@ class TextStream:
         self._skip_special = skip_special
         self._ids: list[int] = []
         self._window = 0
-        """From here on tokens are decoded: new ones need those before them to get their spaces right."""
+        """First token to decode: new tokens need the ones before them for correct spaces."""
         self._read = 0
-        """Tokens before this are in the text."""
+        """Number of tokens whose text has been returned or held back."""
         self._held = ""
         self._may_stop = True
         self.stopped = False
 
     def add(self, token: int, may_stop: bool = True) -> str:
-        """The text that is certain now and was not before. Unless it ``may_stop``, a stop text is text like any."""
+        """Text that became final. Without ``may_stop``, stop strings are ignored."""
         self._may_stop = may_stop
         self._ids.append(token)
         before, now = self._decode(self._read), self._decode(len(self._ids))
@@ -249,7 +243,7 @@ class TextStream:
         return self._released(self._held + now[len(before) :], ended=False)
 
     def finish(self) -> str:
-        """What was held back, now that no token follows."""
+        """The text held back, as no token follows."""
         if self.stopped:
             return ""
         rest = self._decode(len(self._ids))[len(self._decode(self._read)) :]
@@ -271,5 +265,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` that ``stop`` begins with."""
+    """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

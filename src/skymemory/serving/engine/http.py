@@ -1,4 +1,4 @@
-"""The engine's HTTP door: OpenAI's completions and chats, streamed or whole, with vLLM's /metrics and /health."""
+"""HTTP API of the engine: OpenAI's completions and chats, streamed or not, with vLLM's /metrics and /health."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from functools import partial
 from aiohttp import web
 
 from skymemory.serving.engine.generation import Generation, Step, TokenLogprob
-from skymemory.serving.engine.metrics import Tally
+from skymemory.serving.engine.metrics import EngineMetrics
 from skymemory.serving.engine.requests import ApiError, RequestReader
-from skymemory.serving.engine.thread import EngineThread, Full, Job
+from skymemory.serving.engine.thread import EngineThread, Job, QueueFull
 
 MOST_BODY_BYTES = 8 << 20
 _LARGE_BODY_BYTES = 32 << 10
-"""Bodies above this are read in a thread: tokenizing them would hold up the answers in progress."""
+"""Larger bodies are parsed in a thread: tokenizing them would delay running streams."""
 _LOG = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Steps = asyncio.Queue[tuple[int, Step]]
-"""Of all choices of a request, each with its number."""
+"""Steps of all choices of a request, with the number of the choice."""
 
 
-class OpenAIEngine:
-    """Handlers over one engine thread. Run the application with ``handler_cancellation=True``: a request whose client
-    has gone away is cancelled, and so is its computing."""
+class OpenAIServer:
+    """Handlers over one engine thread. Run the application with ``handler_cancellation=True``, so that a request is
+    cancelled when its client disconnects."""
 
     def __init__(
         self,
         reader: RequestReader,
         engine: EngineThread,
-        tally: Tally,
+        metrics: EngineMetrics,
         event_sources: Sequence[Mapping[str, object]] = (),
     ) -> None:
-        """``event_sources``: where KV events are published, by rank, in vLLM's words (``endpoint`` and so on)."""
+        """``event_sources``: endpoints of the KV events, by rank, with vLLM's field names."""
         self._reader = reader
         self._engine = engine
-        self._tally = tally
+        self._metrics_registry = metrics
         self._event_sources = list(event_sources)
         self._created = int(time.time())
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[_told_as_openai_does])
+        app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[_errors_as_json])
         app.add_routes(
             [
                 web.post("/v1/completions", self._completions),
@@ -90,7 +90,7 @@ class OpenAIEngine:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        return web.Response(body=self._tally.text(), headers={"Content-Type": kind})
+        return web.Response(body=self._metrics_registry.text(), headers={"Content-Type": kind})
 
     async def _sources(self, request: web.Request) -> web.Response:
         return web.json_response(self._event_sources)
@@ -107,28 +107,28 @@ class OpenAIEngine:
             generation = self._reader.read(raw, chat)
         steps: _Steps = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        jobs = [Job(each, partial(_hand_over, loop, steps, choice)) for choice, each in enumerate(generation.each())]
+        jobs = [Job(each, partial(_enqueue, loop, steps, choice)) for choice, each in enumerate(generation.each())]
         try:
             self._engine.submit(*jobs)
-        except Full as error:
+        except QueueFull as error:
             raise ApiError(
-                "as many requests wait as may: try again later",
+                "the request queue is full: try again later",
                 status=429,
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             ) from error
         try:
-            # The status is sent when the prompt is computed: until then an error is an answer with a status of its own.
+            # The status is sent after the prefill: until then an error is a response with its own status.
             first = _checked(await steps.get())
-            writer = AnswerWriter(self._reader.model, generation)
+            writer = ResponseBuilder(self._reader.model, generation)
             if generation.stream:
                 return await self._stream(request, generation, writer, first, steps)
-            told: list[list[Step]] = [[] for _ in jobs]
-            told[first[0]].append(first[1])
-            while not all(each and each[-1].last for each in told):
+            by_choice: list[list[Step]] = [[] for _ in jobs]
+            by_choice[first[0]].append(first[1])
+            while not all(each and each[-1].last for each in by_choice):
                 choice, step = _checked(await steps.get())
-                told[choice].append(step)
-            return web.json_response(writer.whole(told))
+                by_choice[choice].append(step)
+            return web.json_response(writer.whole(by_choice))
         finally:
             self._engine.cancel(*jobs)
 
@@ -136,7 +136,7 @@ class OpenAIEngine:
         self,
         request: web.Request,
         generation: Generation,
-        writer: AnswerWriter,
+        writer: ResponseBuilder,
         first: tuple[int, Step],
         steps: _Steps,
     ) -> web.StreamResponse:
@@ -145,8 +145,8 @@ class OpenAIEngine:
         )
         await response.prepare(request)
         newest: dict[int, Step] = {}
-        untold: dict[int, list[TokenLogprob]] = {choice: [] for choice in range(generation.choices)}
-        """Of tokens whose text is held back: with the next chunk of their choice."""
+        # Log-probabilities of tokens whose text is held back: sent with the next chunk of their choice.
+        unsent: dict[int, list[TokenLogprob]] = {choice: [] for choice in range(generation.choices)}
         choice, step = first
         while True:
             begins = choice not in newest
@@ -155,11 +155,11 @@ class OpenAIEngine:
                 await response.write(event(_failure(step.error).as_json()))
                 break
             if step.logprob is not None:
-                untold[choice].append(step.logprob)
+                unsent[choice].append(step.logprob)
             if begins or step.text or step.last:
                 so_far = [newest[at] for at in sorted(newest)] if generation.usage_in_chunks else ()
-                await response.write(event(writer.chunk(choice, step, untold[choice], begins, so_far)))
-                untold[choice].clear()
+                await response.write(event(writer.chunk(choice, step, unsent[choice], begins, so_far)))
+                unsent[choice].clear()
             if len(newest) == generation.choices and all(each.last for each in newest.values()):
                 if generation.include_usage:
                     await response.write(event(writer.usage_chunk([newest[at] for at in sorted(newest)])))
@@ -170,18 +170,18 @@ class OpenAIEngine:
         return response
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, steps: _Steps, choice: int, step: Step) -> None:
-    """From the engine's thread to the loop, which may have ended meanwhile."""
+def _enqueue(loop: asyncio.AbstractEventLoop, steps: _Steps, choice: int, step: Step) -> None:
+    """Called in the engine's thread; the event loop may have ended."""
     try:
         loop.call_soon_threadsafe(steps.put_nowait, (choice, step))
     except RuntimeError:
-        _LOG.debug("a step came after the end")
+        _LOG.debug("a step after the event loop had ended")
 
 
-def _checked(told: tuple[int, Step]) -> tuple[int, Step]:
-    if told[1].error is not None:
-        raise _failure(told[1].error)
-    return told
+def _checked(numbered: tuple[int, Step]) -> tuple[int, Step]:
+    if numbered[1].error is not None:
+        raise _failure(numbered[1].error)
+    return numbered
 
 
 def _failure(words: str) -> ApiError:
@@ -189,28 +189,28 @@ def _failure(words: str) -> ApiError:
 
 
 @web.middleware
-async def _told_as_openai_does(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error as OpenAI's error object."""
     try:
         return await handler(request)
     except ApiError as error:
-        told = error
+        refusal = error
     except web.HTTPRequestEntityTooLarge:
-        told = ApiError(f"the body is larger than {MOST_BODY_BYTES} bytes", status=413)
+        refusal = ApiError(f"the body is larger than {MOST_BODY_BYTES} bytes", status=413)
     except web.HTTPException as error:
         if error.status < 400:
             raise
         code = "method_not_supported" if error.status == 405 else None
-        told = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status, code=code)
+        refusal = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status, code=code)
     except ConnectionResetError:
-        raise  # the client is gone: nobody to tell
+        raise  # the client has disconnected
     except Exception as error:
         _LOG.exception("%s %s", request.method, request.path)
-        told = ApiError(f"{type(error).__name__}: {error}", status=500)
-    return web.json_response(told.as_json(), status=told.status, headers=told.headers)
+        refusal = ApiError(f"{type(error).__name__}: {error}", status=500)
+    return web.json_response(refusal.as_json(), status=refusal.status, headers=refusal.headers)
 
 
-# Answers of the engine as OpenAI's protocol has them: whole, or as chunks of a stream.
+# --- response objects of OpenAI's API ---
 
 
 END_OF_STREAM = b"data: [DONE]\n\n"
@@ -221,8 +221,8 @@ def event(content: dict[str, object]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-class AnswerWriter:
-    """The objects of one answer; all of them have its number and its time."""
+class ResponseBuilder:
+    """Builds the response objects of one request; all share its id and creation time."""
 
     def __init__(self, model: str, generation: Generation) -> None:
         self._model = model
@@ -232,43 +232,43 @@ class AnswerWriter:
         self._id = f"{'chatcmpl' if generation.chat else 'cmpl'}-{generation.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}
-        """By choice: letters of the tokens whose log-probabilities were told."""
+        """By choice: length of the text whose log-probabilities were sent."""
 
     def whole(self, choices: Sequence[Sequence[Step]]) -> dict[str, object]:
-        """The answer in one piece: all steps of each choice."""
-        told: list[dict[str, object]] = []
+        """The response without streaming, from all steps of each choice."""
+        answers: list[dict[str, object]] = []
         for index, steps in enumerate(choices):
             text = "".join(step.text for step in steps)
-            said: dict[str, object] = (
+            content: dict[str, object] = (
                 {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             )
             logprobs = self._logprobs(index, [step.logprob for step in steps if step.logprob is not None])
-            told.append({"index": index, **said, "logprobs": logprobs, "finish_reason": steps[-1].finish})
+            answers.append({"index": index, **content, "logprobs": logprobs, "finish_reason": steps[-1].finish})
         usage = self.usage([steps[-1] for steps in choices])
-        return self._object("chat.completion" if self._chat else "text_completion", told, usage=usage)
+        return self._object("chat.completion" if self._chat else "text_completion", answers, usage=usage)
 
     def chunk(
         self, index: int, step: Step, logprobs: Sequence[TokenLogprob], first: bool, so_far: Sequence[Step] = ()
     ) -> dict[str, object]:
-        """What a step adds to a choice, and the ``logprobs`` of tokens not told of before.
+        """One chunk of a stream: a step of a choice, and the ``logprobs`` not sent yet.
 
-        The first chunk of a choice of a chat names the role. ``so_far``: the last step of each choice, for chunks that
-        have the usage.
+        The first chunk of a chat's choice names the role. ``so_far``: the last step of each choice, if the chunk is to
+        include the usage.
         """
-        said: dict[str, object]
+        content: dict[str, object]
         if self._chat:
-            said = {"delta": {"role": "assistant", "content": step.text} if first else {"content": step.text}}
+            content = {"delta": {"role": "assistant", "content": step.text} if first else {"content": step.text}}
         else:
-            said = {"text": step.text}
-        told = {"index": index, **said, "logprobs": self._logprobs(index, logprobs), "finish_reason": step.finish}
-        return self._object(self._chunk_kind, [told], **({"usage": self.usage(so_far)} if so_far else {}))
+            content = {"text": step.text}
+        answer = {"index": index, **content, "logprobs": self._logprobs(index, logprobs), "finish_reason": step.finish}
+        return self._object(self._chunk_kind, [answer], **({"usage": self.usage(so_far)} if so_far else {}))
 
     def usage_chunk(self, lasts: Sequence[Step]) -> dict[str, object]:
-        """The chunk behind the last, where usage was asked for: without a choice."""
+        """The final chunk with the usage and no choice."""
         return self._object(self._chunk_kind, [], usage=self.usage(lasts))
 
     def usage(self, lasts: Sequence[Step]) -> dict[str, object]:
-        """Of the last step of each choice. The prompt counts once, and what was cached of it for the first choice."""
+        """Usage from the last step of each choice; the prompt, and its cached tokens, count once."""
         generated = sum(step.completion_tokens for step in lasts)
         return {
             "prompt_tokens": self._prompt_tokens,

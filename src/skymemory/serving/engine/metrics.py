@@ -1,4 +1,4 @@
-"""What an engine counts, under the names and in the format that vLLM's /metrics has."""
+"""The engine's metrics, with the names of vLLM's /metrics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
-class Tally:
-    """Counters of one engine. They may be read while the engine's thread counts."""
+class EngineMetrics:
+    """Prometheus metrics of one engine."""
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
@@ -25,7 +25,7 @@ class Tally:
         self._hits = counter("prefix_cache_hits", "Of those, the ones the cache supplied.").labels(**self._labels)
         self._prompt = counter("prompt_tokens", "Tokens of prompts.").labels(**self._labels)
         self._generation = counter("generation_tokens", "Tokens generated.").labels(**self._labels)
-        # Not vLLM's: what computing took of a processor, which other programs on the computer do not lengthen.
+        # Not vLLM's: processor time, which other load on the machine does not change.
         self._spent = {
             name: Counter(f"skymemory:{name}_processor_seconds", words, names, registry=self._registry).labels(
                 **self._labels
@@ -42,7 +42,7 @@ class Tally:
             return made.labels(**self._labels)
 
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", _TTFT_S)
-        # Of requests that have ended, as in vLLM; routers learn the engine's speed from them.
+        # Counted when a request has ended, as in vLLM; routers learn the engine's speed from them.
         self._prompts = histogram("request_prompt_tokens", "Tokens of the prompt.", _TOKENS)
         self._computed = histogram(
             "request_prefill_kv_computed_tokens", "Of those, the ones that the cache did not supply.", _TOKENS
@@ -60,7 +60,7 @@ class Tally:
         block_tokens: int,
         blocks: int,
     ) -> None:
-        """What is read off the engine when somebody asks."""
+        """Gauges that are read from the engine at each scrape."""
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "num_requests_waiting": ("Requests that wait for their prefill.", waiting),
             "num_requests_running": ("Requests in prefill or being answered.", running),
@@ -86,7 +86,7 @@ class Tally:
         self._spent["decode"].inc(decode_s)
 
     def prefilled(self, tokens: int, cached: int, seconds: float) -> None:
-        """Of a request that has ended: the prompt, what the cache supplied of it, and what its prefill took."""
+        """Count a request that has ended: prompt tokens, cached ones, and seconds of its prefill."""
         self._prompts.observe(tokens)
         self._computed.observe(tokens - cached)
         self._prefill.observe(seconds)
@@ -98,5 +98,5 @@ class Tally:
         self._ended.labels(**self._labels, finished_reason=how).inc()
 
     def text(self) -> bytes:
-        """All of it as Prometheus reads it."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)

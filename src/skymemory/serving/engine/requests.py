@@ -1,4 +1,4 @@
-"""Bodies of /v1/completions and /v1/chat/completions, read into ``Generation``; what is wrong is an ``ApiError``."""
+"""Parses request bodies of /v1/completions and /v1/chat/completions into ``Generation``; raises ``ApiError``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from skymemory.router.bad_request import kind_of
 from skymemory.serving.engine.generation import Generation, Sampling
 
 COMPLETION_TOKENS = 16
-"""Generated where a completion does not say, as OpenAI has it; a chat may fill the context."""
+"""OpenAI's default max_tokens of a completion; a chat may fill the context."""
 MOST_STOPS = 16
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 _MOST_BIAS = 100.0
-"""Of a token's bias; what is beyond counts as this, as in vLLM."""
+"""Biases are clamped to this, as in vLLM."""
 _Positive = Annotated[int, Meta(ge=1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
@@ -33,7 +33,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What both kinds have, OpenAI's fields and then vLLM's. Each is honoured as they define it."""
+    """Fields of both kinds: OpenAI's, then vLLM's, with their meaning."""
 
     model: str | None = None
     max_tokens: _Positive | None = None
@@ -120,17 +120,17 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "stream_interval": (1,),
 }
-"""Fields that would change the answer and that this engine does not have, with the values that ask for nothing.
+"""Unsupported fields that would change the answer, with the values that have no effect and are accepted.
 
-All others that it does not have are ignored: they are labels (``user``, ``metadata``, ``session_id`` …), hints
-(``prompt_cache_key``, ``service_tier``, ``prediction``), of no effect in vLLM either without what they go with
-(``length_penalty`` without beam search, ``parallel_tool_calls`` without tools, ``kv_transfer_params`` without a
-connector), or unknown to vLLM, which ignores those, too.
+All other unsupported fields are ignored: labels (``user``, ``metadata``, ``session_id`` …), hints
+(``prompt_cache_key``, ``service_tier``, ``prediction``), fields without effect in vLLM either (``length_penalty``
+without beam search, ``parallel_tool_calls`` without tools, ``kv_transfer_params`` without a connector), and fields
+unknown to vLLM, which also ignores them.
 """
 
 
 class RequestReader:
-    """Reads bodies for one model. ``read`` may be called from several threads."""
+    """Parses bodies for one model; thread-safe."""
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int, context_tokens: int) -> None:
         self.model = model
@@ -140,7 +140,6 @@ class RequestReader:
         self._lock = threading.Lock()
 
     def read(self, raw: bytes, chat: bool) -> Generation:
-        """``raw``: a body as it came."""
         try:
             fields = msgspec.json.decode(raw)
             body: ChatBody | CompletionBody
@@ -218,12 +217,12 @@ class RequestReader:
             allowed=allowed,
         )
 
-    def _bias(self, said: dict[str, float]) -> dict[int, float]:
+    def _bias(self, by_token: dict[str, float]) -> dict[int, float]:
         try:
-            tokens = self._known("logit_bias", [int(token) for token in said])
+            tokens = self._known("logit_bias", [int(token) for token in by_token])
         except ValueError as error:
             raise ApiError("'logit_bias' names tokens by their ids, in quotes", param="logit_bias") from error
-        biases = (max(-_MOST_BIAS, min(_MOST_BIAS, bias)) for bias in said.values())
+        biases = (max(-_MOST_BIAS, min(_MOST_BIAS, bias)) for bias in by_token.values())
         return dict(zip(tokens, biases, strict=True))
 
     def _known(self, name: str, tokens: Collection[int]) -> Collection[int]:
@@ -251,7 +250,7 @@ class RequestReader:
         return self._tokens(text, special if body.add_special_tokens is None else body.add_special_tokens)
 
     def _tokens(self, text: str, special: bool) -> npt.NDArray[np.int64]:
-        with self._lock:  # one tokenizer, which need not bear two threads
+        with self._lock:  # tokenizers need not be thread-safe
             try:
                 ids = self._tokenizer(text, add_special_tokens=special)["input_ids"]
             except (UnicodeError, TypeError) as error:  # half of a surrogate pair
@@ -261,11 +260,11 @@ class RequestReader:
         return np.asarray(ids, dtype=np.int64)
 
     def _room(self, prompt_tokens: int, asked: int | None, param: str) -> int:
-        """Tokens that may be generated."""
+        """Bound on the generated tokens."""
         left = self.context_tokens - prompt_tokens
         if left < (asked or 1):
             more = f" and the {asked} asked for in the answer" if asked else ", with no room for an answer"
-            # The first words are OpenAI's and vLLM's: litellm and others tell by them what is too long.
+            # The first words are OpenAI's and vLLM's: litellm and others recognise the error by them.
             raise ApiError(
                 f"This model's maximum context length is {self.context_tokens} tokens; "
                 f"the prompt has {prompt_tokens}{more}: shorten the prompt or ask for less",
@@ -292,29 +291,26 @@ def _logprobs(body: CompletionBody | ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-# A chat as one prompt: by the model's own template, or a plain one where it has none.
-
-
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> tuple[str, bool]:
-    """The text of the chat up to where the assistant answers, and whether special tokens are still to be added.
+    """The chat as a prompt, by the model's template or else a plain one; and whether to add special tokens.
 
     Raises:
-        ApiError: messages that are not text with a role, or that the model's template refuses.
+        ApiError: messages that are not text with a role, or that the template refuses.
     """
-    told = [_message(at, message) for at, message in enumerate(messages)]
-    if not told:
+    parsed = [_message(at, message) for at, message in enumerate(messages)]
+    if not parsed:
         raise ApiError("'messages' is empty: at least one is needed", param="messages")
     if not getattr(tokenizer, "chat_template", None):
-        return plain_chat(told), True
+        return plain_chat(parsed), True
     try:
-        text = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of the model's; it raises what it likes
+        text = tokenizer.apply_chat_template(parsed, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program and may raise anything
         raise ApiError(f"the model's chat template refuses the messages: {error}", param="messages") from error
     return str(text), False
 
 
 def plain_chat(messages: Sequence[dict[str, str]]) -> str:
-    """``role: text`` in paragraphs. A chat that goes on begins with all of the chat before and its answer."""
+    """``role: text`` in paragraphs; the next turn's prompt begins with this one and its answer."""
     return "".join(f"{message['role']}: {message['content']}\n\n" for message in messages) + "assistant:"
 
 
@@ -330,13 +326,10 @@ def _message(at: int, message: dict[str, Any]) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-# What a client of the engine is told when its request cannot be served: a status and OpenAI's error object.
-
-
 class ApiError(SkyMemoryError):
-    """``status`` and the fields of OpenAI's error object; ``retry_after_s`` where trying again is worth it.
+    """An error response: ``status`` and the fields of OpenAI's error object.
 
-    ``code`` is a word where there is one, and null else; never the status.
+    ``code`` is a word or null, never the status. ``retry_after_s``: set where a retry may succeed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One engine as a process: the model, its cache, its thread and its door, until it is told to stop."""
+"""Runs the engine: model, prefix cache, engine thread and HTTP server in one process; or several such processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from skymemory.engine.models import ReadyModel, ready_model
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.serving.engine.caches import PrefixCaches
 from skymemory.serving.engine.events import KVPublisher
-from skymemory.serving.engine.http import OpenAIEngine
-from skymemory.serving.engine.metrics import Tally
+from skymemory.serving.engine.http import OpenAIServer
+from skymemory.serving.engine.metrics import EngineMetrics
 from skymemory.serving.engine.requests import RequestReader
 from skymemory.serving.engine.thread import PREFILL_TOKENS, EngineThread
 from skymemory.units import format_size
@@ -32,29 +32,29 @@ _GOODBYE_S = 2.0
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     model: str = "small"
-    """A name of ``engine.inputs.MODEL_NAMES``, or a folder."""
+    """One of ``engine.inputs.MODEL_NAMES``, or a folder."""
     served_name: str = ""
-    """What requests call it; by default the model's name, or its folder's."""
+    """The model's name in the API; by default its name or its folder's."""
     host: str = "127.0.0.1"
     port: int = 0
-    """0: any that is free."""
+    """0: any free port."""
     cache_bytes: int = 64 << 20
-    """Of keys and values in the prefix cache; 0 caches nothing."""
+    """Budget of the prefix cache; 0 disables it."""
     block_tokens: int = 16
     policy: str = "lru"
     dtype: str = "float32"
     threads: int = 1
     context_tokens: int | None = None
-    """At most what the model has, which is the default."""
-    most_running: int = 8
-    most_waiting: int = 256
+    """Context length; default and maximum: the model's."""
+    max_running: int = 8
+    max_waiting: int = 256
     kv_events: str | None = None
-    """Where KV events are published (ZeroMQ endpoint), and where missed ones are asked for."""
+    """ZeroMQ endpoint for publishing KV events; ``kv_replay``: for requesting missed ones."""
     kv_replay: str = "tcp://127.0.0.1:*"
 
 
 class Engine:
-    """All parts of one engine in this process, without its socket."""
+    """All parts of one engine in this process, except its socket."""
 
     def __init__(self, settings: EngineSettings) -> None:
         torch.set_num_threads(settings.threads)
@@ -73,16 +73,16 @@ class Engine:
             self.caches.on_events = self.publisher.publish
             at, replay_at = self.publisher.at, self.publisher.replay_at
             sources = [{"data_parallel_rank": 0, "endpoint": at, "replay_endpoint": replay_at, "topic": topic}]
-        tally = Tally(self.name)
+        metrics = EngineMetrics(self.name)
         self.thread = EngineThread(
             ready.model,
             ready.tokenizer,
             self.caches,
-            tally,
-            most_running=settings.most_running,
-            most_waiting=settings.most_waiting,
+            metrics,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
         )
-        tally.watch(
+        metrics.watch(
             waiting=lambda: self.thread.waiting,
             running=lambda: self.thread.running,
             usage=self._usage,
@@ -91,10 +91,10 @@ class Engine:
         )
         vocabulary = ready.model.get_input_embeddings().weight.shape[0]
         reader = RequestReader(self.name, ready.tokenizer, vocabulary, context_tokens)
-        self.application = OpenAIEngine(reader, self.thread, tally, sources).application
+        self.application = OpenAIServer(reader, self.thread, metrics, sources).application
 
     def close(self) -> None:
-        """Stop computing; what waits is told so. May be repeated."""
+        """Stop computing; waiting requests end with an error. May be repeated."""
         self.thread.close()
         self.caches.close()
         if self.publisher is not None:
@@ -106,16 +106,16 @@ class Engine:
 
 
 def run_engine(settings: EngineSettings, say: Callable[[str], None], listener: socket.socket | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, at ``listener`` if there is one; the first line said has the address.
+    """Serve until SIGINT or SIGTERM, at ``listener`` if given; the first line passed to ``say`` has the address.
 
     Raises:
-        InvalidInput: an address that cannot be had, or settings that cannot be.
+        InvalidInput: an address that cannot be bound, or invalid settings.
     """
-    # Bound before the model is loaded: a refusal should be quick.
-    with listener or bound(settings.host, settings.port) as door:
+    # Bound before the model is loaded, so that an error shows quickly.
+    with listener or bound(settings.host, settings.port) as listening:
         engine = Engine(settings)
         try:
-            asyncio.run(_serve(engine, door, settings, say))
+            asyncio.run(_serve(engine, listening, settings, say))
         finally:
             engine.close()
 
@@ -133,13 +133,13 @@ async def _serve(engine: Engine, listener: socket.socket, settings: EngineSettin
         say(f"prefix cache of {format_size(settings.cache_bytes)}: {blocks:,} blocks of {settings.block_tokens} tokens")
         if engine.publisher is not None:
             say(f"KV events at {engine.publisher.at}, missed ones at {engine.publisher.replay_at}")
-        await _told_to_stop()
+        await _stop_signal()
         await asyncio.to_thread(engine.thread.close)
     finally:
         await runner.cleanup()
 
 
-async def _told_to_stop() -> None:
+async def _stop_signal() -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -151,7 +151,7 @@ async def _told_to_stop() -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket with this address, not yet listening."""
+    """A socket bound to this address, not listening yet."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -169,35 +169,34 @@ def bound(host: str, port: int) -> socket.socket:
 def _context(ready: ReadyModel, asked: int | None) -> int:
     most = int(getattr(ready.model.config, "max_position_embeddings", 0) or asked or 4096)
     if asked is not None and not 2 <= asked <= most:
-        raise InvalidInput(f"--context {asked}: expected 2 to {most} tokens, which this model has")
+        raise InvalidInput(f"--context {asked}: expected 2 to {most}, the model's context length")
     return asked or most
 
 
 def _warm(ready: ReadyModel, context_tokens: int) -> None:
-    """What is slow only the first time, before anybody waits for it."""
+    """Run one prefill, as the first one is slow."""
     ids = torch.zeros((1, min(PREFILL_TOKENS, context_tokens)), dtype=torch.long, device=ready.model.device)
     with torch.inference_mode():
         ready.model(input_ids=ids)
 
 
-# Several engines on this computer, each a process with a port of its own, forked from one that has imported torch.
+# --- several engines, each a process with its own port ---
 #
-# Importing takes longer than loading a small model. Forked before torch has computed anything: its threads would not
-# be there in the child.
+# Forked after importing torch, which takes longer than loading a small model; and before torch has computed anything,
+# as its threads would be missing in the child.
 
 
 def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]) -> None:
-    """``count`` engines until SIGINT or SIGTERM; with a port in ``settings``, at that one and those behind it.
-
-    They end when this process does, whatever ends it.
+    """Run ``count`` engines until SIGINT or SIGTERM, at consecutive ports if ``settings`` has one. They end with this
+    process, however it ends.
 
     Raises:
-        InvalidInput: an address that cannot be had, or one for KV events that all would share.
-        SkyMemoryError: one of them ended; the others were stopped then.
+        InvalidInput: an address that cannot be bound, or a KV event endpoint that all would share.
+        SkyMemoryError: one of them failed; the others were stopped.
     """
     for endpoint in (settings.kv_events, settings.kv_replay) if settings.kv_events is not None else ():
         if endpoint is not None and not endpoint.endswith(":*"):
-            raise InvalidInput(f"{endpoint!r}: several engines cannot publish at one address; end it with :*")
+            raise InvalidInput(f"{endpoint!r}: several engines cannot share an endpoint: end it with :*")
     listeners: list[socket.socket] = []
     try:
         for at in range(count):
@@ -221,7 +220,7 @@ def _forked(
     held: int,
     say: Callable[[str], None],
 ) -> int:
-    """The number of the process that serves at ``listeners[at]``."""
+    """Fork a process that serves at ``listeners[at]``; returns its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -242,14 +241,14 @@ def _forked(
 
 
 def _end_with(line: int) -> None:
-    """The other end is held by the process that forked us, and by no other."""
+    """Exit when the parent does: only the parent holds the pipe's other end."""
     while os.read(line, 1):
         pass
     os._exit(1)
 
 
 def _wait_for(children: set[int]) -> None:
-    """Until all have ended. SIGINT and SIGTERM go on to them; when one ends with an error, the others are stopped."""
+    """Wait for all. Forwards SIGINT and SIGTERM as SIGTERM; when one fails, the others are stopped."""
 
     def stop(*_: object) -> None:
         for pid in children:
@@ -268,4 +267,4 @@ def _wait_for(children: set[int]) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if failed:
-        raise SkyMemoryError(f"the engine with process number {failed} ended; the others were stopped")
+        raise SkyMemoryError(f"the engine with pid {failed} failed; the others were stopped")

@@ -1,4 +1,7 @@
-"""The thread that computes: prompts first come, first served, one at a time; answers go on in between."""
+"""The engine's thread: continuous batching with chunked prefill of one prompt at a time, first come, first served.
+
+Each turn: drop cancelled requests, prefill one chunk of the current prompt, decode one token of every running request.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skymemory.engine.prompts import forward_options
 from skymemory.serving.engine.caches import OpenPrompt, PrefixCaches
-from skymemory.serving.engine.generation import Chooser, Generation, Step, TextStream, TokenLogprob
-from skymemory.serving.engine.metrics import Tally
+from skymemory.serving.engine.generation import Generation, Sampler, Step, TextStream, TokenLogprob
+from skymemory.serving.engine.metrics import EngineMetrics
 
 PREFILL_TOKENS = 256
-"""Tokens of a prompt between one look at the answers in progress, and at who has gone away, and the next."""
+"""Prefill chunk: tokens computed before running requests decode again and cancellations are noticed."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. ``tell`` is called in the engine's thread with each step."""
+    """One request; ``on_step`` is called in the engine's thread with each step."""
 
     generation: Generation
-    tell: Callable[[Step], object]
+    on_step: Callable[[Step], object]
     cancelled: bool = False
-    """Set by whoever waits for it, when nobody does any longer."""
-    came_s: float = field(default_factory=time.perf_counter)
+    """Set by the handler when its client has disconnected."""
+    arrived_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,37 +41,34 @@ class _Running:
     job: Job
     sequence: Sequence
     began_s: float
-    """When its prefill did."""
+    """Start of its prefill."""
     prefill_s: float | None = None
-    """What that took, once it is over."""
+    """Duration of its prefill, once done."""
 
 
-class Full(Exception):
-    """As many requests wait as may."""
+class QueueFull(Exception):
+    """The request queue is full."""
 
 
 class EngineThread:
-    """Serves jobs until closed. ``submit``, ``clear_cache`` and the counts may be used from any thread.
-
-    At most ``most_running`` prompts are in the model's memory at a time, ``most_waiting`` more in line.
-    """
+    """Serves jobs until closed: at most ``max_running`` at a time, ``max_waiting`` in the queue. Thread-safe."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         caches: PrefixCaches,
-        tally: Tally,
+        metrics: EngineMetrics,
         *,
-        most_running: int,
-        most_waiting: int,
+        max_running: int,
+        max_waiting: int,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._caches = caches
-        self._tally = tally
-        self._most_running = most_running
-        self._most_waiting = most_waiting
+        self._metrics = metrics
+        self._max_running = max_running
+        self._max_waiting = max_waiting
         self._eos = _end_tokens(model, tokenizer)
         self._change = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -89,7 +89,7 @@ class EngineThread:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens in the caches of prompts that are being served."""
+        """Tokens in the KV caches of running requests."""
         prefilling = self._prefilling
         busy = [*self._running, *([prefilling] if prefilling else [])]
         return sum(one.sequence.tokens for one in busy)
@@ -99,22 +99,22 @@ class EngineThread:
         return self._thread.is_alive() and not self._stopping
 
     def submit(self, *jobs: Job) -> None:
-        """Put all of them in line. Raises Full, and takes none, where the line is as long as it may be."""
+        """Queue all of them. Raises QueueFull, and takes none, if the queue is full."""
         with self._change:
-            if len(self._waiting) >= self._most_waiting:
-                raise Full
+            if len(self._waiting) >= self._max_waiting:
+                raise QueueFull
             self._waiting.extend(jobs)
             self._change.notify()
 
     def cancel(self, *jobs: Job) -> None:
-        """Nobody waits for their answers any more: they end at the next look, at most a piece of a prompt from now."""
+        """End these jobs at the next turn, at most one prefill chunk from now."""
         for job in jobs:
             job.cancelled = True
         with self._change:
             self._change.notify()
 
     def clear_cache(self) -> Future[int]:
-        """Forget all blocks, between two steps of whatever goes on; resolves to their number."""
+        """Drop all cached blocks between two turns; resolves to their number."""
         future: Future[int] = Future()
         with self._change:
             self._clearings.append(future)
@@ -122,7 +122,7 @@ class EngineThread:
         return future
 
     def close(self) -> None:
-        """Stop after the step in progress; what was not finished ends with an error."""
+        """Stop after the current step; unfinished requests end with an error."""
         with self._change:
             self._stopping = True
             self._change.notify()
@@ -145,7 +145,7 @@ class EngineThread:
         return [*([self._prefilling] if self._prefilling else []), *self._running]
 
     def _wait(self) -> bool:
-        """Until there is something to do; False to stop."""
+        """Wait for work; False to stop."""
         with self._change:
             self._change.wait_for(
                 lambda: self._stopping or self._clearings or self._waiting or self._prefilling or self._running
@@ -158,13 +158,13 @@ class EngineThread:
             for job in gone:
                 self._waiting.remove(job)
         for _ in gone:
-            self._tally.ended("abort")
+            self._metrics.ended("abort")
         for one in self._busy():
             if one.job.cancelled:
                 self._guarded(one, self._abandon)
 
     def _prefill(self) -> None:
-        if self._prefilling is None and len(self._running) < self._most_running:
+        if self._prefilling is None and len(self._running) < self._max_running:
             with self._change:
                 job = self._waiting.popleft() if self._waiting else None
             if job is not None:
@@ -177,57 +177,57 @@ class EngineThread:
         try:
             prompt = self._caches.open(job.generation.salt, job.generation.ids)
             sequence = Sequence(job.generation, prompt, self._model, self._tokenizer, self._eos)
-            self._tally.spent(prefill_s=time.thread_time() - began_s)
+            self._metrics.spent(prefill_s=time.thread_time() - began_s)
         except Exception as error:
             self._end(job, Step("", 0, 0, error=f"{type(error).__name__}: {error}"), "error")
             return
-        self._tally.looked_up(len(job.generation.ids), prompt.cached_tokens)
+        self._metrics.looked_up(len(job.generation.ids), prompt.cached_tokens)
         self._prefilling = _Running(job, sequence, since_s)
 
     def _prefill_more(self, one: _Running) -> None:
         began_s = time.thread_time()
         step = one.sequence.prefill(PREFILL_TOKENS)
-        self._tally.spent(prefill_s=time.thread_time() - began_s)
+        self._metrics.spent(prefill_s=time.thread_time() - began_s)
         if step is None:
             return
         self._prefilling = None
         self._running.append(one)
-        # The answer's first token goes out before its prompt is put away.
+        # The first token is sent before the prompt's blocks are stored.
         now_s = time.perf_counter()
         one.prefill_s = now_s - one.began_s
-        self._tally.first_token(now_s - one.job.came_s)
-        self._say(one, step)
+        self._metrics.first_token(now_s - one.job.arrived_s)
+        self._emit(one, step)
         if not step.last:
             self._caches.keep(one.sequence.prompt)
 
     def _decode(self, one: _Running) -> None:
         began_s = time.thread_time()
         step = one.sequence.decode()
-        self._tally.spent(decode_s=time.thread_time() - began_s)
-        self._say(one, step)
+        self._metrics.spent(decode_s=time.thread_time() - began_s)
+        self._emit(one, step)
 
-    def _say(self, one: _Running, step: Step) -> None:
-        self._tally.generated()
+    def _emit(self, one: _Running, step: Step) -> None:
+        self._metrics.generated()
         if not step.last:
-            one.job.tell(step)
+            one.job.on_step(step)
             return
         self._running.remove(one)
         self._caches.keep(one.sequence.prompt)  # with the answer: the next turn of a chat begins with it
-        self._tell_prefill(one)
+        self._count_prefill(one)
         self._end(one.job, step, step.finish or "error")
 
-    def _tell_prefill(self, one: _Running) -> None:
+    def _count_prefill(self, one: _Running) -> None:
         if one.prefill_s is not None:
-            self._tally.prefilled(len(one.job.generation.ids), one.sequence.prompt.cached_tokens, one.prefill_s)
+            self._metrics.prefilled(len(one.job.generation.ids), one.sequence.prompt.cached_tokens, one.prefill_s)
 
     def _abandon(self, one: _Running) -> None:
         self._forget(one)
-        self._tally.ended("abort")
-        self._tell_prefill(one)
-        self._caches.keep(one.sequence.prompt)  # it is computed: whoever asks again need not wait for it
+        self._metrics.ended("abort")
+        self._count_prefill(one)
+        self._caches.keep(one.sequence.prompt)  # computed already: a repeated request will hit it
 
     def _guarded(self, one: _Running, act: Callable[[_Running], None]) -> None:
-        """Whatever goes wrong with one request ends that one, and not the engine."""
+        """An exception ends this request, not the engine."""
         try:
             act(one)
         except Exception as error:
@@ -241,27 +241,26 @@ class EngineThread:
             self._running.remove(one)
 
     def _end(self, job: Job, step: Step, how: str) -> None:
-        self._tally.ended(how)
-        job.tell(step)
+        self._metrics.ended(how)
+        job.on_step(step)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end an answer: by the model's own word, or else by its tokenizer's."""
+    """EOS tokens of the model's generation config, or else of its tokenizer."""
     named = getattr(model.generation_config, "eos_token_id", None)
     if named is None:
         named = getattr(tokenizer, "eos_token_id", None)
     return frozenset([named] if isinstance(named, int) else named or ())
 
 
-# One prompt on its way through the model: computed piece by piece, then continued token by token.
-
-
-_LEAST_LOGPROB = -9999.0
-"""In place of less: JSON has no infinity."""
+_MIN_LOGPROB = -9999.0
+"""JSON has no infinity."""
 
 
 class Sequence:
-    """For the engine's thread alone. ``prefill`` until it gives a step, then ``decode`` until a step is the last."""
+    """One request in the model: ``prefill`` until it returns a step, then ``decode`` until a step is the last. Used in
+    the engine's thread only.
+    """
 
     def __init__(
         self,
@@ -277,30 +276,29 @@ class Sequence:
         self._options: dict[str, Any] = forward_options(model)
         self._tokenizer = tokenizer
         self._ends = generation.stop_ids | (frozenset() if generation.ignore_eos else eos)
-        self._chooser = Chooser(generation, self._ends)
+        self._sampler = Sampler(generation, self._ends)
         self._text = TextStream(
             tokenizer, generation.stops, keep_stop=generation.keep_stop, skip_special=generation.skip_special
         )
-        self._fed = prompt.cached_tokens
-        """Tokens of the prompt that are in the cache."""
-        self._newest = 0
+        self._prefilled = prompt.cached_tokens
+        """Tokens of the prompt in its cache."""
+        self._last_token = 0
         self.generated = 0
 
     @property
     def tokens(self) -> int:
         """Tokens in its cache."""
-        return self._fed + max(0, self.generated - 1)
+        return self._prefilled + max(0, self.generated - 1)
 
     def prefill(self, at_most: int) -> Step | None:
-        """Compute up to ``at_most`` more tokens of the prompt; the first step once that was the last of them."""
-        ids = self._generation.ids[self._fed : self._fed + at_most]
+        """Compute up to ``at_most`` more tokens of the prompt; returns the first step when it is complete."""
+        ids = self._generation.ids[self._prefilled : self._prefilled + at_most]
         logits = self._forward(torch.from_numpy(ids)[None])
-        self._fed += len(ids)
-        return self._next(logits) if self._fed == len(self._generation.ids) else None
+        self._prefilled += len(ids)
+        return self._next(logits) if self._prefilled == len(self._generation.ids) else None
 
     def decode(self) -> Step:
-        """One more token."""
-        return self._next(self._forward(torch.tensor([[self._newest]])))
+        return self._next(self._forward(torch.tensor([[self._last_token]])))
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits behind the last of ``ids``: (vocabulary,)."""
@@ -312,7 +310,7 @@ class Sequence:
         return logits
 
     def _next(self, logits: torch.Tensor) -> Step:
-        self._newest = token = self._chooser.choose(logits)
+        self._last_token = token = self._sampler.sample(logits)
         self.generated += 1
         logprob = None if self._generation.logprobs is None else self._logprob(logits, self._generation.logprobs)
         if token in self._ends:
@@ -327,17 +325,17 @@ class Sequence:
         return self._step(text, None, logprob)
 
     def _logprob(self, logits: torch.Tensor, likeliest: int) -> TokenLogprob:
-        """Of the newest token, and so many of the ``likeliest`` in its place."""
+        """Log-probabilities of the last token, and of the ``likeliest`` most likely ones."""
         logprobs = logits.float().cpu().log_softmax(-1)
         best = logprobs.topk(min(likeliest, len(logprobs)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return TokenLogprob(
-            self._word(self._newest),
-            max(_LEAST_LOGPROB, float(logprobs[self._newest])),
-            tuple((self._word(token), max(_LEAST_LOGPROB, logprob)) for token, logprob in pairs),
+            self._token_text(self._last_token),
+            max(_MIN_LOGPROB, float(logprobs[self._last_token])),
+            tuple((self._token_text(token), max(_MIN_LOGPROB, logprob)) for token, logprob in pairs),
         )
 
-    def _word(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))
 
     def _step(self, text: str, finish: str | None, logprob: TokenLogprob | None) -> Step:

@@ -1,5 +1,4 @@
-"""Requests of a trace's shape sent to any OpenAI endpoint at their times, and what came of them.
+"""Load generator: sends a trace's requests to any OpenAI endpoint at their arrival times, and reports the outcomes.
 
-Pure: ``ask`` (what is sent when), ``prompts`` (its words), ``calibration`` (how many of them are how many tokens),
-``sse`` and ``hearing`` (what comes back), ``outcome`` and ``report``. I/O: ``client`` and ``play``.
+Pure: ``prompts`` (the plan and the prompts' words), ``outcome``, ``report``. I/O: ``client``, ``play``.
 """

@@ -1,4 +1,4 @@
-"""A client of one OpenAI endpoint: streams answers and says when their pieces came."""
+"""Streaming client of one OpenAI endpoint that records when the chunks of an answer arrive."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import aiohttp
 
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.serving.replay.outcome import REFUSALS, Outcome, Status
-from skymemory.serving.replay.prompts import Ask, Prompt
+from skymemory.serving.replay.prompts import PlannedRequest, Prompt
 
 _USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 FEATURES: tuple[dict[str, Any], ...] = ({**_USAGE, "ignore_eos": True}, _USAGE, {})
-"""Asked for beside the answer, from most to least: some servers refuse fields that OpenAI's protocol has not."""
+"""Optional request fields, most first: some servers refuse fields that are not OpenAI's."""
 _AFTER_DONE_S = 1.0
-"""For the end of a stream that has said that it is done; the connection can then be used again."""
+"""Time to read a stream to its end after ``[DONE]``, so that the connection can be reused."""
 _WORDS_OF_ERROR = 300
 
 Clock = Callable[[], float]
@@ -28,32 +28,32 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom to ask, and how."""
+    """The endpoint, and how to call it."""
 
     url: str
-    """Without /v1."""
+    """Base URL, without /v1."""
     model: str
     chat: bool = False
     patience_s: float = 300.0
-    """For a whole answer."""
+    """Timeout of a whole answer."""
     features: dict[str, Any] = field(default_factory=lambda: FEATURES[0])
 
     @property
-    def door(self) -> str:
+    def endpoint(self) -> str:
         return f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}"
 
     def body(self, prompt: Prompt, output_tokens: int) -> bytes:
-        """A request that is answered greedily, in a stream."""
+        """Body of a streaming request with greedy decoding."""
         what = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         asked = {"max_tokens": output_tokens, "temperature": 0, "stream": True, **self.features}
         return json.dumps({"model": self.model, **what, **asked}).encode()
 
 
 def base_url(text: str) -> str:
-    """An address as people write it, without /v1 and what follows.
+    """``text`` without /v1 and what follows.
 
     Raises:
-        InvalidInput: it is no http address.
+        InvalidInput: not an http address.
     """
     url = text.rstrip("/")
     for ending in ("/chat/completions", "/completions", "/v1"):
@@ -68,43 +68,48 @@ class Client:
         self._session = session
         self.target = target
 
-    async def ask(
-        self, ask: Ask, body: bytes, clock: Clock, heard: Callable[[Outcome], object], held_up_s: float = 0.0
+    async def send(
+        self,
+        request: PlannedRequest,
+        body: bytes,
+        clock: Clock,
+        on_outcome: Callable[[Outcome], object],
+        held_up_s: float = 0.0,
     ) -> None:
-        """Send it and tell ``heard`` of what came of it, once, whatever that is: also when this is cancelled."""
+        """Send it and call ``on_outcome`` once, whatever happens: also when this is cancelled."""
         sent_s = clock()
-        hearing = Hearing()
+        reader = AnswerReader()
         found: dict[str, Any] = {"status": Status.INTERRUPTED}
         try:
-            await self._exchange(body, clock, hearing, found)
+            await self._exchange(body, clock, reader, found)
             found["status"] = Status.COMPLETED
         except _Refused as refusal:
             found |= {"status": Status.REFUSED, "error": str(refusal), "retry_after_s": refusal.retry_after_s}
         except BadAnswer as error:
             found |= {"status": Status.FAILED, "error": str(error)}
         except TimeoutError:
-            what = "no token" if math.isnan(hearing.first_s) else "no end of the answer"
+            what = "no token" if math.isnan(reader.first_s) else "no end of the answer"
             found |= {"status": Status.FAILED, "error": f"{what} in time: within {self.target.patience_s:g} s"}
         except aiohttp.ClientConnectorError as error:
             found |= {"status": Status.FAILED, "error": f"no connection: {error}"}
         except (aiohttp.ClientError, OSError) as error:
             found |= {"status": Status.FAILED, "error": f"connection broken: {type(error).__name__} {error}".rstrip()}
         finally:
-            heard(
+            on_outcome(
                 Outcome(
-                    number=ask.number,
-                    due_s=ask.due_s,
+                    number=request.number,
+                    due_s=request.due_s,
                     sent_s=sent_s,
                     held_up_s=held_up_s,
-                    wanted_prompt_tokens=ask.prompt_tokens,
-                    wanted_output_tokens=ask.output_tokens,
-                    first_s=hearing.first_s,
+                    wanted_prompt_tokens=request.prompt_tokens,
+                    wanted_output_tokens=request.output_tokens,
+                    first_s=reader.first_s,
                     end_s=found.pop("end_s", clock()),
-                    gaps_s=tuple(hearing.gaps_s),
-                    prompt_tokens=hearing.prompt_tokens,
-                    cached_tokens=hearing.cached_tokens,
-                    output_tokens=hearing.output_tokens,
-                    whole=hearing.done,
+                    gaps_s=tuple(reader.gaps_s),
+                    prompt_tokens=reader.prompt_tokens,
+                    cached_tokens=reader.cached_tokens,
+                    output_tokens=reader.output_tokens,
+                    whole=reader.done,
                     **found,
                 )
             )
@@ -113,15 +118,15 @@ class Client:
         """One request outside of any schedule."""
         got: list[Outcome] = []
         wanted = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
-        ask = Ask(0, clock(), (), wanted, output_tokens)
-        await self.ask(ask, self.target.body(prompt, output_tokens), clock, got.append)
+        request = PlannedRequest(0, clock(), (), wanted, output_tokens)
+        await self.send(request, self.target.body(prompt, output_tokens), clock, got.append)
         return got[0]
 
     async def models(self) -> list[tuple[str, int | None]]:
-        """What the endpoint lists: names, and how many tokens each takes where that is told.
+        """The models that the endpoint lists, with their context lengths if reported.
 
         Raises:
-            SkyMemoryError: there is no list; with what there was instead.
+            SkyMemoryError: no list; the message has the answer instead.
         """
         where = f"{self.target.url}/v1/models"
         try:
@@ -134,16 +139,16 @@ class Client:
         except TimeoutError as error:
             raise SkyMemoryError(f"{where} did not answer in time") from error
         except aiohttp.InvalidURL as error:
-            raise InvalidInput(f"{where} is no address") from error
+            raise InvalidInput(f"{where} is not a valid address") from error
         except (aiohttp.ClientError, OSError) as error:
             raise SkyMemoryError(f"{where} cannot be reached: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SkyMemoryError(f"{where} lists no models as OpenAI's endpoints do") from error
 
-    async def _exchange(self, body: bytes, clock: Clock, hearing: Hearing, found: dict[str, Any]) -> None:
-        """Raises what ``ask`` tells apart."""
+    async def _exchange(self, body: bytes, clock: Clock, reader: AnswerReader, found: dict[str, Any]) -> None:
+        """Raises the errors that ``send`` distinguishes."""
         async with self._session.post(
-            self.target.door,
+            self.target.endpoint,
             data=body,
             headers={"Content-Type": "application/json", "Accept": "text/event-stream"},
             timeout=aiohttp.ClientTimeout(total=self.target.patience_s),
@@ -157,10 +162,10 @@ class Client:
             if answer.content_type != "text/event-stream":
                 raise BadAnswer(f"not a stream: the answer is {answer.content_type}, {await _words(answer)}")
             async for piece in answer.content.iter_any():
-                hearing.feed(piece, clock())
-                if hearing.done:
+                reader.feed(piece, clock())
+                if reader.done:
                     break
-            hearing.close()
+            reader.close()
             found["end_s"] = clock()
             with contextlib.suppress(TimeoutError, aiohttp.ClientError):
                 async with asyncio.timeout(_AFTER_DONE_S):
@@ -174,17 +179,17 @@ class _Refused(Exception):
 
 
 async def _words(answer: aiohttp.ClientResponse) -> str:
-    """The message of an OpenAI error, or the beginning of whatever it is, in one line."""
+    """The message of an OpenAI error, or the start of any other body, in one line."""
     text = (await answer.content.read(1 << 16)).decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        told = json.loads(text)
-        error = told.get("error", told)
+        body = json.loads(text)
+        error = body.get("error", body)
         text = str(error["message"] if isinstance(error, dict) else error)
-    return " ".join(text.split())[:_WORDS_OF_ERROR] or "without a word"
+    return " ".join(text.split())[:_WORDS_OF_ERROR] or "empty body"
 
 
 def _seconds(header: str | None) -> float | None:
-    """Of a Retry-After in seconds; one that is a date counts as told, with 0."""
+    """Retry-After in seconds; 0 for a date."""
     if header is None:
         return None
     with contextlib.suppress(ValueError):
@@ -196,18 +201,15 @@ def _tokens(value: object) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-# What the events of one streamed answer say: when its pieces came, how many tokens they were, how it ended.
-
-
 class BadAnswer(ValueError):
-    """An answer that is none; the words begin with the kind of fault, for counting."""
+    """A malformed answer; the message begins with the kind of fault, for counting."""
 
 
-class Hearing:
-    """``feed`` with the bytes of a stream as they come, then ``close``. Completions and chats alike.
+class AnswerReader:
+    """Parses one streamed answer (completion or chat): ``feed`` its bytes as they arrive, then ``close``.
 
-    A piece of the answer is a chunk that carries text, or one whose token has none yet (half of a character). The
-    chunk by which a chat begins, which names a role and no more, is none: some servers send it at once.
+    Chunks count that carry text, or a token without text yet (half of a character); not the first chunk of a chat,
+    which only names the role: some servers send it before computing.
     """
 
     def __init__(self) -> None:
@@ -222,10 +224,10 @@ class Hearing:
         self._last_s = math.nan
 
     def feed(self, piece: bytes, now_s: float) -> None:
-        """Raises BadAnswer: no events, no JSON, or an error told by the server."""
+        """Raises BadAnswer: not events, not JSON, or an error object."""
         try:
             events = self._events.feed(piece)
-        except NotEvents as error:
+        except MalformedStream as error:
             raise BadAnswer(f"not server-sent events: {error}") from error
         for data in events:
             if data.strip() == "[DONE]":
@@ -234,7 +236,7 @@ class Hearing:
                 self._take(data, now_s)
 
     def close(self) -> None:
-        """The stream ended. Raises BadAnswer where the answer did not."""
+        """The stream ended. Raises BadAnswer if the answer had not."""
         if not self.done and self.finish is None:
             how = "in mid-event" if self._events.unfinished else "without finish_reason or [DONE]"
             raise BadAnswer(f"stream cut short: it ended {how}")
@@ -247,8 +249,8 @@ class Hearing:
         if not isinstance(chunk, dict):
             raise BadAnswer(f"not a chunk: {data[:80]!r}")
         if chunk.get("error") is not None:
-            told = chunk["error"]
-            raise BadAnswer(f"error in the stream: {told.get('message') if isinstance(told, dict) else told}")
+            error = chunk["error"]
+            raise BadAnswer(f"error in the stream: {error.get('message') if isinstance(error, dict) else error}")
         if isinstance(chunk.get("usage"), dict):
             self._count(chunk["usage"])
         choices = chunk.get("choices")
@@ -257,7 +259,7 @@ class Hearing:
         for choice in choices or ():
             if not isinstance(choice, dict):
                 raise BadAnswer(f"not a chunk: {data[:80]!r}")
-            if _says_something(choice):
+            if _has_token(choice):
                 self._came(now_s)
             self.finish = choice.get("finish_reason") or self.finish
 
@@ -275,8 +277,8 @@ class Hearing:
         self.cached_tokens = _whole(details.get("cached_tokens")) if isinstance(details, dict) else None
 
 
-def _says_something(choice: dict[str, Any]) -> bool:
-    """It carries text, or stands for a token that has none yet."""
+def _has_token(choice: dict[str, Any]) -> bool:
+    """Whether it carries text, or stands for a token without text yet."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
         said = any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls", "refusal"))
@@ -288,23 +290,19 @@ def _whole(value: object) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
-# Server-sent events out of the pieces in which they come (WHATWG HTML, §9.2.6), without I/O.
-
-
 MOST_LINE_BYTES = 8 << 20
 
 
-class NotEvents(ValueError):
-    """The bytes are no server-sent events."""
+class MalformedStream(ValueError):
+    """The bytes are not server-sent events."""
 
 
 class EventReader:
-    """``feed`` with what came; it gives the data of the events that ended with it.
+    """Incremental parser of server-sent events (WHATWG HTML, §9.2.6): ``feed`` returns the data of completed events.
 
-    An event ends with an empty line; one that the stream cuts short is never given, as the standard has it. Fields
-    other than ``data`` are passed over.
+    An event ends with an empty line; an incomplete last event is dropped. Fields other than ``data`` are ignored.
 
-    Raises NotEvents where a line is not UTF-8 or has no end, and where text is no field at all.
+    Raises MalformedStream for a line that is not UTF-8, is too long, or is not a field.
     """
 
     def __init__(self) -> None:
@@ -314,7 +312,7 @@ class EventReader:
 
     @property
     def unfinished(self) -> bool:
-        """What came last is the beginning of an event."""
+        """Whether the last bytes began an event."""
         return bool(self._rest or self._data)
 
     def feed(self, piece: bytes) -> list[str]:
@@ -325,12 +323,12 @@ class EventReader:
                 return []
             self._first = False
             waiting = waiting.removeprefix(b"\xef\xbb\xbf")
-        # A carriage return at the very end may be half of a line's end: it is looked at when more has come.
+        # A carriage return at the very end may be half of a line end: kept until more arrives.
         held = waiting.endswith(b"\r")
         lines = (waiting[:-1] if held else waiting).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._rest = lines.pop() + (b"\r" if held else b"")
         if len(self._rest) > MOST_LINE_BYTES:
-            raise NotEvents(f"a line of more than {MOST_LINE_BYTES} bytes")
+            raise MalformedStream(f"a line of more than {MOST_LINE_BYTES} bytes")
         events = []
         for line in lines:
             if line:
@@ -344,8 +342,8 @@ class EventReader:
         try:
             field, colon, value = line.decode().partition(":")
         except UnicodeDecodeError as error:
-            raise NotEvents(f"a line that is not UTF-8: {line[:60]!r}") from error
+            raise MalformedStream(f"a line that is not UTF-8: {line[:60]!r}") from error
         if field == "data":
             self._data.append(value.removeprefix(" "))
         elif not colon and field not in ("event", "id", "retry"):
-            raise NotEvents(f"a line that is no field: {line[:60].decode(errors='replace')!r}")
+            raise MalformedStream(f"a line that is not a field: {line[:60].decode(errors='replace')!r}")

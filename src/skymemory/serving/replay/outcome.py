@@ -1,4 +1,4 @@
-"""What became of one request of a replay."""
+"""Outcome of one request of a replay."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 REFUSALS = frozenset({429, 503})
-"""Statuses by which a server says that it has too much to do."""
+"""HTTP statuses of an overloaded server."""
 
 
 class Status(StrEnum):
     COMPLETED = "completed"
     REFUSED = "refused"
-    """With one of ``REFUSALS``, before any of the answer."""
+    """Answered with one of ``REFUSALS``."""
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """By us: the replay was ended before the answer."""
+    """The replay was stopped before the answer ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Times in seconds from the replay's beginning; ``None`` and nan: it did not come to that, or was not told."""
+    """Times in seconds since the start of the replay; None and nan: it did not get that far, or was not reported."""
 
     number: int
     status: Status
@@ -30,47 +30,47 @@ class Outcome:
     wanted_prompt_tokens: int
     wanted_output_tokens: int
     first_s: float = math.nan
-    """The first piece of the answer that says something."""
+    """When the first chunk with content arrived."""
     end_s: float = math.nan
     gaps_s: tuple[float, ...] = ()
-    """Between the answer's pieces, in their order."""
+    """Between consecutive chunks of the answer."""
     prompt_tokens: int | None = None
-    """By the server's word, as are the next two."""
+    """As reported by the server, like the next two."""
     cached_tokens: int | None = None
     output_tokens: int | None = None
     http_status: int | None = None
     retry_after_s: float | None = None
     error: str = ""
-    """Why it was refused or failed: the kind of fault, a colon, and what was seen."""
+    """Why it was refused or failed: kind of fault, colon, details."""
     whole: bool = True
-    """The stream ended with ``[DONE]``, as OpenAI's do."""
+    """Whether the stream ended with ``[DONE]``."""
     held_up_s: float = 0.0
-    """Of its lateness, what it waited because as many requests were under way as may be."""
+    """The part of its lateness spent waiting for the concurrency limit."""
 
     @property
     def late_s(self) -> float:
-        """From when it was due until it was sent."""
+        """From its due time until it was sent."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float:
-        """From its sending to the first piece of its answer."""
+        """From sending to the first chunk."""
         return self.first_s - self.sent_s
 
     @property
     def due_ttft_s(self) -> float:
-        """The same from when it was due: what a user waits whose request the client sent late."""
+        """From its due time to the first chunk: the user's wait, where the client sent late."""
         return self.first_s - self.due_s
 
     @property
     def tbt_s(self) -> float:
-        """Mean time between tokens: from the first to the last, over the tokens after the first."""
+        """Mean time between tokens: from the first to the last chunk, over the tokens after the first."""
         after = (self.output_tokens or len(self.gaps_s) + 1) - 1
         return sum(self.gaps_s) / after if after > 0 else math.nan
 
     def as_json(self) -> dict[str, object]:
-        """For a line of JSON: no nan, times to the microsecond."""
-        told: dict[str, object] = {
+        """As a JSON object: no nan, times to the microsecond."""
+        fields: dict[str, object] = {
             "number": self.number,
             "status": str(self.status),
             "due_s": _rounded(self.due_s),
@@ -91,8 +91,8 @@ class Outcome:
             "retry_after_s",
             "error",
         ):
-            told[name] = getattr(self, name)
-        return told
+            fields[name] = getattr(self, name)
+        return fields
 
 
 def _rounded(seconds: float) -> float | None:

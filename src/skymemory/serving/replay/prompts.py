@@ -1,8 +1,8 @@
-"""Prompts of a trace's shape: equal block ids give equal words in the same place, different ids different ones.
+"""The load plan (which request is sent when) and its prompts: equal block ids give equal text in the same place.
 
-A block begins with its number, written in words of the vocabulary, so that no two blocks are alike however short they
-are; the rest is drawn by its number and the seed. Word by word, every tokenizer makes nearly the same number of tokens
-of it (``calibration``), and a prompt is as many words as make its tokens, less what the server adds by itself.
+``plan_requests`` turns a trace into requests. A prompt's text is made block by block: a block begins with its number,
+written in words of the vocabulary, so that no two blocks are equal however short; the rest is drawn by its number and
+the seed. How many tokens a word makes is measured by two probes of the server (``TokensPerWord``).
 """
 
 from __future__ import annotations
@@ -16,29 +16,22 @@ from typing import Protocol
 
 from skymemory.errors import InvalidInput, SkyMemoryError
 
-# How many tokens a server's tokenizer makes of a word, and how many the server adds by itself.
-#
-# Two prompts are sent before the replay: one word, and every word of the vocabulary several times. What the server
-# says
-# of their lengths is the price of a word, and what comes with every prompt (a beginning of text, a chat's template).
-
-
 PROBE_WORDS = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class TokensPerWord:
     tokens_per_word: float
     added_tokens: float = 0.0
-    """By the server, to every prompt."""
+    """Added by the server to every prompt (BOS, chat template)."""
 
     def words(self, tokens: int) -> int:
-        """How many make ``tokens``; at least one."""
+        """Words for ``tokens`` tokens, at least one."""
         return max(1, round((tokens - self.added_tokens) / self.tokens_per_word))
 
 
 def probes(words: Sequence[str], seed: int, most_words: int = PROBE_WORDS) -> tuple[str, str]:
-    """The short prompt, and one of ``most_words``, in which no word is much oftener than another."""
+    """A prompt of one word, and one of ``most_words`` in which all words are about equally frequent."""
     dice = random.Random(f"probe {seed}")
     drawn: list[str] = []
     while len(drawn) < most_words:
@@ -46,27 +39,24 @@ def probes(words: Sequence[str], seed: int, most_words: int = PROBE_WORDS) -> tu
     return drawn[0], " ".join(drawn[:most_words])
 
 
-def measured(short: str, short_tokens: int, long: str, long_tokens: int) -> Measure:
-    """By what a server said of both.
+def measured(short: str, short_tokens: int, long: str, long_tokens: int) -> TokensPerWord:
+    """From the server's token counts of both probes.
 
     Raises:
-        SkyMemoryError: its counts are none of a tokenizer's.
+        SkyMemoryError: implausible counts.
     """
     short_words, long_words = len(short.split()), len(long.split())
     per_word = (long_tokens - short_tokens) / (long_words - short_words)
     if not 0.05 <= per_word <= 50 or short_tokens < 1:
         raise SkyMemoryError(
             f"the server counts {short_tokens} tokens for {short_words} word and {long_tokens} for {long_words}: "
-            "these are no lengths of prompts; --prompt-unit characters does without them"
+            "implausible token counts; use --prompt-unit characters"
         )
-    return Measure(per_word, max(0.0, short_tokens - per_word * short_words))
+    return TokensPerWord(per_word, max(0.0, short_tokens - per_word * short_words))
 
 
-# What a replay sends, and when: a trace's requests at another rate, cut and scaled to what the model takes.
-
-
-class Shape(Protocol):
-    """A request of a trace, such as ``sim.trace.TraceRequest``: sizes and block ids, no words."""
+class TraceEntry(Protocol):
+    """A request of a trace, such as ``sim.trace.TraceRequest``: sizes and block ids, no text."""
 
     @property
     def at_s(self) -> float: ...
@@ -76,67 +66,66 @@ class Shape(Protocol):
     def output_tokens(self) -> int: ...
     @property
     def ids(self) -> tuple[int, ...]:
-        """One per begun block of the prompt; equal ids mean equal prefixes."""
+        """One per block of the prompt, the last perhaps partial; equal ids mean equal prefixes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlannedRequest:
     """One request to be sent."""
 
     number: int
-    """Its place in the trace, from 0."""
+    """Its index in the trace."""
     due_s: float
-    """From the replay's beginning."""
+    """Seconds after the start of the replay."""
     ids: tuple[int, ...]
     prompt_tokens: int
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Asks:
-    """All of them, in the order in which they are due."""
+class LoadPlan:
+    """Requests in order of their due times."""
 
-    asks: tuple[Ask, ...]
+    requests: tuple[PlannedRequest, ...]
     too_long: int
-    """Requests left out: prompt and answer together exceed what the model takes."""
+    """Requests left out, as prompt and answer exceed the model's context."""
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(ask.prompt_tokens for ask in self.asks)
+        return sum(request.prompt_tokens for request in self.requests)
 
 
-def asks_of(
-    shapes: Iterable[Shape],
+def plan_requests(
+    shapes: Iterable[TraceEntry],
     *,
     scale: float = 1.0,
     most_output: int | None = None,
     context_tokens: int | None = None,
     span_s: float | None = None,
     most: int | None = None,
-) -> Asks:
+) -> LoadPlan:
     """``shapes`` as requests to be sent, the first of them at 0.
 
-    Prompts and answers are ``scale`` times as long as theirs, answers of at most ``most_output`` tokens and at least
-    one. Those that do not fit ``context_tokens`` are left out, and so are those due after ``span_s`` or beyond the
-    first ``most``.
+    Lengths are multiplied by ``scale``, answers then limited to ``most_output`` tokens. Left out are requests that do
+    not fit ``context_tokens``, are due after ``span_s``, or come after the first ``most``.
 
     Raises:
-        InvalidInput: a scale or a limit that leaves nothing by itself, or nothing that remains to be sent.
+        InvalidInput: an invalid scale or limit, or no request left.
     """
     if not 0 < scale < 1e6:
-        raise InvalidInput(f"lengths cannot be scaled by {scale:g}; name a factor above 0, such as 0.05")
+        raise InvalidInput(f"lengths cannot be scaled by {scale:g}: expected a factor above 0, such as 0.05")
     if (most_output is not None and most_output < 1) or (most is not None and most < 1):
-        raise InvalidInput("an answer has at least one token, and a replay at least one request")
+        raise InvalidInput("expected at least one token per answer and at least one request")
     if span_s is not None and not span_s > 0:
-        raise InvalidInput(f"nothing is due within {span_s:g} s; name a time above 0")
+        raise InvalidInput(f"nothing is due within {span_s:g} s: expected a time above 0")
     ordered = sorted(enumerate(shapes), key=lambda pair: pair[1].at_s)
     begin_s = ordered[0][1].at_s if ordered else 0.0
-    asks: list[Ask] = []
+    requests: list[PlannedRequest] = []
     too_long = 0
     for number, shape in ordered:
         due_s = shape.at_s - begin_s
-        if len(asks) == most or (span_s is not None and due_s > span_s):
+        if len(requests) == most or (span_s is not None and due_s > span_s):
             break
         prompt = max(1, round(shape.input_tokens * scale))
         output = max(1, round(shape.output_tokens * scale))
@@ -144,46 +133,45 @@ def asks_of(
         if context_tokens is not None and prompt + output > context_tokens:
             too_long += 1
             continue
-        asks.append(Ask(number, due_s, shape.ids, prompt, output))
-    if not asks:
+        requests.append(PlannedRequest(number, due_s, shape.ids, prompt, output))
+    if not requests:
         limit = f"; {too_long} exceed {context_tokens} tokens: scale lengths down" if too_long else ""
         raise InvalidInput(f"no request remains to be sent{limit}")
-    return Asks(tuple(asks), too_long)
+    return LoadPlan(tuple(requests), too_long)
 
 
-def reusable_share(asks: Sequence[Ask], block_tokens: float) -> float:
-    """Part of all prompt tokens whose block an earlier prompt had in the same place: what one endless cache would hit.
+def reusable_share(requests: Sequence[PlannedRequest], block_tokens: float) -> float:
+    """Share of all prompt tokens in a prefix that an earlier prompt had: the hit ratio of one unbounded cache.
 
-    ``block_tokens``: of one id, after scaling. A prompt's last block counts for what it has.
+    ``block_tokens``: tokens per block id, after scaling; a prompt's last block may be shorter.
     """
     seen: set[int] = set()
     reused = 0.0
-    for ask in asks:
-        leading = next((at for at, one in enumerate(ask.ids) if one not in seen), len(ask.ids))
-        reused += min(float(ask.prompt_tokens), leading * block_tokens)
-        seen.update(ask.ids)
-    total = sum(ask.prompt_tokens for ask in asks)
+    for request in requests:
+        leading = next((at for at, one in enumerate(request.ids) if one not in seen), len(request.ids))
+        reused += min(float(request.prompt_tokens), leading * block_tokens)
+        seen.update(request.ids)
+    total = sum(request.prompt_tokens for request in requests)
     return reused / total if total else 0.0
 
 
 Prompt = str | list[int]
-MakePrompt = Callable[[Ask], Prompt]
+MakePrompt = Callable[[PlannedRequest], Prompt]
 HEAD = 3
-"""Pieces (words or tokens) at a block's beginning that are its number."""
+"""Words or token ids at the start of a block that encode its number."""
 _KEPT_BLOCKS = 2048
 
 
 class Pieces:
-    """Blocks as lists of pieces, each a number below ``kinds``: what words and token ids have in common.
+    """Blocks as lists of pieces, numbers below ``kinds`` that stand for words or token ids.
 
-    ``per_block``: pieces of a whole block, on average. A block has one fewer or one more than that as its number
-    falls, so that the average is met.
+    ``per_block``: mean number of pieces of a block; it is rounded up or down at random by the block's number.
     """
 
     def __init__(self, kinds: int, per_block: float, seed: int) -> None:
         if per_block < HEAD:
             raise InvalidInput(
-                f"blocks of {per_block:.1f} words are too short to be told apart; scale lengths by "
+                f"blocks of {per_block:.1f} words are too short to be distinct; scale lengths by "
                 f"{math.ceil(HEAD / per_block * 100) / 100:g} times as much, or more"
             )
         self._kinds = kinds
@@ -191,8 +179,8 @@ class Pieces:
         self._seed = seed
         self._numbers: dict[int, int] = {}
         self._names = kinds**HEAD
-        # Numbers are spread over all names, or the first pieces of most blocks would be the same few words: a factor
-        # that has no divisor in common with their count leaves every name to one number.
+        # Numbers are spread over all names, or most blocks would begin with the same few words. The factor is coprime
+        # to the number of names, so that no two numbers get the same name.
         dice = random.Random(f"names {seed}")
         self._offset = dice.randrange(self._names)
         self._factor = dice.randrange(self._names)
@@ -201,21 +189,21 @@ class Pieces:
         self._block = lru_cache(_KEPT_BLOCKS)(self._drawn)
 
     def prompt(self, ids: Sequence[int], count: int) -> list[int]:
-        """About ``count`` pieces for ``ids``: exactly that where the last block can be cut or drawn to fit."""
+        """About ``count`` pieces for ``ids``; exactly, where the last block can be cut or extended to fit."""
         pieces: list[int] = []
         for block in ids[:-1]:
             pieces += self._block(block)
         left = max(HEAD, count - len(pieces))
         last = self._block(ids[-1])
-        if left > len(last):  # it may be as much as a piece or two longer than an average one
+        if left > len(last):  # blocks before it were a piece or two shorter than the average
             last = self._drawn(ids[-1], left)
         return pieces + last[:left]
 
     def _drawn(self, block: int, at_least: int = 0) -> list[int]:
-        """A block's pieces, and so many that it has ``at_least``: what is drawn first does not depend on that."""
+        """A block's pieces, at least ``at_least``; the first ones do not depend on that."""
         number = self._numbers.setdefault(block, len(self._numbers))
         if number >= self._names:
-            raise InvalidInput(f"more than {self._names:,} different blocks; send fewer requests")
+            raise InvalidInput(f"more than {self._names:,} distinct blocks: send fewer requests")
         dice = random.Random(f"block {self._seed} {block}")
         size = max(HEAD, math.floor(self._per_block + dice.random()), at_least)
         name = (number * self._factor + self._offset) % self._names
@@ -223,40 +211,40 @@ class Pieces:
         return head + dice.choices(range(self._kinds), k=size - HEAD)
 
 
-def word_prompts(words: Sequence[str], block_tokens: float, measure: Measure, seed: int) -> MakePrompt:
-    """Prompts in ``words``, as many as make the tokens that are asked for."""
+def word_prompts(words: Sequence[str], block_tokens: float, measure: TokensPerWord, seed: int) -> MakePrompt:
+    """Prompts in ``words``, as many as make the planned number of tokens."""
     pieces = Pieces(len(words), block_tokens / measure.tokens_per_word, seed)
 
-    def prompt(ask: Ask) -> str:
-        return " ".join(words[one] for one in pieces.prompt(ask.ids, measure.words(ask.prompt_tokens)))
+    def prompt(request: PlannedRequest) -> str:
+        return " ".join(words[one] for one in pieces.prompt(request.ids, measure.words(request.prompt_tokens)))
 
     return prompt
 
 
 def id_prompts(first: int, last: int, block_tokens: float, seed: int) -> MakePrompt:
-    """Prompts as token ids from ``first`` to ``last``: exactly as long as asked for, for servers that take such.
+    """Prompts as token ids from ``first`` to ``last``, of exactly the planned length, for servers that accept ids.
 
     Raises:
-        InvalidInput: fewer than 16 ids to choose from.
+        InvalidInput: fewer than 16 ids.
     """
     if first < 0 or last - first < 15:
-        raise InvalidInput(f"token ids {first} to {last}: at least 16 are wanted, none below 0")
+        raise InvalidInput(f"token ids {first} to {last}: expected at least 16, none below 0")
     pieces = Pieces(last - first + 1, block_tokens, seed)
 
-    def prompt(ask: Ask) -> list[int]:
-        return [first + one for one in pieces.prompt(ask.ids, ask.prompt_tokens)]
+    def prompt(request: PlannedRequest) -> list[int]:
+        return [first + one for one in pieces.prompt(request.ids, request.prompt_tokens)]
 
     return prompt
 
 
 def character_prompts(words: Sequence[str], block_characters: float, seed: int) -> MakePrompt:
-    """Prompts in ``words`` of as many characters as tokens are asked for, for servers that tell no usage."""
+    """Prompts in ``words`` with the planned number of characters, for servers that report no usage."""
     longest = max(len(word) for word in words)
     mean = sum(len(word) + 1 for word in words) / len(words)
     if block_characters < HEAD * (longest + 1):
         raise InvalidInput(
-            f"blocks of {block_characters:.0f} characters are too short to be told apart: "
-            f"{HEAD * (longest + 1)} are wanted; scale lengths by more"
+            f"blocks of {block_characters:.0f} characters are too short to be distinct: "
+            f"expected at least {HEAD * (longest + 1)}; scale lengths by more"
         )
     pieces = Pieces(len(words), max(float(HEAD), block_characters / mean), seed)
     size = round(block_characters)
@@ -266,8 +254,8 @@ def character_prompts(words: Sequence[str], block_characters: float, seed: int) 
         count = HEAD + size // 2  # more than enough: the shortest word and its space are two characters
         return " ".join(words[each] for each in pieces.prompt((one,), count))[: size - 1] + " "
 
-    def prompt(ask: Ask) -> str:
-        text = "".join(block(one) for one in ask.ids)
-        return text[: max((len(ask.ids) - 1) * size + HEAD * (longest + 1), ask.prompt_tokens)]
+    def prompt(request: PlannedRequest) -> str:
+        text = "".join(block(one) for one in request.ids)
+        return text[: max((len(request.ids) - 1) * size + HEAD * (longest + 1), request.prompt_tokens)]
 
     return prompt

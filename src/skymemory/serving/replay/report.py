@@ -1,11 +1,12 @@
-"""What a replay found, from the outcomes of its requests."""
+"""A replay's report: counts and percentiles over the outcomes of its requests, as JSON and as text."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from skymemory.serving.replay.outcome import Outcome, Status
 from skymemory.stats import Spread, spread
@@ -15,13 +16,13 @@ EXAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a user would have; None: nothing is asked."""
+    """Service-level objective; None: no bound."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
 
     def met(self, outcome: Outcome) -> bool:
-        """Completed, its first token in time from when it was due, its mean time between tokens short enough."""
+        """Completed, with its first token in time (counted from its due time) and its mean time between tokens."""
         return outcome.status is Status.COMPLETED and self.ttft_met(outcome) and self.tbt_met(outcome)
 
     def ttft_met(self, outcome: Outcome) -> bool:
@@ -37,52 +38,53 @@ class Report:
     """Counts of requests and tokens; times in seconds."""
 
     asked: int
-    """Requests that were to be sent; those that were not are ``unsent``."""
+    """Requests planned; ``unsent`` of them were not sent."""
     unsent: int
     completed: int
     refused: int
     failed: int
     interrupted: int
     seconds: float
-    """From the beginning until the last answer's end."""
+    """From the start until the last answer's end."""
     ttft: Spread
     due_ttft: Spread
     tbt_gaps: Spread
-    """Between two pieces of an answer, over all answers."""
+    """Times between chunks, over all answers."""
     tbt_means: Spread
     """Each answer's mean time between tokens."""
     late: Spread
-    """From when a request was due until it was sent, without what it was held up by others under way."""
+    """From due until sent, without waits for the concurrency limit."""
     held_up: int
-    """Requests that waited because as many were under way as may be."""
+    """Requests that waited for the concurrency limit."""
     held_up_s: float
-    """The longest of them."""
+    """The longest wait."""
     slo: Slo
     within_ttft: int
     within_tbt: int
     within_both: int
     retry_after: int
-    """Refusals that said when to come again."""
+    """Refusals with Retry-After."""
     prompt_tokens: int
-    """Of completed requests that were told of their length; the next for those also told what was cached."""
-    told_prompts: int
+    """Of the ``usage_answers``: completed requests whose answer reported usage."""
+    usage_answers: int
     cached_tokens: int
+    """Of the ``cached_answers``, which also reported cached tokens; their prompts have ``cached_of_tokens``."""
     cached_of_tokens: int
-    told_cached: int
+    cached_answers: int
     output_tokens: int
     pieces: int
-    """In which the answers came."""
+    """Chunks of all answers."""
     short: int
-    """Answers of fewer tokens than were asked for."""
+    """Answers with fewer tokens than requested."""
     without_done: int
     length_errors: Spread
-    """Prompt tokens told over those wanted, less 1."""
+    """Reported over planned prompt tokens, minus 1."""
     faults: tuple[tuple[str, int, str], ...]
-    """Kinds of refusals and failures, how many, and the words of the first of each."""
+    """Kinds of refusals and failures, their counts, and the first message of each."""
     stall: Spread
-    """By how much the client came late to look at what had come."""
+    """Lateness of the client's event loop."""
     reusable: float
-    """Part of the prompt tokens that one cache with room for everything would hit; nan: not known."""
+    """Hit ratio of one unbounded cache; nan: unknown."""
 
     @property
     def sent(self) -> int:
@@ -90,18 +92,18 @@ class Report:
 
     @property
     def goodput_per_s(self) -> float:
-        """Requests within all that was asked, per second."""
+        """Requests within the SLO, per second."""
         return self.within_both / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def hit_ratio(self) -> float | None:
-        """Part of the prompts' tokens that caches supplied; None: no server said."""
+        """Share of prompt tokens served from caches; None: not reported."""
         return self.cached_tokens / self.cached_of_tokens if self.cached_of_tokens else None
 
     @property
     def client_kept_up(self) -> bool:
-        """What it measured of the server is not in doubt: it sent, and saw what came, with 1 % of exceptions within
-        10 ms or a tenth of the median time to the first token."""
+        """Whether the client's own delays are negligible: p99 of sending and reading late at most 10 ms, or a tenth of
+        the median TTFT."""
         return self.sent_in_time and self.looked_in_time
 
     @property
@@ -114,7 +116,7 @@ class Report:
 
     @property
     def already_cached(self) -> bool:
-        """Caches supplied more than these prompts have in common: the server was sent them before."""
+        """Whether caches held more than these prompts share: the server was sent them before."""
         return (self.hit_ratio or 0.0) > self.reusable + 0.05
 
     @property
@@ -131,15 +133,15 @@ def report_of(
     wanted_in_tokens: bool = True,
     seconds: float | None = None,
 ) -> Report:
-    """``asked``: how many were to be sent, of which ``outcomes`` tells of those that were.
+    """``asked``: requests planned; ``outcomes``: of those sent.
 
-    Without ``wanted_in_tokens`` prompts were made by characters, and their lengths are held against nothing.
-    ``seconds``: how long it went on, where that is not until the last answer's end.
+    ``wanted_in_tokens``: False where prompts were made by characters, so that their lengths in tokens were not planned.
+    ``seconds``: the duration, if not until the last answer's end.
     """
     by = Counter(outcome.status for outcome in outcomes)
     done = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
-    told = [outcome for outcome in done if outcome.prompt_tokens is not None]
-    hits = [outcome for outcome in told if outcome.cached_tokens is not None]
+    with_usage = [outcome for outcome in done if outcome.prompt_tokens is not None]
+    hits = [outcome for outcome in with_usage if outcome.cached_tokens is not None]
     return Report(
         asked=asked,
         unsent=asked - len(outcomes),
@@ -162,11 +164,11 @@ def report_of(
         within_tbt=sum(slo.tbt_met(outcome) for outcome in done),
         within_both=sum(slo.met(outcome) for outcome in done),
         retry_after=sum(outcome.retry_after_s is not None for outcome in outcomes),
-        prompt_tokens=sum(outcome.prompt_tokens or 0 for outcome in told),
-        told_prompts=len(told),
+        prompt_tokens=sum(outcome.prompt_tokens or 0 for outcome in with_usage),
+        usage_answers=len(with_usage),
         cached_tokens=sum(outcome.cached_tokens or 0 for outcome in hits),
         cached_of_tokens=sum(outcome.prompt_tokens or 0 for outcome in hits),
-        told_cached=len(hits),
+        cached_answers=len(hits),
         output_tokens=sum(_tokens_of(outcome) for outcome in done),
         pieces=sum(len(outcome.gaps_s) + (not math.isnan(outcome.first_s)) for outcome in done),
         short=sum(
@@ -175,7 +177,9 @@ def report_of(
         ),
         without_done=sum(not outcome.whole for outcome in done),
         length_errors=spread(
-            (outcome.prompt_tokens or 0) / outcome.wanted_prompt_tokens - 1 for outcome in told if wanted_in_tokens
+            (outcome.prompt_tokens or 0) / outcome.wanted_prompt_tokens - 1
+            for outcome in with_usage
+            if wanted_in_tokens
         ),
         faults=_faults(outcomes),
         stall=spread(stalls_s),
@@ -185,7 +189,7 @@ def report_of(
 
 def as_json(report: Report) -> dict[str, object]:
     """The report as one JSON object."""
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         name: getattr(report, name)
         for name in (
             "asked",
@@ -200,9 +204,7 @@ def as_json(report: Report) -> dict[str, object]:
             "within_both",
             "retry_after",
             "prompt_tokens",
-            "told_prompts",
             "cached_tokens",
-            "told_cached",
             "output_tokens",
             "pieces",
             "short",
@@ -213,18 +215,20 @@ def as_json(report: Report) -> dict[str, object]:
             "client_kept_up",
         )
     }
-    told["seconds"] = round(report.seconds, 6)
-    told["goodput_per_s"] = round(report.goodput_per_s, 6)
-    told["reusable"] = None if math.isnan(report.reusable) else round(report.reusable, 6)
-    told["slo"] = {"ttft_s": report.slo.ttft_s, "tbt_s": report.slo.tbt_s}
+    fields["told_prompts"] = report.usage_answers  # words: keep
+    fields["told_cached"] = report.cached_answers  # words: keep
+    fields["seconds"] = round(report.seconds, 6)
+    fields["goodput_per_s"] = round(report.goodput_per_s, 6)
+    fields["reusable"] = None if math.isnan(report.reusable) else round(report.reusable, 6)
+    fields["slo"] = {"ttft_s": report.slo.ttft_s, "tbt_s": report.slo.tbt_s}
     for name in ("ttft", "due_ttft", "tbt_gaps", "tbt_means", "late", "stall", "length_errors"):
-        told[f"{name}_s" if name != "length_errors" else name] = getattr(report, name).as_json()
-    told["faults"] = [{"kind": kind, "count": count, "first": first} for kind, count, first in report.faults]
-    return told
+        fields[f"{name}_s" if name != "length_errors" else name] = getattr(report, name).as_json()
+    fields["faults"] = [{"kind": kind, "count": count, "first": first} for kind, count, first in report.faults]
+    return fields
 
 
 def _tokens_of(outcome: Outcome) -> int:
-    """Tokens of an answer: told, or else its pieces."""
+    """Tokens of an answer as reported, or else its chunks."""
     return outcome.output_tokens if outcome.output_tokens is not None else len(outcome.gaps_s) + 1
 
 
@@ -244,14 +248,13 @@ def _or_zero(value: float) -> float:
     return 0.0 if math.isnan(value) else value
 
 
-# A replay's report as lines for people.
-
+# --- the report as text ---
 
 _NAME = 16
 
 
 def lines_of(report: Report) -> list[str]:
-    """All of it; what was not asked or not told is said to be so."""
+    """The report as lines of text."""
     parts = (_counts, _lateness, _times, _slos, _tokens, _answers, _fault_lines)
     return [line for part in parts for line in part(report)]
 
@@ -306,10 +309,10 @@ def _slos(report: Report) -> Iterator[str]:
 
 def _tokens(report: Report) -> Iterator[str]:
     if report.hit_ratio is None:
-        yield _line("hits", "unknown: no answer told cached_tokens")
+        yield _line("hits", "unknown: no answer reported cached_tokens")
     else:
         most = "" if math.isnan(report.reusable) else f"; an endless cache: {report.reusable:.1%}"
-        few = "" if report.told_cached == report.completed else f" (told by {report.told_cached} answers)"
+        few = "" if report.cached_answers == report.completed else f" (in {report.cached_answers} answers)"
         yield _line(
             "hits",
             f"{report.cached_tokens:,} of {report.cached_of_tokens:,} prompt tokens, {report.hit_ratio:.1%}{few}{most}",
@@ -318,13 +321,13 @@ def _tokens(report: Report) -> Iterator[str]:
             yield _line("", "MORE THAN THESE PROMPTS SHARE: the server was sent them before; take another --seed")
     if report.seconds > 0:
         prompts = (
-            f"{report.prompt_tokens / report.seconds:,.0f} prompt" if report.told_prompts else "unknown of prompts"
+            f"{report.prompt_tokens / report.seconds:,.0f} prompt" if report.usage_answers else "unknown of prompts"
         )
         yield _line("tokens/s", f"{prompts}, {report.output_tokens / report.seconds:,.0f} answered")
     off = report.length_errors
     if off.count:
         yield _line(
-            "prompt lengths", f"told over wanted: mean {off.mean:+.1%}, p50 {off.p50:+.1%}, most {off.most:+.1%}"
+            "prompt lengths", f"actual over planned: mean {off.mean:+.1%}, p50 {off.p50:+.1%}, most {off.most:+.1%}"
         )
 
 
@@ -332,7 +335,7 @@ def _answers(report: Report) -> Iterator[str]:
     if report.completed:
         words = f"{report.output_tokens:,} tokens in {report.pieces:,} pieces"
         if report.short:
-            words += f"; {report.short:,} answers shorter than asked for"
+            words += f"; {report.short:,} answers shorter than requested"
         if report.without_done:
             words += f"; {report.without_done:,} streams ended without [DONE]"
         yield _line("answers", words)
@@ -365,9 +368,9 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
-# What an engine itself counts in its /metrics, to hold a replay's report against: vLLM's names and SGLang's.
+# --- an engine's own counters from /metrics, to compare with the report ---
 
-
+# vLLM's names, then SGLang's.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "requests": ("vllm:request_success_total", "sglang:num_requests_total"),
     "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
@@ -378,7 +381,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Since the engine began, or between two looks; None: it does not count that."""
+    """Counts since the engine started, or between two scrapes; None: not counted by this engine."""
 
     requests: float | None = None
     prompt_tokens: float | None = None
@@ -392,11 +395,11 @@ class EngineCounts:
         return EngineCounts(*(_both(one, more, 1) for one, more in zip(self.all(), other.all(), strict=True)))
 
     def all(self) -> tuple[float | None, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return tuple(getattr(self, one.name) for one in dataclasses.fields(self))
 
 
 def samples_of(text: str) -> dict[str, float]:
-    """What /metrics says, by name, over all labels."""
+    """Values of /metrics by name, summed over labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, float] = {}
@@ -407,10 +410,9 @@ def samples_of(text: str) -> dict[str, float]:
 
 
 def counts_of(text: str) -> EngineCounts:
-    """By what /metrics says."""
     samples = samples_of(text)
-    told = {what: next((samples[name] for name in names if name in samples), None) for what, names in NAMES.items()}
-    return EngineCounts(**told)
+    counts = {what: next((samples[name] for name in names if name in samples), None) for what, names in NAMES.items()}
+    return EngineCounts(**counts)
 
 
 def _both(one: float | None, other: float | None, sign: int) -> float | None:
