@@ -13,8 +13,8 @@ from skymemory.conductor.scheduler import Scheduler
 from skymemory.conductor.strategies.simple import RandomChoice
 from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
-from skymemory.router.envoy.metrics import COUNTERS, PREFIX, DeskCollector
-from skymemory.router.envoy.picker_service import Desk
+from skymemory.router.envoy.metrics import COUNTERS, PREFIX, PickerCollector
+from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.http.metrics import OUTCOMES, ProxyMetrics
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.settings import SECTIONS, Backend, Settings, known_keys
@@ -90,8 +90,8 @@ def _picker_metrics() -> str:
     fleet = Fleet()
     fleet.add("s")
     rows = ["| name | labels | what |", "| --- | --- | --- |"]
-    for family in DeskCollector(
-        Desk(Scheduler(picker := Picker(fleet, RandomChoice())), PromptReader(), Backends(picker))
+    for family in PickerCollector(
+        PickerService(Scheduler(picker := Picker(fleet, RandomChoice())), PromptReader(), Backends(picker))
     ).collect():
         counter = family.type == "counter"
         name = family.name.removeprefix(PREFIX) + "_total" * counter

@@ -1,9 +1,11 @@
-"""Errors a caller can meet. Each says what was wrong, what was expected and what to do.
+"""Errors that callers handle. Each says what was wrong, what was expected and what to do.
 
 A miss is a value and corruption is a counter; neither is an error (see ``ARCHITECTURE.md``).
 """
 
 from __future__ import annotations
+
+import errno
 
 
 class SkyMemoryError(Exception):
@@ -15,11 +17,11 @@ class InvalidInput(SkyMemoryError, ValueError):
 
 
 class LaterFile(InvalidInput):
-    """A file that a later release wrote: it is left as it is."""
+    """A file that a later release wrote; it is not overwritten."""
 
 
 class UnknownPreset(InvalidInput):
-    """A constellation preset by a name we do not know."""
+    """An unknown constellation preset."""
 
 
 class ValueTooLarge(InvalidInput):
@@ -27,11 +29,11 @@ class ValueTooLarge(InvalidInput):
 
 
 class MalformedPacket(SkyMemoryError, ValueError):
-    """Bytes that are not a packet of ours. Receivers count and drop; only parsers raise."""
+    """Bytes that are no SkyMemory packet. Receivers count and drop it; only parsers raise."""
 
 
 class LaterVersion(MalformedPacket):
-    """Bytes of ours in a version that only a later release reads: a miss, and not to be deleted or written over."""
+    """Data in the format of a later release: a miss, and not to be deleted or overwritten."""
 
 
 class CodecUnavailable(SkyMemoryError):
@@ -43,11 +45,11 @@ class MissingExtra(SkyMemoryError):
 
 
 class CacheMisuse(SkyMemoryError, ValueError):
-    """A cache was handed to a model with what it cannot serve; nothing was computed."""
+    """A cache was used with a model or input that it cannot serve; nothing was computed."""
 
 
 class UnsupportedModel(SkyMemoryError):
-    """A model whose cache we cannot store faithfully (hybrid, sliding-window, encoder-decoder …)."""
+    """A model whose cache cannot be stored faithfully (hybrid, sliding-window, encoder-decoder …)."""
 
 
 class ConstellationError(SkyMemoryError):
@@ -55,18 +57,33 @@ class ConstellationError(SkyMemoryError):
 
 
 class NoConstellation(ConstellationError):
-    """No constellation is running where we looked."""
+    """No constellation is running there."""
 
 
 class CommandsRefused(ConstellationError):
-    """Satellites answered that they do not take this computer's commands."""
+    """Satellites refuse this computer's commands."""
 
     def __init__(self, before: str = "") -> None:
         super().__init__(
-            f"{before}satellites refuse the commands of this computer: it has other keys than they (copy the key file "
-            "of their run directory here), or none, or its clock is more than 30 s from theirs"
+            f"{before}satellites refuse this computer's commands: its keys are not theirs (copy the key file of their "
+            "run directory here), or its clock differs from theirs by more than 30 s"
         )
 
 
 class WrongProcess(SkyMemoryError):
-    """A store, socket or manager that a fork has carried into another process than the one that opened it."""
+    """A store, socket or manager that a forked child uses, though its parent opened it."""
+
+
+def os_reason(error: OSError) -> str:
+    """What went wrong, without the error number."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def cannot_listen(address: str, error: OSError) -> str:
+    """The message where a listening address cannot be bound; one wording for all verbs."""
+    reasons = {
+        errno.EADDRINUSE: "the port is taken by another process: stop it, or choose another port",
+        errno.EADDRNOTAVAIL: "this computer has no such address",
+        errno.EACCES: "this port needs privileges: choose one from 1024 up",
+    }
+    return f"cannot listen at {address}: {reasons.get(error.errno or 0) or os_reason(error)}"

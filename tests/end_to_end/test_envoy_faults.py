@@ -110,8 +110,8 @@ def test_a_picker_that_is_killed_and_comes_back_is_asked_again(servers: Servers,
         at = f"127.0.0.1:{picker.port}"
         config = bootstrap(
             [
-                Entrance("closed", at, look_s=0.2),
-                Entrance("open", at, endpoints=servers.endpoints, fail_open=True, look_s=0.2),
+                Entrance("closed", at, health_s=0.2),
+                Entrance("open", at, endpoints=servers.endpoints, fail_open=True, health_s=0.2),
             ]
         )
         with running_envoy(config, tmp_path / "run") as envoy:
@@ -141,7 +141,7 @@ def _becomes(port: int, status: int, patience_s: float = 10.0) -> bool:
 @pytest.mark.slow
 def test_a_picker_that_hangs_is_given_up_in_time(servers: Servers, tmp_path: Path) -> None:
     with running_picker("--endpoint", servers.endpoints[0], *PLAIN) as picker:
-        entrance = Entrance("door", f"127.0.0.1:{picker.port}", look_s=0.2)
+        entrance = Entrance("door", f"127.0.0.1:{picker.port}", health_s=0.2)
         with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
             assert ask(envoy.ports["door"], "/v1/models").status == 200
             os.killpg(picker.process.pid, signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_a_port_that_is_taken_is_said_in_one_line() -> None:
         taken.listen()
         there = f"127.0.0.1:{taken.getsockname()[1]}"
         with (
-            pytest.raises(AssertionError, match=r"skymemory: cannot listen on .*is the port taken") as told,
+            pytest.raises(AssertionError, match=r"skymemory: cannot listen at .*the port is taken") as told,
             running_picker("--endpoint", "127.0.0.1:1", "--listen", there),
         ):
             pass

@@ -67,7 +67,7 @@ async def _changed_and_stopped(door: Door, other_engine: str) -> Load:
 
     # Another key: both hold until the old one is taken out.
     late = await asyncio.to_thread(new_key, door.key_file, "gold")
-    await until(lambda: sum("settings taken up" in line for line in door.process.said) >= 2)
+    await until(lambda: sum("settings applied" in line for line in door.process.said) >= 2)
     tables = door.key_file.read_text().split("[[keys]]")
     door.key_file.write_text("[[keys]]".join((tables[0], tables[2])))
     await until(lambda: load.statuses[401] > 0)

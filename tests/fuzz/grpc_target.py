@@ -10,7 +10,7 @@ from tests.fuzz.mutations import mutate
 from tests.router.envoy.exchanges import (
     GET,
     a_completion,
-    a_desk,
+    a_service,
     request_body,
     request_headers,
     response_body,
@@ -84,9 +84,9 @@ class GrpcTarget:
 
     def __init__(self) -> None:
         self._faults = 0
-        self._desk, book = a_desk(), HealthBook()
+        self._service, book = a_service(), HealthBook()
         book.set("readiness", SERVING)
-        methods = {**book.methods(), f"/{SERVICE}/Process": lambda answers: _Stream(self._desk, answers)}
+        methods = {**book.methods(), f"/{SERVICE}/Process": lambda answers: _Stream(self._service, answers)}
         self._door = Door(methods, _MOST_BYTES, 8, self._fault)
         self._connection = self._door.connect()
         self._transport: Any = _Transport()
@@ -107,13 +107,13 @@ class GrpcTarget:
             said = said[size:]
         http2 = self._connection.http2
         assert not self._faults
-        assert self._desk.streams <= len(http2) + len(self._connection._calls) <= 2 * 8
+        assert self._service.streams <= len(http2) + len(self._connection._calls) <= 2 * 8
         assert http2.waiting <= h.MAX_FRAME_BYTES + h.HEAD.size
         assert self._door.calls == len(self._connection._calls)
         self._left -= 1
         if not self._left or self._transport.closed:
             self._connection.connection_lost(None)
-            assert self._desk.streams == 0 and not any(server.in_flight for server in self._desk.picker.fleet)
+            assert self._service.streams == 0 and not any(server.in_flight for server in self._service.picker.fleet)
             self.__init__()  # type: ignore[misc]
 
     def _say(self, data: bytes) -> None:

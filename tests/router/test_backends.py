@@ -103,7 +103,7 @@ def test_who_leaves_finishes_what_it_has() -> None:
     backends.set([Backend("http://b:1", "b")])
     assert picker.fleet.servers["a"].draining and list(picker.fleet.servers) == ["a", "b"]
     picker.failed(decision, 1.0)
-    backends.let_go()
+    backends.remove_drained()
     assert list(picker.fleet.servers) == ["b"] and scorer.forgotten == ["a"]
 
 
@@ -120,7 +120,7 @@ def test_who_returns_before_it_left_stays_and_a_new_address_is_a_new_server() ->
 def test_without_checks_a_server_is_tried_again_after_a_while_and_the_last_is_never_ejected() -> None:
     backends, picker, scorer = some("a", "b", failures=2, are_checked=False)
     ejected: list[str] = []
-    backends.ejected = ejected.append
+    backends.on_ejected = ejected.append
     a, b = picker.fleet
     assert not backends.failed("a", "x", 0.0)
     backends.answered("a")
@@ -140,7 +140,7 @@ def test_without_checks_a_server_is_tried_again_after_a_while_and_the_last_is_ne
 def test_who_comes_and_who_leaves_is_told_and_who_stays_keeps_what_is_known() -> None:
     backends, picker, scorer = some()
     left: list[str] = []
-    backends.left = left.append
+    backends.on_removed = left.append
     assert backends.set([Backend("http://a:1", "a"), Backend("http://b:1", "b")]) == (["a", "b"], [])
     picker.fleet.servers["b"].in_flight = 4
     assert backends.set([Backend("http://b:1", "b", drain=True), Backend("http://c:1", "c")]) == (["c"], ["a"])

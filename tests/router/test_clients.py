@@ -7,7 +7,7 @@ import math
 import pytest
 
 from skymemory.conductor.admission.base import Slo
-from skymemory.router.bad_request import BadRequest
+from skymemory.router.api_error import ApiError
 from skymemory.router.clients import Clients, promised
 
 
@@ -38,6 +38,6 @@ def test_a_request_names_its_own_promises_in_milliseconds() -> None:
 
 @pytest.mark.parametrize("said", ["soon", "-1", "nan", "inf", "", "1e999"])
 def test_a_promise_that_is_no_time_is_the_clients_mistake(said: str) -> None:
-    with pytest.raises(BadRequest, match="x-slo-ttft-ms") as caught:
+    with pytest.raises(ApiError, match="x-slo-ttft-ms") as caught:
         promised({"x-slo-ttft-ms": said})
     assert caught.value.status == 400

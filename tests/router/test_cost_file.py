@@ -13,7 +13,7 @@ from skymemory.conductor.strategies.estimates import GivenSpeeds
 from skymemory.conductor.strategies.least_ttft import LeastTtft
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.errors import InvalidInput
-from skymemory.router.prefix_state import Knowledge
+from skymemory.router.prefix_state import PrefixState
 from skymemory.router.settings import settings_from
 
 BACKENDS = {"backends": [{"url": "http://127.0.0.1:1"}]}
@@ -30,13 +30,13 @@ def test_the_router_takes_its_seconds_from_the_file(tmp_path: Path, options: dic
     """Whichever index it has. Without a file it learns: the first estimate is another."""
     prompts = {"tokenizer": str(SMALL_MODEL_FOLDER)}
     settings = settings_from({**BACKENDS, "cost": a_file(tmp_path), "options": options, "prompts": prompts})
-    scorer = Knowledge(settings, Fleet()).scorer
+    scorer = PrefixState(settings, Fleet()).scorer
     assert isinstance(scorer, LeastTtft) and isinstance(scorer.speeds, GivenSpeeds)
     assert scorer.speeds.prefills_s((0,), 8000, (4000,)) == [LLAMA_70B_8xA800.prefill_s(8000, 4000)]
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="'random' does not count in seconds"):
-        Knowledge(settings_from({**BACKENDS, "cost": a_file(tmp_path), "strategy": "random"}), Fleet())
+    with pytest.raises(InvalidInput, match="'random' does not estimate seconds"):
+        PrefixState(settings_from({**BACKENDS, "cost": a_file(tmp_path), "strategy": "random"}), Fleet())
     with pytest.raises(InvalidInput, match=r"nowhere\.json: No such file"):
-        Knowledge(settings_from({**BACKENDS, "cost": str(tmp_path / "nowhere.json")}), Fleet())
+        PrefixState(settings_from({**BACKENDS, "cost": str(tmp_path / "nowhere.json")}), Fleet())

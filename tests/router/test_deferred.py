@@ -6,57 +6,56 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from tests.router.envoy.exchanges import a_completion, a_desk, header_destination, request_body, request_headers
+from tests.router.envoy.exchanges import a_completion, a_service, header_destination, request_body, request_headers
 from tests.router.envoy.test_ext_proc_server import a_call, with_server
 
 from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
-from skymemory.router.deferred import Afterwards
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.grpc.door import Connection
 from skymemory.router.envoy.picker_service import NO_PROMPT
-from skymemory.router.request_account import RequestAccount
+from skymemory.router.request_account import DeferredWork, RequestAccount
 
 
 def test_it_is_done_at_once_or_when_answers_are_out_and_in_order() -> None:
     done, soon, faults = list[int](), list[Callable[[], None]](), list[int]()
-    after = Afterwards(lambda: faults.append(1))
-    after.do(lambda: done.append(1))
+    deferred = DeferredWork(lambda: faults.append(1))
+    deferred.run(lambda: done.append(1))
     assert done == [1]
-    after.when = soon.append
-    after.do(lambda: done.append(2))
-    after.do(lambda: [][0])
-    after.do(lambda: done.append(3))
+    deferred.schedule = soon.append
+    deferred.run(lambda: done.append(2))
+    deferred.run(lambda: [][0])
+    deferred.run(lambda: done.append(3))
     assert done == [1] and len(soon) == 1
     soon.pop()()
     assert done == [1, 2, 3] and faults == [1]
-    after.do(lambda: done.append(4))
-    after.settle()
+    deferred.run(lambda: done.append(4))
+    deferred.flush()
     soon.pop()()
     assert done == [1, 2, 3, 4]
 
 
 def test_accounts_are_kept_before_the_next_pick_looks_at_them() -> None:
-    desk = a_desk()
+    service = a_service()
     soon: list[Callable[[], None]] = []
-    desk.after.when = soon.append
-    first = desk.choose(NO_PROMPT, None, 0.0)
-    server = desk.picker.fleet.servers[first.prefill.server]
-    account = RequestAccount(desk.scheduler, first, 0.0, desk.after)
+    service.deferred.schedule = soon.append
+    first = service.choose(NO_PROMPT, None, 0.0)
+    server = service.picker.fleet.servers[first.prefill.server]
+    account = RequestAccount(service.scheduler, first, 0.0, service.deferred)
     assert server.in_flight == 0
-    desk.must_wait(NO_PROMPT, None, 0.0)
+    service.must_wait(NO_PROMPT, None, 0.0)
     assert server.in_flight == 1
     account.served_by("10.0.0.2:8000", 0.1)
     account.ended(0.2, None)
     account.close(0.3)
-    desk.after.settle()
-    assert {server.in_flight for server in desk.picker.fleet} == {0}
+    service.deferred.flush()
+    assert {server.in_flight for server in service.picker.fleet} == {0}
 
 
 def test_no_answer_waits_for_what_is_learnt_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    desk, flush = a_desk(), Connection.flush
+    service, flush = a_service(), Connection.flush
 
     class Learner(RoundRobin):
         def routed(self, request: Request, server: Server, now_s: float) -> None:
@@ -75,6 +74,6 @@ def test_no_answer_waits_for_what_is_learnt_from_it(monkeypatch: pytest.MonkeyPa
             assert header_destination(await call.read())
 
     monkeypatch.setattr(Connection, "flush", watched)
-    desk.picker.scorer = Learner()
-    with_server(test, desk)
+    service.picker.scorer = Learner()
+    with_server(test, service)
     assert order == ["answered", "learnt"]

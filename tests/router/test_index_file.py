@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_used_says_why_and_leaves_an_empty_index(tmp_path:
         assert fresh.blocks_of(0) == 0
     with pytest.raises(InvalidInput, match="cannot be read"):
         load_index(tmp_path, index, KIND, {"a": 0})
-    with pytest.raises(InvalidInput, match="cannot be kept"):
+    with pytest.raises(InvalidInput, match="cannot be saved"):
         save_index(tmp_path / "nowhere" / "index", index, KIND, {"a": 0})
 
 

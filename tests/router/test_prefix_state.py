@@ -19,7 +19,7 @@ from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.errors import InvalidInput
 from skymemory.router import prefix_state
-from skymemory.router.prefix_state import Knowledge, kind_of_blocks
+from skymemory.router.prefix_state import PrefixState, kind_of_blocks
 from skymemory.router.settings import settings_from
 
 Run = Callable[..., Running]
@@ -99,7 +99,7 @@ def test_what_is_known_is_written_while_it_runs(loop: Loop, tmp_path: Path, monk
         until(lambda: state.stat().st_size > empty)
         state.unlink()
         state.mkdir()
-        until(lambda: "cannot be kept" in str(running.ask("GET", "/ready").json["reasons"]))
+        until(lambda: "cannot be saved" in str(running.ask("GET", "/ready").json["reasons"]))
         assert running.ask("GET", "/ready").status == 200
         state.rmdir()
         until(lambda: running.ask("GET", "/ready").json["reasons"] == [])
@@ -118,7 +118,7 @@ def test_places_of_blocks_are_another_routers_secret(strategy: str, monkeypatch:
 
     monkeypatch.setattr(prefix_state, "ApproximatePrefixIndex", Index)
     for _ in range(2):
-        made = Knowledge(settings_from({"strategy": strategy, "options": {"blocks_per_server": 77}}), Fleet())
+        made = PrefixState(settings_from({"strategy": strategy, "options": {"blocks_per_server": 77}}), Fleet())
         assert isinstance(made._index, Index) and made._index.capacity_of(0) == 77
     assert len(set(secrets)) == 2 and all(secret & 1 for secret in secrets)
 
@@ -127,7 +127,7 @@ def test_places_of_blocks_are_another_routers_secret(strategy: str, monkeypatch:
 def test_so_are_those_of_blocks_that_engines_tell_of(strategy: str, options: dict[str, Any]) -> None:
     tokenizer = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
     settings = settings_from({"strategy": strategy, "options": options, "prompts": {"tokenizer": str(tokenizer)}})
-    indices = [Knowledge(settings, Fleet(), None).scorer.index for _ in range(2)]  # type: ignore[attr-defined]
+    indices = [PrefixState(settings, Fleet(), None).scorer.index for _ in range(2)]  # type: ignore[attr-defined]
     assert all(isinstance(index, PreciseIndex) and index.block_tokens == 16 for index in indices)
     assert indices[0].secret != indices[1].secret and all(index.secret & 1 for index in indices)
 
@@ -149,15 +149,15 @@ def test_blocks_of_another_kind_are_another_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"strategy": "least-load", "state": "x"}, "nothing that could be kept"),
-        ({"strategy": "least-load", "replicas": {"redis": "redis://a"}}, "nothing to share"),
+        ({"strategy": "least-load", "state": "x"}, "no index that can be kept"),
+        ({"strategy": "least-load", "replicas": {"redis": "redis://a"}}, "no index to share"),
         ({"strategy": "aproximate"}, "did you mean 'approximate'"),
-        ({"strategy": "precise", "replicas": {"redis": "redis://a"}}, "nothing to share"),
+        ({"strategy": "precise", "replicas": {"redis": "redis://a"}}, "no index to share"),
     ],
 )
 def test_what_does_not_go_together_is_said(table: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says.replace("(", r"\(")):
-        Knowledge(settings_from(table), Fleet())
+        PrefixState(settings_from(table), Fleet())
 
 
 def test_a_file_that_a_later_release_wrote_stays_as_it_is(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_file_that_a_later_release_wrote_stays_as_it_is(tmp_path: Path) -> Non
     before = path.read_bytes()
 
     async def live() -> list[str]:
-        known = Knowledge(settings_from({"strategy": "approximate", "state": str(path)}), Fleet())
+        known = PrefixState(settings_from({"strategy": "approximate", "state": str(path)}), Fleet())
         await known.start()
         await known._save()
         troubles = known.troubles()
@@ -174,5 +174,5 @@ def test_a_file_that_a_later_release_wrote_stays_as_it_is(tmp_path: Path) -> Non
         return troubles
 
     (trouble,) = asyncio.run(live())
-    assert "version 2" in trouble and "stays as it is" in trouble
+    assert "version 2" in trouble and "is not overwritten" in trouble
     assert path.read_bytes() == before

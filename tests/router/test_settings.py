@@ -77,7 +77,7 @@ def test_every_setting_has_a_key_and_a_sentence() -> None:
     ("table", "says"),
     [
         ({"backend": []}, "did you mean 'backends'"),
-        ({"limits": {"max_boby": 1}}, "limits: max_boby: there is no such setting; did you mean 'max_body'"),
+        ({"limits": {"max_boby": 1}}, "limits: max_boby: unknown setting; did you mean 'max_body'"),
         ({"limits": {"max_body": "many"}}, "limits: max_body: 'many' is not a size"),
         ({"limits": {"max_in_flight": True}}, "expected a whole number"),
         ({"limits": {"max_in_flight": 0}}, "above 0"),
@@ -93,9 +93,9 @@ def test_every_setting_has_a_key_and_a_sentence() -> None:
         ({"health": {"every": 0}}, "must be above 0"),
         (
             {"replicas": {"listen": ":7400"}},
-            "replicas: listen: there is no such setting any more; routers share through",
+            "replicas: listen: this setting was removed; routers share through",
         ),
-        ({"replicas": {"peers": ["a:1"]}}, "any more; routers share through Redis now: redis = 'redis://"),
+        ({"replicas": {"peers": ["a:1"]}}, "removed; routers share through Redis now: redis = 'redis://"),
     ],
 )
 def test_what_is_wrong_is_named(table: dict[str, object], says: str) -> None:

@@ -1,7 +1,7 @@
-"""Who is let in by a proxy: the rule of its settings, what is promised, and how a refusal is told.
+"""Admission at the router's doors: the rule that the settings name, and the 429 of a refused request.
 
-The servers behind a proxy prefill and decode, so what is known of a request is the estimate of its first token at the
-server it would go to. What is promised between tokens cannot be estimated; it is measured, and counted.
+Servers behind the router prefill and decode, so a rule judges a request by the estimated time to its first token at
+the chosen server. The promised time between tokens cannot be estimated beforehand; it is measured and counted.
 """
 
 from __future__ import annotations
@@ -11,42 +11,39 @@ import math
 
 from skymemory.conductor.admission.base import Admission, AdmitAll, Probing, Refusal, Slo
 from skymemory.conductor.admission.named import FAIR, admission
-from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.named import DEFAULT, ESTIMATES
 from skymemory.errors import InvalidInput
-from skymemory.router.bad_request import BadRequest
+from skymemory.router.api_error import ApiError
 from skymemory.router.prompts.reader import slo_of
 from skymemory.router.settings import Settings
 
 CODE = "overloaded"
-"""Of an error's body, where OpenAI's clients look for what kind of 429 it is."""
+"""``code`` of the error body: distinguishes this 429 from an exceeded quota."""
+
+DECISION_HEADER = "x-skymemory-decision"
+"""A client sends it with any value to get the routing decision, as JSON, in the same header of the response."""
 
 PROBE_S = 10.0
-"""When nobody was let in for so long, the next one is: speeds are learnt from those who are served."""
+"""After so long without an admitted request the next is admitted: speeds are learned only from served requests."""
 
 
-class TurnedAway(BadRequest):
-    """A request that is not let in: 429."""
+class Overloaded(ApiError):
+    """429: the admission rule or the queue refuses the request."""
 
-    def __init__(self, request: Request, refusal: Refusal) -> None:
-        super().__init__(429, f"overloaded: {refusal.reason}; try again later", code=CODE)
-        self.request = request
+    def __init__(self, refusal: Refusal) -> None:
+        retry_after_s = max(1, math.ceil(min(refusal.retry_after_s, 3600.0)))
+        message = f"overloaded: {refusal.reason}; try again later"
+        super().__init__(429, message, code=CODE, retry_after_s=retry_after_s)
         self.refusal = refusal
 
-    @property
-    def retry_after_s(self) -> int:
-        return max(1, math.ceil(min(self.refusal.retry_after_s, 3600.0)))
-
     def as_header(self) -> str:
-        """For the header that tells decisions; nothing of the prompt is in it."""
+        """Value of the decision header: JSON, without any of the prompt."""
         refusal = self.refusal
         return json.dumps({"refused": refusal.kind, "reason": refusal.reason, "retry_after_s": self.retry_after_s})
 
 
-def kept(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> str:
-    """What became of a promise, by an answer of so many ``tokens`` (None: it does not say) that took ``took_s`` in
-    all: "kept", "late" (its first token) or "slow" (the others).
-    """
+def slo_outcome(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> str:
+    """How a response of ``tokens`` (None: unknown) met its promise: "kept", "late" (first token), "slow" (others)."""
     if ttft_s > slo.ttft_s:
         return "late"
     if tokens is not None and tokens > 1 and (took_s - ttft_s) / (tokens - 1) > slo.tbt_s:
@@ -55,25 +52,28 @@ def kept(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> str:
 
 
 def rule_of(settings: Settings) -> Admission:
-    """
+    """The admission rule of the settings.
+
     Raises:
-        InvalidInput: there is no such rule or option, nothing is promised, or the strategy does not estimate when a
-            first token will come.
+        InvalidInput: an unknown rule or option, no promised time, or a strategy that does not estimate the time to
+            the first token.
     """
-    said = settings.admission
-    if said.rule == "all" and not said.fair and not said.options:
+    chosen = settings.admission
+    if chosen.rule == "all" and not chosen.fair and not chosen.options:
         return AdmitAll()
-    if said.rule.endswith(FAIR):
-        raise InvalidInput(f"admission: for rule {said.rule!r} say {said.rule.removesuffix(FAIR)!r}, and `fair = true`")
-    name = said.rule + (FAIR if said.fair else "")
-    slo = slo_of(said)
-    rule = admission(name, slo or Slo(1.0, 1.0), **said.options)
+    if chosen.rule.endswith(FAIR):
+        raise InvalidInput(
+            f"admission: instead of rule {chosen.rule!r} set rule {chosen.rule.removesuffix(FAIR)!r} and `fair = true`"
+        )
+    name = chosen.rule + (FAIR if chosen.fair else "")
+    slo = slo_of(chosen)
+    rule = admission(name, slo or Slo(1.0, 1.0), **chosen.options)
     if slo is None:
-        raise InvalidInput(f"admission: rule {name!r} needs `ttft`, the time to the first token that is promised")
+        raise InvalidInput(f"admission: rule {name!r} needs `ttft`, the promised time to the first token")
     strategy = settings.strategy or DEFAULT
     if strategy not in ESTIMATES:
         raise InvalidInput(
-            f"admission: rule {name!r} goes by the estimated time to the first token, and strategy {strategy!r} "
+            f"admission: rule {name!r} needs the estimated time to the first token, and strategy {strategy!r} "
             f"estimates none; strategies that do: {', '.join(ESTIMATES)}"
         )
     return Probing(rule, PROBE_S)

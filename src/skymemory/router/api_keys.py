@@ -1,26 +1,25 @@
-"""Who may come in at the HTTP door: API keys, the tenants they belong to, and how much a tenant may have.
+"""API keys of the HTTP proxy, the tenants they belong to, and the tenants' quotas.
 
-A file in TOML says it::
+They are in a TOML file::
 
-    [tenants.gold]                 # every tenant that a key belongs to has a table, even an empty one
+    [tenants.gold]                 # required for every tenant with a key, even if empty
     requests_per_minute = 600
-    tokens_per_minute = 200_000    # of prompts and answers
+    tokens_per_minute = 200_000    # of prompts and responses
     max_in_flight = 16
     priority = 2
     weight = 3.0
 
-    [[keys]]                       # as many as there are clients; `skymemory keys api FILE TENANT` adds one
+    [[keys]]                       # one per client; `skymemory keys api FILE TENANT` adds one
     tenant = "gold"
-    sha256 = "…"                   # of the key; the key itself stands nowhere
+    sha256 = "…"                   # of the key; the key itself is stored nowhere
     note = "laptop of the evaluation team"
 
-Keys are 32 random bytes, so a plain hash hides them: there is nothing to guess that a slow one would make dear. A key
-is found by its hash in a table. How long that takes tells nothing of other keys, for whoever sends one cannot choose
-what it hashes to; so no comparison has to take its time.
+Keys are 32 random bytes, so a plain hash protects them: a slow one only helps against guessing. The hash is looked up
+in a table; its timing reveals nothing of other keys, since a sender cannot choose what a key hashes to.
 
-Quotas are token buckets that hold a minute's worth and fill evenly. A request takes one from the first and what it is
-estimated to need from the second, which is put right when it has ended: a bucket may then owe. A request that is
-refused takes nothing. What is said of it is what OpenAI's API says, in words and headers that its clients act upon.
+Quotas are token buckets that hold one minute's worth and fill evenly. A request takes one from the bucket of requests
+and its estimated tokens from the bucket of tokens, which is corrected at its end and may then be negative. A refused
+request takes nothing, and gets OpenAI's error text and headers, which clients act upon.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from types import MappingProxyType
 from typing import Any
 
 from skymemory.config import suggestion
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, os_reason
 from skymemory.files import read_bounded
-from skymemory.router.bad_request import BadRequest
+from skymemory.router.api_error import ApiError
 from skymemory.router.clients import MOST_PRIORITY
 from skymemory.router.setting_values import integer, positive, setting, text, whole
 from skymemory.router.settings import filled
@@ -49,7 +48,7 @@ KEY_PREFIX = "sk-sky-"
 SECRET_BYTES = 32
 MINUTE_S = 60.0
 _ROUNDING = 1e-6
-"""Who comes when he was told to must not be told to come again."""
+"""A client that retries exactly when it was told to must not be refused for a rounding error."""
 _TABLES = ("tenants", "keys")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -58,13 +57,13 @@ _HEADING = re.compile(r"\s*\[{1,2}\s*([^\]#]+?)\s*\]{1,2}\s*(#.*)?$")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who pays, and what he may have. A limit of 0 is none."""
+    """A tenant and its quota. A limit of 0 is none."""
 
     name: str = ""
     requests_per_minute: int = setting("requests_per_minute", whole, 0, "requests in a minute; 0: any number")
-    tokens_per_minute: int = setting("tokens_per_minute", whole, 0, "tokens of prompts and answers; 0: any number")
+    tokens_per_minute: int = setting("tokens_per_minute", whole, 0, "tokens of prompts and responses; 0: any number")
     max_in_flight: int = setting("max_in_flight", whole, 0, "requests at once; 0: any number")
-    priority: int = setting("priority", integer, 0, "how urgent its requests are, the higher the more")
+    priority: int = setting("priority", integer, 0, "of its requests; higher goes first")
     weight: float = setting("weight", positive, 1.0, "its share beside other tenants")
 
     def __post_init__(self) -> None:
@@ -74,26 +73,26 @@ class Tenant:
 
 def _digest(value: object) -> bytes:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        # It is not repeated: it may be a key that somebody took for what belongs here.
+        # The value is not repeated: it may be the key itself, written here by mistake.
         raise InvalidInput("expected the key's SHA-256, 64 hexadecimal digits, and not the key itself")
     return bytes.fromhex(value)
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    tenant: str = setting("tenant", text, "", "whose key it is")
+    tenant: str = setting("tenant", text, "", "owner of the key")
     digest: bytes = setting("sha256", _digest, b"", "of the key")
-    note: str = setting("note", text, "", "for who reads the file")
+    note: str = setting("note", text, "", "for readers of the file")
 
     def __post_init__(self) -> None:
         for name, value in (("tenant", self.tenant), ("sha256", self.digest)):
             if not value:
-                raise InvalidInput(f"it has no `{name}`")
+                raise InvalidInput(f"`{name}` is missing")
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """What a file of keys says."""
+    """Content of a file of keys."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     keys: Mapping[bytes, Tenant] = field(default_factory=dict, repr=False)
@@ -101,85 +100,85 @@ class KeyFile:
 
     @property
     def weights(self) -> dict[str, float]:
-        """As fairness and the queue take them."""
+        """Of tenants, for fairness and the queue."""
         return {name: tenant.weight for name, tenant in self.tenants.items()}
 
 
 def read_api_keys(file: Path) -> KeyFile:
     """
     Raises:
-        InvalidInput: it cannot be read, or says what cannot be meant; where it stands, and never a key.
+        InvalidInput: an unreadable or invalid file; the message has the place, and never a key.
     """
     try:
         return api_keys_from(read_bounded(file).decode("utf-8"))
     except OSError as error:
-        raise InvalidInput(f"{file}: it cannot be read: {error.strerror}") from error
+        raise InvalidInput(f"{file}: cannot be read: {os_reason(error)}") from error
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{file}: it is not UTF-8") from error
+        raise InvalidInput(f"{file}: no UTF-8") from error
     except InvalidInput as error:
         raise InvalidInput(f"{file}: {error}") from None
 
 
-def api_keys_from(said: str) -> KeyFile:
+def api_keys_from(source: str) -> KeyFile:
     """
     Raises:
-        InvalidInput: with the line, as far as that can be told.
+        InvalidInput: with the line, where it can be found.
     """
     try:
-        table = tomllib.loads(said)
+        table = tomllib.loads(source)
     except tomllib.TOMLDecodeError as error:
-        raise InvalidInput(f"it is not TOML: {error}") from None
+        raise InvalidInput(f"invalid TOML: {error}") from None
     for name in table:
         if name not in _TABLES:
-            raise InvalidInput(f"{_line(said, name)}{name}: there is no such table; {suggestion(name, _TABLES)}")
+            raise InvalidInput(f"{_line(source, name)}{name}: unknown table; {suggestion(name, _TABLES)}")
     tenants: dict[str, Tenant] = {}
     for name, quota in _table(table.get("tenants", {})).items():
-        where = f"{_line(said, f'tenants.{name}')}tenants.{name}"
+        where = f"{_line(source, f'tenants.{name}')}tenants.{name}"
         if not _TENANT.fullmatch(name):
-            raise InvalidInput(f"{where}: a name has letters, digits and `.`, `_`, `-`, at most 64")
+            raise InvalidInput(f"{where}: expected a name of at most 64 letters, digits, `.`, `_` and `-`")
         tenants[name] = filled(Tenant, _table(quota, where), where, name=name)
     keys: dict[bytes, Tenant] = {}
     listed = table.get("keys", [])
     if not isinstance(listed, list):
-        raise InvalidInput(f"{_line(said, 'keys')}keys: expected [[keys]] tables, one for each")
+        raise InvalidInput(f"{_line(source, 'keys')}keys: expected [[keys]] tables, one for each")
     for at, each in enumerate(listed):
-        where = f"{_line(said, 'keys', at)}keys, number {at + 1}"
+        where = f"{_line(source, 'keys', at)}keys, number {at + 1}"
         key = filled(_Key, _table(each, where), where)
         if key.tenant not in tenants:
-            raise InvalidInput(f"{where}: there is no tenant {key.tenant!r}; {suggestion(key.tenant, tenants)}")
+            raise InvalidInput(f"{where}: unknown tenant {key.tenant!r}; {suggestion(key.tenant, tenants)}")
         if key.digest in keys:
-            raise InvalidInput(f"{where}: the same key stands above")
+            raise InvalidInput(f"{where}: the file has this key twice")
         keys[key.digest] = tenants[key.tenant]
     return KeyFile(tenants, keys)
 
 
 def new_key(secret: bytes) -> str:
-    """A key out of ``SECRET_BYTES`` random ones."""
+    """A key made of ``SECRET_BYTES`` random bytes."""
     if len(secret) != SECRET_BYTES:
-        raise InvalidInput(f"a key is made of {SECRET_BYTES} random bytes, not of {len(secret)}")
+        raise InvalidInput(f"a key needs {SECRET_BYTES} random bytes, got {len(secret)}")
     return KEY_PREFIX + base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
 
 
-def with_key(said: str, tenant: str, key: str, note: str = "") -> str:
-    """The text of a file of keys with one more, and with its tenant if it is new there. All else stays as it stands.
+def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
+    """The text of a file of keys with one more key, and with its tenant if that is new. All else is unchanged.
 
     Raises:
-        InvalidInput: the file says what cannot be meant, or the tenant's name is none.
+        InvalidInput: an invalid file, or an invalid name of a tenant.
     """
-    known = api_keys_from(said).tenants
-    added = "" if not said or said.endswith("\n") else "\n"
+    known = api_keys_from(source).tenants
+    added = "" if not source or source.endswith("\n") else "\n"
     if tenant not in known:
         added += f"\n[tenants.{tenant if re.fullmatch('[A-Za-z0-9_-]+', tenant) else _quoted(tenant)}]\n"
     added += f'\n[[keys]]\ntenant = {_quoted(tenant)}\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
     if note:
         added += f"note = {_quoted(note)}\n"
-    api_keys_from(said + added)
-    return said + added
+    api_keys_from(source + added)
+    return source + added
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """So many a minute; ``level`` of them can be had now. Below 0 it owes."""
+    """A token bucket of ``limit`` per minute; ``level`` is available now, and may be negative."""
 
     limit: int
     level: float
@@ -191,19 +190,19 @@ class _Bucket:
             self.at_s = now_s
         return self.level
 
-    def has_in_s(self, amount: float) -> float:
-        """Seconds until it has ``amount``; 0: now."""
+    def wait_s(self, amount: float) -> float:
+        """Seconds until ``amount`` is available."""
         return max(0.0, amount - self.level) * MINUTE_S / self.limit
 
-    def limited_to(self, limit: int) -> None:
-        """Another limit. What was had stays had."""
+    def set_limit(self, limit: int) -> None:
+        """Change the limit; what was taken stays taken."""
         self.level = max(min(self.level, 0.0), self.level + limit - self.limit)
         self.limit = limit
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """What a tenant has had."""
+    """A tenant's use of its quota."""
 
     tenant: Tenant
     in_flight: int = 0
@@ -212,19 +211,19 @@ class _Account:
 
 
 @dataclass(slots=True, eq=False)
-class Entered:
-    """A request that was let in, until ``left``."""
+class QuotaLease:
+    """A request's part of its tenant's quota, from ``acquire`` to ``release``."""
 
     tenant: Tenant
     headers: Mapping[str, str]
-    """``x-ratelimit-…``, for its answer; empty where the tenant has no quota."""
+    """``x-ratelimit-…`` of its response; empty without a quota."""
     _account: _Account = field(repr=False)
     _tokens: float = field(repr=False)
-    _inside: bool = field(default=True, repr=False)
+    _held: bool = field(default=True, repr=False)
 
 
-class QuotaExceeded(BadRequest):
-    """429 as OpenAI's API answers it; ``kind`` says of what there was too much, ``requests`` or ``tokens``."""
+class QuotaExceeded(ApiError):
+    """429 in OpenAI's form; ``kind`` is the exceeded limit, ``requests`` or ``tokens``."""
 
     def __init__(self, message: str, kind: str, tenant: Tenant, headers: Mapping[str, str]) -> None:
         super().__init__(429, message, code="rate_limit_exceeded", kind=kind)
@@ -233,14 +232,14 @@ class QuotaExceeded(BadRequest):
         """``Retry-After`` and ``retry-after-ms``, or ``x-should-retry: false``; and ``x-ratelimit-…``."""
 
 
-class NoKey(BadRequest):
-    """401: no key, or one that nobody has."""
+class NoKey(ApiError):
+    """401: no key, or an unknown one."""
 
     headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
 class ApiKeys:
-    """The keys in force, and what every tenant has had. Not for several threads at once; ``now_s`` never runs back."""
+    """The keys in force, and each tenant's use of its quota. Not thread-safe; ``now_s`` never decreases."""
 
     def __init__(self, file: KeyFile) -> None:
         self._file = file
@@ -251,8 +250,7 @@ class ApiKeys:
         return self._file.weights
 
     def replace(self, file: KeyFile, now_s: float) -> None:
-        """Other keys and quotas. What a tenant has had, and what is under way, stays; of tenants that are no longer
-        there nothing does."""
+        """Change keys and quotas. Tenants in both files keep their use of them."""
         self._file = file
         kept = {name: account for name, account in self._accounts.items() if name in file.tenants}
         for name, account in kept.items():
@@ -262,23 +260,23 @@ class ApiKeys:
         self._accounts = kept
 
     def tenant_of(self, authorization: str | None) -> Tenant:
-        """Whose key a header ``Authorization`` has.
+        """The tenant of the key in an ``Authorization`` header.
 
         Raises:
-            NoKey: 401, it has none that is known.
+            NoKey: 401, no key or an unknown one.
         """
         scheme, _, key = (authorization or "").strip().partition(" ")
         key = key.strip()
         if scheme.lower() != "bearer" or not key:
-            raise NoKey(401, "no API key came with the request; send it in the header `Authorization: Bearer KEY`")
+            raise NoKey(401, "the request has no API key; send one in the header `Authorization: Bearer KEY`")
         tenant = self._file.keys.get(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest())
         if tenant is None:
-            # The first words are OpenAI's: litellm tells a wrong key from a wrong request by them.
-            raise NoKey(401, "Incorrect API key provided: it is none that is known here; it may have been retired")
+            # The first words are OpenAI's: by them litellm recognises a wrong key.
+            raise NoKey(401, "Incorrect API key provided: it is unknown here, or has been revoked")
         return tenant
 
-    def enter(self, tenant: Tenant, tokens: float, now_s: float) -> Entered:
-        """Let a request in that is estimated to need ``tokens``, of prompt and answer.
+    def acquire(self, tenant: Tenant, tokens: float, now_s: float) -> QuotaLease:
+        """Take a request's part of the quota; ``tokens``: its estimated prompt and response.
 
         Raises:
             QuotaExceeded: 429, and nothing was taken.
@@ -290,24 +288,24 @@ class ApiKeys:
         if bucket is not None and bucket.filled(now_s) < tokens - _ROUNDING:
             raise self._too_much(account, "tokens", bucket, tokens, now_s)
         if tenant.max_in_flight and account.in_flight >= tenant.max_in_flight:
-            words = f"{account.in_flight} requests of {tenant.name} are under way, as many as may be at once"
-            raise QuotaExceeded(words, "requests", tenant, {**_come_again(1.0), **_figures(account, now_s)})
+            words = f"{account.in_flight} requests of {tenant.name} are in flight, its limit"
+            raise QuotaExceeded(words, "requests", tenant, {**_retry_headers(1.0), **_quota_headers(account, now_s)})
         if requests is not None:
             requests.level -= 1
         if bucket is not None:
             bucket.level -= tokens
         account.in_flight += 1
-        return Entered(tenant, _figures(account, now_s), account, tokens)
+        return QuotaLease(tenant, _quota_headers(account, now_s), account, tokens)
 
-    def left(self, entered: Entered, tokens: float | None, now_s: float) -> None:
-        """It has ended, and took ``tokens``. None: nobody said, and what was estimated counts. Twice counts once."""
-        if not entered._inside:
+    def release(self, lease: QuotaLease, tokens: float | None, now_s: float) -> None:
+        """The request has ended, and took ``tokens`` (None: unknown, the estimate stands). Idempotent."""
+        if not lease._held:
             return
-        entered._inside = False
-        account = entered._account
+        lease._held = False
+        account = lease._account
         account.in_flight -= 1
         if tokens is not None and account.tokens is not None:
-            level = account.tokens.filled(now_s) + entered._tokens - tokens
+            level = account.tokens.filled(now_s) + lease._tokens - tokens
             account.tokens.level = min(float(account.tokens.limit), level)
 
     def _account(self, tenant: Tenant, now_s: float) -> _Account:
@@ -326,19 +324,21 @@ class ApiKeys:
         if wanted > limit:
             words = (
                 f"Request too large for {name} on {kind} per min ({short}): Limit {limit}, Requested {wanted:.0f}. "
-                "The prompt or the answer asked for must be shorter."
+                "Shorten the prompt or the maximum output."
             )
-            return QuotaExceeded(words, kind, account.tenant, {"x-should-retry": "false", **_figures(account, now_s)})
-        wait_s = bucket.has_in_s(wanted)
+            headers = {"x-should-retry": "false", **_quota_headers(account, now_s)}
+            return QuotaExceeded(words, kind, account.tenant, headers)
+        wait_s = bucket.wait_s(wanted)
         words = (
             f"Rate limit reached for {name} on {kind} per min ({short}): Limit {limit}, "
             f"Used {limit - bucket.level:.0f}, Requested {wanted:.0f}. Please try again in {as_duration(wait_s)}."
         )
-        return QuotaExceeded(words, kind, account.tenant, {**_come_again(wait_s), **_figures(account, now_s)})
+        headers = {**_retry_headers(wait_s), **_quota_headers(account, now_s)}
+        return QuotaExceeded(words, kind, account.tenant, headers)
 
 
 def as_duration(seconds: float) -> str:
-    """``6m0s``, ``1.25s``, ``20ms``: as OpenAI's headers have it. Never too short."""
+    """``6m0s``, ``1.25s``, ``20ms``, as in OpenAI's headers; rounded up."""
     milliseconds = math.ceil(round(seconds * 1000, 6))
     if milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -347,18 +347,18 @@ def as_duration(seconds: float) -> str:
     return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest / 1000:g}s"
 
 
-def _come_again(wait_s: float) -> dict[str, str]:
+def _retry_headers(wait_s: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(math.ceil(wait_s * 1000))}
 
 
-def _figures(account: _Account, now_s: float) -> dict[str, str]:
-    """Limit, what is left of it, and when all of it is there again."""
+def _quota_headers(account: _Account, now_s: float) -> dict[str, str]:
+    """Each limit, what is left of it, and the time until it is full again."""
     headers: dict[str, str] = {}
     for kind, bucket in (("requests", account.requests), ("tokens", account.tokens)):
         if bucket is not None:
             headers[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
             headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.filled(now_s))))
-            headers[f"x-ratelimit-reset-{kind}"] = as_duration(bucket.has_in_s(bucket.limit))
+            headers[f"x-ratelimit-reset-{kind}"] = as_duration(bucket.wait_s(bucket.limit))
     return headers
 
 
@@ -368,7 +368,7 @@ def _changed(bucket: _Bucket | None, limit: int, now_s: float) -> _Bucket | None
     if bucket is None:
         return _Bucket(limit, float(limit), now_s)
     bucket.filled(now_s)
-    bucket.limited_to(limit)
+    bucket.set_limit(limit)
     return bucket
 
 
@@ -378,9 +378,9 @@ def _table(value: object, where: str = "tenants") -> Mapping[str, Any]:
     return value
 
 
-def _line(said: str, heading: str, at: int = 0) -> str:
-    """``line 7: ``, where the ``at``-th heading of that name stands; nothing where it was written otherwise."""
-    for number, line in enumerate(said.splitlines(), 1):
+def _line(source: str, heading: str, at: int = 0) -> str:
+    """``line 7: ``, of the ``at``-th heading of that name; empty if it is not found."""
+    for number, line in enumerate(source.splitlines(), 1):
         found = _HEADING.match(line)
         named = "" if found is None else found[1].replace('"', "")
         if named == heading or named.startswith(f"{heading}."):
@@ -391,5 +391,5 @@ def _line(said: str, heading: str, at: int = 0) -> str:
 
 
 def _quoted(words: str) -> str:
-    """As a basic string of TOML."""
+    """A basic string of TOML."""
     return json.dumps(words, ensure_ascii=False).replace("\x7f", "\\u007f")

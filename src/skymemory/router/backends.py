@@ -1,8 +1,8 @@
-"""The servers behind a router: who there is, who serves what, who is ejected and returns, who comes and leaves.
+"""The servers behind a router: membership, the models and adapters each serves, ejection and return.
 
-One behaviour for both doors. It decides and does no I/O: requests say how they went, and where servers are checked
-(`route`) checks do, too; where they are not (behind Envoy, which is told who is ready) an ejected server is tried again
-after a while.
+Pure, and the same at both doors: requests report their results to it, and so do health checks, where there are any
+(``route``). Without them (the endpoint picker, to which the gateway names ready servers) an ejected server is tried
+again after ``REST_S``.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from skymemory.router.settings import Backend, Health
 log = logging.getLogger("skymemory.router")
 
 REST_S = 10.0
-"""How long a server that nobody checks is left alone before it is tried again."""
+"""Without health checks, how long an ejected server gets no requests."""
 
 
 @dataclass(slots=True, eq=False)
 class KnownServer:
-    """What is known of one server beside what the fleet knows."""
+    """State of one server, beside the fleet's."""
 
     backend: Backend
     server: Server
     failures: int = 0
-    """In a row, of checks and requests that it did not take."""
+    """Consecutive failures, of checks and of requests."""
     successes: int = 0
-    """Of checks, in a row, since it was ejected."""
+    """Consecutive good checks since it was ejected."""
     why: str = ""
-    """What the last failure was."""
+    """The last failure."""
     gone: bool = False
-    """Its address refused a connection since it was ejected: the process is not there, nor what it had cached."""
+    """It refused a connection since it was ejected: its process is gone, and its cache with it."""
     leaving: bool = False
-    """No longer among those that are wanted; removed when its last request has ended."""
+    """No longer configured; removed when its last request has ended."""
     back_at_s: float | None = None
-    """When it is tried again, where nobody checks it."""
+    """When it is tried again, without health checks."""
     models: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What it lists at /v1/models, by id."""
+    """Its /v1/models, by id."""
 
     @property
     def base_model(self) -> str:
-        """The one model it serves, adapters aside; empty: not known, or several."""
+        """The one model it serves, adapters aside; empty: unknown, or several."""
         listed = [each for each, entry in self.models.items() if not entry.get("parent")]
         named = list(self.backend.models) or listed
         return named[0] if len(named) == 1 else ""
 
     @property
     def names(self) -> set[str]:
-        """Models and adapters it is said to serve."""
+        """Models and adapters it serves, by the settings or its own list."""
         return {*self.backend.models, *self.models} | set(self.backend.adapters)
 
 
 class Backends:
-    """``known`` servers by name. A fleet's servers are these and no others."""
+    """All servers by name (``known``); the fleet has the same."""
 
     def __init__(
         self,
@@ -67,25 +67,23 @@ class Backends:
         *,
         are_checked: bool = True,
     ) -> None:
-        """``are_checked``: whether somebody asks the servers how they are (``checked``, ``failed``)."""
+        """``are_checked``: whether health checks report to it (``checked``, ``failed``)."""
         self.known: dict[str, KnownServer] = {}
         self.health = health or Health()
         self.adapters: dict[str, str] = {}
-        """LoRA adapters, and the models they are for (empty: not known); prompts are read by it."""
+        """LoRA adapters, and the models they are for (empty: unknown); the prompt reader uses it."""
         self._picker = picker
         self._are_checked = are_checked
-        self.ejected: Callable[[str], None] = lambda name: None
-        """Told of each server that is."""
-        self.left: Callable[[str], None] = lambda name: None
-        """Told of each server that was removed."""
+        self.on_ejected: Callable[[str], None] = lambda name: None
+        self.on_removed: Callable[[str], None] = lambda name: None
         self._serving: dict[str, frozenset[str]] = {}
         self._resting: set[KnownServer] = set()
 
-    # Who there is
+    # Membership
 
     def set(self, backends: Sequence[Backend]) -> tuple[list[str], list[str]]:
-        """These, and no others: who came, and who leaves when it has finished what it has. Who stays keeps what is
-        known of it; at another address it is another server.
+        """Make these the servers: names of the added ones, and of those that drain and are then removed. Others keep
+        their state, unless their address has changed.
         """
         wanted = {backend.name: backend for backend in backends}
         leave = [name for name, known in self.known.items() if name not in wanted and not known.leaving]
@@ -102,26 +100,26 @@ class Backends:
                 known = self.known[name] = KnownServer(backend, known.server)
                 known.server.healthy, known.server.reported = True, None
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
-        self.let_go()
-        self._learn_names()
+        self.remove_drained()
+        self._index_names()
         return came, leave
 
-    def let_go(self) -> bool:
-        """Remove who was leaving and has nothing left to do. Whether there was somebody."""
+    def remove_drained(self) -> bool:
+        """Remove leaving servers without requests; whether there were any."""
         gone = [name for name, known in self.known.items() if known.leaving and not known.server.in_flight]
         for name in gone:
             del self.known[name]
             self._picker.remove(name)
-            self.left(name)
-            log.info("server %s left", name)
+            self.on_removed(name)
+            log.info("server %s removed", name)
         if gone:
-            self._learn_names()
+            self._index_names()
         return bool(gone)
 
-    # Who may serve a request
+    # Candidates for a request
 
     def able(self, request: Request, tried: Collection[str], max_waiting: int) -> Collection[str] | None:
-        """Who may serve ``request``: not who was ``tried`` or has ``max_waiting`` (0: any). None: whoever there is."""
+        """Servers that serve its model, without those ``tried`` or with ``max_waiting`` (0: any number); None: all."""
         serving = self.serving(request)
         if not tried and not max_waiting:
             return None if serving is None or len(serving) == len(self.known) else serving
@@ -129,14 +127,14 @@ class Backends:
         return {name for name in names if name not in tried and not self._is_full(name, max_waiting)}
 
     def full(self, request: Request, max_waiting: int) -> bool:
-        """Whether those who could serve it are there, and have as many waiting as they may."""
+        """Whether servers that could serve it are up, and all have ``max_waiting``."""
         serving = self.serving(request)
         names = [name for name in serving or self.known if self.known[name].server.takes_requests]
         return bool(names) and all(self._is_full(name, max_waiting) for name in names)
 
     def serving(self, request: Request) -> frozenset[str] | None:
-        """Who lists its adapter, if one of them is up (others may still load it), else who serves its model; and who
-        says nothing of models. None where that is not known: anybody may be asked, and says that it does not exist.
+        """Servers that list its adapter, if one of them is up (others may still load it), else those of its model; and
+        those whose models are unknown. None: no server is known to have it; any may answer that it does not exist.
         """
         if request.adapter:
             listing = self._serving.get(request.adapter)
@@ -147,12 +145,14 @@ class Backends:
     def _is_full(self, name: str, max_waiting: int) -> bool:
         return bool(max_waiting) and self.known[name].server.prefilling >= max_waiting
 
-    # Ejection and return
+    # Ejection and return: consecutive failures eject a server. It returns after consecutive good checks, or, without
+    # checks, after ``REST_S``, and is then ejected by a single failure.
 
     def failed(self, name: str, why: str, now_s: float, gone: bool = False) -> bool:
-        """A check failed, or a request found nobody, or lost whoever it found. Whether it is ejected now.
+        """A check failed, or a request got no response or an incomplete one. Whether the server is ejected now.
 
-        Where nobody checks, the last server is not: a doubtful one is better than none.
+        Without health checks the last server is never ejected: a doubtful one is better than none. ``gone``: its
+        address refused the connection.
         """
         known = self.known.get(name)
         if known is None:
@@ -167,18 +167,18 @@ class Backends:
             known.back_at_s = now_s + REST_S
             self._resting.add(known)
         known.server.healthy = False
-        self.ejected(name)
-        log.warning("server %s is ejected after %d failures in a row: %s", name, known.failures, why)
+        self.on_ejected(name)
+        log.warning("server %s is ejected after %d consecutive failures: %s", name, known.failures, why)
         return True
 
     def answered(self, name: str) -> None:
-        """A request got its first byte from it. That does not bring an ejected server back."""
+        """A request got its first byte. That does not bring an ejected server back."""
         known = self.known.get(name)
         if known is not None and known.server.healthy:
             known.failures = 0
 
     def checked(self, name: str) -> None:
-        """A check went well."""
+        """A check succeeded."""
         known = self.known.get(name)
         if known is None:
             return
@@ -190,7 +190,7 @@ class Backends:
             self._return(known)
 
     def review(self, now_s: float) -> None:
-        """Where nobody checks: try those again whose rest is over. One more failure ejects them."""
+        """Without health checks: return servers whose rest is over. One more failure ejects them."""
         if not self._resting:
             return
         for known in [known for known in self._resting if (known.back_at_s or 0.0) <= now_s]:
@@ -205,26 +205,25 @@ class Backends:
         known.server.healthy, known.gone, known.successes, known.why, known.back_at_s = True, False, 0, "", None
         log.warning("server %s is back", known.backend.name)
 
-    # Who serves what
+    # Models and adapters
 
     def lists(self, name: str, models: Mapping[str, Mapping[str, Any]]) -> None:
-        """What a server answered at /v1/models."""
+        """A server's /v1/models was read."""
         known = self.known.get(name)
         if known is not None and known.models != models:
             known.models = dict(models)
-            self._learn_names()
+            self._index_names()
 
     def reported(self, name: str) -> None:
-        """Its load report is new, and may name adapters that are."""
+        """A server's load report was read, which may name new adapters."""
         known = self.known.get(name)
         report = None if known is None else known.server.reported
         if report is not None and not report.adapters <= self.adapters.keys():
-            self._learn_names()
+            self._index_names()
 
-    def _learn_names(self) -> None:
-        """Who serves which model, and which names are adapters: those that name a parent, or that settings or
-        metrics name. A report that is old still tells names: an adapter does not become a model because its engine is
-        silent.
+    def _index_names(self) -> None:
+        """Index servers by model and adapter. Adapters are names with a parent in a server's list, and those that
+        settings or metrics name. Outdated reports count, too: a silent engine makes no model of its adapter.
         """
         staying = {name: known for name, known in self.known.items() if not known.leaving}
         unknown = frozenset(name for name, known in staying.items() if not known.backend.models and not known.models)

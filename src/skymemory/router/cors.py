@@ -1,8 +1,8 @@
-"""Which pages of browsers may ask the router: Cross-Origin Resource Sharing, as the Fetch standard has it.
+"""CORS: the web pages whose scripts may use the router, by the Fetch standard.
 
-A browser asks for a page of another origin only where the answer says that it may, and for most requests to this API
-(JSON, ``Authorization``) asks that before, in a preflight: OPTIONS with ``Access-Control-Request-Method``, without
-key or cookie. So preflights are answered before keys are looked at. Nothing here keeps anybody out who is no browser.
+A browser lets a page of another origin read a response only where its headers allow it. Most requests to this API
+(JSON, ``Authorization``) need a preflight before: OPTIONS with ``Access-Control-Request-Method``, without key or
+cookie. So preflights are answered before keys are checked. CORS restricts browsers only, no other client.
 """
 
 from __future__ import annotations
@@ -28,80 +28,78 @@ EXPOSED = (
     "x-ratelimit-remaining-tokens",
     "x-ratelimit-reset-tokens",
 )
-"""Headers of answers that pages may read."""
+"""Response headers that pages may read."""
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_MOST_HEADERS = 64
+_MAX_HEADERS = 64
 _PREFLIGHT_VARY = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers"
 
 
 @dataclass(frozen=True, slots=True)
 class CorsSettings:
-    """Pages of browsers that may ask."""
+    """CORS: web pages that may use the router."""
 
     origins: tuple[str, ...] = setting(
         "origins", texts, (), 'their origins, such as https://app.example; "*": any; empty: none'
     )
-    headers: tuple[str, ...] = setting("headers", texts, (), "headers that they may send; empty: those they ask for")
-    credentials: bool = setting(
-        "credentials", yes_or_no, False, "the browser may send what it keeps of us, cookies and the like"
-    )
-    max_age_s: float = setting("max_age", duration, 600.0, "how long a browser need not ask again")
+    headers: tuple[str, ...] = setting("headers", texts, (), "request headers they may send; empty: any they ask for")
+    credentials: bool = setting("credentials", yes_or_no, False, "browsers may send cookies and other credentials")
+    max_age_s: float = setting("max_age", duration, 600.0, "how long browsers cache the answer to a preflight")
 
     def __post_init__(self) -> None:
         for origin in self.origins:
             if origin != ANY:
                 _check(origin)
         if ANY in self.origins and len(self.origins) > 1:
-            raise InvalidInput('origins: "*" is any origin, and stands alone')
+            raise InvalidInput('origins: "*" is any origin; leave out the others')
         if self.credentials and ANY in self.origins:
-            raise InvalidInput('credentials: browsers take none where origins are "*"; name the origins')
+            raise InvalidInput('credentials: browsers send none where origins are "*"; name the origins')
         for name in self.headers:
             if not _TOKEN.fullmatch(name):
-                raise InvalidInput(f"headers: {name!r} is no name of a header")
+                raise InvalidInput(f"headers: {name!r} is no name of a header; expected one such as X-Request-Id")
 
 
 @dataclass(frozen=True, slots=True)
 class CorsAnswer:
     headers: tuple[tuple[str, str], ...] = ()
-    """For the answer, whatever it is, errors too: a page is shown no error without them."""
+    """Of the response, also of an error: without them a page cannot read it."""
     preflight: bool = False
-    """This is all of the answer: 204, and no body."""
+    """The response is 204 with these headers."""
 
 
-_NOTHING = CorsAnswer()
+_NO_CORS = CorsAnswer()
 
 
 def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> CorsAnswer:
-    """What to say to a request. ``headers``: by lower-case names, or in any case where the mapping does not mind."""
+    """The answer to a request. ``headers``: by lower-case names."""
     if not settings.origins:
-        return _NOTHING
+        return _NO_CORS
     origin = headers.get("origin")
     preflight = method == "OPTIONS" and origin is not None and "access-control-request-method" in headers
     any_may = settings.origins == (ANY,)
-    told: list[tuple[str, str]] = []
+    answer: list[tuple[str, str]] = []
     if origin is not None and (any_may or origin in settings.origins):
-        told.append(("Access-Control-Allow-Origin", ANY if any_may else origin))
+        answer.append(("Access-Control-Allow-Origin", ANY if any_may else origin))
         if settings.credentials:
-            told.append(("Access-Control-Allow-Credentials", "true"))
+            answer.append(("Access-Control-Allow-Credentials", "true"))
         if preflight:
-            told.append(("Access-Control-Allow-Methods", ", ".join(METHODS)))
-            allowed = settings.headers or _asked_for(headers.get("access-control-request-headers", ""))
+            answer.append(("Access-Control-Allow-Methods", ", ".join(METHODS)))
+            allowed = settings.headers or _requested(headers.get("access-control-request-headers", ""))
             if allowed:
-                told.append(("Access-Control-Allow-Headers", ", ".join(allowed)))
-            told.append(("Access-Control-Max-Age", str(int(settings.max_age_s))))
+                answer.append(("Access-Control-Allow-Headers", ", ".join(allowed)))
+            answer.append(("Access-Control-Max-Age", str(int(settings.max_age_s))))
         else:
-            told.append(("Access-Control-Expose-Headers", ", ".join(EXPOSED)))
+            answer.append(("Access-Control-Expose-Headers", ", ".join(EXPOSED)))
     if preflight:
-        told.append(("Vary", _PREFLIGHT_VARY))
+        answer.append(("Vary", _PREFLIGHT_VARY))
     elif not any_may:
-        # A cache between must not give one origin's answer to another, nor that of a request without one.
-        told.append(("Vary", "Origin"))
-    return CorsAnswer(tuple(told), preflight)
+        # A cache must not give one origin's response to another, or to a request without an origin.
+        answer.append(("Vary", "Origin"))
+    return CorsAnswer(tuple(answer), preflight)
 
 
-def _asked_for(said: str) -> tuple[str, ...]:
-    """Names of headers, and nothing that is none: it is said again in an answer."""
-    names = [name.strip() for name in said.split(",", _MOST_HEADERS)[:_MOST_HEADERS]]
+def _requested(names_list: str) -> tuple[str, ...]:
+    """The valid names in a list of headers: they are repeated in the response."""
+    names = [name.strip() for name in names_list.split(",", _MAX_HEADERS)[:_MAX_HEADERS]]
     return tuple(name for name in names if _TOKEN.fullmatch(name))
 
 
@@ -113,6 +111,6 @@ def _check(origin: str) -> None:
         whole = False
     if not whole or "@" in origin or "*" in origin or origin != origin.lower():
         raise InvalidInput(
-            f"origins: {origin!r} is none: expected scheme and host in small letters and nothing behind them, "
+            f"origins: {origin!r} is no origin: expected scheme and host in lower case and nothing after them, "
             "such as https://app.example or http://localhost:3000"
         )

@@ -1,7 +1,7 @@
-"""What a strategy knows beyond the requests it was asked about: a file of its last life, and other replicas.
+"""A router's strategy with the prefix index it uses: kept in a file over restarts, or shared with other replicas.
 
-Where there are replicas the strategy asks an index that they share, else its own. (What engines tell of their blocks
-comes in by `proxy_events`.)
+The file is replaced as a whole: a reader has the old one or the new one. A precise index, which engines' KV events feed
+(``engines.events``), is not kept: an engine that restarted meanwhile could not be recognised.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ from skymemory.conductor.prefix_index.replicated import (
 )
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES, named
-from skymemory.errors import InvalidInput, LaterFile
+from skymemory.errors import InvalidInput, LaterFile, os_reason
 from skymemory.files import MAX_TOKENIZER_BYTES, read_bounded, write_private
 from skymemory.keys import KeyRing
-from skymemory.router.deferred import ended
 from skymemory.router.engines.events import check_events, event_index, strategy_options
 from skymemory.router.replicas import RedisReplicas, ReplicaStatus
 from skymemory.router.settings import Settings, read_cost
+from skymemory.router.tasks import cancel
 
 log = logging.getLogger("skymemory.router")
 
 SAVE_S = 60.0
-"""Between two writings of the file; it is written at the end, too."""
+"""Period of writing the file, which is also written at the end."""
+MAX_FILE_BYTES = 4 << 30
 
 
-class Knowledge:
-    """The strategy of ``settings`` and what feeds it. Start, follow and close it in one event loop."""
+class PrefixState:
+    """The strategy (``scorer``) of ``settings``, with its index. Start and close it in one event loop."""
 
     def __init__(self, settings: Settings, fleet: Fleet, keys: KeyRing | None = None) -> None:
-        """``keys``: what replicas show each other that they have.
+        """``keys``: replicas authenticate their messages with them.
 
         Raises:
-            InvalidInput: a strategy or an option that does not exist, or one that cannot use what is set up for it.
+            InvalidInput: an unknown strategy or option, or settings that the strategy cannot use.
         """
         self._settings = settings
         self._fleet = fleet
@@ -59,29 +60,29 @@ class Knowledge:
         self.scorer = self._scorer(settings)
         self._index = getattr(self.scorer, "index", None)
         if settings.state is not None and not isinstance(self._index, ApproximatePrefixIndex):
-            raise InvalidInput(f"state: strategy {self.scorer.name!r} has nothing that could be kept in a file")
+            raise InvalidInput(f"state: strategy {self.scorer.name!r} has no index that can be kept in a file")
         self._replicas: RedisReplicas | None = None
         if isinstance(self._index, SharedPrefixIndex):
             self._replicas = RedisReplicas(self._index, settings.replicas.redis, self._kind, keys=keys)
         self._saving: asyncio.Task[None] | None = None
         self._keeps = settings.state is not None
-        """Whether the file is ours to write: one of a later release stays as it is."""
+        """Whether the file is written: a later release's is not overwritten."""
         self.unsaved = ""
-        """Why the file could not be written the last time."""
+        """Why the file could not be written last time."""
 
     async def start(self) -> None:
-        """To be called when the fleet is known: what is in the file is put where its servers are now."""
+        """Load the file, and connect to the replicas. The fleet must be known: blocks are stored by server."""
         if self._settings.state is not None and isinstance(self._index, ApproximatePrefixIndex):
             try:
                 blocks = load_index(self._settings.state, self._index, self._kind, self._slots())
-                log.info("%d blocks known from %s", blocks, self._settings.state)
+                log.info("prefix index: %d blocks loaded from %s", blocks, self._settings.state)
             except LaterFile as error:
-                self.unsaved = f"what is learnt is not kept: {error}, and the file stays as it is"
+                self.unsaved = f"the prefix index is not saved: {error}, and the file is not overwritten"
                 self._keeps = False
-                log.warning("beginning with nothing: %s", self.unsaved)
+                log.warning("the prefix index starts empty: %s", self.unsaved)
             except InvalidInput as error:
-                log.warning("beginning with nothing: %s", error)
-            self._saving = asyncio.create_task(self._save_for_ever())
+                log.warning("the prefix index starts empty: %s", error)
+            self._saving = asyncio.create_task(self._save_periodically())
         if self._replicas is not None:
             await self._replicas.start()
 
@@ -89,28 +90,28 @@ class Knowledge:
         return None if self._replicas is None else self._replicas.status()
 
     async def close(self, keep: bool = True) -> None:
-        """``keep``: write what is known to the file, if there is one."""
+        """``keep``: write the file, if there is one."""
         if self._replicas is not None:
             await self._replicas.close()
-        await ended([self._saving])
+        await cancel([self._saving])
         if keep and (written := await self._save()):
-            log.info("what is known is kept in %s: %d bytes", self._settings.state, written)
+            log.info("prefix index saved to %s: %d bytes", self._settings.state, written)
 
     def troubles(self) -> list[str]:
-        """What is not as it should be, though requests are served."""
+        """What is degraded, though requests are served."""
         found = [self.unsaved] if self.unsaved else []
         status = self.replicas()
         if status is not None and status.degraded:
-            found.append(f"what other routers learn is not known here ({status.kind}): {status.degraded}")
+            found.append(f"the prefix index is not shared with other routers ({status.kind}): {status.degraded}")
         return found
 
-    async def _save_for_ever(self) -> None:
+    async def _save_periodically(self) -> None:
         while True:
             await asyncio.sleep(SAVE_S)
             await self._save()
 
     async def _save(self) -> int:
-        """Bytes written; 0: there is no file, or it cannot be written. Requests get their turn meanwhile."""
+        """Bytes written; 0: there is no file, or it cannot be written. Does not block the event loop."""
         index, path = self._index, self._settings.state
         if path is None or not self._keeps or not isinstance(index, ApproximatePrefixIndex):
             return 0
@@ -134,15 +135,15 @@ class Knowledge:
     def _scorer(self, settings: Settings) -> Scorer:
         name, options, shares = settings.strategy or DEFAULT, strategy_options(settings), bool(settings.replicas.redis)
         if settings.cost is not None and name != DEFAULT:
-            raise InvalidInput(f"cost: strategy {name!r} does not count in seconds; {DEFAULT!r} does")
+            raise InvalidInput(f"cost: strategy {name!r} does not estimate seconds; {DEFAULT!r} does")
         cost = None if settings.cost is None else read_cost(settings.cost)
         known = STRATEGIES.options_of(name) if name in STRATEGIES else {}
         learns = "blocks_per_server" in known and not options.get("events")
         if name in STRATEGIES and shares and not learns:
             raise InvalidInput(
-                f"replicas: strategy {name!r} has nothing to share, or goes by events, as each of them can"
+                f"replicas: strategy {name!r} has no index to share, or one of KV events, which each replica can read"
             )
-        secret = int.from_bytes(os.urandom(8), "little") | 1  # whoever sends prompts cannot foresee their places
+        secret = int.from_bytes(os.urandom(8), "little") | 1  # clients must not be able to make hashes collide
         if not learns:
             scorer = named(name, cost=cost, **options)
             check_events(settings, scorer)
@@ -150,7 +151,7 @@ class Knowledge:
                 return scorer
             own = PreciseIndex(int(options["block_tokens"]), secret=secret)
             return named(name, index=own, cost=cost, **options)
-        named(name, **options)  # an option that does not exist is said before its value is used
+        named(name, **options)  # checks the options before their values are used
         blocks = int(options.get("blocks_per_server", known["blocks_per_server"]))
         most = int(options.get("max_match_blocks", known.get("max_match_blocks", 0))) or None
         index = (
@@ -169,7 +170,7 @@ class Knowledge:
 
 
 def kind_of_blocks(settings: Settings) -> str:
-    """What must be the same for hashes to mean the same.
+    """Identifies how prompts are cut into blocks: only hashes of equal kinds can be compared.
 
     Raises:
         InvalidInput: the tokenizer's file cannot be read.
@@ -181,27 +182,27 @@ def kind_of_blocks(settings: Settings) -> str:
     try:
         digest = hashlib.sha256(read_bounded(file, MAX_TOKENIZER_BYTES)).hexdigest()[:16]
     except OSError as error:
-        raise InvalidInput(f"no tokenizer at {file}: {error.strerror}") from None
+        raise InvalidInput(f"no tokenizer at {file}: {os_reason(error)}") from None
     return f"tokens-{prompts.block_tokens}-{digest}"
 
 
 class ReplicaFigures(Collector):
-    """For /metrics; nothing where there are no replicas."""
+    """Prometheus metrics of the replicas; empty where there are none."""
 
-    def __init__(self, knowledge: Knowledge) -> None:
-        self._knowledge = knowledge
+    def __init__(self, prefix_state: PrefixState) -> None:
+        self._prefix_state = prefix_state
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        status = self._knowledge.replicas()
+        status = self._prefix_state.replicas()
         if status is None:
             return
         degraded = GaugeMetricFamily(
-            "skymemory_router_replicas_degraded", "1: what replicas learn is not shared", labels=["kind"]
+            "skymemory_router_replicas_degraded", "1: the prefix index is not shared", labels=["kind"]
         )
         degraded.add_metric([status.kind], float(bool(status.degraded)))
         yield degraded
         deltas = CounterMetricFamily(
-            "skymemory_router_replica_deltas", "What was learnt and shared, by what became of it", labels=["outcome"]
+            "skymemory_router_replica_deltas", "Updates of the shared prefix index, by outcome", labels=["outcome"]
         )
         counts = {"sent": status.sent, "received": status.received, "lost": status.lost, "refused": status.refused}
         for outcome, count in counts.items():
@@ -209,48 +210,37 @@ class ReplicaFigures(Collector):
         yield deltas
 
 
-# A prefix index in a file: what a router that restarts finds of what it knew.
-#
-# The file is replaced as a whole: whoever reads it has the old one or the new one. A precise index is not kept: an
-# engine
-# that restarted meanwhile could not be told from one that did not.
-
-
-MAX_FILE_BYTES = 4 << 30
-
-
 def save_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
-    """Write what ``slots`` (by name) hold; the file's size in bytes.
+    """Write the blocks of ``slots`` (servers by name); the file's size in bytes.
 
     Raises:
-        InvalidInput: a file that cannot be written. What was there is still there then.
+        InvalidInput: the file cannot be written; a former one is unchanged.
     """
     return write_snapshot(path, take_snapshot(index, kind, slots))
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> int:
-    """As ``save_index``, with what was taken before: packing and writing can go on in a thread."""
+    """Pack and write a snapshot, possibly in a thread; otherwise as ``save_index``."""
     data = pack_snapshot(snapshot)
     try:
         write_private(path, data, durable=True)
     except OSError as error:
-        raise InvalidInput(f"the index cannot be kept in {path}: {error.strerror or error}") from None
+        raise InvalidInput(f"the prefix index cannot be saved to {path}: {os_reason(error)}") from None
     return len(data)
 
 
 def load_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
-    """Put what the file has of ``slots`` (by name) into ``index``; how many blocks. None: no file, an index as it was.
+    """Load the file's blocks of ``slots`` (servers by name) into ``index``; how many. 0 if there is no file.
 
     Raises:
-        InvalidInput: a file that cannot be read, is damaged, of another version or of other blocks. The index is empty
-            then, and a router says so and goes on.
+        InvalidInput: an unreadable or damaged file, or one of another version or kind of blocks; the index is empty.
     """
     try:
         data = read_bounded(path, MAX_FILE_BYTES)
     except FileNotFoundError:
         return 0
     except OSError as error:
-        raise InvalidInput(f"the index in {path} cannot be read: {error.strerror or error}") from None
+        raise InvalidInput(f"the prefix index in {path} cannot be read: {os_reason(error)}") from None
     try:
         return restore(index, unpack_snapshot(data), kind, slots)
     except InvalidInput as error:

@@ -1,12 +1,11 @@
-"""Replicas of a router that share what they learnt through a Redis or Valkey server.
+"""Replicas of a router share their prefix index through a Redis or Valkey server.
 
-A replica goes on with what it knows itself, whatever becomes of the others and of the server. Nothing here is waited
-for by a request: deltas are sent and taken in by a task beside, in pieces so small that requests get their turn.
-
-One stream (``XADD``, ``XREAD``) has what all replicas learnt lately: bounded in entries, and gone ``ttl_s`` after the
-last of them. A replica that starts reads what is there; one that was cut off goes on where it stopped. A server that
-is gone is asked again with pauses up to ``MAX_PAUSE_S``; what we learnt meanwhile is kept (``MAX_DELTAS`` deltas)
-and sent when it is back. One that comes back empty is told again what we still keep.
+1. A background task sends this replica's updates (deltas) and applies the others', a few at a time; no request waits
+   for it.
+2. One stream (``XADD``, ``XREAD``) has the replicas' last deltas: bounded in entries, and with a TTL. A new replica
+   reads all of it; one that was disconnected continues where it stopped.
+3. While the server is down each replica works alone, and retries with pauses up to ``MAX_PAUSE_S``. Its deltas are kept
+   (``MAX_DELTAS``) and sent later, also to a server that lost its data.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ MAX_PAUSE_S = 5.0
 ENTRIES = 20_000
 TTL_S = 3600.0
 _ENTRY_BYTES = 64 << 10
-"""Deltas are put together up to so many bytes per entry of the stream."""
+"""Deltas are batched to about so many bytes per entry of the stream."""
 _READ_ENTRIES = 64
-_AT_ONCE = 16
-"""Deltas taken in before requests get their turn: of long prompts about a millisecond."""
+_BATCH = 16
+"""Deltas applied per turn of the event loop: with long prompts about a millisecond."""
 _PURPOSE = b"skymemory router replicas, Redis"
 _MAC_BYTES = 16
 _KEY_ID_DIGITS = len(str(MAX_KEY_ID))
@@ -42,28 +41,28 @@ _KEY_ID_DIGITS = len(str(MAX_KEY_ID))
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """How well replicas agree. Counts are since the start."""
+    """State of the sharing; counts since the start."""
 
     kind: str
-    """Through what they share: ``redis``."""
+    """The transport: ``redis``."""
     degraded: str
-    """Why what others learn is not known here, or not there; empty: all is well."""
+    """Why updates are not exchanged now; empty: they are."""
     sent: int
     received: int
     lost: int
-    """Deltas of ours that were dropped before others had them, because too many waited."""
+    """Own deltas dropped unsent, because too many waited."""
     refused: int
-    """Entries that were damaged or not authentic."""
+    """Damaged or unauthenticated entries."""
 
 
 class RedisReplicas:
-    """``kind`` says what blocks are made of: replicas of other kinds have another stream.
+    """The task that exchanges deltas. They arrive within ``2 * interval_s`` and a round trip.
 
-    ``keys``: entries carry a MAC, and those without are refused; without keys whoever may write to the server is
-    believed. What others learnt is known here ``2 * interval_s`` after they did, and a round trip.
+    ``kind``: of blocks (``kind_of_blocks``); each kind has its own stream. ``keys``: entries carry a MAC, and those
+    without are refused; without keys every client of the server is trusted.
 
     Raises:
-        InvalidInput: an address that is none.
+        InvalidInput: an invalid address.
         MissingExtra: redis-py is not installed.
     """
 
@@ -90,7 +89,7 @@ class RedisReplicas:
                 decode_responses=False,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                # The library's own attempts, with pauses up to ten seconds, would keep from us that it is gone.
+                # The library's own retries, with pauses up to ten seconds, would hide that the server is down.
                 retry=retry.Retry(backoff.NoBackoff(), 0),
             )
         except ValueError as error:
@@ -104,7 +103,7 @@ class RedisReplicas:
         self._stream = f"skymemory:replicas:{kind}".encode()
         self._life_key = self._stream + b":life"
         self._life: bytes | None = None
-        """Of the stream that we read: whoever finds none makes one up."""
+        """Random id of the stream; the first replica that finds none sets it."""
         self._me = os.urandom(16)
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._entries, self._ttl_s = entries, ttl_s
@@ -116,12 +115,12 @@ class RedisReplicas:
         self._closing = False
 
     async def start(self) -> None:
-        """Begin to share, in the background. A server that is not there yet may come."""
+        """Begin to share, in the background; the server may still be down."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """What is not yet sent gets one more try."""
-        self._closing = True  # a cancellation can be lost in the library's own waiting
+        """Try once more to send what is unsent."""
+        self._closing = True  # the library can swallow a cancellation
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -140,7 +139,7 @@ class RedisReplicas:
         pause_s = self._interval_s
         while not self._closing:
             try:
-                await self._look()
+                await self._check_stream()
                 await self._send()
                 await self._receive()
                 self._degraded, pause_s = "", self._interval_s
@@ -151,10 +150,10 @@ class RedisReplicas:
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _look(self) -> None:
-        """Whether the stream is the one that we know: one that was emptied is read and told from its beginning.
+    async def _check_stream(self) -> None:
+        """Detect a new stream, after the server lost its data: read it from its beginning, and send all deltas again.
 
-        By numbers it could not be told: another replica may have begun the new one, later than what we read last.
+        Entry ids would not show it: another replica may have begun the new stream after our last id.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._life_key, os.urandom(16), nx=True)
@@ -194,11 +193,11 @@ class RedisReplicas:
             for number, fields in entries:
                 self._last = number
                 if fields.get(b"from") != self._me:
-                    await self._take(fields)
+                    await self._apply(fields)
             if len(entries) < _READ_ENTRIES:
                 return
 
-    async def _take(self, fields: dict[bytes, bytes]) -> None:
+    async def _apply(self, fields: dict[bytes, bytes]) -> None:
         payload = fields.get(b"deltas", b"")
         if self._keys is not None:
             key_id, given = fields.get(b"key", b""), fields.get(b"mac", b"")
@@ -208,29 +207,29 @@ class RedisReplicas:
                 self._refused += 1
                 return
         try:
-            self._received += await _take_in(self._index, unpack_deltas(payload))
+            self._received += await _absorb(self._index, unpack_deltas(payload))
         except InvalidInput:
             self._refused += 1
 
 
-async def _take_in(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:
-    """Absorb deltas a few at a time; how many. Raises what making them raises, with those before taken in."""
-    left, taken = iter(deltas), 0
-    while some := list(islice(left, _AT_ONCE)):
-        index.absorb(some)
-        taken += len(some)
+async def _absorb(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:
+    """Absorb deltas in batches; how many. If unpacking one raises, those before it are absorbed."""
+    left, count = iter(deltas), 0
+    while batch := list(islice(left, _BATCH)):
+        index.absorb(batch)
+        count += len(batch)
         await asyncio.sleep(0)
-    return taken
+    return count
 
 
 def _mac(secret: bytes, *parts: bytes) -> bytes:
-    """16 bytes of HMAC-SHA-256 over the parts, each behind its length."""
+    """16 bytes of HMAC-SHA-256 over the parts, each after its length."""
     message = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return hmac.digest(secret, message, "sha256")[:_MAC_BYTES]
 
 
 def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
-    """Deltas as payloads of about ``_ENTRY_BYTES``, and how many are in each."""
+    """Deltas packed into payloads of about ``_ENTRY_BYTES``, each with its number of deltas."""
     payload, count = bytearray(), 0
     for delta in deltas:
         payload += pack_delta(delta)
@@ -244,7 +243,7 @@ def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
 
 
 def _flat(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of one stream, however redis-py nests them for its version of the protocol."""
+    """Entries of one stream; redis-py nests them differently by version of the protocol."""
     while found and isinstance(found[0], list):
         found = found[0]
     return [] if found is None else [(number, fields) for number, fields in found]

@@ -1,41 +1,107 @@
-"""One request in the scheduler's books: entered once, moved where another server takes it, closed once."""
+"""Accounting of one request: its load and prefix in the scheduler's books, its tokens as the response reports them.
+
+Both doors keep it alike. Entries may be deferred until the response is out; tokens are read from copies of bytes that
+were already passed on. Neither delays the response.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from skymemory.conductor.request import Decision
 from skymemory.conductor.scheduler import Placement, Scheduler
-from skymemory.router.deferred import Afterwards
+
+log = logging.getLogger("skymemory.router")
+
+MAX_JSON_BYTES = 1 << 20
+"""A longer JSON response is not searched for its usage."""
+TAIL_BYTES = 8192
+"""Kept of a stream: its last event or the one before carries the usage."""
+Work = Callable[[], object]
+
+
+class DeferredWork:
+    """Runs work in order: at once, or when the event loop is free (``schedule``); ``flush`` runs what is pending."""
+
+    def __init__(self, on_fault: Callable[[], None] = lambda: None) -> None:
+        """``on_fault``: called for each exception; deferred work has no caller to raise it to."""
+        self.schedule: Callable[[Work], object] | None = None
+        """An event loop's ``call_soon``; None: work runs at once."""
+        self._on_fault = on_fault
+        self._pending: deque[Work] = deque()
+
+    def run(self, work: Work) -> None:
+        if self.schedule is None:
+            work()
+            return
+        if not self._pending:
+            self.schedule(self.flush)
+        self._pending.append(work)
+
+    def flush(self) -> None:
+        while self._pending:
+            work = self._pending.popleft()
+            try:
+                work()
+            except Exception:
+                log.exception("accounting of a request failed")
+                self._on_fault()
+
+
+class Usage(NamedTuple):
+    """Token counts of a response (OpenAI's ``usage``)."""
+
+    prompt_tokens: int
+    cached_tokens: int | None
+    """Of the prompt; None: not reported."""
+    output_tokens: int | None = None
+
+    def cached_of(self, tokens: int) -> int | None:
+        """Cached tokens scaled to a prompt that the router counts as ``tokens``: the engine counts with its own
+        tokenizer, the router without one takes four bytes for a token.
+        """
+        if self.cached_tokens is None or not self.prompt_tokens:
+            return self.cached_tokens
+        return round(self.cached_tokens * tokens / self.prompt_tokens)
+
+    @property
+    def work(self) -> float | None:
+        """Tokens that the engine computed and generated; None: it does not report the output."""
+        if self.output_tokens is None:
+            return None
+        return float(self.prompt_tokens - (self.cached_tokens or 0) + self.output_tokens)
 
 
 class RequestAccount:
-    """Keeps the account right, whatever order things are told in, or left untold.
+    """A request in the scheduler's books: begun on construction, moved where another server takes it, ended once.
 
-    Made when the request goes out. Whatever is told twice counts once; ``close`` ends what is still open. With
-    ``after`` the entries themselves are made when answers are out, in order: learning a prompt takes as long as picking
-    for it.
+    Each event counts once, in whatever order it is reported; ``close`` ends what is still open. With ``deferred`` the
+    entries are made after the response: learning a prompt takes as long as picking a server for it.
     """
 
-    __slots__ = ("_after", "_first", "_open", "_placement", "_scheduler", "decision")
+    __slots__ = ("_deferred", "_first", "_open", "_placement", "_scheduler", "decision")
 
     def __init__(
-        self, scheduler: Scheduler, placement: Placement, now_s: float, after: Afterwards | None = None
+        self, scheduler: Scheduler, placement: Placement, now_s: float, deferred: DeferredWork | None = None
     ) -> None:
         self.decision: Decision = placement.prefill
         self._scheduler = scheduler
         self._placement = placement
-        self._after = after
+        self._deferred = deferred
         self._open = True
         self._first = False
-        self._do(scheduler.begin, placement, now_s)
+        self._enter(scheduler.begin, placement, now_s)
 
     @property
     def waits(self) -> bool:
-        """Nothing of the answer has come."""
+        """No byte of the response has come."""
         return self._open and not self._first
 
     @property
@@ -48,54 +114,126 @@ class RequestAccount:
         return self._placement
 
     def served_by(self, server: str, now_s: float) -> bool:
-        """Which server took it. True if it is another than the one that was chosen: that one had it and failed.
+        """Record which server took the request. True: not the chosen one, which therefore failed.
 
-        What the other holds of the prompt is not known, so nothing is taken to be matched there.
+        Nothing is taken to be matched on the other server: what it holds of the prompt is not known.
         """
         decision = self.decision
         if not self.waits or server == decision.server:
             return False
-        self._do(self._scheduler.failed, self._placement, now_s, False)
+        self._enter(self._scheduler.failed, self._placement, now_s, False)
         self.decision = decision.taken_by(server)
         self._placement = Placement(replace(self._placement.case, prefill=self.decision))
-        self._do(self._scheduler.begin, self._placement, now_s)
+        self._enter(self._scheduler.begin, self._placement, now_s)
         return True
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
         if self.waits:
             self._first = True
-            self._do(self._scheduler.prefilled, self._placement, now_s, cached_tokens)
+            self._enter(self._scheduler.prefilled, self._placement, now_s, cached_tokens)
 
-    def ended(
-        self,
-        now_s: float,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
-        met: bool | None = None,
-    ) -> None:
-        """Its last byte has come, and with it perhaps what the server had cached of the prompt, how long the answer
-        is, and whether it came as promised.
-        """
-        if self.waits:
+    def ended(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
+        """The response is complete. ``met``: whether it kept its promise (None: no promise, or unknown)."""
+        cached_tokens = output_tokens = None
+        if usage is not None:
+            decision, output_tokens = self.decision, usage.output_tokens
+            prompt_tokens = decision.request.prompt.tokens
+            cached_tokens = usage.cached_of(prompt_tokens)
+            server = self._scheduler.prefill.fleet.servers.get(decision.server)
+            if server is not None:
+                server.reported_tokens(prompt_tokens, usage.prompt_tokens)
+        if self.waits:  # not streamed: the first byte comes last, and the cached tokens with it
             self.first_byte(now_s, cached_tokens)
             cached_tokens = None
         if self._open:
             self._open = False
-            self._do(self._scheduler.ended, self._placement, now_s, met, cached_tokens, output_tokens)
+            self._enter(self._scheduler.ended, self._placement, now_s, met, cached_tokens, output_tokens)
 
     def failed(self, now_s: float) -> None:
-        """No answer, or one that says nothing of the prompt: an error."""
+        """No response, or an error: neither says anything about the cache."""
         if self.waits:
             self._open = False
-            self._do(self._scheduler.failed, self._placement, now_s, False)
+            self._enter(self._scheduler.failed, self._placement, now_s, False)
 
     def close(self, now_s: float) -> None:
-        """Nobody waits for more of it."""
+        """The client gets no more of it: it failed before its first byte, or ends here."""
         self.failed(now_s)
         self.ended(now_s)
 
-    def _do(self, entry: Callable[..., object], *said: Any) -> None:
-        if self._after is None:
-            entry(*said)
+    def _enter(self, entry: Callable[..., object], *arguments: Any) -> None:
+        if self._deferred is None:
+            entry(*arguments)
         else:
-            self._after.do(partial(entry, *said))
+            self._deferred.run(partial(entry, *arguments))
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Response(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Response).decode
+
+
+class UsageReader:
+    """Finds the usage in a response's bytes as they pass."""
+
+    __slots__ = ("_kept", "_streams", "_tail")
+
+    def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
+        """Only JSON and event streams are kept, and only uncompressed."""
+        self._streams = content_type.startswith(b"text/event-stream")
+        is_readable = not content_encoding and (self._streams or content_type.startswith(b"application/json"))
+        self._kept: list[bytes] | None = [] if is_readable else None
+        self._tail = b""
+
+    @property
+    def streams(self) -> bool:
+        return self._streams
+
+    @property
+    def between_events(self) -> bool:
+        """Whether the stream stands at an event's end, where the router may insert an event of its own."""
+        return not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
+
+    def add(self, piece: bytes) -> None:
+        if self._streams:
+            self._tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (self._tail + piece)[-TAIL_BYTES:]
+        elif self._kept is not None:
+            self._kept.append(piece)
+            if len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_JSON_BYTES:
+                self._kept = None
+
+    def usage(self) -> Usage | None:
+        """The usage of a response that has ended; None: it reports none."""
+        if self._kept is None:
+            return None
+        if not self._streams:
+            return _usage_in(b"".join(self._kept))
+        for line in reversed(self._tail.split(b"\n")):
+            if line.startswith(b"data:") and b'"usage"' in line and (usage := _usage_in(line[5:])) is not None:
+                return usage
+        return None
+
+
+def _usage_in(json: bytes) -> Usage | None:
+    try:
+        found = _decode(json).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if found is None or found.prompt_tokens is None or found.prompt_tokens < 0:
+        return None
+    cached = None if found.prompt_tokens_details is None else found.prompt_tokens_details.cached_tokens
+    if cached is not None and not 0 <= cached <= found.prompt_tokens:
+        cached = None
+    output = found.completion_tokens
+    return Usage(found.prompt_tokens, cached, None if output is not None and output < 0 else output)

@@ -360,10 +360,10 @@ def filled(kind: type[T], table: Mapping[str, Any], where: str, **more: Any) -> 
     for key, value in table.items():
         place = f"{where}: {key}" if where else key
         if (kind, key) in _REMOVED:
-            raise InvalidInput(f"{place}: there is no such setting any more; {_REMOVED[kind, key]}")
+            raise InvalidInput(f"{place}: this setting was removed; {_REMOVED[kind, key]}")
         if key not in fields:
             sections = [*SECTIONS, "options", "backends"] if kind is Settings else []
-            raise InvalidInput(f"{place}: there is no such setting; {suggestion(key, [*fields, *sections])}")
+            raise InvalidInput(f"{place}: unknown setting; {suggestion(key, [*fields, *sections])}")
         try:
             values[fields[key].name] = fields[key].metadata["read"](value)
         except InvalidInput as error:

@@ -1,4 +1,4 @@
-"""A door's queue with a clock: requests that wait until a server has room, in the order that the queue says."""
+"""The request queue with a clock: calls waiting requests when a server has room, and turns away those out of time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from skymemory.conductor.request import Request
 from skymemory.router.queue import Entry, RequestQueue, Waits, work_of
 
 LOOK_S = 0.25
-"""Between two looks for room while something waits, beside those when requests end: servers come back, reports come."""
+"""Period of looking for room while requests wait. Ended requests are a reason to look at once; servers that return and
+new load reports are not reported here.
+"""
 
 
-class Guest(Protocol):
-    """Whoever asked for a request, while it waits. It is called once, or turned away once, or leaves."""
+class Waiter(Protocol):
+    """A waiting request's handler: it is called once, or turned away once, or leaves."""
 
     def called(self, now_s: float) -> None:
-        """A server has room for it: it takes it now."""
+        """A server has room: send the request now."""
         ...
 
     def turned_away(self, refusal: Refusal) -> None: ...
@@ -41,8 +43,8 @@ class WaitingRoom:
     ) -> None:
         """
         Args:
-            has_room: whether a server that could serve a request, of a subset if there is one, has room for it.
-            settle: makes the entries in the books that were put off; until then a server has room for who was called.
+            has_room: whether a server (of a subset, if not None) has room for a request.
+            settle: makes the deferred account entries, so that the room taken by a called request counts.
         """
         self.queue = queue
         self._has_room = has_room
@@ -53,13 +55,13 @@ class WaitingRoom:
         self._timer: asyncio.TimerHandle | None = None
 
     def is_open_to(self, request: Request, among: frozenset[str] | None = None) -> bool:
-        """Whether it need not wait: nobody does, and a server has room."""
+        """Whether a request need not wait: none waits, and a server has room."""
         return not len(self.queue) and self._has_room(request, among)
 
     def wait(
-        self, guest: Guest, request: Request, size_bytes: int, among: frozenset[str] | None = None
+        self, waiter: Waiter, request: Request, size_bytes: int, among: frozenset[str] | None = None
     ) -> Entry | Refusal:
-        """Let it wait. It may be called before this returns. ``among``: the servers it may go to, if not to all."""
+        """Queue a request; it may be called before this returns. ``among``: the servers it may go to; None: all."""
         now_s = self._clock()
         entry = Entry(
             request,
@@ -68,23 +70,22 @@ class WaitingRoom:
             now_s,
             request.slo,
             group=(request.model, request.adapter, among),
-            item=guest,
+            item=waiter,
         )
-        said = self.queue.offer(entry, now_s)
-        if isinstance(said, Waits):
-            for other, refusal in said.turned_away:
-                _guest(other).turned_away(refusal)
-        else:
-            return said
+        offered = self.queue.offer(entry, now_s)
+        if not isinstance(offered, Waits):
+            return offered
+        for other, refusal in offered.turned_away:
+            _waiter(other).turned_away(refusal)
         self.look()
         return entry
 
     def leave(self, entry: Entry) -> None:
-        """Nobody waits for its answer any more."""
+        """Its client is gone."""
         self.queue.cancel(entry)
 
     def look(self) -> None:
-        """Call who can go, and turn away whose time is over."""
+        """Turn away requests whose time is over, and call those for which a server has room."""
         queue = self.queue
         if self._looking or (not len(queue) and self._timer is None):
             return
@@ -92,9 +93,9 @@ class WaitingRoom:
         try:
             now_s = self._clock()
             for entry, refusal in queue.expire(now_s):
-                _guest(entry).turned_away(refusal)
-            while (entry_ := queue.next(now_s, self._fits)) is not None:
-                _guest(entry_).called(now_s)
+                _waiter(entry).turned_away(refusal)
+            while (following := queue.next(now_s, self._fits)) is not None:
+                _waiter(following).called(now_s)
                 self._settle()
         finally:
             self._looking = False
@@ -120,13 +121,13 @@ class WaitingRoom:
         return self._has_room(entry.request, among)
 
 
-def _guest(entry: Entry) -> Guest:
-    guest: Guest = entry.item  # type: ignore[assignment]
-    return guest
+def _waiter(entry: Entry) -> Waiter:
+    waiter: Waiter = entry.item  # type: ignore[assignment]
+    return waiter
 
 
 class QueueFigures(Collector):
-    """What waits and waited, for Prometheus. Tenants are those that the settings name, ``other`` and ``unknown``."""
+    """Prometheus metrics of the queue. Tenants are those that the settings name, ``other`` and ``unknown``."""
 
     def __init__(self, queue: RequestQueue, prefix: str) -> None:
         self._queue = queue
@@ -134,17 +135,17 @@ class QueueFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["priority", "tenant"]
-        waiting = GaugeMetricFamily(f"{self._prefix}_queue_requests", "Requests that wait for a server", labels=labels)
-        size = GaugeMetricFamily(f"{self._prefix}_queue_bytes", "Of their bodies", labels=labels)
-        served = CounterMetricFamily(f"{self._prefix}_queue_served", "Requests that waited and went", labels=labels)
+        waiting = GaugeMetricFamily(f"{self._prefix}_queue_requests", "Queued requests", labels=labels)
+        size = GaugeMetricFamily(f"{self._prefix}_queue_bytes", "Bytes of their bodies", labels=labels)
+        served = CounterMetricFamily(f"{self._prefix}_queue_served", "Requests served after queueing", labels=labels)
         waited = CounterMetricFamily(
-            f"{self._prefix}_queue_waited_seconds", "For how long those waited, together", labels=labels
+            f"{self._prefix}_queue_waited_seconds", "Their queueing time, in total", labels=labels
         )
         gone = CounterMetricFamily(
-            f"{self._prefix}_queue_cancelled", "Requests whose client left while they waited", labels=labels
+            f"{self._prefix}_queue_cancelled", "Queued requests whose client disconnected", labels=labels
         )
         refused = CounterMetricFamily(
-            f"{self._prefix}_queue_refused", "Requests that left unserved, by why", labels=[*labels, "reason"]
+            f"{self._prefix}_queue_refused", "Queued requests that were refused, by reason", labels=[*labels, "reason"]
         )
         for (priority, tenant), figures in self._queue.figures().items():
             names = [str(priority), tenant]

@@ -1,4 +1,4 @@
-"""What Envoy would send, for tests of the exchange that need no Envoy; and a desk with plain strategies."""
+"""What Envoy would send, for tests of the exchange that need no Envoy; and a service with plain strategies."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.simple import RoundRobin
+from skymemory.router.api_error import ApiError
 from skymemory.router.backends import Backends
-from skymemory.router.bad_request import BadRequest
 from skymemory.router.envoy import ext_proc
 from skymemory.router.envoy.endpoints import endpoint
 from skymemory.router.envoy.messages import (
@@ -38,7 +38,7 @@ from skymemory.router.envoy.messages import (
     SUBSET,
     SUBSET_NAMESPACE,
 )
-from skymemory.router.envoy.picker_service import Desk, DeskSettings
+from skymemory.router.envoy.picker_service import PickerService, PickerServiceSettings
 
 NOTHING = np.empty(0, np.uint64)
 GET = {":method": "GET", ":path": "/v1/models"}
@@ -52,20 +52,20 @@ class SmallReader:
         try:
             told = json.loads(body)
         except ValueError as error:
-            raise BadRequest(400, "the body is not JSON") from error
+            raise ApiError(400, "the body is not JSON") from error
         return Request(
             Prompt(NOTHING, NOTHING, 16.0, len(str(told.get("prompt", ""))) // 4), model=told.get("model", "")
         )
 
 
-def a_desk(
-    servers: int = 3, settings: DeskSettings | None = None, scorer: Scorer | None = None, **changes: Any
-) -> Desk:
+def a_service(
+    servers: int = 3, settings: PickerServiceSettings | None = None, scorer: Scorer | None = None, **changes: Any
+) -> PickerService:
     picker = Picker(Fleet(), scorer or RoundRobin())
     backends = Backends(picker, are_checked=False)
     backends.set([endpoint(f"10.0.0.{number}:8000") for number in range(servers)])
-    settings = replace(settings or DeskSettings(), **changes)
-    return Desk(Scheduler(picker), SmallReader(), backends, settings)
+    settings = replace(settings or PickerServiceSettings(), **changes)
+    return PickerService(Scheduler(picker), SmallReader(), backends, settings)
 
 
 def header_map(headers: Mapping[str, str]) -> HeaderMap:

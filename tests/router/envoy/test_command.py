@@ -33,10 +33,10 @@ def test_its_settings_are_followed_and_what_it_knows_is_kept(tmp_path: Path) -> 
         process.says("2 endpoints: 1 came, 0 left")
         write('"http://127.0.0.1:8002"]\nstrategie = "x"\nnothing = [')
         process.tell(signal.SIGHUP)
-        process.says("the settings stay as they were: .*did you mean 'strategy'")
+        process.says("settings not reloaded.*: .*did you mean 'strategy'")
     finally:
         process.tell(signal.SIGTERM)
         ended = process.ends()
     assert ended == 0 and state.stat().st_size > 0
-    process.says("what is known is kept in .*state: [0-9]+ bytes")
+    process.says("prefix index saved to .*state: [0-9]+ bytes")
     assert not any("Traceback" in line for line in process.said)

@@ -11,7 +11,7 @@ from tests.router.envoy.exchanges import (
     POST,
     Exchange,
     a_completion,
-    a_desk,
+    a_service,
     kinds,
     request_body,
     request_headers,
@@ -51,17 +51,17 @@ ORDER = ["request_headers", "request_body", "request_trailers"]
 def test_any_messages_in_any_order_leave_a_closed_account(
     streams: list[list[ProcessingRequest]], limited: bool
 ) -> None:
-    desk = a_desk(fallbacks=2, most_requests=1 if limited else None, most_body_bytes=100_000, tell_decisions=True)
+    service = a_service(fallbacks=2, most_requests=1 if limited else None, most_body_bytes=100_000, tell_decisions=True)
     now_s = 0.0
-    exchanges = [Exchange(desk) for _ in streams]
+    exchanges = [Exchange(service) for _ in streams]
     for exchange, messages in zip(exchanges, streams, strict=True):
         for message in messages:
             now_s += 0.1
             exchange.receive(message, now_s)
     for exchange in exchanges:
         exchange.closed(now_s)
-    assert desk.streams == 0
-    assert {(s.in_flight, s.prefilling, s.prefill_tokens) for s in desk.picker.fleet} == {(0, 0, 0.0)}
+    assert service.streams == 0
+    assert {(s.in_flight, s.prefilling, s.prefill_tokens) for s in service.picker.fleet} == {(0, 0, 0.0)}
 
 
 @settings(max_examples=200, deadline=None)
@@ -69,7 +69,7 @@ def test_any_messages_in_any_order_leave_a_closed_account(
 def test_answers_to_a_request_come_once_and_in_order(
     pieces: list[ProcessingRequest], trailers: bool, last: bytes
 ) -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     ending = [request_trailers()] if trailers else [request_body(last)]
     answers = [kind for m in (request_headers(), *pieces, *ending) for kind in kinds(exchange.receive(m, 0.0))]
     if answers != ["immediate_response"]:

@@ -12,7 +12,7 @@ from tests.router.envoy.exchanges import (
     POST,
     Exchange,
     a_completion,
-    a_desk,
+    a_service,
     header_destination,
     kinds,
     metadata_destination,
@@ -23,8 +23,8 @@ from tests.router.envoy.exchanges import (
 
 from skymemory.conductor.fleet import LoadReport
 from skymemory.conductor.strategies.simple import LeastLoad
+from skymemory.router.api_error import ApiError
 from skymemory.router.envoy.messages import OVERWRITE, PIECE_BYTES
-from skymemory.router.envoy.picker_service import Refusal
 
 MODE = ProcessingMode.BodySendMode
 
@@ -35,7 +35,7 @@ def streamed(answers: list[ProcessingResponse]) -> list[tuple[bytes, bool]]:
 
 
 def test_headers_are_held_until_the_body_has_come_whole() -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     body = a_completion()
     assert exchange.receive(request_headers(), 0.0) == ()
     assert exchange.receive(request_body(body[:10], end=False), 0.1) == ()
@@ -46,7 +46,7 @@ def test_headers_are_held_until_the_body_has_come_whole() -> None:
 
 def test_the_endpoint_is_sent_in_the_header_and_in_the_metadata_and_is_the_same() -> None:
     for fallbacks, told in ((0, 1), (1, 2), (7, 3)):
-        exchange = Exchange(a_desk(fallbacks=fallbacks))
+        exchange = Exchange(a_service(fallbacks=fallbacks))
         exchange.receive(request_headers(), 0.0)
         first, *_ = exchange.receive(request_body(a_completion()), 0.0)
         endpoints = header_destination(first)
@@ -56,7 +56,7 @@ def test_the_endpoint_is_sent_in_the_header_and_in_the_metadata_and_is_the_same(
 
 
 def test_what_a_client_put_into_the_header_is_overwritten() -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     exchange.receive(request_headers({**POST, "x-gateway-destination-endpoint": "169.254.169.254:80"}), 0.0)
     first, *_ = exchange.receive(request_body(a_completion()), 0.0)
     (option,) = first.request_headers.response.header_mutation.set_headers
@@ -64,16 +64,16 @@ def test_what_a_client_put_into_the_header_is_overwritten() -> None:
 
 
 def test_fallbacks_are_best_first() -> None:
-    desk = a_desk(scorer=LeastLoad(), fallbacks=2)
+    service = a_service(scorer=LeastLoad(), fallbacks=2)
     for number, waiting in enumerate((5, 1, 3)):
-        desk.picker.fleet.servers[f"10.0.0.{number}:8000"].reported = LoadReport(at_s=0.0, waiting=waiting)
-    exchange = Exchange(desk)
+        service.picker.fleet.servers[f"10.0.0.{number}:8000"].reported = LoadReport(at_s=0.0, waiting=waiting)
+    exchange = Exchange(service)
     (answer,) = exchange.receive(request_headers(GET, end=True), 0.0)
     assert header_destination(answer) == "10.0.0.1:8000,10.0.0.2:8000,10.0.0.0:8000"
 
 
 def test_a_large_body_goes_on_in_pieces_that_envoy_takes() -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     body = a_completion("x" * 1_000_000)
     exchange.receive(request_headers(), 0.0)
     for start in range(0, len(body), 100_000):
@@ -87,7 +87,7 @@ def test_a_large_body_goes_on_in_pieces_that_envoy_takes() -> None:
 
 
 def test_a_body_without_end_of_stream_ends_with_its_trailers() -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     body = a_completion()
     exchange.receive(request_headers(), 0.0)
     assert exchange.receive(request_body(body, end=False), 0.0) == ()
@@ -97,7 +97,7 @@ def test_a_body_without_end_of_stream_ends_with_its_trailers() -> None:
 
 
 def test_an_empty_last_piece_is_answered_and_a_repeated_one_is_not() -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     exchange.receive(request_headers({":method": "POST", ":path": "/tokenize"}), 0.0)
     answers = list(exchange.receive(request_body(b""), 0.0))
     assert kinds(answers) == ["request_headers", "request_body"] and streamed(answers[1:]) == [(b"", True)]
@@ -106,32 +106,32 @@ def test_an_empty_last_piece_is_answered_and_a_repeated_one_is_not() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/v1/embeddings", "/v1/completions"])
 def test_requests_without_a_prompt_get_an_endpoint_too(path: str) -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     (answer,) = exchange.receive(request_headers({":method": "GET", ":path": path}, end=True), 0.0)
     assert kinds([answer]) == ["request_headers"] and header_destination(answer)
 
 
 def test_paths_below_a_gateways_prefix_and_with_a_query_are_read() -> None:
-    desk = a_desk()
-    exchange = Exchange(desk)
+    service = a_service()
+    exchange = Exchange(service)
     exchange.receive(request_headers({":method": "POST", ":path": "/llama/v1/chat/completions?x=1"}), 0.0)
     assert kinds(list(exchange.receive(request_body(b"no json"), 0.0))) == ["immediate_response"]
 
 
 def test_a_body_that_no_engine_could_read_is_refused() -> None:
-    desk = a_desk()
-    exchange = Exchange(desk)
+    service = a_service()
+    exchange = Exchange(service)
     exchange.receive(request_headers(), 0.0)
     (answer,) = exchange.receive(request_body(b"{"), 0.0)
     assert answer.immediate_response.status.code == 400
     assert json.loads(answer.immediate_response.body)["error"]["message"] == "the body is not JSON"
     assert exchange.receive(request_body(b"{"), 0.0) == ()
     exchange.closed(1.0)
-    assert all(server.in_flight == 0 for server in desk.picker.fleet) and desk.streams == 0
+    assert all(server.in_flight == 0 for server in service.picker.fleet) and service.streams == 0
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_kept() -> None:
-    exchange = Exchange(a_desk(most_body_bytes=1000))
+    exchange = Exchange(a_service(most_body_bytes=1000))
     exchange.receive(request_headers(), 0.0)
     assert exchange.receive(request_body(b"x" * 1000, end=False), 0.0) == ()
     (answer,) = exchange.receive(request_body(b"x", end=False), 0.0)
@@ -140,66 +140,66 @@ def test_a_body_over_the_limit_is_refused_before_it_is_kept() -> None:
 
 @pytest.mark.parametrize("subset", [["10.0.0.2:8000", "9.9.9.9:1"], "9.9.9.9:1, 10.0.0.2:8000"])
 def test_a_subset_is_kept_to_in_choice_and_fallbacks(subset: object) -> None:
-    desk = a_desk(fallbacks=5)
+    service = a_service(fallbacks=5)
     for _ in range(5):
-        exchange = Exchange(desk)
+        exchange = Exchange(service)
         (answer,) = exchange.receive(request_headers(GET, end=True, subset=subset), 0.0)
         assert header_destination(answer) == metadata_destination(answer) == "10.0.0.2:8000"
 
 
 @pytest.mark.parametrize("subset", [[], "", ["9.9.9.9:1"]])
 def test_a_subset_that_allows_none_is_503(subset: object) -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     exchange.receive(request_headers(subset=subset), 0.0)
     (answer,) = exchange.receive(request_body(a_completion()), 0.0)
     assert answer.immediate_response.status.code == 503
 
 
 def test_without_a_subset_all_of_the_pool_are_picked_from() -> None:
-    desk = a_desk()
+    service = a_service()
     told = set()
     for _ in range(3):
-        (answer,) = Exchange(desk).receive(request_headers(GET, end=True), 0.0)
+        (answer,) = Exchange(service).receive(request_headers(GET, end=True), 0.0)
         told.add(header_destination(answer))
     assert told == {f"10.0.0.{n}:8000" for n in range(3)}
 
 
 def test_no_endpoint_is_503_with_a_time_to_come_back() -> None:
-    for desk in (a_desk(servers=0), a_desk()):
-        for server in desk.picker.fleet:
+    for service in (a_service(servers=0), a_service()):
+        for server in service.picker.fleet:
             server.healthy = False
-        (answer,) = Exchange(desk).receive(request_headers(GET, end=True), 0.0)
+        (answer,) = Exchange(service).receive(request_headers(GET, end=True), 0.0)
         headers = {h.header.key: h.header.raw_value for h in answer.immediate_response.headers.set_headers}
         assert answer.immediate_response.status.code == 503 and headers["retry-after"] == b"1"
 
 
 def test_too_many_at_every_server_is_429_and_room_at_one_is_used() -> None:
-    desk = a_desk(servers=2, most_requests=2, retry_after_s=7)
-    told = [Exchange(desk).receive(request_headers(GET, end=True), 0.0)[0] for _ in range(5)]
+    service = a_service(servers=2, most_requests=2, retry_after_s=7)
+    told = [Exchange(service).receive(request_headers(GET, end=True), 0.0)[0] for _ in range(5)]
     assert [answer.WhichOneof("response") for answer in told] == ["request_headers"] * 4 + ["immediate_response"]
     assert told[4].immediate_response.status.code == 429
     headers = {h.header.key: h.header.raw_value for h in told[4].immediate_response.headers.set_headers}
     assert headers["retry-after"] == b"7"
     # Of two servers the one with room is taken, whoever's turn it is.
     for name in ("10.0.0.1:8000", "10.0.0.1:8000", "10.0.0.0:8000", "10.0.0.0:8000"):
-        desk.picker.fleet.servers[name].in_flight = 1
-        (answer,) = Exchange(desk).receive(request_headers(GET, end=True), 0.0)
+        service.picker.fleet.servers[name].in_flight = 1
+        (answer,) = Exchange(service).receive(request_headers(GET, end=True), 0.0)
         assert header_destination(answer) == name
 
 
 def test_more_streams_than_allowed_are_turned_away() -> None:
-    desk = a_desk(most_streams=1)
-    first = Exchange(desk)
-    second = Exchange(desk)
+    service = a_service(most_streams=1)
+    first = Exchange(service)
+    second = Exchange(service)
     (answer,) = second.receive(request_headers(), 0.0)
     assert answer.immediate_response.status.code == 429
     second.closed(0.0)
     first.closed(0.0)
-    assert Exchange(desk).receive(request_headers(), 0.0) == ()
+    assert Exchange(service).receive(request_headers(), 0.0) == ()
 
 
 def test_buffered_bodies_get_the_endpoint_with_the_body() -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     (held,) = exchange.receive(request_headers(config={"request_body_mode": MODE.Value("BUFFERED")}), 0.0)
     assert kinds([held]) == ["request_headers"] and header_destination(held) is None
     (answer,) = exchange.receive(request_body(a_completion()), 0.0)
@@ -209,7 +209,7 @@ def test_buffered_bodies_get_the_endpoint_with_the_body() -> None:
 
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED_PARTIAL"])
 def test_a_body_that_is_not_shown_in_time_is_routed_by_load(mode: str) -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     (answer,) = exchange.receive(request_headers(config={"request_body_mode": MODE.Value(mode)}), 0.0)
     assert header_destination(answer)
     (passed,) = exchange.receive(request_body(b"{", end=False), 0.0)
@@ -217,7 +217,7 @@ def test_a_body_that_is_not_shown_in_time_is_routed_by_load(mode: str) -> None:
 
 
 def test_a_request_is_whole_with_its_last_message_and_what_was_read_of_it_is_taken() -> None:
-    exchange = Exchange(a_desk(most_body_bytes=1000))
+    exchange = Exchange(a_service(most_body_bytes=1000))
     assert not exchange.ends_request(request_headers(), 0)
     exchange.receive(request_headers(), 0.0)
     assert not exchange.ends_request(request_body(b"a", end=False), 0)
@@ -228,15 +228,15 @@ def test_a_request_is_whole_with_its_last_message_and_what_was_read_of_it_is_tak
         whole = exchange.whole_request(last)
         assert whole is not None and whole[1] == (b"ab" if last.HasField("request_body") else b"a")
         assert whole[0][":path"] == "/v1/completions"
-    (answer,) = exchange.receive(request_body(b"b"), 0.0, Refusal(400, "no"))
+    (answer,) = exchange.receive(request_body(b"b"), 0.0, ApiError(400, "no"))
     assert answer.immediate_response.status.code == 400 and not exchange.ends_request(request_body(b"b"), 0)
 
 
 def test_who_only_looks_on_is_not_answered() -> None:
-    desk = a_desk()
+    service = a_service()
     message = request_headers(GET, end=True)
     message.observability_mode = True
-    exchange = Exchange(desk)
+    exchange = Exchange(service)
     assert exchange.receive(message, 0.0) == ()
     exchange.closed(0.0)
-    assert all(server.in_flight == 0 for server in desk.picker.fleet)
+    assert all(server.in_flight == 0 for server in service.picker.fleet)

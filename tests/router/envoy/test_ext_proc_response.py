@@ -13,7 +13,7 @@ from tests.router.envoy.exchanges import (
     POST,
     Exchange,
     a_completion,
-    a_desk,
+    a_service,
     header_destination,
     kinds,
     request_body,
@@ -28,7 +28,7 @@ from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.envoy import messages as say
 from skymemory.router.envoy.messages import PIECE_BYTES
-from skymemory.router.envoy.picker_service import Desk
+from skymemory.router.envoy.picker_service import PickerService
 
 USAGE = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 64}}
 SSE = "text/event-stream; charset=utf-8"
@@ -51,20 +51,20 @@ class Remembering(RoundRobin):
         self.told.append(("failed", server.name, now_s))
 
 
-def sent(desk: Desk, now_s: float = 0.0) -> tuple[Exchange, str]:
+def sent(service: PickerService, now_s: float = 0.0) -> tuple[Exchange, str]:
     """An exchange whose request is on its way, and to whom."""
-    exchange = Exchange(desk)
+    exchange = Exchange(service)
     exchange.receive(request_headers({**POST, "x-skymemory-decision": "1"}), now_s)
     first, *_ = exchange.receive(request_body(a_completion("x" * 800)), now_s)
     return exchange, str(header_destination(first)).partition(",")[0]
 
 
-def in_flight(desk: Desk) -> dict[str, int]:
-    return {server.name: server.in_flight for server in desk.picker.fleet if server.in_flight}
+def in_flight(service: PickerService) -> dict[str, int]:
+    return {server.name: server.in_flight for server in service.picker.fleet if server.in_flight}
 
 
 def test_a_response_passes_as_it_is_and_in_order() -> None:
-    exchange, _ = sent(a_desk())
+    exchange, _ = sent(a_service())
     (headers,) = exchange.receive(response_headers(), 1.0)
     assert not headers.response_headers.response.header_mutation.set_headers
     body = b"y" * 150_000
@@ -77,7 +77,7 @@ def test_a_response_passes_as_it_is_and_in_order() -> None:
 
 
 def test_the_last_piece_says_that_it_is_the_last() -> None:
-    exchange, _ = sent(a_desk())
+    exchange, _ = sent(a_service())
     exchange.receive(response_headers(), 1.0)
     (answer,) = exchange.receive(response_body(b""), 1.0)
     assert answer.response_body.response.body_mutation.streamed_response.end_of_stream
@@ -85,116 +85,116 @@ def test_the_last_piece_says_that_it_is_the_last() -> None:
 
 def test_a_streamed_answer_succeeds_with_its_first_byte_and_ends_with_its_last() -> None:
     scorer = Remembering()
-    desk = a_desk(scorer=scorer)
-    exchange, server = sent(desk)
+    service = a_service(scorer=scorer)
+    exchange, server = sent(service)
     exchange.receive(response_headers(kind=SSE), 1.0)
     assert scorer.told == []
     exchange.receive(response_body(b"data: {}\n\n", end=False), 2.0)
-    assert scorer.told == [("succeeded", server, 2.0, None)] and in_flight(desk) == {server: 1}
+    assert scorer.told == [("succeeded", server, 2.0, None)] and in_flight(service) == {server: 1}
     exchange.receive(response_body(f"data: {json.dumps({'usage': USAGE})}\n\ndata: [DONE]\n\n".encode()), 3.0)
-    assert in_flight(desk) == {} and scorer.told[1:] == [("corrected", server, 3.0, 128)]
+    assert in_flight(service) == {} and scorer.told[1:] == [("corrected", server, 3.0, 128)]
     exchange.closed(4.0)
-    assert in_flight(desk) == {} and len(scorer.told) == 2
-    assert desk.counters.get("cached_tokens_total") == 64 and desk.counters.get("told_prompt_tokens_total") == 100
+    assert in_flight(service) == {} and len(scorer.told) == 2
+    assert service.counters.get("cached_tokens_total") == 64 and service.counters.get("told_prompt_tokens_total") == 100
 
 
 def test_an_answer_in_one_piece_tells_what_was_cached_when_it_succeeds() -> None:
     scorer = Remembering()
-    desk = a_desk(scorer=scorer)
-    exchange, server = sent(desk)
+    service = a_service(scorer=scorer)
+    exchange, server = sent(service)
     exchange.receive(response_headers(), 1.0)
     text = json.dumps({"choices": [], "usage": USAGE}).encode()
     exchange.receive(response_body(text[:20], end=False), 2.0)
     exchange.receive(response_body(text[20:]), 3.0)
-    assert scorer.told == [("succeeded", server, 3.0, 128)] and in_flight(desk) == {}
-    assert desk.picker.fleet.servers[server].read_per_token == 2.0, "it counts 100 tokens where we do 200"
+    assert scorer.told == [("succeeded", server, 3.0, 128)] and in_flight(service) == {}
+    assert service.picker.fleet.servers[server].read_per_token == 2.0, "it counts 100 tokens where we do 200"
 
 
 def test_an_error_teaches_nothing() -> None:
     for status in (400, 404, 429, 500):
         scorer = Remembering()
-        desk = a_desk(scorer=scorer)
-        exchange, server = sent(desk)
+        service = a_service(scorer=scorer)
+        exchange, server = sent(service)
         exchange.receive(response_headers(status, served=server), 1.0)
         exchange.receive(response_body(b"{}"), 1.0)
         exchange.closed(1.0)
-        assert scorer.told == [("failed", server, 1.0)] and in_flight(desk) == {}
+        assert scorer.told == [("failed", server, 1.0)] and in_flight(service) == {}
 
 
 @pytest.mark.parametrize("how", ["served", "attribute"])
 def test_the_endpoint_that_served_gets_the_request_in_its_account(how: str) -> None:
     scorer = Remembering()
-    desk = a_desk(scorer=scorer, fallbacks=2)
-    exchange, chosen = sent(desk)
-    other = next(server.name for server in desk.picker.fleet if server.name != chosen)
+    service = a_service(scorer=scorer, fallbacks=2)
+    exchange, chosen = sent(service)
+    other = next(server.name for server in service.picker.fleet if server.name != chosen)
     exchange.receive(response_headers(kind=SSE, **{how: other}), 1.0)
-    assert in_flight(desk) == {other: 1}
+    assert in_flight(service) == {other: 1}
     exchange.receive(response_body(b"data: {}\n\n"), 2.0)
-    assert scorer.told == [("failed", chosen, 1.0), ("succeeded", other, 2.0, None)] and in_flight(desk) == {}
-    assert desk.counters.get("fallbacks_total", other) == 1
+    assert scorer.told == [("failed", chosen, 1.0), ("succeeded", other, 2.0, None)] and in_flight(service) == {}
+    assert service.counters.get("fallbacks_total", other) == 1
 
-    exchange, chosen = sent(desk)
+    exchange, chosen = sent(service)
     exchange.receive(response_headers(kind=SSE, **{how: "192.0.2.1:1"}), 3.0)
     exchange.closed(4.0)
-    assert desk.counters.get("fallbacks_total", "other") == 1, "no label but those of servers that are known"
+    assert service.counters.get("fallbacks_total", "other") == 1, "no label but those of servers that are known"
 
 
 def test_a_server_that_never_takes_its_requests_is_left_alone_for_a_while() -> None:
-    desk = a_desk(servers=2, fallbacks=1)
+    service = a_service(servers=2, fallbacks=1)
     dead, alive = "10.0.0.0:8000", "10.0.0.1:8000"
     chosen = []
     for number in range(12):
-        exchange, server = sent(desk, float(number))
+        exchange, server = sent(service, float(number))
         chosen.append(server)
         exchange.receive(response_headers(served=alive), float(number))
         exchange.closed(float(number))
-    assert chosen.count(dead) == 3 and desk.counters.get("ejections_total", dead) == 1
+    assert chosen.count(dead) == 3 and service.counters.get("ejections_total", dead) == 1
     assert chosen[-5:] == [alive] * 5
     # Back after ten seconds, for one request: it fails again and is left alone at once.
-    later = [sent(desk, 30.0)[1] for _ in range(2)]
+    later = [sent(service, 30.0)[1] for _ in range(2)]
     assert dead in later
 
 
 @pytest.mark.parametrize("told", [{}, {"attribute": True, "details": "upstream_reset_before_response_started{}"}])
 def test_envoys_own_503_counts_against_the_server_it_tried(told: dict[str, Any]) -> None:
-    desk = a_desk(servers=2)
+    service = a_service(servers=2)
     for number in range(8):
-        exchange, server = sent(desk, float(number) / 10)
+        exchange, server = sent(service, float(number) / 10)
         # Envoy names the last that it tried although that did not answer.
         more = {**told, "attribute": server} if told else {}
         exchange.receive(response_headers(503, **more), float(number) / 10)
         exchange.closed(1.0)
     # One is ejected; the last that is left is not.
-    assert [server.healthy for server in desk.picker.fleet].count(False) == 1
+    assert [server.healthy for server in service.picker.fleet].count(False) == 1
 
 
 @pytest.mark.parametrize("status", [500, 503])
 def test_a_servers_own_error_does_not_eject_it(status: int) -> None:
-    desk = a_desk(servers=2)
+    service = a_service(servers=2)
     for _ in range(10):
-        exchange, server = sent(desk)
+        exchange, server = sent(service)
         exchange.receive(response_headers(status, attribute=server, details="via_upstream"), 0.0)
         exchange.closed(0.0)
-    assert all(server.healthy for server in desk.picker.fleet)
+    assert all(server.healthy for server in service.picker.fleet)
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_client_that_goes_away_closes_the_account(begun: bool) -> None:
     scorer = Remembering()
-    desk = a_desk(scorer=scorer)
-    exchange, server = sent(desk)
+    service = a_service(scorer=scorer)
+    exchange, server = sent(service)
     if begun:
         exchange.receive(response_headers(kind=SSE), 1.0)
         exchange.receive(response_body(b"data: {}\n\n", end=False), 1.0)
     exchange.closed(2.0)
-    assert in_flight(desk) == {} and desk.streams == 0
+    assert in_flight(service) == {} and service.streams == 0
     assert scorer.told == ([("succeeded", server, 1.0, None)] if begun else [("failed", server, 2.0)])
-    assert desk.counters.get("requests_abandoned_total") == int(not begun)
+    assert service.counters.get("requests_abandoned_total") == int(not begun)
 
 
 def test_a_decision_is_told_only_where_that_is_allowed() -> None:
     for allowed in (False, True):
-        exchange, server = sent(a_desk(tell_decisions=allowed))
+        exchange, server = sent(a_service(tell_decisions=allowed))
         (answer,) = exchange.receive(response_headers(), 1.0)
         added = {h.header.key: h.header.raw_value for h in answer.response_headers.response.header_mutation.set_headers}
         assert bool(added) == allowed
@@ -203,7 +203,7 @@ def test_a_decision_is_told_only_where_that_is_allowed() -> None:
 
 
 def test_bodies_that_envoy_keeps_are_not_sent_back() -> None:
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     modes = {
         "request_body_mode": ProcessingMode.BodySendMode.Value("FULL_DUPLEX_STREAMED"),
         "response_body_mode": ProcessingMode.BodySendMode.Value("BUFFERED"),
@@ -216,7 +216,7 @@ def test_bodies_that_envoy_keeps_are_not_sent_back() -> None:
 
 def test_a_response_without_a_request_of_ours_passes() -> None:
     # Envoy's own answer to a request that it refused itself goes by before anything was chosen.
-    exchange = Exchange(a_desk())
+    exchange = Exchange(a_service())
     exchange.receive(request_headers(), 0.0)
     assert kinds(list(exchange.receive(response_headers(408), 1.0))) == ["response_headers"]
     assert kinds(list(exchange.receive(response_body(b"slow"), 1.0))) == ["response_body"]

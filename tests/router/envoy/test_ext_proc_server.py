@@ -16,7 +16,7 @@ from tests.router.envoy.exchanges import (
     GET,
     SmallReader,
     a_completion,
-    a_desk,
+    a_service,
     header_destination,
     request_body,
     request_headers,
@@ -27,7 +27,7 @@ from skymemory.conductor.request import Request
 from skymemory.errors import SkyMemoryError
 from skymemory.router.envoy.ext_proc_server import Certificate, PickerServer, self_signed
 from skymemory.router.envoy.messages import SERVICE
-from skymemory.router.envoy.picker_service import Desk
+from skymemory.router.envoy.picker_service import PickerService
 
 NAMES = {1: "SERVING", 2: "NOT_SERVING"}
 
@@ -36,11 +36,13 @@ LOOP = asyncio.new_event_loop()
 """One for all tests here: gRPC keeps one poller for a process, and it complains of loops that were closed."""
 
 
-def with_server(test: Callable[[PickerServer], Awaitable[None]], desk: Desk | None = None, **options: Any) -> Desk:
-    desk = a_desk() if desk is None else desk
+def with_server(
+    test: Callable[[PickerServer], Awaitable[None]], service: PickerService | None = None, **options: Any
+) -> PickerService:
+    service = a_service() if service is None else service
 
     async def run() -> None:
-        server = PickerServer(desk, "127.0.0.1:0", **options)
+        server = PickerServer(service, "127.0.0.1:0", **options)
         await server.start()
         try:
             await asyncio.wait_for(test(server), 20)
@@ -48,7 +50,7 @@ def with_server(test: Callable[[PickerServer], Awaitable[None]], desk: Desk | No
             await server.stop(0)
 
     LOOP.run_until_complete(run())
-    return desk
+    return service
 
 
 def a_call(channel: Any) -> Any:
@@ -100,9 +102,9 @@ def test_a_stream_is_an_exchange_and_one_that_breaks_off_is_closed() -> None:
             assert await whole.read() is grpc.aio.EOF
             assert await whole.code() == grpc.StatusCode.OK
 
-    desk = with_server(test)
-    assert desk.streams == 0 and all(server.in_flight == 0 for server in desk.picker.fleet)
-    assert desk.counters.get("requests_abandoned_total") == 2
+    service = with_server(test)
+    assert service.streams == 0 and all(server.in_flight == 0 for server in service.picker.fleet)
+    assert service.counters.get("requests_abandoned_total") == 2
 
 
 def test_tls_with_its_own_certificate_and_clients_with_theirs() -> None:
@@ -173,8 +175,8 @@ def test_long_prompts_are_read_beside_and_nobody_waits_for_them() -> None:
         assert not slow.done()
         assert header_destination(await slow) and (await bad).immediate_response.status.code == 400
 
-    desk = with_server(test, desk=replace(a_desk(), reader=Slow(), reads_elsewhere_bytes=1000))
-    assert desk.counters.get("prompt_tokens_total") == 2000 // 4 + len("Say this is a test") // 4
+    service = with_server(test, service=replace(a_service(), reader=Slow(), thread_bytes=1000))
+    assert service.counters.get("prompt_tokens_total") == 2000 // 4 + len("Say this is a test") // 4
 
 
 def test_a_body_that_does_not_end_is_not_held_at_the_cost_of_others() -> None:
@@ -188,12 +190,16 @@ def test_a_body_that_does_not_end_is_not_held_at_the_cost_of_others() -> None:
             for _ in range(3):
                 await long.write(request_body(b"x" * 60_000, end=False))
             refused = (await long.read()).immediate_response
-            assert refused.status.code == 503 and b"ends of as many bodies" in refused.body
+            assert refused.status.code == 503 and b"memory for request bodies is full" in refused.body
             await short.write(request_body(a_completion()[10:]))
             assert header_destination(await short.read())
 
-    desk = with_server(test)
-    assert desk.counters.get("door_refusals_total", "bytes") == desk.counters.get("requests_refused_total", "503") == 1
+    service = with_server(test)
+    assert (
+        service.counters.get("door_refusals_total", "bytes")
+        == service.counters.get("requests_refused_total", "503")
+        == 1
+    )
 
 
 def test_a_long_body_comes_back_whole() -> None:
@@ -218,8 +224,8 @@ def test_a_long_body_comes_back_whole() -> None:
 
 def test_a_taken_port_is_said() -> None:
     async def test(server: PickerServer) -> None:
-        second = PickerServer(a_desk(), f"127.0.0.1:{server.port}")
-        with pytest.raises(SkyMemoryError, match="is the port taken"):
+        second = PickerServer(a_service(), f"127.0.0.1:{server.port}")
+        with pytest.raises(SkyMemoryError, match="the port is taken by another process"):
             await second.start()
 
     with_server(test)

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from tests.router.engines.test_events import BLOCK_TOKENS, a_publisher
-from tests.router.envoy.exchanges import a_completion, a_desk
+from tests.router.envoy.exchanges import a_completion, a_service
 from tests.router.envoy.test_ext_proc_server import LOOP
 from tests.store.redis_server import RedisServer
 
@@ -27,7 +27,7 @@ from skymemory.errors import InvalidInput
 from skymemory.keys import first_ring
 from skymemory.router.backends import Backends
 from skymemory.router.envoy.endpoints import endpoint
-from skymemory.router.envoy.picker_service import Desk
+from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.envoy.server import EndpointPicker, endpoint_picker, needs_restart, reload
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import RequestAccount
@@ -84,9 +84,9 @@ async def page(picker: EndpointPicker) -> str:
 
 
 def test_endpoints_tell_their_load_and_come_and_go() -> None:
-    desk, said = a_desk(servers=0), list[str]()
+    service, said = a_service(servers=0), list[str]()
     pool = Pool()
-    picker = EndpointPicker(desk, pool, some_settings(metrics_listen="127.0.0.1:0"), said.append)
+    picker = EndpointPicker(service, pool, some_settings(metrics_listen="127.0.0.1:0"), said.append)
 
     async def test() -> None:
         app = web.Application()
@@ -96,17 +96,19 @@ def test_endpoints_tell_their_load_and_come_and_go() -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         name = f"127.0.0.1:{runner.addresses[0][1]}"
         pool.now = (name,)
-        await until(lambda: name in desk.picker.fleet.servers and desk.picker.fleet.servers[name].reported is not None)
-        report = desk.picker.fleet.servers[name].reported
+        await until(
+            lambda: name in service.picker.fleet.servers and service.picker.fleet.servers[name].reported is not None
+        )
+        report = service.picker.fleet.servers[name].reported
         assert report is not None and (report.waiting, report.running, report.cache_blocks) == (5, 2, 1000)
         text = await page(picker)
         assert f'skymemory_epp_server_healthy{{server="{name}"}} 1.0' in text and "skymemory_epp_streams 0.0" in text
         pool.now = None  # not to be learnt: the last word stands
         await asyncio.sleep(0.1)
-        assert name in desk.picker.fleet.servers
-        desk.counters.add("picks_total", label=name)
+        assert name in service.picker.fleet.servers
+        service.counters.add("picks_total", label=name)
         pool.now = ()
-        await until(lambda: not len(desk.picker.fleet))
+        await until(lambda: not len(service.picker.fleet))
         assert name not in await page(picker), "nothing gathers of those that come and go"
         await runner.cleanup()
 
@@ -130,7 +132,7 @@ def test_events_of_each_engines_cache_reach_a_strategy_that_goes_by_them() -> No
             ],
         }
         picker = endpoint_picker(settings_from(table), print)
-        fleet, index = picker.desk.picker.fleet, picker.desk.picker.scorer.index  # type: ignore[attr-defined]
+        fleet, index = picker.service.picker.fleet, picker.service.picker.scorer.index  # type: ignore[attr-defined]
 
         async def test() -> None:
             await until(lambda: len(fleet) == 2)
@@ -140,7 +142,7 @@ def test_events_of_each_engines_cache_reach_a_strategy_that_goes_by_them() -> No
                 await until(lambda slot=slot, held=held: index.blocks_of(slot) == len(held))
             text = await page(picker)
             assert 'skymemory_router_server_events_whole{server="127.0.0.1:8001"} 1.0' in text
-            picker.reset(settings_from({**table, "backends": table["backends"][1:]}), picker.desk.settings)  # type: ignore[index]
+            picker.reset(settings_from({**table, "backends": table["backends"][1:]}), picker.service.settings)  # type: ignore[index]
             await until(lambda: len(fleet) == 1)
             assert not index.blocks_of(slot_of_first), "who left is forgotten, and not heard"
 
@@ -160,22 +162,22 @@ PROMPT = a_completion("who is asked about what was asked before " * 50)
 HEADERS = {":path": "/v1/completions", ":method": "POST"}
 
 
-def served(desk: Desk, among: list[str] | None = None) -> Decision:
+def served(service: PickerService, among: list[str] | None = None) -> Decision:
     """One request as the picker has them, from its headers to its end."""
-    placement = desk.choose(desk.read(HEADERS, PROMPT), among, time.monotonic())
-    account = RequestAccount(desk.scheduler, placement, time.monotonic())
+    placement = service.choose(service.read(HEADERS, PROMPT), among, time.monotonic())
+    account = RequestAccount(service.scheduler, placement, time.monotonic())
     account.ended(time.monotonic(), None)
     return account.decision
 
 
 def test_what_was_learnt_is_kept_over_a_restart(tmp_path: Path) -> None:
     async def learn() -> None:
-        await until(lambda: len(first.desk.picker.fleet) == 2)
-        assert served(first.desk, ["127.0.0.1:8001"]).matched_tokens == 0
+        await until(lambda: len(first.service.picker.fleet) == 2)
+        assert served(first.service, ["127.0.0.1:8001"]).matched_tokens == 0
 
     async def know() -> None:
         await until(lambda: second._begun)
-        decision = served(second.desk)
+        decision = served(second.service)
         assert decision.server == "127.0.0.1:8001" and decision.matched_tokens > 300
 
     first = endpoint_picker(settings_with(tmp_path), print)
@@ -219,14 +221,14 @@ def test_pickers_with_the_same_keys_share_what_they_learn(redis: RedisServer) ->
         stop = asyncio.Event()
         running = [asyncio.create_task(picker.run(stop)) for picker in (second, stranger)]
         await until(lambda: first._begun and second._begun and stranger._begun)
-        served(first.desk, ["127.0.0.1:8001"])
-        await until(lambda: second._knowledge.replicas().received > 0)  # type: ignore[union-attr]
-        decision = served(second.desk)
+        served(first.service, ["127.0.0.1:8001"])
+        await until(lambda: second._prefix_state.replicas().received > 0)  # type: ignore[union-attr]
+        decision = served(second.service)
         assert decision.server == "127.0.0.1:8001" and decision.matched_tokens > 300
         assert "skymemory_router_replicas_degraded" in await page(second)
-        served(stranger.desk, ["127.0.0.1:8000"])
-        await until(lambda: second._knowledge.replicas().refused > 0)  # type: ignore[union-attr]
-        assert served(second.desk).server == "127.0.0.1:8001"
+        served(stranger.service, ["127.0.0.1:8000"])
+        await until(lambda: second._prefix_state.replicas().refused > 0)  # type: ignore[union-attr]
+        assert served(second.service).server == "127.0.0.1:8001"
         stop.set()
         await asyncio.gather(*running)
 
@@ -236,7 +238,7 @@ def test_pickers_with_the_same_keys_share_what_they_learn(redis: RedisServer) ->
 def test_settings_are_taken_up_and_those_that_cannot_be_meant_are_not() -> None:
     now: list[Settings | InvalidInput] = [settings_with(None)]
     picker = endpoint_picker(settings_with(None), print)
-    desk = picker.desk
+    service = picker.service
 
     def read() -> Settings:
         if isinstance(now[-1], InvalidInput):
@@ -244,20 +246,20 @@ def test_settings_are_taken_up_and_those_that_cannot_be_meant_are_not() -> None:
         return now[-1]
 
     async def test() -> None:
-        await until(lambda: len(desk.picker.fleet) == 2)
+        await until(lambda: len(service.picker.fleet) == 2)
         more = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "fallbacks": 1, "max_requests": 7}
         backends = [{"url": "http://127.0.0.1:8001", "drain": True}, "http://127.0.0.1:8002", "http://127.0.0.1:8003"]
         now.append(settings_with(None, backends=backends, picker=more, strategy="random"))
         reload(picker, read)
-        assert (desk.settings.fallbacks, desk.settings.most_requests) == (1, 7)
-        await until(lambda: set(desk.picker.fleet.servers) == {f"127.0.0.1:800{number}" for number in (1, 2, 3)})
-        assert desk.picker.fleet.servers["127.0.0.1:8001"].draining
+        assert (service.settings.fallbacks, service.settings.most_requests) == (1, 7)
+        await until(lambda: set(service.picker.fleet.servers) == {f"127.0.0.1:800{number}" for number in (1, 2, 3)})
+        assert service.picker.fleet.servers["127.0.0.1:8001"].draining
         now.append(settings_with(None, backends=["http://engines:8000"]))
         reload(picker, read)
         now.append(InvalidInput("not TOML"))
         reload(picker, read)
         await asyncio.sleep(0.1)
-        assert len(desk.picker.fleet) == 3 and desk.picker.scorer.name == "radix"
+        assert len(service.picker.fleet) == 3 and service.picker.scorer.name == "radix"
         text = await page(picker)
         assert 'skymemory_epp_reloads_total{outcome="refused"} 2.0' in text
         assert 'skymemory_epp_reloads_total{outcome="taken"} 1.0' in text
@@ -272,7 +274,7 @@ def test_a_source_that_breaks_ends_the_picker_and_is_not_passed_over() -> None:
         async def endpoints(self) -> tuple[Backend, ...] | None:
             raise InvalidInput("broken")
 
-    picker = EndpointPicker(a_desk(), Broken(), some_settings(), print)
+    picker = EndpointPicker(a_service(), Broken(), some_settings(), print)
     with pytest.raises(InvalidInput, match="broken"):
         LOOP.run_until_complete(picker.run(asyncio.Event()))
 

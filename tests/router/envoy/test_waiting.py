@@ -11,7 +11,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from tests.router.envoy.exchanges import (
     POST,
     a_completion,
-    a_desk,
+    a_service,
     header_destination,
     request_body,
     request_headers,
@@ -23,17 +23,17 @@ from tests.router.envoy.test_ext_proc_server import a_call, with_server
 from skymemory.conductor.admission.base import Case, Refusal, StatelessRule
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.router.envoy.ext_proc_server import PickerServer
-from skymemory.router.envoy.picker_service import Desk
+from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.envoy.server import endpoint_picker
 from skymemory.router.queue import QueueSettings
 from skymemory.router.settings import settings_from
 
 
-def a_full_desk(**queue: Any) -> Desk:
+def a_full_picker(**queue: Any) -> PickerService:
     """One server, which takes one request at a time."""
-    desk = a_desk(1, most_requests=1)
-    desk.queue.configure(QueueSettings(**{"most_requests": 10, **queue}))
-    return desk
+    service = a_service(1, most_requests=1)
+    service.queue.configure(QueueSettings(**{"most_requests": 10, **queue}))
+    return service
 
 
 async def asked(channel: Any, subset: Any = None) -> Any:
@@ -62,69 +62,69 @@ async def end(call: Any) -> None:
 
 
 def test_a_request_waits_for_a_server_with_room_and_is_answered_late() -> None:
-    desk = a_full_desk()
+    service = a_full_picker()
 
     async def test(server: PickerServer) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             first, second, third = [await asked(channel) for _ in range(3)]
             assert header_destination(await answered(first))
-            await until(lambda: len(desk.queue) == 2)
+            await until(lambda: len(service.queue) == 2)
             await end(first)
-            assert header_destination(await answered(second)) and len(desk.queue) == 1
+            assert header_destination(await answered(second)) and len(service.queue) == 1
             second.cancel()  # Envoy's client went away: that makes room, too
             assert header_destination(await answered(third))
             await end(third)
-            await until(lambda: desk.streams == 0)
+            await until(lambda: service.streams == 0)
 
-    with_server(test, desk)
-    assert [server.in_flight for server in desk.picker.fleet] == [0] and not len(desk.queue)
+    with_server(test, service)
+    assert [server.in_flight for server in service.picker.fleet] == [0] and not len(service.queue)
 
 
 def test_who_hangs_up_while_he_waits_leaves_the_queue() -> None:
-    desk = a_full_desk()
+    service = a_full_picker()
 
     async def test(server: PickerServer) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             first, second = await asked(channel), await asked(channel)
-            await until(lambda: len(desk.queue) == 1)
+            await until(lambda: len(service.queue) == 1)
             second.cancel()
-            await until(lambda: len(desk.queue) == 0)
+            await until(lambda: len(service.queue) == 0)
             await end(first)
-            await until(lambda: desk.streams == 0)
+            await until(lambda: service.streams == 0)
 
-    with_server(test, desk)
-    assert desk.counters.get("picks_total", "10.0.0.0:8000") == 1
+    with_server(test, service)
+    assert service.counters.get("picks_total", "10.0.0.0:8000") == 1
 
 
 def test_time_in_the_queue_ends_with_429_and_when_to_come_again() -> None:
-    desk = a_full_desk(most_wait_s=0.1)
+    service = a_full_picker(most_wait_s=0.1)
 
     async def test(server: PickerServer) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             first = await asked(channel)
-            await until(lambda: desk.counters.get("picks_total", "10.0.0.0:8000") == 1)
+            await until(lambda: service.counters.get("picks_total", "10.0.0.0:8000") == 1)
             began_s = time.monotonic()
             refused = (await answered(await asked(channel))).immediate_response
             assert refused.status.code == 429 and time.monotonic() - began_s < 5
             assert [each.header.key.lower() for each in refused.headers.set_headers].count("retry-after") == 1
             first.cancel()
 
-    with_server(test, desk)
+    with_server(test, service)
 
 
 def test_a_queue_that_is_full_refuses_and_a_subset_that_is_full_holds_nobody_else_up() -> None:
-    desk = a_desk(2, most_requests=1)
-    desk.queue.configure(QueueSettings(most_requests=1))
+    service = a_service(2, most_requests=1)
+    service.queue.configure(QueueSettings(most_requests=1))
 
     async def test(server: PickerServer) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             first = await asked(channel, ["10.0.0.0:8000"])
             assert header_destination(await answered(first)) == "10.0.0.0:8000"
             waits = await asked(channel, ["10.0.0.0:8000"])
-            await until(lambda: len(desk.queue) == 1)
+            await until(lambda: len(service.queue) == 1)
             refused = await answered(await asked(channel, ["10.0.0.0:8000"]))
             assert refused.immediate_response.status.code == 429
-            desk.queue.configure(QueueSettings(most_requests=2))
+            service.queue.configure(QueueSettings(most_requests=2))
             other = await asked(channel, ["10.0.0.1:8000"])
             assert header_destination(await answered(other)) == "10.0.0.1:8000"
             await end(first)
@@ -132,7 +132,7 @@ def test_a_queue_that_is_full_refuses_and_a_subset_that_is_full_holds_nobody_els
             for call in (waits, other):
                 call.cancel()
 
-    with_server(test, desk)
+    with_server(test, service)
 
 
 def test_a_rule_of_admission_is_asked_and_told() -> None:
@@ -157,8 +157,8 @@ def test_a_rule_of_admission_is_asked_and_told() -> None:
         def ended(self, case: Case, now_s: float, met: bool | None) -> None:
             told.append(f"ended {met}")
 
-    desk = a_desk(1)
-    desk.scheduler = Scheduler(desk.picker, admission=OneInTwo())
+    service = a_service(1)
+    service.scheduler = Scheduler(service.picker, admission=OneInTwo())
 
     async def test(server: PickerServer) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -169,7 +169,7 @@ def test_a_rule_of_admission_is_asked_and_told() -> None:
             await end(first)
             await until(lambda: "ended None" in told)
 
-    with_server(test, desk)
+    with_server(test, service)
     assert told == ["asked", "accepted", "asked", "refused", "ended None"]
 
 
@@ -181,6 +181,6 @@ def test_settings_give_the_picker_a_rule_and_a_queue() -> None:
         "picker": {"max_requests": 3},
     }
     picker = endpoint_picker(settings_from(table), print)
-    assert "early" in picker.desk.scheduler.admission.name and picker.desk.queue.settings.most_requests == 5
-    read = picker.desk.read({**POST, "x-slo-ttft-ms": "300", "x-skymemory-priority": "2"}, a_completion())
+    assert "early" in picker.service.scheduler.admission.name and picker.service.queue.settings.most_requests == 5
+    read = picker.service.read({**POST, "x-slo-ttft-ms": "300", "x-skymemory-priority": "2"}, a_completion())
     assert read.slo is not None and (read.slo.ttft_s, read.priority) == (0.3, 2)

@@ -13,7 +13,7 @@ import pytest
 from tests.router.running import Running, until
 
 from skymemory.errors import InvalidInput
-from skymemory.router.bad_request import BadRequest
+from skymemory.router.api_error import ApiError
 from skymemory.router.clients import Clients
 from skymemory.router.http.server import ProxyServer
 from skymemory.router.settings import read_settings, settings_from
@@ -151,7 +151,7 @@ def test_a_flood_of_one_tenant_leaves_room_for_another(run: Run) -> None:
         ({"rule": "godput", "ttft": 1}, "did you mean 'goodput'"),
         ({"rule": "early"}, "needs `ttft`"),
         ({"fair": True}, "needs `ttft`"),
-        ({"rule": "goodput+fair", "ttft": 1}, "say 'goodput', and `fair = true`"),
+        ({"rule": "goodput+fair", "ttft": 1}, "set rule 'goodput' and `fair = true`"),
         ({"rule": "early", "ttft": 1, "fair": True, "options": {"weights": "gold=many"}}, "expected a number"),
         ({"rule": "goodput", "ttft": 1, "options": {"windows": 1}}, "did you mean 'window_s'"),
         ({"rule": "predicted", "ttft": 1, "options": {"weights": {}}}, "there are none"),
@@ -200,5 +200,5 @@ def test_a_priority_is_its_header_or_what_vllm_calls_so() -> None:
     assert clients.priority({}, b'"high"') == 0, "the engine says what is wrong with it"
     assert clients.priority({"x-priority": "-999"}, b"") == -10
     assert Clients("", "").priority({"x-priority": "3"}, b"7") == 0
-    with pytest.raises(BadRequest, match="expected a whole number"):
+    with pytest.raises(ApiError, match="expected a whole number"):
         clients.priority({"x-priority": "high"}, b"")

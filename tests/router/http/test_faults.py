@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.router.running import PATIENCE_S, Running, until
 
-from skymemory.router.http.usage import UsageReader
+from skymemory.router.request_account import UsageReader
 
 Run = Callable[..., Running]
 

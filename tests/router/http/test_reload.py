@@ -31,8 +31,8 @@ def test_what_a_reload_takes_up_and_what_it_says_waits(
     until(lambda: server.picker.fleet.servers["e0"].reported.waiting == 5)
     assert running.complete(prompt="x" * 4000).status == 413 and running.complete(prompt="x" * 2000).status == 200
     assert server.pools["e0"].connect_s == 0.7
-    assert "wait for a restart" not in caplog.text
+    assert "need a restart" not in caplog.text
     assert server.proxy.keep_alive_s == 3
     running.loop.run(reset(limits={"max_body": 1 << 25}, health={"metrics_path": ""}))
     assert running.complete(prompt="x" * (17 << 20)).status == 200, "the reader of prompts takes it too"
-    assert not server._watch._metrics.watched
+    assert not server._health._metrics.watched

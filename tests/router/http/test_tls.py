@@ -91,7 +91,7 @@ def test_an_authority_is_taken_up_without_a_restart(
     loop.run(reset(file))
     until(lambda: running.ask("GET", "/ready").status == 200)
     assert running.complete().status == 200
-    watched = server._watch._metrics.watched["e"]
+    watched = server._health._metrics.watched["e"]
     until(lambda: watched.last_s is not None)
 
 

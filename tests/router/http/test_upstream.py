@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skymemory.router.http import upstream
-from skymemory.router.http.upstream import AnswerHead, Call, Pool, UpstreamError
+from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -52,24 +52,24 @@ class Asked:
     """A request, and what comes back of it."""
 
     def __init__(self, pool: Pool, body: bytes = b"body", head: bytes = HEAD) -> None:
-        self.head: AnswerHead | None = None
+        self.head: ResponseHead | None = None
         self.body = b""
         self.first = asyncio.Event()
         self.over: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.call: Call = pool.ask(self, head, body)
 
-    def answer_begins(self, head: AnswerHead) -> None:
+    def response_begins(self, head: ResponseHead) -> None:
         assert self.head is None and not self.over.done()
         self.head = head
 
-    def answer_comes(self, piece: bytes, ended: bool) -> None:
+    def response_data(self, piece: bytes, ended: bool) -> None:
         assert self.head is not None and not self.over.done()
         self.body += piece
         self.first.set()
         if ended:
             self.over.set_result(self.body)
 
-    def answer_lost(self, error: UpstreamError) -> None:
+    def response_failed(self, error: UpstreamError) -> None:
         self.over.set_exception(error)
 
 

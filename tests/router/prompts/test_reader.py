@@ -10,9 +10,8 @@ import pytest
 
 from skymemory import native
 from skymemory.conductor.request import Request, seed
-from skymemory.router.bad_request import BadRequest
-from skymemory.router.prompts.bodies import prompts_of, read_body
-from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader
+from skymemory.router.api_error import ApiError
+from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader, prompts_of, read_body
 
 READER = PromptReader(adapters={"poet": "small", "orphan": ""})
 
@@ -61,7 +60,7 @@ def test_a_prompt_may_be_escaped_and_spaced_as_json_allows() -> None:
 
 @pytest.mark.parametrize("byte", [*range(32), 0x80, 0xFF])
 def test_a_prompt_with_bytes_that_json_does_not_have_is_refused(byte: int) -> None:
-    with pytest.raises(BadRequest):
+    with pytest.raises(ApiError):
         prompts_of(read_body(b'{"prompt": "some text %c, more text"}' % byte))
 
 
@@ -178,7 +177,7 @@ def test_a_megabyte_is_hashed_up_to_a_bound() -> None:
     ],
 )
 def test_what_cannot_be_read_says_why(path: str, body: bytes, status: int, says: str) -> None:
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(ApiError) as caught:
         READER.read(path, {}, body)
     error = json.loads(caught.value.body())["error"]
     assert caught.value.status == status and says in error["message"]
@@ -186,7 +185,7 @@ def test_what_cannot_be_read_says_why(path: str, body: bytes, status: int, says:
 
 
 def test_what_is_too_large_is_refused_before_it_is_read() -> None:
-    with pytest.raises(BadRequest, match="at most 100") as caught:
+    with pytest.raises(ApiError, match="at most 100") as caught:
         PromptReader(max_body_bytes=100).read(COMPLETIONS, {}, b"{" * 101)
     assert caught.value.status == 413
 

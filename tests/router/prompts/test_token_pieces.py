@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tests.router.running import Running
 
 import skymemory
-from skymemory.router.prompts.bodies import token_bytes
-from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader
-from skymemory.router.prompts.tokenizing import KNOWN_PATTERNS, NotKnown, Pieces, PromptTokenizer, can_cut
+from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader, token_bytes
+from skymemory.router.prompts.tokenizing import KNOWN_PATTERNS, Pieces, PromptTokenizer, TooMuchNewText, can_cut
 
 SHIPPED = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
 BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -148,7 +147,7 @@ def test_only_what_is_new_is_tokenized_and_only_for_whom_it_is_new() -> None:
     assert pieces.tokens(text) and not seen
     pieces.tokens(text, salt="somebody else")
     assert "".join(seen) == text
-    with pytest.raises(NotKnown):
+    with pytest.raises(TooMuchNewText):
         pieces.tokens(text + " and quite another end", most_new=10)
     assert pieces.tokens(text, most_new=0)
 
@@ -194,12 +193,12 @@ def test_a_reader_says_when_much_is_new(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": text}]
     for path, body in ((COMPLETIONS, {"prompt": text}), (CHAT_COMPLETIONS, {"messages": turns})):
         data = json.dumps(body).encode()
-        with pytest.raises(NotKnown):
+        with pytest.raises(TooMuchNewText):
             reader.read(path, {}, data, most_new=100)
         whole = reader.read(path, {}, data)
         known = reader.read(path, {}, data, most_new=0)
         assert known.prompt.blocks.tolist() == whole.prompt.blocks.tolist() and len(whole.prompt.blocks) > 10
-    with pytest.raises(NotKnown):
+    with pytest.raises(TooMuchNewText):
         reader.read(COMPLETIONS, {}, json.dumps({"prompt": text, "cache_salt": "other"}).encode(), most_new=100)
 
 

@@ -16,10 +16,10 @@ from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES
 from skymemory.errors import InvalidInput
-from skymemory.router.deferred import ended
 from skymemory.router.engines.feed import Feed, FeedState, Index
 from skymemory.router.engines.follower import Follower, Pace
 from skymemory.router.settings import Backend, Settings
+from skymemory.router.tasks import cancel
 
 LOOK_S = 0.5
 """Between two looks at which servers there are, and which models they serve."""
@@ -108,7 +108,7 @@ class EventsWatch:
         self._task = asyncio.create_task(self._look_on(), name="KV events")
 
     async def stop(self) -> None:
-        await ended([self._task])
+        await cancel([self._task])
         if self._events is not None:
             await self._events.close()
 
@@ -236,6 +236,6 @@ class KvEvents:
         tasks = list(self._tasks.values())
         for server in list(self._tasks):
             self.unfollow(server)
-        await ended(tasks)
+        await cancel(tasks)
         await asyncio.sleep(0)  # followers close their sockets in callbacks of their tasks
         self._context.destroy(linger=0)

@@ -22,7 +22,7 @@ import aiohttp
 
 from skymemory.conductor.fleet import Fleet, LoadReport, PrefillTotals
 from skymemory.errors import SkyMemoryError
-from skymemory.router.deferred import ended
+from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
 
 MAX_SERIES = 4096
@@ -395,7 +395,7 @@ class MetricsWatch:
         tasks = list(self._tasks.values())
         for server in list(self._tasks):
             self.unfollow(server)
-        await ended(tasks)
+        await cancel(tasks)
 
     async def _look_on(self, watched: Watched) -> None:
         while True:

@@ -1,7 +1,7 @@
-"""An Envoy that asks an endpoint picker, as a bootstrap configuration: a plain dictionary, to be written as JSON.
+"""Bootstrap configuration of an Envoy that uses an endpoint picker: a dictionary, to be written as JSON.
 
-Gateways on Kubernetes make theirs by themselves. This one is for everybody else, for the tests and for the benchmark.
-Checked against Envoy 1.40.
+For Envoys outside Kubernetes (gateways there have their own), for the tests and the benchmark. Checked against Envoy
+1.40.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from skymemory.router.envoy.messages import (
 
 _TYPE = "type.googleapis.com/envoy"
 BUFFER_BYTES = 16 << 20
-"""What Envoy keeps of a request, to send it again to a fallback; a longer one is not sent again."""
+"""Envoy keeps so much of a request to retry it at a fallback; a longer one is not retried."""
 MANY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """One listening address, the picker it asks, and how its requests come to endpoints."""
+    """A listener of Envoy's, its picker, and its cluster of endpoints."""
 
     name: str
     picker: str | None
-    """``ip:port``; None for none at all, which is what the benchmark compares with."""
+    """``ip:port``; None: no picker, for the benchmark's comparison."""
     listen: str = "127.0.0.1:0"
     endpoints: tuple[str, ...] = ()
-    """All there may be. They are needed for fallback lists, for going on without a picker, and for no picker.
-    Without them requests go to whatever address the picker names (a cluster of type ORIGINAL_DST).
+    """All possible ones: needed for fallback lists, for ``fail_open``, and without a picker. Empty: requests go to the
+    address that the picker names (a cluster of type ORIGINAL_DST).
     """
-    told_by: Literal["metadata", "header"] = "metadata"
-    """Where the endpoint is read from. A header may come from a client; metadata cannot."""
+    read_from: Literal["metadata", "header"] = "metadata"
+    """Source of the endpoint. A client can send the header, but no metadata."""
     retries: int = 0
     fail_open: bool = False
-    """Without a picker go on with any of ``endpoints``, in turn, instead of answering an error."""
+    """While the picker is down, use ``endpoints`` in turn instead of answering an error."""
     picker_tls: bool = False
     picker_ca: str | None = None
-    """A file with the authority that signed the picker's certificate; without it any certificate will do."""
-    look_s: float = 1.0
-    """How often Envoy looks whether its picker is well. Two looks in vain, and it is not asked any more: with
-    full-duplex bodies Envoy has no other clock, and only of a picker that it knows to be gone can it do without.
+    """A file with the authority of the picker's certificate; None: any certificate is accepted."""
+    health_s: float = 1.0
+    """Period of Envoy's health checks of the picker. Two failures, and Envoy goes without it: with full-duplex bodies
+    no other timeout ends a request that waits for a picker.
     """
     upload_s: float = 120.0
-    """For a client to send its request; a stream to the picker is held as long."""
+    """For a client to send its request; a stream to the picker lasts as long."""
     filters_before: tuple[dict[str, Any], ...] = field(default=())
 
 
 def bootstrap(entrances: Sequence[Entrance]) -> dict[str, Any]:
-    """Envoy's whole configuration; its admin listens on a free port of 127.0.0.1 (``--admin-address-path``)."""
+    """Envoy's complete configuration; its admin page is on a free port of 127.0.0.1 (``--admin-address-path``)."""
     clusters = [_servers(entrance) for entrance in entrances]
     clusters += [_picker(entrance) for entrance in entrances if entrance.picker is not None]
     return {
@@ -131,12 +131,13 @@ def _servers(entrance: Entrance) -> dict[str, Any]:
         "circuit_breakers": _no_limits(),
     }
     if not entrance.endpoints:
-        told: dict[str, Any] = (
+        destination: dict[str, Any] = (
             {"metadata_key": _metadata_key(DESTINATION)}
-            if entrance.told_by == "metadata"
+            if entrance.read_from == "metadata"
             else {"use_http_header": True, "http_header_name": DESTINATION}
         )
-        return {**cluster, "type": "ORIGINAL_DST", "lb_policy": "CLUSTER_PROVIDED", "original_dst_lb_config": told}
+        lb = {"lb_policy": "CLUSTER_PROVIDED", "original_dst_lb_config": destination}
+        return {**cluster, "type": "ORIGINAL_DST", **lb}
     cluster |= {"type": "STATIC", "load_assignment": _assignment(cluster["name"], entrance.endpoints)}
     in_turn = {
         "name": "envoy.load_balancing_policies.round_robin",
@@ -144,7 +145,9 @@ def _servers(entrance: Entrance) -> dict[str, Any]:
     }
     policy: dict[str, Any] = {"policies": [{"typed_extension_config": in_turn}]}
     if entrance.picker is not None:
-        source = {"metadata": _metadata_key(DESTINATION)} if entrance.told_by == "metadata" else {"header": DESTINATION}
+        source = (
+            {"metadata": _metadata_key(DESTINATION)} if entrance.read_from == "metadata" else {"header": DESTINATION}
+        )
         chosen = {
             "@type": f"{_TYPE}.extensions.load_balancing_policies.override_host.v3.OverrideHost",
             "override_host_sources": [source],
@@ -158,17 +161,17 @@ def _servers(entrance: Entrance) -> dict[str, Any]:
 
 def _picker(entrance: Entrance) -> dict[str, Any]:
     name = f"{entrance.name}-picker"
-    look_s = f"{entrance.look_s:g}s"
-    # A picker that hangs keeps its connections: pings notice, and end the streams that wait for it.
-    pings = {"connection_keepalive": {"interval": look_s, "timeout": look_s}}
+    period = f"{entrance.health_s:g}s"
+    # A picker that hangs keeps its connections: pings detect that, and end the streams that wait for it.
+    pings = {"connection_keepalive": {"interval": period, "timeout": period}}
     options = {
         "@type": f"{_TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": pings},
     }
-    look = {
-        "timeout": look_s,
-        "interval": look_s,
-        "no_traffic_interval": look_s,
+    check = {
+        "timeout": period,
+        "interval": period,
+        "no_traffic_interval": period,
         "unhealthy_threshold": 2,
         "healthy_threshold": 1,
         "grpc_health_check": {"service_name": READINESS},
@@ -178,7 +181,7 @@ def _picker(entrance: Entrance) -> dict[str, Any]:
         "type": "STATIC",
         "connect_timeout": "1s",
         "load_assignment": _assignment(name, (str(entrance.picker),)),
-        "health_checks": [look],
+        "health_checks": [check],
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
         "circuit_breakers": _no_limits(),
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options},
@@ -198,7 +201,7 @@ def _picker(entrance: Entrance) -> dict[str, Any]:
 
 
 def _no_limits() -> dict[str, Any]:
-    """Envoy's own limits (1,024 requests) would turn long streams away; the picker has limits of its own."""
+    """Lift Envoy's limits (1,024 requests), which would refuse long streams; the picker has its own."""
     return {"thresholds": [{"max_connections": MANY, "max_pending_requests": MANY, "max_requests": MANY}]}
 
 

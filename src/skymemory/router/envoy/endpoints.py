@@ -1,6 +1,6 @@
-"""Which endpoints there are: those of the settings, of a file that is read again, or behind a DNS name.
+"""Sources of endpoints: the settings, a file, or a DNS name.
 
-An endpoint is a backend of the settings whose name is its ``ip:port``, since that is what Envoy is told.
+An endpoint is a backend whose name is its ``ip:port``: that is how Envoy addresses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from skymemory.errors import InvalidInput
+from skymemory.config import suggestion
+from skymemory.errors import InvalidInput, os_reason
 from skymemory.files import MAX_TABLE_BYTES, read_bounded
 from skymemory.router.setting_values import texts, yes_or_no
 from skymemory.router.settings import Backend, PickerSettings, known_keys
@@ -24,15 +25,15 @@ _TRUTH = {"true": True, "false": False}
 
 class Source(Protocol):
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """All there are now; None where that cannot be learnt, so the last word stands."""
+        """The present endpoints; None: they cannot be read now, and the last ones stay."""
         ...
 
 
 def parse_endpoint(text: str) -> str:
-    """``127.0.0.1:8000`` or ``[::1]:8000``, as data planes read it.
+    """``127.0.0.1:8000`` or ``[::1]:8000`` in its canonical form.
 
     Raises:
-        InvalidInput: it is neither; a host name is none (see ``NameSource``).
+        InvalidInput: neither, such as a host name (see ``NameSource``).
     """
     host, _, port = text.strip().rpartition(":")
     try:
@@ -46,20 +47,20 @@ def parse_endpoint(text: str) -> str:
 
 
 def endpoint(text: str) -> Backend:
-    """``ip:port`` as a backend that says nothing else of itself.
+    """The backend at ``ip:port``, without further settings.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: no ``ip:port``.
     """
     name = parse_endpoint(text)
     return Backend(url=f"http://{name}", name=name)
 
 
 def as_endpoint(backend: Backend) -> Backend:
-    """A backend of the settings, called by its address.
+    """A backend of the settings, named by its address.
 
     Raises:
-        InvalidInput: Envoy could not be told where it is: it has a name of DNS, a path, or TLS.
+        InvalidInput: it has a host name, a path or TLS, which endpoints for Envoy cannot have.
     """
     parts = urlsplit(backend.url)
     if parts.scheme != "http" or parts.path:
@@ -68,7 +69,7 @@ def as_endpoint(backend: Backend) -> Backend:
 
 
 def completed(backend: Backend, settings: PickerSettings) -> Backend:
-    """With what is said for all endpoints where it says nothing itself."""
+    """The backend, with the picker's defaults for what it leaves out."""
     host = backend.name.rpartition(":")[0]
     if not backend.events and settings.events_port:
         replay = f"tcp://{host}:{settings.replay_port}" if settings.replay_port else ""
@@ -79,7 +80,7 @@ def completed(backend: Backend, settings: PickerSettings) -> Backend:
 
 
 class SettingsSource:
-    """Those of the settings; ``set`` when they change."""
+    """Endpoints of the settings; ``set`` when they change."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self.set(backends)
@@ -87,7 +88,7 @@ class SettingsSource:
     def set(self, backends: Sequence[Backend]) -> None:
         """
         Raises:
-            InvalidInput: one cannot be told to Envoy.
+            InvalidInput: one is no endpoint for Envoy.
         """
         self._endpoints = tuple({each.name: each for each in map(as_endpoint, backends)}.values())
 
@@ -96,24 +97,25 @@ class SettingsSource:
 
 
 class FileSource:
-    """One endpoint a line, ``IP:PORT``, behind it what a backend of the settings may say of itself, as
-    ``events=tcp://10.0.0.7:5557 models=a,b``; what follows a ``#`` is a remark. Read again when it changes.
+    """A file with an endpoint per line: ``IP:PORT``, then settings of a backend, such as
+    ``events=tcp://10.0.0.7:5557 models=a,b``; comments begin with ``#``. Read again when it changes.
     """
 
-    def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
-        self._complain = complain
+        self._warn = warn
         self._seen: tuple[int, int] | None = None
         self._endpoints = self._read()
 
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """The last good ones while the file is gone or cannot be used: a file half written empties no pool."""
+        """The last valid ones while the file is missing or invalid: a half-written file removes no endpoint."""
         try:
             status = self._path.stat()
             if self._seen != (status.st_mtime_ns, status.st_size):
                 self._endpoints = self._read()
         except (OSError, InvalidInput) as error:
-            self._complain(f"endpoints stay as they were: {error}")
+            why = os_reason(error) if isinstance(error, OSError) else str(error)
+            self._warn(f"endpoints not reloaded; the former ones stay: {why}")
             return None
         return self._endpoints
 
@@ -132,37 +134,39 @@ class FileSource:
 
 
 def _of_line(line: str) -> Backend:
-    address, *told = line.split()
+    address, *words = line.split()
     fields = {key: each for key, each in known_keys(Backend).items() if key not in ("url", "name")}
     values = {}
-    for word in told:
+    for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in fields:
-            raise InvalidInput(f"{word!r}: expected KEY=VALUE, with a key of {', '.join(sorted(fields))}")
+            raise InvalidInput(
+                f"{word!r}: expected KEY=VALUE, a setting of a backend; {suggestion(key, sorted(fields))}"
+            )
         read = fields[key].metadata["read"]
-        said = value.split(",") if read is texts else _TRUTH.get(value, value) if read is yes_or_no else value
-        values[fields[key].name] = read(said)
+        raw = value.split(",") if read is texts else _TRUTH.get(value, value) if read is yes_or_no else value
+        values[fields[key].name] = read(raw)
     return replace(endpoint(address), **values)
 
 
 class NameSource:
-    """Every address of a DNS name. In Kubernetes a Service without a cluster address (``clusterIP: None``) is such a
-    name: it has one address for each ready pod.
-    """
+    """All addresses of a DNS name. In Kubernetes a headless Service (``clusterIP: None``) has one per ready pod."""
 
-    def __init__(self, name_and_port: str, complain: Callable[[str], None]) -> None:
+    def __init__(self, name_and_port: str, warn: Callable[[str], None]) -> None:
         name, _, port = name_and_port.rpartition(":")
         if not name or not port.isdigit() or not 0 < int(port) < 65536:
             raise InvalidInput(f"{name_and_port!r}: expected NAME:PORT, as vllm.default.svc:8000")
         self._name, self._port = name, int(port)
-        self._complain = complain
+        self._warn = warn
 
     async def endpoints(self) -> tuple[Backend, ...] | None:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
-            self._complain(f"endpoints stay as they were: {self._name!r} is not resolved: {error}")
+            self._warn(
+                f"endpoints not reloaded; the former ones stay: cannot resolve {self._name!r}: {os_reason(error)}"
+            )
             return None
         hosts = sorted({str(address[0]) for *_, address in found})
         return tuple(endpoint(f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}") for host in hosts)

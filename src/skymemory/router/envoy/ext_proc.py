@@ -1,10 +1,12 @@
-"""One HTTP request and its response, as Envoy tells of them on one gRPC stream: messages in, messages out.
+"""One HTTP request and its response, as Envoy reports them on one gRPC stream (ext_proc): messages in, messages out.
 
-No I/O and no clock: ``ext_proc_server`` moves the messages, tests call ``receive``. With full-duplex bodies, which the
-protocol is about, nothing is answered until the request has come whole; then its headers go on with the endpoint in
-them, and behind them its body, as it was. In the other modes Envoy waits for an answer to each message: with buffered
-bodies the endpoint goes into the answer to the body, and where the body is not shown before the headers are answered
-the request goes by load alone.
+No I/O and no clock: ``ext_proc_server`` moves the messages, tests call ``receive``.
+
+1. The request's headers and body are collected. With full-duplex bodies, the protocol's mode, nothing is answered
+   before the end of the body. With buffered bodies Envoy waits for an answer to each message; where it sends no body
+   before the headers are answered, the request is routed by load alone.
+2. The service picks a server (or queues the request); the answer names its endpoint, and returns the body unchanged.
+3. The response's messages update the request's account: status, first byte, usage.
 """
 
 from __future__ import annotations
@@ -16,44 +18,44 @@ from itertools import chain
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 
-from skymemory.conductor.admission import base
+from skymemory.conductor.admission.base import Refusal
 from skymemory.conductor.request import Request
-from skymemory.router.admission import kept
+from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
+from skymemory.router.api_error import ApiError
 from skymemory.router.envoy import messages as say
-from skymemory.router.envoy.picker_service import NO_PROMPT, Desk, Refusal, overloaded
-from skymemory.router.http.usage import UsageReader
+from skymemory.router.envoy.picker_service import NO_PROMPT, PickerService
 from skymemory.router.queue import Entry
-from skymemory.router.request_account import RequestAccount
+from skymemory.router.request_account import RequestAccount, UsageReader
 
-ASKS_FOR_DECISION = "x-skymemory-decision"
 UNAVAILABLE = ("502", "503", "504")
 PIECE_COST_BYTES = 48
-TOLD_BY_RESPONSES = frozenset((":status", "content-type", "content-encoding"))
+"""Memory of a piece of a body beside its bytes."""
+RESPONSE_HEADERS = frozenset((":status", "content-type", "content-encoding"))
 
 
 class Exchange:
     """``receive`` every message of the stream, then call ``closed`` once, however it ended."""
 
-    def __init__(self, desk: Desk, later: Callable[[Iterable[bytes]], None] = lambda answers: None) -> None:
-        """``later``: takes what is to be sent back to a request that had to wait for a server."""
-        self._desk = desk
+    def __init__(self, service: PickerService, later: Callable[[Iterable[bytes]], None] = lambda answers: None) -> None:
+        """``later``: sends the answers of a request that had to wait for a server."""
+        self._service = service
         self._later = later
-        self._turned_away = desk.streams >= desk.settings.most_streams
-        desk.streams += 1
+        self._turned_away = service.streams >= service.settings.most_streams
+        service.streams += 1
         self._request_mode = self._response_mode = say.FULL_DUPLEX
         self._headers: dict[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._body: list[bytes] = []
-        """In the pieces in which it came: one buffer that grows would be copied as it does, and leave holes behind."""
+        """In pieces as received: a growing buffer would be copied again and again, and fragment the heap."""
         self._body_bytes = 0
         self._whole: bytes | None = None
-        """All of it, where it was read elsewhere: to join 16 MB twice would keep the event loop for some ms."""
+        """The joined body, where a thread has read it: joining 16 MB again would block the event loop for some ms."""
         self._has_body = False
         self._answered = False
-        """Whether the request's headers were let go on, or the request was refused."""
-        self._read: Request | Refusal | None = None
+        """The request was routed, or refused."""
+        self._read: Request | ApiError | None = None
         self._waiting: tuple[Request, bytes, bool] | None = None
-        """While it waits for a server: the request, its body, and whether trailers ended it."""
+        """While it is queued: the request, its body, and whether trailers ended it."""
         self._entry: Entry | None = None
         """Its place in the queue, if it was in it."""
         self._began_s = self._first_s = 0.0
@@ -61,30 +63,28 @@ class Exchange:
         self._usage: UsageReader | None = None
 
     def ends_request(self, message: ProcessingRequest, least: int) -> bool:
-        """Whether ``message`` completes a request with a body of ``least`` bytes or more, and is to be answered."""
+        """Whether ``message`` completes an unanswered request with a body of ``least`` bytes or more."""
         last = message.request_body
         size = self._body_bytes + len(last.body)
         ends = last.end_of_stream or message.WhichOneof("request") == "request_trailers"
-        return ends and not self._answered and least <= size <= self._desk.settings.most_body_bytes
+        return ends and not self._answered and least <= size <= self._service.settings.most_body_bytes
 
     def whole_request(self, message: ProcessingRequest) -> tuple[Mapping[str, str], bytes]:
-        """Headers and body of the request that ``message`` completes: for whoever has the time of reading it spent
-        elsewhere, and gives ``receive`` what came of it.
-        """
+        """Headers and body of the request that ``message`` completes, to be read in a thread before ``receive``."""
         self._whole = b"".join((*self._body, message.request_body.body))
         return self._headers, self._whole
 
     def receive(
-        self, message: ProcessingRequest, now_s: float, read: Request | Refusal | None = None
+        self, message: ProcessingRequest, now_s: float, read: Request | ApiError | None = None
     ) -> Iterable[bytes]:
-        """What to send back now, in this order, encoded: a tuple, empty where more must come first. Of a long body it
-        is an iterator, whose pieces are made as they are asked for.
+        """The encoded messages to send now, in order: a tuple, empty where further messages must come first. For a long
+        body it is an iterator, which encodes each piece on demand.
 
-        ``read``: what came of reading ``whole_request``; None: it is read here.
+        ``read``: the result of reading ``whole_request``; None: it is read here.
         """
         self._read = read
         if message.HasField("protocol_config"):
-            # Only in a stream's first message, and only from data planes that tell; the others speak full duplex.
+            # Only in a stream's first message, and not from all data planes; the others use full duplex.
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
         if message.observability_mode:
@@ -108,25 +108,26 @@ class Exchange:
         return ()
 
     def held_bytes(self) -> int:
-        """Of the request's body, until it ends; a piece takes some bytes beside its own."""
+        """Memory of the request's body, until it is complete."""
         return self._body_bytes + PIECE_COST_BYTES * len(self._body)
 
     def too_much(self) -> Iterable[bytes]:
-        """The picker holds more bodies than it may, and this is one of the longest: it is not waited for."""
-        message = "the picker waits for the ends of as many bodies as it can hold; try again"
-        return self._refuse(Refusal(503, message, self._desk.settings.retry_after_s)) if not self._answered else ()
+        """Refuse it: the memory for incomplete bodies is full, and this one is among the longest."""
+        if self._answered:
+            return ()
+        return self._refuse(self._busy(503, "the picker's memory for request bodies is full; try again"))
 
     def closed(self, now_s: float) -> None:
-        """The stream is over: the exchange has ended, or the client or Envoy went away."""
-        self._desk.streams -= 1
-        if self._waiting is not None and self._entry is not None and self._desk.room is not None:
+        """The stream has ended: the exchange is complete, or the client or Envoy disconnected."""
+        self._service.streams -= 1
+        if self._waiting is not None and self._entry is not None and self._service.room is not None:
             self._waiting = None
-            self._desk.room.leave(self._entry)
+            self._service.room.leave(self._entry)
         if self._account is not None:
             if self._account.waits:
-                self._desk.counters.add("requests_abandoned_total")
+                self._service.counters.add("requests_abandoned_total")
             self._account.close(now_s)
-            self._desk.look()
+            self._service.look()
 
     # The queue
 
@@ -135,22 +136,22 @@ class Exchange:
         if waited is not None:
             self._later(self._route(*waited, now_s))
 
-    def turned_away(self, refusal: base.Refusal) -> None:
+    def turned_away(self, refusal: Refusal) -> None:
         self._waiting = None
-        self._later(self._refuse(overloaded(refusal)))
+        self._later(self._refuse(Overloaded(refusal)))
 
     # The request
 
     def _request_headers(self, message: ProcessingRequest, headers: HttpHeaders, now_s: float) -> Iterable[bytes]:
         if self._headers or self._answered:
-            return ()  # one stream is one request; a second one's headers are of no protocol
+            return ()  # one stream is one request: no protocol sends further headers
         self._began_s = now_s
         self._headers = say.headers_of(headers)
         self._subset = say.subset_of(message)
-        self._desk.counters.add("requests_total")
+        self._service.counters.add("requests_total")
         if self._turned_away:
-            most = self._desk.settings.most_streams
-            return self._refuse(Refusal(429, f"{most} requests are under way", self._desk.settings.retry_after_s))
+            most = self._service.settings.most_streams
+            return self._refuse(self._busy(429, f"{most} requests are in flight; try again"))
         if headers.end_of_stream:
             return self._choose(now_s)
         if self._request_mode not in (say.FULL_DUPLEX, say.BUFFERED):
@@ -159,57 +160,58 @@ class Exchange:
 
     def _request_body(self, body: HttpBody, now_s: float) -> Iterable[bytes]:
         if self._answered:
-            # Some versions of Envoy send a large body's last piece twice (envoy#46237). In other modes than full
-            # duplex every piece wants its answer, and passes.
+            # Some versions of Envoy send a large body's last piece twice (envoy#46237). In all modes but full duplex
+            # Envoy waits for an answer to each piece.
             return () if self._request_mode == say.FULL_DUPLEX else (say.request_body(),)
         self._has_body = True
-        most = self._desk.settings.most_body_bytes
+        most = self._service.settings.most_body_bytes
         piece = body.body
         if self._body_bytes + len(piece) > most:
-            return self._refuse(Refusal(413, f"the request's body is longer than {most:,} bytes"))
+            return self._refuse(ApiError(413, f"the request's body is longer than {most:,} bytes"))
         if piece:
             self._body.append(piece)
             self._body_bytes += len(piece)
         return self._choose(now_s) if body.end_of_stream or self._request_mode == say.BUFFERED else ()
 
     def _choose(self, now_s: float, trailers: bool = False, blind: bool = False) -> Iterable[bytes]:
-        """``blind``: there is a body, and it is not shown before this is answered."""
+        """``blind``: Envoy sends the body only after this is answered."""
         if self._read is not None and self._whole is not None:
             body = self._whole
         else:
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._forget_body()
         try:
-            if isinstance(self._read, Refusal):
+            if isinstance(self._read, ApiError):
                 raise self._read
-            request = NO_PROMPT if blind else self._read or self._desk.read(self._headers, body)
+            request = NO_PROMPT if blind else self._read or self._service.read(self._headers, body)
             if self._response_mode == say.NONE:
-                request = replace(request, streams=False)  # its headers, which are all we see, come before its prefill
-        except Refusal as refusal:
-            return self._refuse(refusal)
-        room = self._desk.must_wait(request, self._subset, now_s)
+                # Only the response's headers are reported, and streamed ones come before the prefill.
+                request = replace(request, streams=False)
+        except ApiError as error:
+            return self._refuse(error)
+        room = self._service.must_wait(request, self._subset, now_s)
         if room is None:
             return self._route(request, body, trailers, now_s)
         self._waiting = request, body, trailers
-        said = room.wait(self, request, len(body), self._subset)
-        if isinstance(said, base.Refusal):
+        entry = room.wait(self, request, len(body), self._subset)
+        if isinstance(entry, Refusal):
             self._waiting = None
-            return self._refuse(overloaded(said))
-        self._entry = said
+            return self._refuse(Overloaded(entry))
+        self._entry = entry
         return ()
 
     def _route(self, request: Request, body: bytes, trailers: bool, now_s: float) -> Iterable[bytes]:
         try:
-            placement = self._desk.choose(request, self._subset, now_s)
-        except Refusal as refusal:
-            return self._refuse(refusal)
+            placement = self._service.choose(request, self._subset, now_s)
+        except ApiError as error:
+            return self._refuse(error)
         self._answered = True
-        self._account = RequestAccount(self._desk.scheduler, placement, now_s, self._desk.after)
+        self._account = RequestAccount(self._service.scheduler, placement, now_s, self._service.deferred)
         decision = placement.prefill
-        self._desk.counters.add("picks_total", label=decision.server)
-        self._desk.counters.add("prompt_tokens_total", request.prompt.tokens)
-        self._desk.counters.add("matched_tokens_total", decision.matched_tokens)
-        return self._go_on(body, self._desk.endpoints(decision), trailers)
+        self._service.counters.add("picks_total", label=decision.server)
+        self._service.counters.add("prompt_tokens_total", request.prompt.tokens)
+        self._service.counters.add("matched_tokens_total", decision.matched_tokens)
+        return self._go_on(body, self._service.endpoints(decision), trailers)
 
     def _go_on(self, body: bytes, endpoints: str, trailers: bool) -> Iterable[bytes]:
         if self._has_body and self._request_mode == say.BUFFERED:
@@ -218,11 +220,14 @@ class Exchange:
         answers = chain((say.request_headers(endpoints),), pieces, (say.request_trailers(),) if trailers else ())
         return answers if len(body) > say.PIECE_BYTES else tuple(answers)
 
-    def _refuse(self, refusal: Refusal) -> Iterable[bytes]:
+    def _busy(self, status: int, message: str) -> ApiError:
+        return ApiError(status, message, retry_after_s=self._service.settings.retry_after_s)
+
+    def _refuse(self, error: ApiError) -> Iterable[bytes]:
         self._answered = True
         self._forget_body()
-        self._desk.counters.add("requests_refused_total", label=str(refusal.status))
-        return (say.immediate(refusal.status, refusal.message, refusal.retry_after_s),)
+        self._service.counters.add("requests_refused_total", label=str(error.status))
+        return (say.immediate(error.status, error.message, error.retry_after_s),)
 
     def _forget_body(self) -> None:
         self._body.clear()
@@ -231,14 +236,14 @@ class Exchange:
     # The response
 
     def _response_headers(self, message: ProcessingRequest, headers: HttpHeaders, now_s: float) -> Iterable[bytes]:
-        told = say.some_headers(headers, TOLD_BY_RESPONSES)
+        found = say.some_headers(headers, RESPONSE_HEADERS)
         added = {}
         if self._account is not None:
-            self._response_begins(self._account, told.get(":status", ""), message, now_s)
-            if self._desk.settings.tell_decisions and ASKS_FOR_DECISION in self._headers:
-                added[ASKS_FOR_DECISION] = json.dumps(self._account.decision.as_json())
+            self._response_begins(self._account, found.get(":status", ""), message, now_s)
+            if self._service.settings.tell_decisions and DECISION_HEADER in self._headers:
+                added[DECISION_HEADER] = json.dumps(self._account.decision.as_json())
         self._usage = UsageReader(
-            told.get("content-type", "").encode("latin-1"), told.get("content-encoding", "").encode("latin-1")
+            found.get("content-type", "").encode("latin-1"), found.get("content-encoding", "").encode("latin-1")
         )
         if headers.end_of_stream:
             self._response_ends(now_s)
@@ -247,32 +252,32 @@ class Exchange:
     def _response_begins(self, account: RequestAccount, status: str, message: ProcessingRequest, now_s: float) -> None:
         chosen, served, by_envoy = account.decision.server, say.served_of(message), say.is_envoys_own(message)
         if served and account.served_by(served, now_s):
-            # A label only of what we know: what Envoy says may be an address that has left, or never was one of ours.
-            label = served if served in self._desk.picker.fleet.servers else "other"
-            self._desk.counters.add("fallbacks_total", label=label)
+            # Only known names become labels: Envoy may name an address that has left, or that never was an endpoint.
+            label = served if served in self._service.picker.fleet.servers else "other"
+            self._service.counters.add("fallbacks_total", label=label)
             self._refused_by(chosen, now_s)
         if by_envoy or (by_envoy is None and status in UNAVAILABLE):
-            # The server that it names is then the last that was tried, and did not answer.
+            # The server named is then the last that Envoy tried, and it did not answer.
             self._refused_by(served or chosen, now_s)
         else:
-            self._desk.backends.answered(served or chosen)
-        self._desk.counters.add("responses_total", label=f"{status[:1]}xx")
+            self._service.backends.answered(served or chosen)
+        self._service.counters.add("responses_total", label=f"{status[:1]}xx")
         if not status.startswith("2"):
             account.failed(now_s)
-            self._desk.look()
+            self._service.look()
         elif self._response_mode == say.NONE:
             self._first_s = now_s
             account.first_byte(now_s)
-            self._desk.look()
+            self._service.look()
 
     def _response_body(self, body: HttpBody, now_s: float) -> Iterable[bytes]:
         if self._usage is not None and body.body:
             self._usage.add(body.body)
-            # What is not streamed comes when all is done, and tells at its end what was cached.
+            # A response that is not streamed comes after decoding, and reports at its end what was cached.
             if self._usage.streams and self._account is not None and self._account.waits:
                 self._first_s = now_s
                 self._account.first_byte(now_s)
-                self._desk.look()
+                self._service.look()
         if body.end_of_stream:
             self._response_ends(now_s)
         if self._response_mode != say.FULL_DUPLEX:
@@ -284,32 +289,20 @@ class Exchange:
         reader, account, self._usage = self._usage, self._account, None
         if reader is None or account is None:
             return
-        usage, decision = reader.usage(), account.decision
-        if usage is None:
-            account.ended(now_s, met=self._kept(account, None, now_s))
-        else:
-            cached, output = usage.cached_of(decision.request.prompt.tokens), usage.output_tokens
-            account.ended(now_s, cached, output, self._kept(account, output, now_s))
-            server = self._desk.picker.fleet.servers.get(decision.server)
-            if server is not None:
-                server.reported_tokens(decision.request.prompt.tokens, usage.prompt_tokens)
-            if self._entry is not None and output is not None:
-                work = usage.prompt_tokens - (usage.cached_tokens or 0) + output
-                self._desk.queue.corrected(self._entry, float(work))
+        usage, slo, met = reader.usage(), account.decision.request.slo, None
+        if slo is not None and account.is_open:
+            ttft_s, took_s = (self._first_s or now_s) - self._began_s, now_s - self._began_s
+            kept = slo_outcome(slo, ttft_s, took_s, None if usage is None else usage.output_tokens)
+            self._service.counters.add("promises_total", label=kept)
+            met = kept == "kept"
+        account.ended(now_s, usage, met)
+        if usage is not None:
+            if self._entry is not None and (work := usage.work) is not None:
+                self._service.queue.corrected(self._entry, work)
             if usage.cached_tokens is not None:
-                self._desk.counters.add("cached_tokens_total", usage.cached_tokens)
-                self._desk.counters.add("told_prompt_tokens_total", usage.prompt_tokens)
-        self._desk.look()
-
-    def _kept(self, account: RequestAccount, output_tokens: int | None, now_s: float) -> bool | None:
-        """Whether it came as promised; None: nothing was, or it failed."""
-        slo = account.decision.request.slo
-        if slo is None or not account.is_open:
-            return None
-        ttft_s = (self._first_s or now_s) - self._began_s
-        became = kept(slo, ttft_s, now_s - self._began_s, output_tokens)
-        self._desk.counters.add("promises_total", label=became)
-        return became == "kept"
+                self._service.counters.add("cached_tokens_total", usage.cached_tokens)
+                self._service.counters.add("told_prompt_tokens_total", usage.prompt_tokens)
+        self._service.look()
 
     def _refused_by(self, server: str, now_s: float) -> None:
-        self._desk.backends.failed(server, "it did not take a request", now_s)
+        self._service.backends.failed(server, "it accepted no request", now_s)

@@ -1,8 +1,10 @@
-"""The gRPC shell around ``ext_proc``: streams, health, TLS, a stop that lets requests finish."""
+"""The gRPC server around ``ext_proc``: streams, health, TLS, and a stop that lets requests finish."""
 
 from __future__ import annotations
 
 import asyncio
+import datetime
+import ipaddress
 import logging
 import ssl
 import tempfile
@@ -10,8 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
-from skymemory.errors import InvalidInput, MissingExtra, SkyMemoryError
+from skymemory.conductor.request import Request
+from skymemory.errors import InvalidInput, MissingExtra, SkyMemoryError, cannot_listen, os_reason
+from skymemory.files import read_bounded
 
 try:
     from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
@@ -22,28 +27,25 @@ try:
 except ImportError as error:
     raise MissingExtra("the endpoint picker needs the extra `envoy`: pip install 'skymemory[envoy,router]'") from error
 
-import datetime
-import ipaddress
-from pathlib import Path
-
-from skymemory.conductor.request import Request
-from skymemory.files import read_bounded
+from skymemory.router.api_error import ApiError
 from skymemory.router.envoy.ext_proc import Exchange
 from skymemory.router.envoy.messages import LIVENESS, READINESS, SERVICE
-from skymemory.router.envoy.picker_service import Desk, Refusal
+from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.setting_values import host_and_port
 
-HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
 log = logging.getLogger("skymemory.router")
+HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
 LONG_BODY_BYTES = 1 << 20
-"""Of these one is read at a time: while it is, it takes some five times its length."""
-STREAMS_BEYOND = 1_000
-"""Calls of one connection beyond ``most_streams``: those get their 429, and health its answer."""
+"""Longer bodies are read one at a time: reading takes some five times their length of memory."""
+SPARE_STREAMS = 1_000
+"""Calls of a connection beyond ``most_streams``, so that those get a 429, and health checks an answer."""
+CERTIFICATE_DAYS = 365
+"""Validity of a self-signed certificate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """PEM. With ``clients_ca`` only clients that one of those signed may connect."""
+    """PEM. With ``clients_ca`` only clients with a certificate of that authority may connect."""
 
     chain: bytes
     key: bytes
@@ -51,17 +53,21 @@ class Certificate:
 
 
 class PickerServer:
-    """``start``, then ``ready`` once endpoints are known, then ``stop``. ``desk`` is read between messages only."""
+    """``start``, then ``ready`` once endpoints are known, then ``stop``."""
 
     def __init__(
-        self, desk: Desk, listen: str, certificate: Certificate | None = None, health_listen: str | None = None
+        self,
+        service: PickerService,
+        listen: str,
+        certificate: Certificate | None = None,
+        health_listen: str | None = None,
     ) -> None:
         """
         Args:
-            listen: ``ip:port``; port 0 takes a free one, which ``port`` tells once it is bound.
-            health_listen: where health is told without TLS too: Kubernetes' own probes cannot speak it.
+            listen: ``ip:port``; port 0 takes a free one, then in ``port``.
+            health_listen: serves health checks without TLS: Kubernetes' own probes have none.
         """
-        self._desk = desk
+        self._service = service
         self._listen = listen
         self._certificate = certificate
         self._health_listen = health_listen
@@ -73,19 +79,19 @@ class PickerServer:
     async def start(self) -> None:
         """
         Raises:
-            SkyMemoryError: an address cannot be bound, or the certificate is none.
+            SkyMemoryError: an address cannot be bound, or the certificate is invalid.
         """
-        most = self._desk.settings
-        self._tell_ready(False)
+        most = self._service.settings
+        self._set_ready(False)
         self._health.set(LIVENESS, SERVING)
-        self._desk.open(asyncio.get_running_loop())
+        self._service.open(asyncio.get_running_loop())
         long_bodies = asyncio.Lock()
         methods = {
             **self._health.methods(),
-            f"/{SERVICE}/Process": lambda answers: _Stream(self._desk, answers, long_bodies),
+            f"/{SERVICE}/Process": lambda answers: _Stream(self._service, answers, long_bodies),
         }
-        # Envoy's pieces are at most what it buffers, 1 MiB unless it is told otherwise.
-        door = self._door(methods, most.most_body_bytes + (1 << 16), most.most_streams + STREAMS_BEYOND)
+        # Envoy's pieces are at most its buffer, by default 1 MiB.
+        door = self._door(methods, most.most_body_bytes + (1 << 16), most.most_streams + SPARE_STREAMS)
         context = None if self._certificate is None else _context(self._certificate)
         self.port = await self._serve(door, self._listen, context)
         if self._health_listen is not None:
@@ -93,25 +99,25 @@ class PickerServer:
             self.health_port = await self._serve(door, self._health_listen, None)
 
     async def ready(self) -> None:
-        """Endpoints are known; from now on the picker says that it can be asked."""
-        self._tell_ready(True)
+        """Report readiness: endpoints are known."""
+        self._set_ready(True)
 
     async def stop(self, grace_s: float) -> None:
-        """Say first that nothing new should come, then give what is under way ``grace_s`` to end."""
-        self._tell_ready(False)
+        """Report that it is not ready, then give requests in flight ``grace_s`` to end."""
+        self._set_ready(False)
         self._health.close()
         for listener in self._listeners:
             listener.close()
         await asyncio.gather(*(door.close(grace_s) for door in self._doors))
-        self._desk.close()
+        self._service.close()
 
     def _door(self, methods: Mapping[str, Callable[[Answers], Call]], most_bytes: int, most_streams: int) -> Door:
         door = Door(
             methods,
             most_bytes,
             most_streams,
-            faults=lambda: self._desk.counters.add("faults_total"),
-            refused=lambda reason: self._desk.counters.add("door_refusals_total", label=reason),
+            faults=lambda: self._service.counters.add("faults_total"),
+            refused=lambda reason: self._service.counters.add("door_refusals_total", label=reason),
         )
         self._doors.append(door)
         return door
@@ -128,37 +134,37 @@ class PickerServer:
                 backlog=1024,
             )
         except OSError as error:
-            raise SkyMemoryError(f"cannot listen on {listen}: is the port taken? ({error})") from error
+            raise SkyMemoryError(cannot_listen(listen, error)) from error
         self._listeners.append(listener)
         return int(listener.sockets[0].getsockname()[1])
 
-    def _tell_ready(self, ready: bool) -> None:
-        """Under the protocol's names, and under none, for whoever knows no name."""
+    def _set_ready(self, ready: bool) -> None:
+        """Under the protocol's names, and under the empty one, for probes that send none."""
         for name in ("", READINESS, SERVICE):
             self._health.set(name, SERVING if ready else NOT_SERVING)
 
 
 class _Stream(Call):
-    """An exchange, as a call."""
+    """An exchange, as a gRPC call."""
 
-    def __init__(self, desk: Desk, answers: Answers, long_bodies: asyncio.Lock | None = None) -> None:
-        """``long_bodies``: whose turn it is with one of ``LONG_BODY_BYTES``."""
-        self._desk, self._answers, self._long_bodies = desk, answers, long_bodies
-        self._exchange: Exchange | None = Exchange(desk, self._send)
+    def __init__(self, service: PickerService, answers: Answers, long_bodies: asyncio.Lock | None = None) -> None:
+        """``long_bodies``: held while a body of ``LONG_BODY_BYTES`` or more is read."""
+        self._service, self._answers, self._long_bodies = service, answers, long_bodies
+        self._exchange: Exchange | None = Exchange(service, self._send)
         self._reading: asyncio.Task[None] | None = None
 
     def message(self, data: bytes) -> None:
         try:
             message = ProcessingRequest.FromString(data)
         except DecodeError:
-            self._answers.finish(INTERNAL, "this is no ProcessingRequest")
+            self._answers.finish(INTERNAL, "expected a ProcessingRequest")
             return
-        least = self._desk.reads_elsewhere_bytes
+        least = self._service.thread_bytes
         if least is None or self._exchange is None or not self._exchange.ends_request(message, least):
             self._receive(message, None)
             return
         self._answers.hold()
-        self._reading = asyncio.create_task(self._read_elsewhere(self._exchange, message))
+        self._reading = asyncio.create_task(self._read_in_thread(self._exchange, message))
 
     def ended(self) -> None:
         self._answers.finish()
@@ -177,7 +183,7 @@ class _Stream(Call):
         if self._reading is not None:
             self._reading.cancel()
 
-    def _receive(self, message: ProcessingRequest, read: Request | Refusal | None) -> None:
+    def _receive(self, message: ProcessingRequest, read: Request | ApiError | None) -> None:
         if self._exchange is not None:
             self._send(self._exchange.receive(message, time.monotonic(), read))
 
@@ -188,17 +194,17 @@ class _Stream(Call):
         else:
             self._answers.send_all(answers)
 
-    async def _read_elsewhere(self, exchange: Exchange, message: ProcessingRequest) -> None:
-        """Of a prompt that takes long to read: others are picked for meanwhile."""
+    async def _read_in_thread(self, exchange: Exchange, message: ProcessingRequest) -> None:
+        """Read a long prompt while the event loop serves other requests."""
         many = self._long_bodies is not None and exchange.held_bytes() >= LONG_BODY_BYTES
         try:
             async with self._long_bodies if many and self._long_bodies is not None else nullcontext():
-                read = await asyncio.to_thread(lambda: self._desk.outcome(*exchange.whole_request(message)))
+                read = await asyncio.to_thread(lambda: self._service.outcome(*exchange.whole_request(message)))
                 self._receive(message, read)
         except Exception:
-            log.exception("a prompt could not be read")
-            self._desk.counters.add("faults_total")
-            self._answers.finish(UNKNOWN, "a fault of the picker's own; its log says which")
+            log.exception("reading a prompt failed")
+            self._service.counters.add("faults_total")
+            self._answers.finish(UNKNOWN, "internal error of the endpoint picker; see its log")
             return
         self._reading = None
         self._answers.go_on()
@@ -207,12 +213,12 @@ class _Stream(Call):
 def _context(certificate: Certificate) -> ssl.SSLContext:
     """
     Raises:
-        InvalidInput: chain and key do not go together, or are no PEM.
+        InvalidInput: chain and key do not match, or are no PEM.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["h2"])
     try:
-        # Python's ssl takes chain and key from files only. This one nobody else may read, and it is gone at once.
+        # Python's ssl reads chain and key from files only; this one is private, and deleted at once.
         with tempfile.NamedTemporaryFile(suffix=".pem") as file:
             file.write(certificate.key + b"\n" + certificate.chain)
             file.flush()
@@ -225,18 +231,11 @@ def _context(certificate: Certificate) -> ssl.SSLContext:
     return context
 
 
-# A certificate for a picker that was given none, signed by itself, good until it stops.
-#
-# Gateways of the inference extension speak TLS with their picker and do not check its name: what they need is that
-# nobody
-# reads along. Whoever wants more gives a certificate of an authority.
-
-
-DAYS = 365
-
-
 def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Certificate:
-    """For ``names``, host names or addresses."""
+    """A self-signed certificate for ``names``, host names or addresses, that lasts as long as the process.
+
+    Enough for gateways of the inference extension: they encrypt, and do not verify the picker's name.
+    """
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -244,7 +243,7 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Certific
         from cryptography.x509.oid import NameOID
     except ImportError as error:
         raise MissingExtra(
-            "a certificate of its own needs the extra `secure`: pip install 'skymemory[secure]'"
+            "a self-signed certificate needs the extra `secure`: pip install 'skymemory[secure]'"
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     who = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "skymemory endpoint picker")])
@@ -262,7 +261,7 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Certific
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .not_valid_after(now + datetime.timedelta(days=CERTIFICATE_DAYS))
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
@@ -276,7 +275,7 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Certific
 def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> Certificate:
     """
     Raises:
-        InvalidInput: a file cannot be read, or is no PEM.
+        InvalidInput: an unreadable file, or no PEM.
     """
     parts = []
     for path, word in ((chain, b"CERTIFICATE"), (key, b"PRIVATE KEY"), (clients_ca, b"CERTIFICATE")):
@@ -285,7 +284,7 @@ def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> Certif
         try:
             parts.append(read_bounded(path))
         except OSError as error:
-            raise InvalidInput(f"{str(path)!r} cannot be read: {error.strerror}") from error
+            raise InvalidInput(f"{str(path)!r} cannot be read: {os_reason(error)}") from error
         if b"-----BEGIN " not in parts[-1] or word not in parts[-1]:
             raise InvalidInput(f"{str(path)!r}: expected PEM with a {word.decode().lower()}")
     return Certificate(*parts)

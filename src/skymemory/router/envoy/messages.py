@@ -1,10 +1,10 @@
-"""What an endpoint picker says to Envoy, message by message as bytes, and what it reads out of Envoy's.
+"""Encodes the endpoint picker's messages to Envoy, and reads fields of Envoy's; stateless.
 
-The protocol is the Gateway API inference extension's "endpoint picker protocol" (its proposal 004, v1.0.0) on top of
-Envoy's external processing service (``envoy.service.ext_proc.v3``). Nothing here keeps state.
+The protocol is the Gateway API inference extension's "endpoint picker protocol" (its proposal 004, v1.0.0), on top of
+Envoy's external processing service (``envoy.service.ext_proc.v3``).
 
-Most of what is said is always the same, and is encoded once. A piece of a body is put into its message by hand: to
-build that of five objects and encode it took as long as picking a server.
+Most messages are always the same, and are encoded once. The message around a piece of a body is encoded by hand:
+building it of five protobuf objects took as long as picking a server.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from envoy.type.v3.http_status_pb2 import HttpStatus
 from google.protobuf.struct_pb2 import Struct, Value
 
-from skymemory.router.bad_request import error_body
+from skymemory.router.api_error import error_body
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READINESS = "liveness", "readiness"
-"""Names under which health is told, beside ``SERVICE``."""
+"""Services of the gRPC health protocol, beside ``SERVICE``."""
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
@@ -45,7 +45,7 @@ ATTRIBUTES_NAMESPACE = "envoy.filters.http.ext_proc"
 UPSTREAM_ADDRESS, CODE_DETAILS = "upstream.address", "response.code_details"
 FROM_UPSTREAM = "via_upstream"
 PIECE_BYTES = 62_000
-"""Of a body, what goes into one message: Envoy recommends no more than 64 KiB, with the message around it."""
+"""Of a body in one message: Envoy recommends at most 64 KiB, with the message around it."""
 
 OVERWRITE = HeaderValueOption.HeaderAppendAction.Value("OVERWRITE_IF_EXISTS_OR_ADD")
 BODY_MODE = ProcessingMode.BodySendMode
@@ -54,7 +54,7 @@ BUFFERED = BODY_MODE.Value("BUFFERED")
 
 
 def headers_of(headers: HttpHeaders) -> dict[str, str]:
-    """Names in lower case, as Envoy sends them. Of a header that is there twice, the values joined by commas."""
+    """Headers by lower-case names, as Envoy sends them; values of a repeated one are joined by commas."""
     found: dict[str, str] = {}
     for header in headers.headers.headers:
         value = header.raw_value.decode("latin-1") if header.raw_value else header.value
@@ -63,7 +63,7 @@ def headers_of(headers: HttpHeaders) -> dict[str, str]:
 
 
 def some_headers(headers: HttpHeaders, names: Collection[str]) -> dict[str, str]:
-    """As ``headers_of``, of headers that are there once, and only those."""
+    """Only the named headers, which must not be repeated."""
     return {
         key: header.raw_value.decode("latin-1") or header.value
         for header in headers.headers.headers
@@ -72,9 +72,9 @@ def some_headers(headers: HttpHeaders, names: Collection[str]) -> dict[str, str]
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
-    """The endpoints one of which must be picked; None where all may be. An empty subset is one that allows none.
+    """The endpoints that may be picked; None: all. An empty subset allows none.
 
-    The protocol has a list; a string with commas, which other data planes send, is read as one.
+    The protocol has a list; some data planes send a string with commas.
     """
     metadata = message.metadata_context.filter_metadata
     if SUBSET_NAMESPACE not in metadata or SUBSET not in metadata[SUBSET_NAMESPACE].fields:
@@ -85,9 +85,7 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
 
 
 def served_of(message: ProcessingRequest) -> str:
-    """The endpoint that served the request, by the metadata of the protocol, else by Envoy's own attribute;
-    empty where neither says.
-    """
+    """The endpoint that served the request, by the protocol's metadata, else by Envoy's attribute; empty: unknown."""
     metadata = message.metadata_context.filter_metadata
     if METADATA_NAMESPACE in metadata and SERVED in metadata[METADATA_NAMESPACE].fields:
         return str(metadata[METADATA_NAMESPACE].fields[SERVED].string_value)
@@ -95,7 +93,7 @@ def served_of(message: ProcessingRequest) -> str:
 
 
 def is_envoys_own(message: ProcessingRequest) -> bool | None:
-    """Whether Envoy made up the response itself, having none from a server; None where it does not say."""
+    """Whether Envoy itself made the response, since no server answered; None: unknown."""
     details = _attribute(message, CODE_DETAILS)
     return details != FROM_UPSTREAM if details else None
 
@@ -108,14 +106,14 @@ def _attribute(message: ProcessingRequest, name: str) -> str:
 
 
 def request_headers(endpoints: str = "") -> bytes:
-    """``endpoints``: the same ``ip:port[,ip:port]`` goes as a header and as metadata, for data planes that read the one
-    or the other.
+    """``endpoints``: ``ip:port[,ip:port]``, sent as a header and as metadata, since data planes read the one or the
+    other.
     """
     return _headers_to(endpoints)
 
 
 def request_body(endpoints: str = "") -> bytes:
-    """The answer where Envoy keeps the body itself: it goes on as it came."""
+    """The answer where Envoy buffers the body: it is passed on unchanged."""
     return _body_to(endpoints)
 
 
@@ -147,7 +145,7 @@ def response_trailers() -> bytes:
 
 
 def immediate(status: int, message: str, retry_after_s: int | None = None) -> bytes:
-    """An answer that goes to the client at once, with an error as the OpenAI API writes it."""
+    """An error in OpenAI's format, which Envoy sends to the client at once."""
     headers = {"content-type": "application/json"}
     if retry_after_s is not None:
         headers["retry-after"] = str(retry_after_s)
@@ -172,7 +170,7 @@ def _headers(mutation: HeaderMutation | None) -> HeadersResponse:
 
 
 def _header(name: str, value: str) -> HeaderValueOption:
-    """One that replaces what the client, or the server, sent by that name."""
+    """Replaces a header of that name."""
     return HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
 
 
@@ -204,7 +202,7 @@ _RESPONSE_TRAILERS = _encoded(ProcessingResponse(response_trailers=TrailersRespo
 
 
 def _tag(message: Any, name: str, wire_type: int = 2) -> bytes:
-    """Of a field: its number and how its value is written (2: bytes behind their length)."""
+    """A field's number and wire type (2: length-delimited)."""
     return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | wire_type)
 
 
@@ -218,7 +216,7 @@ def _varint(number: int) -> bytes:
 
 
 def _piece_tags(kind: str) -> tuple[bytes, ...]:
-    """Around a piece of a body, from the inside out."""
+    """Tags of the messages around a piece of a body, innermost first."""
     return (
         _tag(StreamedBodyResponse, "body"),
         _tag(BodyMutation, "streamed_response"),
@@ -234,9 +232,9 @@ _LAST_PIECE = _tag(StreamedBodyResponse, "end_of_stream", 0) + b"\x01"
 
 @lru_cache(maxsize=4096)
 def _before(tags: tuple[bytes, ...], size: int, behind: int) -> bytes:
-    """What a message has before a piece of ``size`` bytes, with ``behind`` of them after it."""
+    """The encoded message up to a piece of ``size`` bytes, after which ``behind`` bytes follow."""
     innermost, *outer = tags
-    before = innermost + _varint(size) if size else b""  # as protobuf has it: nothing is not written
+    before = innermost + _varint(size) if size else b""  # protobuf leaves out empty fields
     for tag in outer:
         before = tag + _varint(len(before) + size + behind) + before
     return before

@@ -1,4 +1,4 @@
-"""What an endpoint picker tells Prometheus: counters of its desk, and gauges of the servers, over HTTP."""
+"""The endpoint picker's Prometheus metrics: counters of its service, and gauges of the servers."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from skymemory.errors import SkyMemoryError
-from skymemory.router.envoy.picker_service import Desk
+from skymemory.errors import SkyMemoryError, cannot_listen
+from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.waiting_room import QueueFigures
 
 PREFIX = "skymemory_epp_"
 COUNTERS = {
     "requests_total": ("", "Requests that Envoy asked about."),
-    "requests_refused_total": ("status", "Requests answered here: unreadable, too long, no server, too many."),
-    "requests_abandoned_total": ("", "Requests that ended before anything of an answer came."),
-    "picks_total": ("server", "Requests sent to a server."),
-    "prompt_tokens_total": ("", "Tokens of the prompts that were sent on, estimated without a tokenizer."),
-    "matched_tokens_total": ("", "Of those, tokens that the chosen server was believed to hold."),
-    "told_prompt_tokens_total": ("", "Tokens of prompts, by engines that told how many they had cached."),
+    "requests_refused_total": ("status", "Requests refused by the picker: unreadable, too long, no server, too many."),
+    "requests_abandoned_total": ("", "Requests that ended before the first byte of their response."),
+    "picks_total": ("server", "Requests routed to a server."),
+    "prompt_tokens_total": ("", "Tokens of the prompts that were routed, estimated without a tokenizer."),
+    "matched_tokens_total": ("", "Of those, tokens in the chosen server's cache by the prefix index."),
+    "told_prompt_tokens_total": ("", "Tokens of prompts whose responses report cached tokens."),
     "cached_tokens_total": ("", "Of those, tokens that the engine had cached."),
-    "responses_total": ("class", "Answers by class of status."),
-    "fallbacks_total": ("server", "Requests that a server took after the one chosen did not."),
-    "ejections_total": ("server", "Times a server was left alone because it took no requests."),
+    "responses_total": ("class", "Responses by class of status."),
+    "fallbacks_total": ("server", "Requests that a fallback served because the chosen server did not."),
+    "ejections_total": ("server", "Times a server was ejected."),
     "promises_total": ("outcome", "Answers under a promise: kept, its first token late, or its tokens slow."),
-    "reloads_total": ("outcome", "Changed settings: taken or refused."),
+    "reloads_total": ("outcome", "Reloads of settings: taken or refused."),
     "door_refusals_total": (
         "reason",
-        "Streams, calls and connections that were refused or cut off for what their peers did, by what that was.",
+        "Streams, calls and connections refused or aborted because of their peers' behaviour, by reason.",
     ),
-    "faults_total": ("", "Exceptions of the picker's own that nothing was made of; its log has them."),
+    "faults_total": ("", "Unexpected exceptions of the picker; its log has them."),
 }
 
 
 class Collects(Protocol):
-    """Whatever Prometheus' registry asks."""
+    """A collector as Prometheus' registry takes it."""
 
     def collect(self) -> Iterable[Metric]: ...
 
 
-class DeskCollector:
-    """Read when asked: nothing is kept twice."""
+class PickerCollector:
+    """Reads the service's counters and the servers' state on a scrape."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, service: PickerService) -> None:
+        self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        self._desk.after.settle()
+        self._service.deferred.flush()
         read: dict[str, dict[str, int]] = {name: {} for name in COUNTERS}
-        for key, value in self._desk.counters.as_dict().items():
+        for key, value in self._service.counters.as_dict().items():
             name, _, label = key.partition("{")
             read.setdefault(name, {})[label.removesuffix("}")] = value
         for name, values in read.items():
@@ -61,15 +61,14 @@ class DeskCollector:
             for of, value in (values or ({} if label else {"": 0})).items():
                 family.add_metric([of] if label else [], value)
             yield family
-        streams = GaugeMetricFamily(PREFIX + "streams", "Requests under way in this picker.", self._desk.streams)
-        yield streams
+        yield GaugeMetricFamily(PREFIX + "streams", "Requests in flight in this picker.", self._service.streams)
         gauges = {
-            "server_healthy": "Whether it is asked.",
-            "server_requests": "Requests sent to it that have not ended.",
-            "server_prefill_tokens": "Tokens it is believed to compute before its answers begin.",
+            "server_healthy": "1: it takes requests.",
+            "server_requests": "Requests in flight at it.",
+            "server_prefill_tokens": "Estimated tokens in its prefill queue.",
         }
         families = {name: GaugeMetricFamily(PREFIX + name, text, labels=["server"]) for name, text in gauges.items()}
-        for server in self._desk.picker.fleet:
+        for server in self._service.picker.fleet:
             families["server_healthy"].add_metric([server.name], float(server.takes_requests))
             families["server_requests"].add_metric([server.name], server.in_flight)
             families["server_prefill_tokens"].add_metric([server.name], server.prefill_tokens)
@@ -77,12 +76,12 @@ class DeskCollector:
 
 
 class MetricsPage:
-    """``GET /metrics`` on an address of its own."""
+    """``GET /metrics`` on its own address."""
 
-    def __init__(self, desk: Desk, listen: str, collectors: Iterable[Collects] = ()) -> None:
-        """``collectors``: what else is told there."""
+    def __init__(self, service: PickerService, listen: str, collectors: Iterable[Collects] = ()) -> None:
+        """``collectors``: further metrics on the page."""
         self._registry = CollectorRegistry()
-        for each in (DeskCollector(desk), QueueFigures(desk.queue, "skymemory_epp"), *collectors):
+        for each in (PickerCollector(service), QueueFigures(service.queue, "skymemory_epp"), *collectors):
             self._registry.register(each)
         self._listen = listen
         self._runner: web.AppRunner | None = None
@@ -103,7 +102,7 @@ class MetricsPage:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise SkyMemoryError(f"cannot listen on {self._listen}: {error.strerror or error}") from error
+            raise SkyMemoryError(cannot_listen(self._listen, error)) from error
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:

@@ -1,4 +1,10 @@
-"""An endpoint picker as it runs: the gRPC door, the endpoints behind it and what they say of themselves."""
+"""The endpoint picker as a process: builds it, follows its endpoints, reloads settings, and drains before it stops.
+
+1. ``serve`` reads the settings and builds an ``EndpointPicker`` (``endpoint_picker``).
+2. ``run`` listens, and then refreshes the endpoints for as long as it runs. The picker reports readiness as soon as it
+   knows endpoints, and what the last process had learned about them.
+3. SIGHUP or a changed file reloads what can change without a restart; SIGTERM drains.
+"""
 
 from __future__ import annotations
 
@@ -15,152 +21,28 @@ from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, os_reason
 from skymemory.keys import KeyRing
 from skymemory.router.admission import rule_of
 from skymemory.router.backends import Backends
-from skymemory.router.deferred import ended
 from skymemory.router.engines.events import EventsWatch, event_index
 from skymemory.router.engines.metrics import MetricsWatch
 from skymemory.router.envoy.endpoints import FileSource, NameSource, SettingsSource, Source, completed
 from skymemory.router.envoy.ext_proc_server import Certificate, PickerServer, from_files, self_signed
 from skymemory.router.envoy.metrics import Collects, MetricsPage
-from skymemory.router.envoy.picker_service import Desk, DeskSettings
-from skymemory.router.prefix_state import Knowledge, ReplicaFigures
+from skymemory.router.envoy.picker_service import PickerService, PickerServiceSettings
+from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import prompt_reader
 from skymemory.router.settings import PickerSettings, Settings, follow
+from skymemory.router.tasks import cancel
 
+log = logging.getLogger("skymemory.router")
 
-class EndpointPicker:
-    """``run`` until the event is set. ``say`` gets lines for whoever looks on."""
-
-    def __init__(
-        self,
-        desk: Desk,
-        source: Source,
-        settings: Settings,
-        say: Callable[[str], None],
-        knowledge: Knowledge | None = None,
-        certificate: Certificate | None = None,
-    ) -> None:
-        """``knowledge``: what feeds the desk's strategy beyond requests; None: nothing does."""
-        picker = settings.picker
-        self.settings = self.at_start = settings
-        self.desk = desk
-        self._source = source
-        self._say = say
-        self._endpoints = desk.backends
-        self._knowledge = knowledge
-        self._events = EventsWatch(desk.picker.scorer, self._endpoints)
-        self._look = asyncio.Event()
-        self._begun = False
-        self.server = PickerServer(desk, picker.listen, certificate, picker.health_listen or None)
-        collectors: list[Collects] = [self._events]
-        if knowledge is not None:
-            collectors.append(ReplicaFigures(knowledge))
-        self.metrics = MetricsPage(desk, picker.metrics_listen, collectors) if picker.metrics_listen else None
-
-    async def run(self, stop: asyncio.Event, started: Callable[[], None] | None = None) -> None:
-        """
-        Raises:
-            SkyMemoryError: an address cannot be bound.
-        """
-        async with aiohttp.ClientSession() as session:
-            self._watch = MetricsWatch(
-                self.desk.picker.fleet,
-                session,
-                every_s=self.settings.health.metrics_every_s,
-                read=self._endpoints.reported,
-            )
-            looking: asyncio.Task[None] | None = None
-            try:
-                await self.server.start()
-                if self.metrics is not None:
-                    await self.metrics.start()
-                if started is not None:
-                    started()
-                looking = asyncio.create_task(self._keep_looking())
-                stopping = asyncio.create_task(stop.wait())
-                # A fault of the look-out is a fault of the picker, and not a picker with yesterday's endpoints.
-                done, _ = await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                stopping.cancel()
-                if looking in done:
-                    looking.result()
-            finally:
-                await ended([looking])
-                await self.server.stop(self.settings.drain_s if self.desk.streams else 0)
-                if self.metrics is not None:
-                    await self.metrics.stop()
-                await self._watch.close()
-                await self._events.stop()
-                if self._knowledge is not None:
-                    await self._knowledge.close(keep=self._begun)
-
-    def reset(self, settings: Settings, desk_settings: DeskSettings) -> None:
-        """Take up changed settings, as far as that goes without a restart.
-
-        Raises:
-            InvalidInput: a backend that cannot be told to Envoy; all stays as it was.
-        """
-        if isinstance(self._source, SettingsSource):
-            self._source.set(settings.backends)
-        looks_anew = settings.health.metrics_path != self.settings.health.metrics_path
-        self.settings, self.desk.settings, self._endpoints.health = settings, desk_settings, settings.health
-        self._watch.every_s = settings.health.metrics_every_s
-        for name in self._endpoints.known if looks_anew else ():
-            self._ask_load(name)
-        self._look.set()
-
-    async def _keep_looking(self) -> None:
-        known = False
-        while True:
-            self._look.clear()
-            self._endpoints.let_go()
-            endpoints = await self._source.endpoints()
-            if endpoints is not None:
-                told = [completed(backend, self.settings.picker) for backend in endpoints]
-                came, left = self._endpoints.set(told)
-                for name in left:
-                    self._watch.unfollow(name)
-                for name in came:
-                    self._ask_load(name)
-                if known:
-                    self._events.follow()
-                if came or left or not known:
-                    self._say(f"{len(told)} endpoints: {len(came)} came, {len(left)} left")
-                if not known:
-                    known = True
-                    await self._begin()
-            try:
-                async with asyncio.timeout(self.settings.picker.refresh_s):
-                    await self._look.wait()
-            except TimeoutError:
-                pass
-
-    async def _begin(self) -> None:
-        """Endpoints are known: what was known of them is too, and Envoy may ask."""
-        if self._knowledge is not None:
-            await self._knowledge.start()
-        self._begun = True
-        self._events.start()
-        await self.server.ready()
-
-    def _ask_load(self, name: str) -> None:
-        path = self.settings.health.metrics_path
-        if path:
-            self._watch.follow(name, f"http://{name}{path}")
-        else:
-            self._watch.unfollow(name)
-
-
-# An endpoint picker as settings ask for it: the desk and what stands around it.
-
-
-TOKENIZED_ELSEWHERE_BYTES = 16 << 10
+TOKENIZED_IN_THREAD_BYTES = 16 << 10
 """About 5 ms of a tokenizer's time: a thread costs a twentieth of that."""
-READ_ELSEWHERE_BYTES = 256 << 10
-"""About 0.7 ms where there is no tokenizer: a body as long as may be keeps a thread for 50 ms."""
-_TAKEN_UP = {
+IN_THREAD_BYTES = 256 << 10
+"""About 0.7 ms without a tokenizer; the longest bodies keep a thread for 50 ms."""
+_RELOADED = {
     "refresh_s",
     "events_port",
     "replay_port",
@@ -172,32 +54,155 @@ _TAKEN_UP = {
 }
 
 
+class EndpointPicker:
+    """Runs until an event is set. ``say`` prints a line for the operator."""
+
+    def __init__(
+        self,
+        service: PickerService,
+        source: Source,
+        settings: Settings,
+        say: Callable[[str], None],
+        prefix_state: PrefixState | None = None,
+        certificate: Certificate | None = None,
+    ) -> None:
+        """``prefix_state``: loads, saves and shares the strategy's index; None: it starts empty."""
+        picker = settings.picker
+        self.settings = self.at_start = settings
+        self.service = service
+        self._source = source
+        self._say = say
+        self._endpoints = service.backends
+        self._prefix_state = prefix_state
+        self._events = EventsWatch(service.picker.scorer, self._endpoints)
+        self._refresh = asyncio.Event()
+        self._begun = False
+        self.server = PickerServer(service, picker.listen, certificate, picker.health_listen or None)
+        collectors: list[Collects] = [self._events]
+        if prefix_state is not None:
+            collectors.append(ReplicaFigures(prefix_state))
+        self.metrics = MetricsPage(service, picker.metrics_listen, collectors) if picker.metrics_listen else None
+
+    async def run(self, stop: asyncio.Event, started: Callable[[], None] | None = None) -> None:
+        """
+        Raises:
+            SkyMemoryError: an address cannot be bound.
+        """
+        async with aiohttp.ClientSession() as session:
+            self._watch = MetricsWatch(
+                self.service.picker.fleet,
+                session,
+                every_s=self.settings.health.metrics_every_s,
+                read=self._endpoints.reported,
+            )
+            refreshing: asyncio.Task[None] | None = None
+            try:
+                await self.server.start()
+                if self.metrics is not None:
+                    await self.metrics.start()
+                if started is not None:
+                    started()
+                refreshing = asyncio.create_task(self._keep_refreshing())
+                stopping = asyncio.create_task(stop.wait())
+                # An unexpected exception there ends the picker: better than one with outdated endpoints.
+                done, _ = await asyncio.wait({refreshing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+                if refreshing in done:
+                    refreshing.result()
+            finally:
+                await cancel([refreshing])
+                await self.server.stop(self.settings.drain_s if self.service.streams else 0)
+                if self.metrics is not None:
+                    await self.metrics.stop()
+                await self._watch.close()
+                await self._events.stop()
+                if self._prefix_state is not None:
+                    await self._prefix_state.close(keep=self._begun)
+
+    def reset(self, settings: Settings, service_settings: PickerServiceSettings) -> None:
+        """Apply changed settings, as far as possible without a restart.
+
+        Raises:
+            InvalidInput: a backend that is no endpoint for Envoy; nothing has changed.
+        """
+        if isinstance(self._source, SettingsSource):
+            self._source.set(settings.backends)
+        has_new_page = settings.health.metrics_path != self.settings.health.metrics_path
+        self.settings, self.service.settings, self._endpoints.health = settings, service_settings, settings.health
+        self._watch.every_s = settings.health.metrics_every_s
+        for name in self._endpoints.known if has_new_page else ():
+            self._watch_load(name)
+        self._refresh.set()
+
+    async def _keep_refreshing(self) -> None:
+        known = False
+        while True:
+            self._refresh.clear()
+            self._endpoints.remove_drained()
+            found = await self._source.endpoints()
+            if found is not None:
+                endpoints = [completed(backend, self.settings.picker) for backend in found]
+                came, left = self._endpoints.set(endpoints)
+                for name in left:
+                    self._watch.unfollow(name)
+                for name in came:
+                    self._watch_load(name)
+                if known:
+                    self._events.follow()
+                if came or left or not known:
+                    self._say(f"{len(endpoints)} endpoints: {len(came)} came, {len(left)} left")
+                if not known:
+                    known = True
+                    await self._begin()
+            try:
+                async with asyncio.timeout(self.settings.picker.refresh_s):
+                    await self._refresh.wait()
+            except TimeoutError:
+                pass
+
+    async def _begin(self) -> None:
+        """The first endpoints are known: load what the last process had learned, and report readiness."""
+        if self._prefix_state is not None:
+            await self._prefix_state.start()
+        self._begun = True
+        self._events.start()
+        await self.server.ready()
+
+    def _watch_load(self, name: str) -> None:
+        path = self.settings.health.metrics_path
+        if path:
+            self._watch.follow(name, f"http://{name}{path}")
+        else:
+            self._watch.unfollow(name)
+
+
 def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRing | None = None) -> EndpointPicker:
-    """
+    """The picker that these settings describe.
+
     Raises:
-        InvalidInput: what cannot be meant, or a file that cannot be read.
+        InvalidInput: contradictory settings, or an unreadable file.
     """
     source = _source(settings, say)
     fleet = Fleet()
-    knowledge = Knowledge(settings, fleet, keys)
-    _check_events(settings, knowledge)
-    picker = Picker(fleet, knowledge.scorer, settings.seed)
+    prefix_state = PrefixState(settings, fleet, keys)
+    _check_events(settings, prefix_state)
+    picker = Picker(fleet, prefix_state.scorer, settings.seed)
     backends = Backends(picker, settings.health, are_checked=False)
     reader = prompt_reader(settings, backends.adapters)
-    beside = READ_ELSEWHERE_BYTES if settings.prompts.tokenizer is None else TOKENIZED_ELSEWHERE_BYTES
+    thread_bytes = IN_THREAD_BYTES if settings.prompts.tokenizer is None else TOKENIZED_IN_THREAD_BYTES
     scheduler = Scheduler(picker, admission=rule_of(settings))
-    desk = Desk(scheduler, reader, backends, desk_settings(settings), reads_elsewhere_bytes=beside)
-    configure_queue(desk, settings)
-    return EndpointPicker(desk, source, settings, say, knowledge, _certificate(settings.picker))
+    service = PickerService(scheduler, reader, backends, service_settings(settings), thread_bytes=thread_bytes)
+    configure_queue(service, settings)
+    return EndpointPicker(service, source, settings, say, prefix_state, _certificate(settings.picker))
 
 
-def configure_queue(desk: Desk, settings: Settings) -> None:
-    desk.queue.configure(settings.queue, weights_of("weights", settings.admission.options.get("weights", {})))
+def configure_queue(service: PickerService, settings: Settings) -> None:
+    service.queue.configure(settings.queue, weights_of("weights", settings.admission.options.get("weights", {})))
 
 
-def desk_settings(settings: Settings) -> DeskSettings:
+def service_settings(settings: Settings) -> PickerServiceSettings:
     picker = settings.picker
-    return DeskSettings(
+    return PickerServiceSettings(
         fallbacks=picker.fallbacks,
         most_body_bytes=settings.limits.max_body_bytes,
         most_streams=picker.max_streams,
@@ -207,15 +212,15 @@ def desk_settings(settings: Settings) -> DeskSettings:
 
 
 def needs_restart(now: Settings, then: Settings) -> list[str]:
-    """What differs between the two, and cannot be taken up by a picker that runs."""
+    """Changed settings that a running picker cannot apply."""
     parts = ("strategy", "options", "prompts", "seed", "state", "cost", "replicas", "admission")
     fixed = [name for name in parts if getattr(now, name) != getattr(then, name)]
     if now.limits.max_body_bytes > then.limits.max_body_bytes:
-        fixed.append("limits: max_body, above what it was at the start")
+        fixed.append("limits: max_body, above its value at the start")
     return fixed + [
         f"picker: {each.metadata['key']}"
         for each in fields(PickerSettings)
-        if each.name not in _TAKEN_UP and getattr(now.picker, each.name) != getattr(then.picker, each.name)
+        if each.name not in _RELOADED and getattr(now.picker, each.name) != getattr(then.picker, each.name)
     ]
 
 
@@ -230,26 +235,26 @@ def _source(settings: Settings, say: Callable[[str], None]) -> Source:
         try:
             return FileSource(picker.endpoints, say)
         except OSError as error:
-            raise InvalidInput(f"endpoints: {str(picker.endpoints)!r}: {error.strerror}") from error
+            raise InvalidInput(f"endpoints: {str(picker.endpoints)!r}: {os_reason(error)}") from error
     return NameSource(picker.discover, say) if picker.discover else SettingsSource(settings.backends)
 
 
-def _check_events(settings: Settings, knowledge: Knowledge) -> None:
-    """A strategy that goes by events needs them; the others have no use for them."""
-    picker, name = settings.picker, knowledge.scorer.name
-    if event_index(knowledge.scorer) is None:
+def _check_events(settings: Settings, prefix_state: PrefixState) -> None:
+    """Refuse a strategy that needs KV events without them, and events that no strategy uses."""
+    picker, name = settings.picker, prefix_state.scorer.name
+    if event_index(prefix_state.scorer) is None:
         if picker.events_port or picker.replay_port:
-            raise InvalidInput(f"strategy {name!r} has no use for events (--kv-events)")
+            raise InvalidInput(f"strategy {name!r} does not use KV events: leave out --kv-events and --kv-replay")
         return
     own = picker.endpoints is not None or any(backend.events for backend in settings.backends)
     if not own and not picker.events_port:
         raise InvalidInput(
-            f"strategy {name!r} goes by the events of engines' caches: say where endpoints publish them, each its own "
-            "(`events`), or all at one port (--kv-events PORT)"
+            f"strategy {name!r} needs the engines' KV events: name the address of each endpoint (`events`), or one "
+            "port for all (--kv-events PORT)"
         )
     unnamed = [backend.url for backend in settings.backends if not backend.models]
     if not picker.model and (unnamed or picker.discover):
-        raise InvalidInput(f"strategy {name!r} goes by events: say which model endpoints serve (--model, or `models`)")
+        raise InvalidInput(f"strategy {name!r} needs KV events, and so the endpoints' model (--model, `models`)")
 
 
 def _certificate(picker: PickerSettings) -> Certificate | None:
@@ -258,27 +263,21 @@ def _certificate(picker: PickerSettings) -> Certificate | None:
     return self_signed() if picker.self_signed else None
 
 
-# An endpoint picker as a process: it follows its settings, and stops without dropping what it has begun.
-
-
-log = logging.getLogger("skymemory.router")
-
-
 def reload(picker: EndpointPicker, read: Callable[[], Settings]) -> None:
-    """Read the settings anew. Those that cannot be meant change nothing."""
+    """Read and apply the settings; invalid ones change nothing."""
     try:
         settings = read()
         fixed = needs_restart(settings, picker.at_start)
-        picker.reset(settings, desk_settings(settings))
-        configure_queue(picker.desk, settings)
+        picker.reset(settings, service_settings(settings))
+        configure_queue(picker.service, settings)
     except InvalidInput as error:
-        picker.desk.counters.add("reloads_total", label="refused")
-        log.error("the settings stay as they were: %s", error)
+        picker.service.counters.add("reloads_total", label="refused")
+        log.error("settings not reloaded (the former ones stay in force): %s", error)
         return
-    picker.desk.counters.add("reloads_total", label="taken")
+    picker.service.counters.add("reloads_total", label="taken")
     if fixed:
-        log.warning("changed settings that wait for a restart: %s", ", ".join(fixed))
-    log.info("settings taken up")
+        log.warning("changed settings that need a restart: %s", ", ".join(fixed))
+    log.info("settings applied")
 
 
 async def serve(
@@ -288,10 +287,10 @@ async def serve(
     read_keys: Callable[[Path], KeyRing],
     started: Callable[[EndpointPicker], None],
 ) -> None:
-    """Run until SIGTERM or SIGINT. SIGHUP, or a change of ``file``, reads anew.
+    """Run until SIGTERM or SIGINT. SIGHUP, or a change of ``file``, reloads.
 
     Raises:
-        SkyMemoryError: an address cannot be bound, or what is set up cannot be meant.
+        SkyMemoryError: an address cannot be bound, or settings are invalid.
     """
     settings = read()
     key_file = settings.replicas.keys
@@ -304,4 +303,4 @@ async def serve(
     try:
         await picker.run(stop, lambda: started(picker))
     finally:
-        await ended([following])
+        await cancel([following])

@@ -1,8 +1,11 @@
-"""A client's connection: requests in (parsed by llhttp, through httptools), answers out, one after another.
+"""A client's HTTP/1.1 connection: requests in (parsed by llhttp, through httptools), responses out, in order.
 
-The parser is strict: what two readers could take in two ways is refused. What it lets pass and we do not is checked in
-``_check_head``. Requests that are sent before the answer to the last one (pipelining) wait here, and nothing more is
-read meanwhile.
+1. ``data_received`` feeds the parser; its callbacks build an ``Incoming``. The head is checked before any body is read.
+2. A whole request goes to the application (``handle``). Pipelined requests wait, and reading pauses meanwhile.
+3. The application answers with ``respond``, or with ``write`` and ``end``; then the next request has its turn.
+
+The parser is strict: what two readers could understand in two ways (request smuggling) is refused. ``_check_head``
+refuses what the parser lets pass.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -21,62 +24,105 @@ from typing import Protocol, cast
 
 import httptools
 
+from skymemory import native
+from skymemory.native.twin.http_headers import RawHeaders
+from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import Tenant
-from skymemory.router.bad_request import BadRequest
-from skymemory.router.http.headers import Headers
 
 log = logging.getLogger("skymemory.router")
 
 MAX_HEAD_BYTES = 32_768
-"""Of a request's line and headers together."""
+"""Limit of the request line and the headers together."""
 LINGER_S = 2.0
-"""How long the rest of a body that was refused is read and thrown away, so that its sender gets to see the refusal."""
+"""How long the rest of a refused body is read and dropped, so that its sender sees the response and no reset."""
 CUT_S = 5.0
-"""For a client to take the last bytes of an answer that was cut; then its connection is broken off."""
+"""For a client to read the last bytes of a response; then its connection is aborted."""
 UNREAD_S = 0.05
-"""For the event loop to hand over what came while it was busy."""
+"""For the event loop to deliver bytes that arrived while it was busy."""
 MAX_PIPELINED = 64
-"""Requests that may wait for the answer to the one before them. Event loops hand over at most 256 KiB at once, so this
-bounds what is parsed in one turn, too.
+"""Requests that may wait on one connection. Event loops deliver at most 256 KiB at once, so this bounds what is parsed
+in one turn, too.
 """
 
 
+class Headers(Mapping[str, str]):
+    """Headers by lower-case names. Of a repeated one, the first; ``all_of`` gives all.
+
+    ``raw``: as they came. The parser has refused line ends and other control characters in them.
+    """
+
+    __slots__ = ("first", "raw")
+
+    def __init__(self, raw: RawHeaders) -> None:
+        self.raw = raw
+        self.first = native.first_values(raw)
+        """As bytes."""
+
+    def __getitem__(self, name: str) -> str:
+        return self.first[name.encode()].decode("utf-8", "surrogateescape")
+
+    def get(self, name: str, default: str | None = None) -> str | None:  # type: ignore[override]
+        value = self.first.get(name.encode())
+        return default if value is None else value.decode("utf-8", "surrogateescape")
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.encode() in self.first
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.decode("ascii") for name in self.first)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def all_of(self, name: bytes) -> list[bytes]:
+        first = self.first
+        if name not in first:
+            return []
+        if len(first) == len(self.raw):
+            return [first[name]]  # none is repeated
+        return [value for each, value in self.raw if each.lower() == name]
+
+    def words_of(self, name: bytes) -> list[bytes]:
+        """The lower-case words of a comma-separated list, from all its lines."""
+        return [word.strip().lower() for value in self.all_of(name) for word in value.split(b",")]
+
+
 class Listener(Protocol):
-    """Whoever answers a request, while it does."""
+    """The handler of a request, from ``handle`` to its response's end."""
 
     def client_gone(self) -> None: ...
 
     def client_full(self) -> None:
-        """It does not take what it is sent: nothing should be written until it is ``client_ready``."""
+        """Backpressure: write nothing until ``client_ready``."""
         ...
 
     def client_ready(self) -> None: ...
 
     def stop(self) -> None:
-        """The router stops, and the request has not ended in time."""
+        """The router stops before the request has ended."""
         ...
 
 
 class Application(Protocol):
-    """What stands behind the door."""
+    """Handles the requests of all connections."""
 
     max_body_bytes: int
     client_s: float
     keep_alive_s: float
     draining: bool
     held_bytes: int
-    """Of bodies that came or are coming, of all requests that have not ended."""
+    """Of request bodies in memory, complete or not."""
     most_held_bytes: int
 
-    def refusal(self, request: Incoming) -> BadRequest | None:
-        """Asked when the headers have come, before any of the body is read."""
+    def refusal(self, request: Incoming) -> ApiError | None:
+        """Called when the head has come, before any of the body is read."""
         ...
 
     def handle(self, request: Incoming) -> None:
-        """The whole request has come. To be answered by its connection's ``respond``, or ``begin`` to ``end``."""
+        """The request is complete. Answer with its connection's ``respond``, or with ``write`` and ``end``."""
         ...
 
-    def refuse(self, request: Incoming, error: BadRequest) -> None: ...
+    def refuse(self, request: Incoming, error: ApiError) -> None: ...
 
     def opened(self, connection: Connection) -> None: ...
 
@@ -84,17 +130,17 @@ class Application(Protocol):
 
 
 class Incoming:
-    """A request."""
+    """A client's request."""
 
     __slots__ = (
         "_pieces",
-        "answer_headers",
         "began_s",
         "body",
         "body_bytes",
         "connection",
         "expects",
         "has_come",
+        "has_cors",
         "headers",
         "is_preflight",
         "keep_alive",
@@ -102,7 +148,7 @@ class Incoming:
         "method",
         "path",
         "refusal",
-        "speaks_cors",
+        "response_headers",
         "target",
         "tenant",
         "version",
@@ -120,32 +166,34 @@ class Incoming:
         self.connection = connection
         self.method = method
         self.target = target
-        """Path and query, as they came."""
+        """Path and query, as sent."""
         self.path = target.partition("?")[0]
         self.version = version
         self.headers = headers
         self.began_s = time.monotonic()
-        """When its headers had come."""
+        """When its head was complete."""
         self.body = b""
         self.body_bytes = 0
         self.keep_alive = keep_alive
         self.expects = False
-        """It waits for "100 Continue" before it sends its body."""
+        """The client sends its body after "100 Continue"."""
         self.has_come = False
-        self.answer_headers = b""
-        """Lines for its answer, whatever that is."""
-        self.is_preflight = self.speaks_cors = False
-        """A browser asks whether it may ask; browsers are told by us who may, and not by servers."""
+        self.response_headers = b""
+        """Further header lines of its response, whatever that is."""
+        self.is_preflight = False
+        """It is a CORS preflight."""
+        self.has_cors = False
+        """The router answers CORS; servers' CORS headers are dropped."""
         self.tenant: Tenant | None = None
-        """Whose key it came with."""
-        self.refusal: BadRequest | None = None
-        """Why it is not served, if that was known before it had come whole."""
+        """The tenant of its API key."""
+        self.refusal: ApiError | None = None
+        """Set where it is refused before it is complete."""
         self.listener: Listener | None = None
         self._pieces: list[bytes] | None = None
 
     @property
     def remote(self) -> str:
-        """The client's address."""
+        """The client's IP address."""
         return self.connection.remote
 
     def add(self, piece: bytes) -> None:
@@ -197,24 +245,24 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._partial_bytes = 0
-        """Of what came of a head that has not come whole."""
+        """Received of an incomplete head."""
         self._in_head = False
         self._reading: Incoming | None = None
-        """The request whose body is coming."""
+        """The request whose body is being received."""
         self._current: Incoming | None = None
         """The request that is being answered."""
         self._waiting: deque[Incoming] = deque()
         self._started = False
-        """A request was begun in this turn of the event loop: those behind it wait for the next."""
+        """A request was begun in this turn of the event loop: the next waits for the next turn."""
         self._paused_reading = False
         self._discarding = False
-        """Whatever else comes is thrown away: the connection closes behind the present answer."""
+        """Further input is dropped: the connection closes after the current response."""
         self.closing = False
         self.full = False
-        """The client does not take what it is sent."""
+        """Its write buffer is full."""
         self.remote = ""
         self.made = False
-        """The event loop has it, hands shaken where it speaks TLS."""
+        """It is established, with TLS after the handshake."""
 
     # -- from the event loop
 
@@ -241,7 +289,7 @@ class Connection(asyncio.Protocol):
         self._app.closed(self)
 
     def eof_received(self) -> bool:
-        return False  # whoever stops sending has gone: nobody half-closes and waits for an answer, except to probe
+        return False  # close: no client half-closes and waits for a response
 
     def pause_writing(self) -> None:
         self.full = True
@@ -266,12 +314,12 @@ class Connection(asyncio.Protocol):
             self._decline_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserCallbackError as error:
-            log.error("a connection is broken off", exc_info=error.__context__)
+            log.error("connection aborted: fault while parsing", exc_info=error.__context__)
             self.abort()
             return
         except httptools.HttpParserError as error:
-            if not self._discarding:  # behind "Connection: close" anything may come
-                self._refuse(BadRequest(400, f"this is no request that can be read in one way only: {error}"))
+            if not self._discarding:  # after "Connection: close" anything may follow
+                self._refuse(ApiError(400, f"malformed or ambiguous HTTP request: {error}"))
             return
         if self._in_head:
             self._partial_bytes += len(data)
@@ -291,7 +339,7 @@ class Connection(asyncio.Protocol):
         self._target += target
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reading is None:  # else it is a trailer: nothing we know of needs one
+        if self._reading is None:  # else it is a trailer: no known API uses them
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -333,7 +381,7 @@ class Connection(asyncio.Protocol):
         if request.body_bytes > app.max_body_bytes:
             self._refuse(too_large(app.max_body_bytes))
         elif app.held_bytes > app.most_held_bytes:
-            self._refuse(BadRequest(503, "the router holds as many bodies as it can; try again soon"))
+            self._refuse(bodies_too_large())
 
     def on_message_complete(self) -> None:
         request = self._reading
@@ -351,7 +399,7 @@ class Connection(asyncio.Protocol):
         if not request.keep_alive:
             self._discarding = True
         elif len(self._waiting) == MAX_PIPELINED:
-            request.refusal = BadRequest(429, f"{MAX_PIPELINED} requests wait on this connection already")
+            request.refusal = ApiError(429, f"{MAX_PIPELINED} pipelined requests wait on this connection already")
             request.keep_alive, self._discarding = False, True
         if self._current is None and not self._started and not self._waiting:
             self._started = True
@@ -379,8 +427,8 @@ class Connection(asyncio.Protocol):
         else:
             self._unpause()
 
-    def _refuse(self, error: BadRequest) -> None:
-        """Answer the request that is coming when it is its turn, and read only what lets its sender see the answer."""
+    def _refuse(self, error: ApiError) -> None:
+        """Answer the incomplete request with an error, in its turn, and read nothing further."""
         request = self._reading
         if request is None:
             request = Incoming(self, "", "", "1.1", Headers(()), False)
@@ -391,7 +439,7 @@ class Connection(asyncio.Protocol):
         self._enqueue(request)
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Serve a request that offers another protocol as if it did not: it is one of HTTP/1.1 all the same."""
+        """Serve a request that offers an upgrade as plain HTTP/1.1: parse it again without the offer."""
         request, self._reading = self._reading, None
         self._parser = httptools.HttpRequestParser(self)
         if request is None:  # it was refused
@@ -422,36 +470,36 @@ class Connection(asyncio.Protocol):
         self.deadline.set(self._app.keep_alive_s, self._close_idle)
 
     def _close_idle(self) -> None:
-        """No request came in time: close, unless one came that the event loop has not handed over yet."""
+        """No request came in time: close, unless the event loop has not yet delivered one."""
         if _is_readable(self._transport):
             self.deadline.set(UNREAD_S, self._close_idle)
         else:
             self.close()
 
     def last_call(self) -> None:
-        """The time for another request is another than it was, and runs from now."""
+        """Restart the keep-alive timeout of an idle connection: its length has changed."""
         if self.is_idle and not self.closing:
             self._await_request()
 
     def _await_rest(self) -> None:
-        """The rest of a head, or of a body: in a time that runs from where it began."""
+        """Limit the time for the rest of a head or body, counted from its beginning."""
         if self._current is not None:
             return
         if self._reading is None:
             self.deadline.set(self._app.client_s, self.close)
             return
         left_s = self._reading.began_s + self._app.client_s - time.monotonic()
-        self.deadline.set(max(0.0, left_s), self._body_late)
+        self.deadline.set(max(0.0, left_s), self._body_timeout)
 
-    def _body_late(self) -> None:
+    def _body_timeout(self) -> None:
         if self._reading is not None:
-            self._refuse(BadRequest(408, f"the body did not come in {self._app.client_s:g} s"))
+            self._refuse(ApiError(408, f"the request body did not arrive within {self._app.client_s:g} s"))
 
-    # -- answers
+    # -- responses
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is asked on it, not even the first words of a request."""
+        """No request is under way, not even the first bytes of one."""
         return self._current is None and self._reading is None and not self._waiting and not self._in_head
 
     @property
@@ -459,19 +507,19 @@ class Connection(asyncio.Protocol):
         return self._current
 
     def respond(self, status: int, headers: bytes, body: bytes, *, close: bool = False) -> None:
-        """Answer the request at hand with a page of our own. ``headers``: as lines, each with its end."""
+        """Answer the current request with a complete response. ``headers``: as lines, each with its end."""
         request = self._current
         if request is None or self.closing:
             return
         keep = self._keeps(request) and not close
         length = b"" if status == 204 else b"Content-Length: %d\r\n" % len(body)
         ends = _date(int(time.time())) + length + connection_line(request, keep)
-        head = b"".join((status_line(status), headers, request.answer_headers, ends, b"\r\n"))
+        head = b"".join((status_line(status), headers, request.response_headers, ends, b"\r\n"))
         self._transport.write(head if request.method == "HEAD" else head + body)
         self.end(keep)
 
     def keeps(self, framed: bool) -> bool:
-        """Whether the connection is to stay open behind an answer that says where it ends (``framed``) or does not."""
+        """Whether the connection stays open after a response. ``framed``: its head says where it ends."""
         return framed and self._current is not None and self._keeps(self._current)
 
     def _keeps(self, request: Incoming) -> bool:
@@ -486,7 +534,7 @@ class Connection(asyncio.Protocol):
         return self._transport.get_write_buffer_size()
 
     def end(self, keep: bool) -> None:
-        """The answer is written, whole."""
+        """The response is written to its end."""
         request, self._current = self._current, None
         self._release(request)
         if request is not None:
@@ -494,7 +542,7 @@ class Connection(asyncio.Protocol):
         if self.closing:
             return
         if not keep or (self._discarding and not self._waiting):
-            self._close_behind(request)
+            self._close_after(request)
             return
         if self._reading is not None and self._reading.expects:
             self._say_continue(self._reading)
@@ -505,9 +553,9 @@ class Connection(asyncio.Protocol):
         if self._waiting or self._paused_reading:
             self._loop.call_soon(self._next)
 
-    def _close_behind(self, request: Incoming | None) -> None:
-        """Close when what is written has gone out. A client that still sends would get a reset instead of the answer if
-        its bytes were left unread: then they are read for a while.
+    def _close_after(self, request: Incoming | None) -> None:
+        """Close when the write buffer is empty. Input of a client that still sends is read for a while: unread bytes
+        would make the kernel send a reset, and the client might not see the response.
         """
         self._discarding = True
         if request is None or request.has_come or self._transport.is_closing():
@@ -519,18 +567,18 @@ class Connection(asyncio.Protocol):
         self.deadline.set(LINGER_S, self.close)
 
     def close(self) -> None:
-        """Once what is written has gone out."""
+        """Close when the write buffer is empty."""
         self.closing = self._discarding = True
         self._transport.close()
         self.deadline.set(CUT_S, self._transport.abort)
 
     def cut(self) -> None:
-        """End the answer here, incomplete as it is: what was written goes out, the mark of a proper end does not."""
+        """End an incomplete response: send what is written, without the mark of a proper end."""
         self._forget()
         self.close()
 
     def abort(self) -> None:
-        """Break off, with what was not yet taken."""
+        """Close at once, and drop what is not yet sent."""
         self._forget()
         self.closing = self._discarding = True
         self._transport.abort()
@@ -542,38 +590,39 @@ class Connection(asyncio.Protocol):
             self._current = None
 
     def _release(self, request: Incoming | None) -> None:
-        """Its body is needed no more."""
+        """Drop its body."""
         if request is not None:
             self._app.held_bytes -= request.body_bytes
             request.drop_body()
 
 
-def _check_head(request: Incoming, max_body_bytes: int) -> BadRequest | None:
-    """What the parser lets pass and is refused all the same."""
+def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
+    """Refuse what the parser lets pass but the router does not serve."""
     headers, first = request.headers, request.headers.first
     if request.version not in ("1.1", "1.0"):
-        return BadRequest(505, f"HTTP/{request.version} is not served; 1.1 and 1.0 are")
+        return ApiError(505, f"HTTP/{request.version} is not supported; use 1.1 or 1.0")
     if request.method == "CONNECT":
-        return BadRequest(405, "CONNECT is not served: this is no proxy to anywhere")
+        return ApiError(405, "CONNECT is not supported: this is no forward proxy")
     target = request.target
     if not target.startswith("/"):
         scheme, _, rest = target.partition("://")
         if scheme.lower() not in ("http", "https"):
-            return BadRequest(400, f"{target[:100]!r} is no path")
+            return ApiError(400, f"{target[:100]!r} is no path; expected one such as /v1/completions")
         request.target = "/" + rest.partition("/")[2]
         request.path = request.target.partition("?")[0]
     if "#" in target:
-        return BadRequest(400, "a path has no fragment (#…)")
+        return ApiError(400, "a request's path must not have a fragment (#…)")
     if b"transfer-encoding" in first:
         coded = headers.words_of(b"transfer-encoding")
         if request.version == "1.0" or coded != [b"chunked"]:
-            return BadRequest(400, f"Transfer-Encoding {b', '.join(coded)[:100].decode('latin-1')!r} is not understood")
+            shown = b", ".join(coded)[:100].decode("latin-1")
+            return ApiError(400, f"Transfer-Encoding {shown!r} is not supported; expected chunked")
     hosts = headers.all_of(b"host")
     if len(hosts) > 1 or (not hosts and request.version == "1.1"):
-        return BadRequest(400, f"a request names its host once, and this one does {len(hosts)} times")
+        return ApiError(400, f"expected one Host header, got {len(hosts)}")
     expected = first.get(b"expect")
     if expected and expected.lower() != b"100-continue":
-        return BadRequest(417, f"Expect: {expected[:100].decode('latin-1')!r} cannot be met; 100-continue can")
+        return ApiError(417, f"Expect: {expected[:100].decode('latin-1')!r} is not supported; 100-continue is")
     length = first.get(b"content-length")
     if length and int(length) > max_body_bytes:
         return too_large(max_body_bytes)
@@ -581,7 +630,7 @@ def _check_head(request: Incoming, max_body_bytes: int) -> BadRequest | None:
 
 
 def _is_readable(transport: asyncio.Transport) -> bool:
-    """Whether bytes wait in the kernel, or the news that the other side has closed."""
+    """Whether the kernel has bytes for us, or the peer's close."""
     found = transport.get_extra_info("socket")
     if found is None:
         return False
@@ -590,12 +639,16 @@ def _is_readable(transport: asyncio.Transport) -> bool:
     return bool(poll.poll(0))
 
 
-def _head_too_long() -> BadRequest:
-    return BadRequest(431, f"line and headers are too long; at most {MAX_HEAD_BYTES} bytes are taken")
+def _head_too_long() -> ApiError:
+    return ApiError(431, f"request line and headers are too long; at most {MAX_HEAD_BYTES} bytes are allowed")
 
 
-def too_large(most_bytes: int) -> BadRequest:
-    return BadRequest(413, f"the body is too large; at most {most_bytes} bytes are taken")
+def too_large(most_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is too large; at most {most_bytes} bytes are allowed")
+
+
+def bodies_too_large() -> ApiError:
+    return ApiError(503, "the router's memory for request bodies is full; try again soon")
 
 
 @lru_cache(maxsize=128)
@@ -609,7 +662,7 @@ def status_line(status: int, reason: str = "") -> bytes:
 
 
 def connection_line(request: Incoming, keep: bool) -> bytes:
-    """What tells the client whether it may ask again, where that is not what it would take for granted."""
+    """The Connection header, where the HTTP version's default says otherwise."""
     if request.version == "1.0":
         return b"Connection: keep-alive\r\n" if keep else b""
     return b"" if keep else b"Connection: close\r\n"
@@ -624,11 +677,10 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     return "".join(f"{name}: {value}\r\n" for name, value in headers).encode("latin-1", "replace")
 
 
-# A time limit that is moved at every turn of a connection and almost never reached.
-
-
 class Deadline:
-    """One event-loop timer, renewed only when it fires early: to move or clear a limit costs two assignments."""
+    """A timeout that is moved at every step of a connection and seldom reached: moving it costs two assignments, since
+    the event-loop timer is renewed only when it fires early.
+    """
 
     __slots__ = ("_due_s", "_loop", "_reached", "_timer")
 
@@ -639,7 +691,7 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float, reached: Callable[[], None]) -> None:
-        """Call ``reached`` in so many seconds, in place of whatever was to be called before."""
+        """Call ``reached`` in so many seconds; replaces the former callback."""
         due_s = self._loop.time() + seconds
         self._due_s, self._reached = due_s, reached
         timer = self._timer
@@ -653,7 +705,6 @@ class Deadline:
         self._reached = None
 
     def close(self) -> None:
-        """Nothing is called any more."""
         self._reached = None
         if self._timer is not None:
             self._timer.cancel()

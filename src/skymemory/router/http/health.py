@@ -1,4 +1,4 @@
-"""Asks the servers how they are: health for ejection and return, models for who serves what, load (by `watch`)."""
+"""Polls the servers: health checks for ejection and return, model lists, and load (by ``MetricsWatch``)."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from yarl import URL
 
 from skymemory.conductor.fleet import Fleet
 from skymemory.router.backends import Backends, KnownServer
-from skymemory.router.deferred import ended
 from skymemory.router.engines.metrics import MetricsWatch
+from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
 
 log = logging.getLogger("skymemory.router")
 
-MOST_MODELS_BYTES = 4 << 20
+MAX_MODELS_BYTES = 4 << 20
 
 
-class _Listed(msgspec.Struct):
+class _ModelList(msgspec.Struct):
     data: list[dict[str, Any]] = []
 
 
-_models = msgspec.json.Decoder(_Listed)
+_models = msgspec.json.Decoder(_ModelList)
 
 
 class HealthWatch:
-    """A task a server, and one for its metrics: a slow page delays no check, and a dead server no other's."""
+    """One task per server, and one for its metrics: a slow page delays no check, a dead server no other server's."""
 
     def __init__(
         self,
@@ -41,59 +41,60 @@ class HealthWatch:
         backends: Backends,
         access: Mapping[str, Access],
         fleet: Fleet,
-        faulted: Callable[[], None],
+        on_fault: Callable[[], None],
     ) -> None:
-        """``access``: how servers are asked, by name. ``faulted``: told of faults of ours."""
+        """``access``: TLS and keys by server. ``on_fault``: called for each unexpected exception."""
         self._session = session
         self._backends = backends
         self._access = access
-        self._faulted = faulted
+        self._on_fault = on_fault
         self._metrics = MetricsWatch(fleet, session, every_s=backends.health.metrics_every_s, read=backends.reported)
         self._tasks: dict[KnownServer, asyncio.Task[None]] = {}
 
     def follow(self) -> None:
-        """Watch the servers there are now, and nobody else."""
+        """Watch the present servers, and no others."""
         wanted = set(self._backends.known.values())
         for known in self._tasks.keys() - wanted:
             self._tasks.pop(known).cancel()
             if known.backend.name not in self._backends.known:
                 self._metrics.unfollow(known.backend.name)
         health = self._backends.health
-        anew, self._metrics.every_s = self._metrics.every_s != health.metrics_every_s, health.metrics_every_s
+        has_new_period = self._metrics.every_s != health.metrics_every_s
+        self._metrics.every_s = health.metrics_every_s
         for known in wanted:
             name = known.backend.name
             if known not in self._tasks:
-                self._tasks[known] = asyncio.create_task(self._check_for_ever(known), name=f"health of {name}")
+                self._tasks[known] = asyncio.create_task(self._check_forever(known), name=f"health of {name}")
             watched = self._metrics.watched.get(name)
             if not health.metrics_path:
                 self._metrics.unfollow(name)
                 continue
             wanted_page = known.backend.url + health.metrics_path, self._access.get(name, Access())
-            if anew or watched is None or (watched.url, watched.access) != wanted_page:
+            if has_new_period or watched is None or (watched.url, watched.access) != wanted_page:
                 self._metrics.follow(name, *wanted_page)
 
     async def stop(self) -> None:
         tasks = list(self._tasks.values())
         self._tasks.clear()
-        await ended(tasks)
+        await cancel(tasks)
         await self._metrics.close()
 
-    async def _check_for_ever(self, known: KnownServer) -> None:
+    async def _check_forever(self, known: KnownServer) -> None:
         models_due_s = 0.0
         while True:
             health = self._backends.health
             began_s = time.monotonic()
             try:
                 if await self._is_well(known) and began_s >= models_due_s:
-                    # A server without the page, or with one that cannot be read, is asked again as late as any.
+                    # A failure is no reason to ask sooner.
                     models_due_s = began_s + health.models_every_s
                     with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
                         self._backends.lists(known.backend.name, await self.models_of(known))
-                if self._backends.let_go():
+                if self._backends.remove_drained():
                     self.follow()
             except Exception:
-                self._faulted()
-                log.exception("checking server %s", known.backend.name)
+                self._on_fault()
+                log.exception("health check of server %s", known.backend.name)
             await asyncio.sleep(max(0.0, health.every_s - (time.monotonic() - began_s)))
 
     async def _is_well(self, known: KnownServer) -> bool:
@@ -106,9 +107,10 @@ class HealthWatch:
                         return True
                     self._backends.failed(name, f"{health.path} answered {answer.status}", time.monotonic())
         except TimeoutError:
-            self._backends.failed(name, f"{health.path} gave no answer in {health.timeout_s:g} s", time.monotonic())
+            self._backends.failed(name, f"{health.path}: no answer within {health.timeout_s:g} s", time.monotonic())
         except aiohttp.ClientConnectorError as error:
-            # Only who refuses is gone: a name that is not found or a certificate that is wrong says nothing of caches.
+            # Only a refused connection means that the process, and its cache, is gone: an unknown name or a wrong
+            # certificate does not.
             refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
             self._backends.failed(name, str(error), time.monotonic(), gone=refused)
         except (aiohttp.ClientError, OSError) as error:
@@ -121,10 +123,10 @@ class HealthWatch:
         return self._session.get(url, headers=access.headers, allow_redirects=False, ssl=access.tls or True)
 
     async def models_of(self, known: KnownServer) -> dict[str, Mapping[str, Any]]:
-        """What a server lists at /v1/models, by id.
+        """A server's /v1/models, by id.
 
         Raises:
-            aiohttp.ClientError, OSError, TimeoutError, ValueError: it does not answer, or not with such a list.
+            aiohttp.ClientError, OSError, TimeoutError, ValueError: no answer, or no such list.
         """
         async with asyncio.timeout(self._backends.health.timeout_s):
             async with self._get(known, "/v1/models") as answer:
@@ -133,6 +135,6 @@ class HealthWatch:
                 body = bytearray()
                 async for piece in answer.content.iter_any():
                     body += piece
-                    if len(body) > MOST_MODELS_BYTES:
+                    if len(body) > MAX_MODELS_BYTES:
                         raise ValueError("/v1/models is too long")
         return {entry["id"]: entry for entry in _models.decode(body).data if isinstance(entry.get("id"), str)}

@@ -1,4 +1,4 @@
-"""What the router counts, for Prometheus. Labels are servers, outcomes and kinds: none comes out of a request."""
+"""The proxy's Prometheus metrics. Labels are servers, outcomes and kinds, never text from a request."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.request import Decision
 
 OUTCOMES = (
-    "answered",  # passed on to its end, with a status below 400
-    "client-error",  # passed on to its end: the server answered 400 to 499
-    "server-error",  # passed on to its end: the server answered 500 or more
+    "answered",  # complete, with a status below 400
+    "client-error",  # complete: the server answered 400 to 499
+    "server-error",  # complete: the server answered 500 or more
     "bad-request",  # refused by the router: 400, 404, 405, 408, 413
     "limited",  # refused by the router: 429
-    "refused",  # not let in by the rule of admission: 429
-    "no-server",  # no server took requests: 503
+    "refused",  # refused by the admission rule or the queue: 429
+    "no-server",  # no server takes requests: 503
     "unreachable",  # every server that was tried failed before its first byte: 502
     "timeout",  # the first byte, or the next, did not come in time: 504, or a stream cut off
-    "broken",  # the server went away in the middle of its answer
-    "client-gone",  # the client went away, or took nothing for too long
-    "stopped",  # the router was told to stop, and it did not end in time
-    "failed",  # a fault of the router: 500
+    "broken",  # the server failed in the middle of its response
+    "client-gone",  # the client disconnected, or read nothing for too long
+    "stopped",  # the router stopped before it ended
+    "failed",  # internal error of the router: 500
 )
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class _Histogram:
-    """Counts of observations by upper bound; what prometheus-client's own does, at a tenth of its cost."""
+    """Counts by upper bound: prometheus-client's own histogram at a tenth of its cost."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -50,8 +50,8 @@ class _Histogram:
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
-class OfServer:
-    """What is counted of one server at every request: plain numbers, which become metrics when they are asked for."""
+class ServerCounts:
+    """Counts of one server: plain numbers at every request, which become metrics on a scrape."""
 
     __slots__ = (
         "cached_tokens",
@@ -72,15 +72,15 @@ class OfServer:
 
 
 class ProxyMetrics:
-    """All of it in one registry of its own."""
+    """All metrics, in a registry of their own."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
-        self._servers: dict[str, OfServer] = {}
+        self._servers: dict[str, ServerCounts] = {}
         self._decisions: dict[tuple[str, str], int] = {}
         self.refusals = Counter(
             "skymemory_router_refusals",
-            "Requests that the rule of admission did not let in: why, and the tenant if it has a weight by name",
+            "Requests refused by the admission rule or the queue: why, and the tenant if it has a weight by name",
             ["reason", "tenant"],
             registry=self.registry,
         )
@@ -91,23 +91,23 @@ class ProxyMetrics:
             registry=self.registry,
         )
         self.reloads = Counter(
-            "skymemory_router_reloads", "Changed settings files: taken or refused", ["outcome"], registry=self.registry
+            "skymemory_router_reloads", "Reloads of settings: taken or refused", ["outcome"], registry=self.registry
         )
         self.faults = Counter(
             "skymemory_router_faults",
-            "Exceptions of the router's own beside requests, by where; its log has them",
+            "Unexpected exceptions of the router, by where; its log has them",
             ["where"],
             registry=self.registry,
         )
         self.read_seconds = _Histogram((5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05))
-        self.in_flight = Gauge("skymemory_router_in_flight", "Requests that have not ended", registry=self.registry)
+        self.in_flight = Gauge("skymemory_router_in_flight", "Requests in flight", registry=self.registry)
         self.registry.register(self)
         self.registry.register(_FleetGauges(fleet))
 
-    def of(self, server: str) -> OfServer:
+    def of(self, server: str) -> ServerCounts:
         found = self._servers.get(server)
         if found is None:
-            found = self._servers[server] = OfServer()
+            found = self._servers[server] = ServerCounts()
         return found
 
     def decided(self, decision: Decision) -> None:
@@ -118,8 +118,8 @@ class ProxyMetrics:
         server.prompt_tokens += tokens
         server.matched_tokens += matched if matched < tokens else tokens
 
-    def ended(self, server: str, outcome: str, ttft_s: float | None) -> OfServer:
-        """A request has; ``server``: the one that got it last, empty if none did."""
+    def ended(self, server: str, outcome: str, ttft_s: float | None) -> ServerCounts:
+        """Count a request that has ended. ``server``: the last that got it, empty if none did."""
         counted = self.of(server)
         counted.outcomes[outcome] = counted.outcomes.get(outcome, 0) + 1
         if ttft_s is not None:
@@ -127,7 +127,7 @@ class ProxyMetrics:
         return counted
 
     def forget(self, server: str) -> None:
-        """It left the fleet; what was counted of it goes."""
+        """Drop the counts of a server that left the fleet."""
         self._servers.pop(server, None)
 
     def text(self) -> bytes:
@@ -138,7 +138,7 @@ class ProxyMetrics:
         servers = list(self._servers.items())
         requests = CounterMetricFamily(
             "skymemory_router_requests",
-            "Requests by the server that got them last and what became of them",
+            "Requests by the last server that got them, and by outcome",
             labels=["server", "outcome"],
         )
         for name, each in servers:
@@ -151,21 +151,21 @@ class ProxyMetrics:
                 family.add_metric([name], getattr(each, _FIELDS.get(key, key)))
             yield family
         decisions = CounterMetricFamily(
-            "skymemory_router_decisions", "Decisions by what decided", labels=["strategy", "kind"]
+            "skymemory_router_decisions", "Routing decisions by strategy and kind", labels=["strategy", "kind"]
         )
         for labels, count in self._decisions.items():
             decisions.add_metric(labels, count)
         yield decisions
         ttft = HistogramMetricFamily(
             "skymemory_router_ttft_seconds",
-            "From a request's arrival to the first byte of its answer",
+            "From a request's arrival to the first byte of its response",
             labels=["server"],
         )
         for name, each in servers:
             ttft.add_metric([name], each.ttft.buckets(), each.ttft.sum)
         yield ttft
         read = HistogramMetricFamily(
-            "skymemory_router_read_seconds", "Reading a prompt: JSON, blocks or tokens, hashes", labels=[]
+            "skymemory_router_read_seconds", "Time to read a prompt: JSON, blocks or tokens, hashes", labels=[]
         )
         read.add_metric([], self.read_seconds.buckets(), self.read_seconds.sum)
         yield read
@@ -173,17 +173,17 @@ class ProxyMetrics:
 
 _BY_SERVER = {
     "prompt_tokens": "Tokens of prompts sent to a server, estimated without a tokenizer",
-    "matched_tokens": "Of prompt_tokens, those the server was believed to hold",
-    "reported_prompt_tokens": "Tokens of prompts of answers that tell cached tokens",
+    "matched_tokens": "Of prompt_tokens, those in the server's cache by the prefix index",
+    "reported_prompt_tokens": "Tokens of prompts whose responses report cached tokens",
     "reported_cached_tokens": "Of reported_prompt_tokens, those the server had cached",
-    "retries": "Attempts that failed before their first byte and were made again elsewhere",
-    "ejections": "Times a server was taken out for failing",
+    "retries": "Attempts that failed before their first byte and were retried elsewhere",
+    "ejections": "Times a server was ejected",
 }
 _FIELDS = {"reported_prompt_tokens": "reported_tokens", "reported_cached_tokens": "cached_tokens"}
 
 
 class _FleetGauges:
-    """What stands in the fleet, read when it is asked for."""
+    """State of the servers, read on a scrape."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -197,9 +197,9 @@ class _FleetGauges:
 
         fleet = list(self._fleet)
         yield gauge("healthy", "1: it is not ejected", ((server.name, server.healthy) for server in fleet))
-        yield gauge("draining", "1: it gets nothing new", ((server.name, server.draining) for server in fleet))
-        yield gauge("in_flight", "Requests sent to it that have not ended", ((s.name, s.in_flight) for s in fleet))
+        yield gauge("draining", "1: it gets no new requests", ((server.name, server.draining) for server in fleet))
+        yield gauge("in_flight", "Requests in flight at it", ((s.name, s.in_flight) for s in fleet))
         now_s = time.monotonic()
         ages = ((server.name, now_s - server.reported.at_s) for server in fleet if server.reported is not None)
-        yield gauge("report_age_seconds", "Since it told its load", ages)
-        yield gauge("prefilling", "Of those, without a first byte", ((s.name, s.prefilling) for s in fleet))
+        yield gauge("report_age_seconds", "Since its last load report", ages)
+        yield gauge("prefilling", "Of in_flight, those without a first byte", ((s.name, s.prefilling) for s in fleet))

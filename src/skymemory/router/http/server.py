@@ -1,4 +1,4 @@
-"""A proxy as a process: it listens, follows its settings file, and stops without dropping what it has begun."""
+"""The proxy as a process: listens, reloads its settings, and drains before it stops."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ import aiohttp
 from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.keys import KeyRing
 from skymemory.router.admission import rule_of
 from skymemory.router.backends import Backends
-from skymemory.router.deferred import Afterwards
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.http.connection import Connection
-from skymemory.router.http.gate import OwnCertificate
 from skymemory.router.http.health import HealthWatch
 from skymemory.router.http.metrics import ProxyMetrics
 from skymemory.router.http.proxy import Proxy
 from skymemory.router.http.upstream import KEEP_S, Pools
-from skymemory.router.prefix_state import Knowledge, ReplicaFigures
+from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import prompt_reader
+from skymemory.router.request_account import DeferredWork
 from skymemory.router.setting_values import host_and_port
 from skymemory.router.settings import Settings, follow
+from skymemory.router.tls import Certificate
 
 log = logging.getLogger("skymemory.router")
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted: bursts of clients come all at once."""
+"""Connections that may wait to be accepted: clients come in bursts."""
 LAST_CALL_S = 0.5
-"""When draining: for a request on a connection on which nothing is asked. Whoever asks often has asked by then."""
+"""When draining, idle connections are kept so long: a request may be on its way."""
 HANDSHAKE_S = 2.0
-"""When draining: for a client to agree upon TLS."""
+"""When draining, for a TLS handshake."""
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -52,25 +52,25 @@ class ProxyServer:
     def __init__(self, settings: Settings, keys: KeyRing | None = None) -> None:
         self.settings = settings
         fleet = Fleet()
-        self.knowledge = Knowledge(settings, fleet, keys)
-        self.picker = Picker(fleet, self.knowledge.scorer, settings.seed)
+        self.prefix_state = PrefixState(settings, fleet, keys)
+        self.picker = Picker(fleet, self.prefix_state.scorer, settings.seed)
         self.scheduler = Scheduler(self.picker, admission=rule_of(settings))
         self.metrics = ProxyMetrics(self.picker.fleet)
         self.pools = Pools()
         self.backends = Backends(self.picker, settings.health)
-        self.backends.ejected, self.backends.left = self._ejected, self._left
+        self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
         self.reader = prompt_reader(settings, self.backends.adapters)
-        self.events = EventsWatch(self.knowledge.scorer, self.backends)
+        self.events = EventsWatch(self.prefix_state.scorer, self.backends)
         self.metrics.registry.register(self.events)
-        self.metrics.registry.register(ReplicaFigures(self.knowledge))
+        self.metrics.registry.register(ReplicaFigures(self.prefix_state))
         self.port = 0
-        self._greeting: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
-        """Connections over TLS, and when they came."""
+        self._handshakes: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
+        """When each TLS connection was accepted."""
 
     async def start(self) -> None:
         """
         Raises:
-            OSError: it cannot listen there.
+            SkyMemoryError: it cannot listen at its address.
             InvalidInput: certificates or the file of API keys cannot be read.
         """
         settings, loop = self.settings, asyncio.get_running_loop()
@@ -78,39 +78,35 @@ class ProxyServer:
         self.backends.set(settings.backends)
         door = settings.door
         self._certificate = (
-            None if door.tls_cert is None or door.tls_key is None else OwnCertificate(door.tls_cert, door.tls_key)
+            None if door.tls_cert is None or door.tls_key is None else Certificate(door.tls_cert, door.tls_key)
         )
-        after = Afterwards(lambda: self.metrics.faults.labels("account").inc())
-        after.when = loop.call_soon
+        deferred = DeferredWork(lambda: self.metrics.faults.labels("account").inc())
+        deferred.schedule = loop.call_soon
         host, port = host_and_port(settings.listen)
         self._probes = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), cookie_jar=aiohttp.DummyCookieJar()
         )
         try:
-            watch = self._watch = HealthWatch(
-                self._probes, self.backends, self.pools.access, self.picker.fleet, self._faulted
-            )
+            self._health = HealthWatch(self._probes, self.backends, self.pools.access, self.picker.fleet, self._faulted)
             self.proxy = Proxy(
                 settings,
                 self.scheduler,
                 self.reader,
-                watch,
+                self._health,
                 self.backends,
                 self.pools,
                 self.metrics,
-                self.knowledge,
-                after,
+                self.prefix_state,
+                deferred,
             )
-            await self.knowledge.start()
-            self._listener = await loop.create_server(
-                self._connection,
-                host,
-                port,
-                backlog=BACKLOG,
-                ssl=None if self._certificate is None else self._certificate.context,
-            )
+            await self.prefix_state.start()
+            context = None if self._certificate is None else self._certificate.context
+            try:
+                self._listener = await loop.create_server(self._connection, host, port, backlog=BACKLOG, ssl=context)
+            except OSError as error:
+                raise SkyMemoryError(cannot_listen(settings.listen, error)) from error
         except BaseException:
-            await self.knowledge.close(keep=False)
+            await self.prefix_state.close(keep=False)
             await self._probes.close()
             raise
         self.port = self._listener.sockets[0].getsockname()[1]
@@ -118,14 +114,14 @@ class ProxyServer:
             what for what, has in (("TLS", settings.door.tls_cert), ("API keys", settings.door.api_keys)) if not has
         ]
         if missing and not host.startswith(_LOOPBACK):
-            log.warning("listening beyond this computer without %s of its own", " and ".join(missing))
-        watch.follow()
+            log.warning("other computers can connect, and the router has no %s of its own", " and no ".join(missing))
+        self._health.follow()
         self.events.start()
 
     def _ejected(self, name: str) -> None:
         self.metrics.of(name).ejections += 1
 
-    def _left(self, name: str) -> None:
+    def _removed(self, name: str) -> None:
         self.pools.drop(name)
         self.metrics.forget(name)
 
@@ -133,10 +129,10 @@ class ProxyServer:
         self.metrics.faults.labels("health").inc()
 
     def reset(self, settings: Settings) -> None:
-        """Take up changed settings, as far as that goes without a restart.
+        """Apply changed settings, as far as possible without a restart.
 
         Raises:
-            InvalidInput: certificates or the file of API keys cannot be read; all stays as it was.
+            InvalidInput: certificates or the file of API keys cannot be read; nothing has changed.
         """
         fixed = [
             name
@@ -147,27 +143,27 @@ class ProxyServer:
         if (door.tls_cert is None) != (self._certificate is None):
             fixed.append("door: tls_cert")
         if fixed:
-            log.warning("changed settings that wait for a restart: %s", ", ".join(fixed))
+            log.warning("changed settings that need a restart: %s", ", ".join(fixed))
         pair = None
         if self._certificate is not None and door.tls_cert is not None and door.tls_key is not None:
             pair = door.tls_cert, door.tls_key
-            self._certificate.check(*pair)  # all is taken up, or nothing
+            self._certificate.check(*pair)  # before any change: all is applied, or nothing
         self.proxy.reset(settings)
         if self._certificate is not None and pair is not None:
-            self._certificate.read(*pair)
-        log.info("settings taken up: %d servers", len(settings.backends))
+            self._certificate.load(*pair)
+        log.info("settings applied: %d servers", len(settings.backends))
 
     async def drain(self, bound_s: float) -> bool:
-        """Accept nobody, finish what was begun, for ``bound_s`` at most. Whether all of it could end.
+        """Stop accepting, and wait ``bound_s`` at most for requests to end. Whether all of them did.
 
-        Begun is whatever a client may have sent a request on: a connection that is idle, one that the kernel had
-        accepted for us, one whose TLS is being agreed upon.
+        A client may have sent a request on any connection it has: an idle one, one in its TLS handshake, one that the
+        kernel has accepted and the router has not. All of these are served.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + bound_s
         self.proxy.drain(min(LAST_CALL_S, bound_s / 4))
         context = None if self._certificate is None else self._certificate.context
-        greeted = asyncio.gather(
+        accepted = asyncio.gather(
             *(
                 loop.connect_accepted_socket(
                     self._connection, each, ssl=context, ssl_handshake_timeout=None if context is None else HANDSHAKE_S
@@ -176,33 +172,33 @@ class ProxyServer:
             ),
             return_exceptions=True,
         )
-        while not greeted.done() or self._is_greeting(loop.time()) or self.proxy.connections:
+        while not accepted.done() or self._has_handshake(loop.time()) or self.proxy.connections:
             if loop.time() >= deadline_s:
-                greeted.cancel()
+                accepted.cancel()
                 busy = sum(connection.current is not None for connection in self.proxy.connections)
-                log.warning("%d requests are cut off: they did not end in %g s", busy, bound_s)
+                log.warning("%d requests are aborted: they did not end within %g s", busy, bound_s)
                 return False
             await asyncio.sleep(0.02)
-        return True  # connections are gone when what was written has gone out, too
+        return True  # a connection is gone when its write buffer is empty
 
     def _connection(self) -> Connection:
         loop = asyncio.get_running_loop()
         connection = Connection(self.proxy, loop)
         if self._certificate is not None:
-            self._greeting[connection] = loop.time()
+            self._handshakes[connection] = loop.time()
         return connection
 
-    def _is_greeting(self, now_s: float) -> bool:
-        """Whether TLS is being agreed upon with somebody. Nobody says when that fails: it takes so long at most."""
-        return any(not each.made and now_s - since_s < HANDSHAKE_S for each, since_s in self._greeting.items())
+    def _has_handshake(self, now_s: float) -> bool:
+        """Whether a TLS handshake is under way. Its failure is not reported, so each is given ``HANDSHAKE_S``."""
+        return any(not each.made and now_s - since_s < HANDSHAKE_S for each, since_s in self._handshakes.items())
 
     def _stop_listening(self) -> list[socket.socket]:
-        """Connections that the kernel had accepted and we had not: closing the socket that listens would reset them."""
+        """Close the listener, and return connections from its backlog, which closing alone would reset."""
         doubles = [socket.socket(fileno=os.dup(each.fileno())) for each in self._listener.sockets]
         self._listener.close()
         accepted: list[socket.socket] = []
         for double in doubles:
-            with double, contextlib.suppress(OSError):  # BlockingIOError: that was all
+            with double, contextlib.suppress(OSError):  # BlockingIOError: the backlog is empty
                 double.setblocking(False)
                 while True:
                     accepted.append(double.accept()[0])
@@ -212,23 +208,23 @@ class ProxyServer:
 
     async def close(self) -> None:
         self._listener.close()
-        await self._watch.stop()
+        await self._health.stop()
         await self.events.stop()
         self.proxy.stop()
-        await self.knowledge.close()
+        await self.prefix_state.close()
         self.pools.close()
         await self._probes.close()
 
 
 def raise_open_files() -> None:
-    """As many open files as this process may have: a request under way takes two, and many systems begin with 1,024."""
+    """Raise the limit of open files: a request takes two connections, and many systems allow 1,024 files."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
-        with contextlib.suppress(OSError, ValueError):  # "unlimited" is more than some systems let it be
+        with contextlib.suppress(OSError, ValueError):  # some systems report "unlimited" and refuse it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -238,18 +234,18 @@ async def serve(
     say: Callable[[str], None],
     read_keys: Callable[[Path], KeyRing],
 ) -> int:
-    """Run until SIGTERM or SIGINT, then drain; a second one stops at once. SIGHUP, or a change of ``file``, reads anew.
+    """Run until SIGTERM or SIGINT, then drain; a second signal stops at once. SIGHUP, or a change of ``file``, reloads.
 
-    Returns the exit code: 0, or 1 where requests had to be cut off.
+    Returns the exit code: 0, or 1 where requests had to be aborted.
     """
     settings = read()
     key_file = settings.replicas.keys
     server = ProxyServer(settings, None if key_file is None else read_keys(key_file))
     loop = asyncio.get_running_loop()
-    told_to_stop, at_once = asyncio.Event(), asyncio.Event()
+    stopping, at_once = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
-        (at_once if told_to_stop.is_set() else told_to_stop).set()
+        (at_once if stopping.is_set() else stopping).set()
 
     def reload() -> None:
         try:
@@ -257,31 +253,31 @@ async def serve(
             server.metrics.reloads.labels("taken").inc()
         except InvalidInput as error:
             server.metrics.reloads.labels("refused").inc()
-            log.error("the settings stay as they were: %s", error)
-        except Exception:  # the file is followed on, whatever was in it
+            log.error("settings not reloaded (the former ones stay in force): %s", error)
+        except Exception:  # later changes of the file are still followed
             server.metrics.reloads.labels("refused").inc()
-            log.exception("the settings were not taken up whole")
+            log.exception("settings not fully reloaded")
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, reload)
     raise_open_files()
     await server.start()
-    gc.freeze()  # what stands now stays: the collector need not look at it in the middle of a request
+    gc.freeze()  # long-lived objects: keep the collector from scanning them in the middle of a request
     host, _ = host_and_port(settings.listen)
     scheme = "http" if settings.door.tls_cert is None else "https"
     address = f"{f'[{host}]' if ':' in host else host}:{server.port}"
     say(f"listening on {scheme}://{address}: {len(settings.backends)} servers, {server.picker.scorer.name}")
 
     def followed() -> list[Path]:
-        # The key too: chain and key are seldom written at once, and when the chain is seen they may be no pair yet.
+        # The key file too: chain and key are seldom replaced at once, and the new chain may not fit the old key yet.
         settings, door = server.proxy.settings, server.proxy.settings.door
         keys = (each.api_key_file for each in settings.backends)
         return [each for each in (file, door.api_keys, door.tls_cert, door.tls_key, *keys) if each is not None]
 
     following = asyncio.create_task(follow(followed, reload))
     try:
-        await told_to_stop.wait()
+        await stopping.wait()
         draining = asyncio.create_task(server.drain(server.proxy.settings.drain_s))
         hurrying = asyncio.create_task(at_once.wait())
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)

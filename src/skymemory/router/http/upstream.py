@@ -1,6 +1,8 @@
-"""Connections to servers: kept, one request at a time on each, answers parsed by llhttp (through httptools).
+"""Connection pools to the servers: keep-alive, one request at a time on a connection, responses parsed by llhttp.
 
-Whoever asks is told of the answer by calls (``Receiver``), piece by piece as it comes: no task, no queue between.
+1. ``Pool.ask`` takes an idle connection, or opens one; ``Call`` is the request on its way.
+2. ``UpstreamConnection`` parses the response and reports it to the caller's ``Receiver`` piece by piece, by callbacks.
+3. At its end the connection goes back to the pool.
 """
 
 from __future__ import annotations
@@ -15,37 +17,37 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from skymemory.router.http.headers import Headers
+from skymemory.errors import os_reason
+from skymemory.router.http.connection import Headers
 from skymemory.router.settings import Backend
 from skymemory.router.tls import Access, Authorities
 
 KEEP_S = 4.0
-"""How long an unused connection is kept: less than the 5 s after which uvicorn closes it, under most engines."""
+"""How long an idle connection is kept: less than the 5 s after which uvicorn, under most engines, closes it."""
 MAX_HEAD_BYTES = 131_072
-"""Of an answer: status line and headers together."""
+"""Of a response: status line and headers together."""
 MAX_CONNECTING = 64
-"""Connections to one server that are being made at once; further requests wait for one of them, or for one that gets
-free: a burst of a thousand would overflow the queue of whoever listens, and some would wait a second or be refused.
+"""Connections to one server that are being opened at once; further requests wait for one of them, or for one that
+becomes idle. A burst of a thousand would overflow the server's accept queue: some would wait a second or be refused.
 """
 JOIN_BYTES = 65_536
-"""A body up to this goes out in one write with its head; it is copied for that."""
+"""A body up to this is copied behind its head, to go out in one write."""
 
 
 class UpstreamError(Exception):
-    """No answer, or the rest of one does not come.
+    """No response, or an incomplete one.
 
-    ``connected``: a server was there. ``refused``: nobody listens at its address.
+    ``connected``: there was a connection. ``refused``: the server's address refused one.
     """
 
-    def __init__(self, why: str, *, connected: bool = True, refused: bool = False, timed_out: bool = False) -> None:
+    def __init__(self, why: str, *, connected: bool = True, refused: bool = False) -> None:
         super().__init__(why)
         self.connected = connected
         self.refused = refused
-        self.timed_out = timed_out
 
 
-class AnswerHead:
-    """Status line and headers of an answer, and how its body is framed."""
+class ResponseHead:
+    """Status line and headers of a response, and how its body is framed."""
 
     __slots__ = ("chunked", "framed", "headers", "reason", "status")
 
@@ -56,31 +58,31 @@ class AnswerHead:
         first = headers.first
         self.chunked = b"chunked" in first.get(b"transfer-encoding", b"").lower()
         self.framed = self.chunked or bool(first.get(b"content-length")) or status in (204, 304)
-        """Whether it says where it ends; else it ends where the connection does."""
+        """Whether the head says where the body ends; else it ends with the connection."""
 
 
 class Receiver(Protocol):
-    """Whoever asked. After ``answer_lost``, or the call with ``ended``, nothing more is told."""
+    """The caller. ``response_failed``, or ``response_data`` with ``ended``, is the last callback."""
 
-    def answer_begins(self, head: AnswerHead) -> None: ...
+    def response_begins(self, head: ResponseHead) -> None: ...
 
-    def answer_comes(self, piece: bytes, ended: bool) -> None: ...
+    def response_data(self, piece: bytes, ended: bool) -> None: ...
 
-    def answer_lost(self, error: UpstreamError) -> None: ...
+    def response_failed(self, error: UpstreamError) -> None: ...
 
 
 class Call:
-    """One request on its way to a server, and its answer on the way back."""
+    """One request to a server, and its response."""
 
-    __slots__ = ("_body", "_has_answer_body", "_head", "_pool", "connection", "receiver")
+    __slots__ = ("_body", "_has_body", "_head", "_pool", "connection", "receiver")
 
-    def __init__(self, pool: Pool, receiver: Receiver, head: bytes, body: bytes, has_answer_body: bool) -> None:
+    def __init__(self, pool: Pool, receiver: Receiver, head: bytes, body: bytes, has_body: bool) -> None:
         self.receiver: Receiver | None = receiver
         self.connection: UpstreamConnection | None = None
         self._pool = pool
         self._head = head
         self._body = body
-        self._has_answer_body = has_answer_body
+        self._has_body = has_body
 
     def start(self) -> None:
         kept = self._pool.kept()
@@ -90,21 +92,21 @@ class Call:
             self._pool.connect(self)
 
     def connect(self) -> None:
-        """Over a new connection, where a kept one was closed while nobody used it."""
+        """Try again on a new connection: the idle one was closed before it could be used."""
         self.connection = None
         self._pool.connect(self)
 
     def send(self, connection: UpstreamConnection, fresh: bool) -> None:
         self.connection = connection
-        connection.ask(self, self._head, self._body, self._has_answer_body, fresh)
+        connection.ask(self, self._head, self._body, self._has_body, fresh)
 
     def lost(self, error: UpstreamError) -> None:
         receiver, self.receiver, self.connection = self.receiver, None, None
         if receiver is not None:
-            receiver.answer_lost(error)
+            receiver.response_failed(error)
 
     def close(self) -> None:
-        """Its server sees at once that nobody listens, if it was not done."""
+        """Cancel it: an incomplete response's connection is aborted, so that the server notices at once."""
         self.receiver = None
         connection, self.connection = self.connection, None
         if connection is not None:
@@ -127,7 +129,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_call",
         "_ended",
         "_fresh",
-        "_has_answer_body",
+        "_has_body",
         "_head",
         "_head_bytes",
         "_headers",
@@ -146,23 +148,23 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._paused = False
         self.gone = False
-        """Nothing can be asked on it any more."""
+        """No further request can be sent on it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def ask(self, call: Call, head: bytes, body: bytes, has_answer_body: bool, fresh: bool) -> None:
+    def ask(self, call: Call, head: bytes, body: bytes, has_body: bool, fresh: bool) -> None:
         transport = self._transport
         if transport is None or self.gone or transport.is_closing():
-            self._failed(call, fresh, UpstreamError("it hung up before the first byte"))
+            self._failed(call, fresh, UpstreamError("it closed the connection before the first byte"))
             return
         self._call = call
         self._fresh = fresh
-        self._has_answer_body = has_answer_body
+        self._has_body = has_body
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
         self._reason = b""
-        self._head: AnswerHead | None = None
+        self._head: ResponseHead | None = None
         self._head_bytes = 0
         self._pieces: list[bytes] = []
         self._begun = self._ended = False
@@ -177,36 +179,36 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         call = self._call
         if call is None:
-            self.abort()  # nobody asked
+            self.abort()  # data without a request
             return
         head_before = self._head
         self._begun = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._broken("it changes to another protocol, which nobody asked for")
+            self._broken("it switched to another protocol, though none was requested")
             return
         except httptools.HttpParserCallbackError as error:
-            self._broken(f"its answer cannot be read: {error.__context__}")
+            self._broken(f"its response cannot be read: {error.__context__}")
             return
         except httptools.HttpParserError as error:
             if not self._ended:
-                self._broken(f"what came is no answer: {error}")
+                self._broken(f"malformed HTTP response: {error}")
                 return
-            self.gone = True  # it says more than it was asked
+            self.gone = True  # data behind the response
         if self._head is None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._broken(f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes")
+                self._broken(f"its response's head is longer than {MAX_HEAD_BYTES} bytes")
             return
         receiver = call.receiver
         if receiver is None:
             self.abort()
             return
         if head_before is None:
-            receiver.answer_begins(self._head)
+            receiver.response_begins(self._head)
             if self._call is not call:
-                return  # the receiver did not want the rest
+                return  # the receiver has cancelled it
         self._deliver(call, receiver)
 
     def _deliver(self, call: Call, receiver: Receiver) -> None:
@@ -217,10 +219,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._pieces = []
         if ended:
             self._release(call)
-        receiver.answer_comes(piece, ended)
+        receiver.response_data(piece, ended)
 
     def _release(self, call: Call) -> None:
-        """The answer has come whole: the connection is free for the next request, if it can serve one."""
+        """The response is complete: give the connection back to the pool."""
         self._call = call.connection = call.receiver = None
         self.resume()
         self._pool.give_back(self)
@@ -236,14 +238,15 @@ class UpstreamConnection(asyncio.Protocol):
         head, receiver = self._head, call.receiver
         if head is not None and not head.framed and error is None and receiver is not None:
             call.receiver = call.connection = None
-            receiver.answer_comes(b"".join(self._pieces), True)
+            receiver.response_data(b"".join(self._pieces), True)
             return
-        why = "it hung up before the first byte" if head is None else "it hung up in the middle of its answer"
+        when = "before the first byte" if head is None else "in the middle of its response"
+        why = f"it closed the connection {when}"
         self._failed(call, self._fresh or self._begun, UpstreamError(f"{why}: {error}" if error else why))
 
     def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
         if not for_good and call.receiver is not None:
-            call.connect()  # closed while nobody used it: that says nothing of the server
+            call.connect()  # closed while idle, which servers do: no failure
         else:
             call.lost(error)
 
@@ -253,7 +256,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head is None:  # else it is a trailer: nothing of ours reads them, and no client asked for them
+        if self._head is None:  # else it is a trailer: the router passes none on
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -261,9 +264,9 @@ class UpstreamConnection(asyncio.Protocol):
         headers, self._headers = self._headers, []
         reason, self._reason = self._reason, b""
         if status < 200:
-            return  # a hint before the answer
-        self._head = AnswerHead(status, reason.decode("latin-1"), Headers(headers))
-        if not self._has_answer_body:
+            return  # informational (1xx)
+        self._head = ResponseHead(status, reason.decode("latin-1"), Headers(headers))
+        if not self._has_body:
             self._ended = True
             self.gone = True  # the parser would wait for a body
 
@@ -278,7 +281,7 @@ class UpstreamConnection(asyncio.Protocol):
         if not self._parser.should_keep_alive():
             self.gone = True
 
-    # -- from whoever asked
+    # -- from the caller
 
     def pause(self) -> None:
         if not self._paused and self._transport is not None and not self._transport.is_closing():
@@ -303,13 +306,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_free(self) -> bool:
-        """A request can be sent on it: it is there, and nothing of the last one is still going out."""
+        """A request can be sent on it: it is open, and nothing of the last one is still being sent."""
         transport = self._transport
         return (
             not self.gone
             and transport is not None
             and not transport.is_closing()
-            and not transport.get_write_buffer_size()  # answered before the request was sent: the rest would go out
+            and not transport.get_write_buffer_size()  # else the last request was answered before it was sent
         )
 
     def _broken(self, why: str) -> None:
@@ -325,30 +328,30 @@ class Pool:
     def __init__(self, url: str, connect_s: float, access: Access = Access()) -> None:  # noqa: B008 - never changed
         parts = urlsplit(url)
         self.host = parts.netloc.encode("ascii")
-        """As requests name it."""
+        """For the Host header."""
         self.path = parts.path.rstrip("/").encode("ascii")
-        """Under which requests are put."""
+        """Prefix of request paths."""
         self.connect_s = connect_s
         self._name = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = access.tls or (ssl.create_default_context() if parts.scheme == "https" else None)
         self.authorization = b"Authorization: Bearer %s\r\n" % access.key.encode("ascii") if access.key else b""
-        """The line with the server's own key; empty: it has none, and gets the client's."""
+        """Header line with the server's own key; empty: none, the client's is passed on."""
         self._idle: deque[tuple[float, UpstreamConnection]] = deque()
         self._reaping: asyncio.TimerHandle | None = None
         self._closed = False
         self._connecting: set[asyncio.Task[None]] = set()
         self._waiting: deque[Call] = deque()
-        """Requests for which no connection is there, nor being made."""
+        """Requests that wait for a connection, beyond those being opened."""
 
-    def ask(self, receiver: Receiver, head: bytes, body: bytes, has_answer_body: bool = True) -> Call:
-        """Send a request (``head`` whole, with the empty line); the answer is told to ``receiver``."""
-        call = Call(self, receiver, head, body, has_answer_body)
+    def ask(self, receiver: Receiver, head: bytes, body: bytes, has_body: bool = True) -> Call:
+        """Send a request (``head`` with the empty line). ``has_body``: whether the response may have one."""
+        call = Call(self, receiver, head, body, has_body)
         call.start()
         return call
 
     def kept(self) -> UpstreamConnection | None:
-        """The one that was used last, so that others can grow old."""
+        """The idle connection that was used last, so that superfluous ones expire."""
         while self._idle:
             since_s, connection = self._idle.pop()
             if connection.is_free and monotonic() - since_s < KEEP_S:
@@ -357,7 +360,7 @@ class Pool:
         return None
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        """Keep it for the next request, if it can serve one."""
+        """Use it for a waiting request, or keep it idle."""
         if self._closed or not connection.is_free:
             connection.close()
             return
@@ -369,7 +372,7 @@ class Pool:
             self._reaping = asyncio.get_running_loop().call_later(KEEP_S, self._reap)
 
     def close(self) -> None:
-        """Those in use are closed when they are given back."""
+        """Close idle connections now, and those in use when they are given back."""
         self._closed = True
         if self._reaping is not None:
             self._reaping.cancel()
@@ -377,7 +380,7 @@ class Pool:
             self._idle.pop()[1].close()
 
     def connect(self, call: Call) -> None:
-        """Make a connection for a request, now or when fewer are being made."""
+        """Open a connection for a request, now or when fewer are being opened."""
         if len(self._connecting) >= MAX_CONNECTING:
             self._waiting.append(call)
             return
@@ -391,7 +394,7 @@ class Pool:
             self.connect(call)
 
     def _next(self) -> Call | None:
-        """The first of those that wait, unless nobody wants its answer any more."""
+        """The first waiting request that is not cancelled."""
         while self._waiting:
             call = self._waiting.popleft()
             if call.receiver is not None:
@@ -406,10 +409,10 @@ class Pool:
                     lambda: UpstreamConnection(self), self._name, self._port, ssl=self._tls
                 )
         except TimeoutError:
-            call.lost(UpstreamError(f"no connection in {self.connect_s:g} s", connected=False))
+            call.lost(UpstreamError(f"no connection within {self.connect_s:g} s", connected=False))
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
-            call.lost(UpstreamError(f"no connection: {error.strerror or error}", connected=False, refused=refused))
+            call.lost(UpstreamError(f"no connection: {os_reason(error)}", connected=False, refused=refused))
         else:
             if call.receiver is None:
                 self.give_back(connection)
@@ -426,7 +429,7 @@ class Pool:
 
 
 class Pools:
-    """Connections to the servers there are, by their names."""
+    """The pool of each server, by name."""
 
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
@@ -438,10 +441,10 @@ class Pools:
         return self._pools[name]
 
     def set(self, backends: Sequence[Backend], connect_s: float) -> None:
-        """Those to these servers too. Who is no longer among them is used until it is ``drop``ped.
+        """Add and update pools. Those of other servers stay until they are ``drop``ped.
 
         Raises:
-            InvalidInput: certificates or keys that cannot be read; all stays as it was.
+            InvalidInput: unreadable certificates or keys; nothing has changed.
         """
         access = {
             backend.name: self._authorities.access(backend.url, backend.ca, backend.api_key_file)

@@ -1,39 +1,33 @@
-"""From the body of an OpenAI request to what a router knows of it.
+"""Reads the body of an OpenAI request into what routing needs: hashed blocks of the prompt, model, session, tenant.
 
-Blocks are either 64 bytes of UTF-8 (16 tokens, estimated at 4 bytes each), which needs nothing but the body, or the
-engine's own blocks of tokens, where its tokenizer is known. Hashes are chained and seeded by model, adapter and salt.
+1. ``read_body`` decodes the fields that matter to a router; the engine judges all others, in its own words.
+2. The prompt becomes bytes: 64 bytes of UTF-8 to a block (16 tokens, at an estimated 4 bytes each), or, with the
+   engine's tokenizer, the engine's own blocks of tokens.
+3. Blocks are hashed in a chain, whose seed is model, adapter and salt.
+4. Headers and further fields name session, tenant, priority and promised times (``clients``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from skymemory import native
 from skymemory.conductor import request
 from skymemory.conductor.request import HEAD_BYTES, Prompt, Request, Slo
-from skymemory.router.bad_request import BadRequest
+from skymemory.router.api_error import ApiError
 from skymemory.router.clients import Clients, promised
-from skymemory.router.prompts.bodies import (
-    TOKEN_BYTES,
-    Body,
-    anything,
-    chat_bytes,
-    prompts_of,
-    read_body,
-    read_messages,
-    read_prompts,
-    token_bytes,
-)
 from skymemory.router.settings import AdmissionSettings, Settings
 
 if TYPE_CHECKING:
     from skymemory.router.prompts.tokenizing import PromptTokenizer
-
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
@@ -41,16 +35,22 @@ PROMPT_PATHS = frozenset((COMPLETIONS, CHAT_COMPLETIONS))
 BYTES_PER_TOKEN = 4
 BLOCK_BYTES = 64
 MAX_BLOCKS = 8192
-"""Blocks of a prompt that are hashed at most: 128k tokens in blocks of 16. What is behind them does not steer."""
+"""Hashed of a prompt: 128k tokens in blocks of 16. What follows does not influence routing."""
 MAX_BODY_BYTES = 16 << 20
 MAX_NAME_LETTERS = 256
-"""Of a model, an adapter and a session: they are kept, and told in headers."""
+"""Of a model, an adapter or a session: they are stored, and written to headers."""
 SESSION_HEADER = "x-session-id"
 SESSION_COOKIE = "session"
+TOKEN_BYTES = 4
+"""A token is hashed as its number: unsigned, little-endian."""
+IMAGE_BYTES = 2048
+"""Counted for an image, or any other part of a chat that is not text: 512 tokens, by a rough guess."""
+_NO_HASHES = np.empty(0, dtype=np.uint64)
+_seed = lru_cache(maxsize=1024)(request.seed)
 
 
 class PromptReader:
-    """Reads requests. ``adapters`` may change meanwhile: names of LoRA adapters, and the models they are for."""
+    """Reads requests. ``adapters``: LoRA adapters and their base models; the mapping may change at any time."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class PromptReader:
     ) -> None:
         """
         Args:
-            promises: whether headers say what a request is promised; ``slo`` is what all are, where they do not.
-            pieces: whether blocks are hashed each for itself, too: one strategy compares them (simhash).
-            clients: where tenants and priorities are said; None: they are not read.
-            tokenizer: blocks are ``block_tokens`` of its tokens; without one they are ``block_bytes`` of text.
+            promises: read promised times from headers; ``slo`` is the default.
+            pieces: also hash each block on its own: one strategy compares them (simhash).
+            clients: how tenants and priorities are read; None: they are not.
+            tokenizer: blocks are ``block_tokens`` of its tokens; without one, ``block_bytes`` of text.
         """
         self.adapters: Mapping[str, str] = {} if adapters is None else adapters
         self._tokenizer = tokenizer
@@ -93,20 +93,20 @@ class PromptReader:
     ) -> Request:
         """
         Args:
-            most_new: letters that may be tokenized anew; None: all there are.
+            most_new: letters that may be tokenized; None: any number.
             path: of the request, with or without a query.
-            headers: by lower-case names, or whatever the case where the mapping does not mind.
-            client: its address, which stands for its session where nothing better does.
+            headers: by lower-case names.
+            client: its address, which identifies its session where nothing better does.
 
         Raises:
-            BadRequest: it is not a request for a completion (404), too large (413), or cannot be read (400).
-            NotKnown: it would take longer than ``most_new`` allows (only with a tokenizer).
+            ApiError: a path without prompts (404), a body too large (413), or one that cannot be read (400).
+            TooMuchNewText: more than ``most_new`` letters would have to be tokenized.
         """
         path = path.partition("?")[0]
         if path not in PROMPT_PATHS:
-            raise BadRequest(404, f"{path} takes no prompt; prompts go to {COMPLETIONS} or {CHAT_COMPLETIONS}")
+            raise ApiError(404, f"{path} takes no prompt; prompts go to {COMPLETIONS} or {CHAT_COMPLETIONS}")
         if len(body) > self.max_body_bytes:
-            raise BadRequest(413, f"the body has {len(body)} bytes; at most {self.max_body_bytes} are taken")
+            raise ApiError(413, f"the body has {len(body)} bytes; at most {self.max_body_bytes} are allowed")
         read = read_body(body)
         model, adapter = self._model_and_adapter(read)
         salt = read.cache_salt or ""
@@ -134,14 +134,14 @@ class PromptReader:
         )
         return Prompt(
             native.chain_hashes(hashed, self._block_bytes, start),
-            native.piece_hashes(hashed, self._block_bytes, start) if self._pieces else _NO_PIECES,
+            native.piece_hashes(hashed, self._block_bytes, start) if self._pieces else _NO_HASHES,
             self._block_tokens,
             max(1, tokens),
             data[:HEAD_BYTES],
         )
 
     def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int]:
-        """Bytes of the first prompt (others do not share its place in a cache), tokens of all of them."""
+        """Bytes of the first prompt, which alone is matched, and the tokens of all."""
         if self._tokenizer is None:
             prompts = prompts_of(body)
             return prompts[0], sum(map(_tokens, prompts))
@@ -159,8 +159,8 @@ class PromptReader:
         return data, len(data) // TOKEN_BYTES
 
     def _chat_tokens(self, body: Body, tokenizer: PromptTokenizer, salt: str, most_new: int | None) -> bytes:
-        """As the engine's template has it. Where it has none, or refuses, tokens of the flat text: the engine will say
-        what is wrong, and until then equal chats are equal.
+        """Tokens by the engine's chat template. Without one, or where it fails, tokens of the flat text: equal chats
+        then still match, and the engine will report what is wrong.
         """
         read_messages(body)
         messages: list[dict[str, Any]] = anything(body.messages, "messages")
@@ -175,14 +175,14 @@ class PromptReader:
         model, adapter = body.model or "", body.lora_adapter or ""
         if len(model) > MAX_NAME_LETTERS or len(adapter) > MAX_NAME_LETTERS:
             param, name = ("model", model) if len(model) > MAX_NAME_LETTERS else ("lora_adapter", adapter)
-            raise BadRequest(400, f"`{param}` has {len(name)} letters; at most {MAX_NAME_LETTERS} are taken", param)
+            raise ApiError(400, f"`{param}` has {len(name)} letters; at most {MAX_NAME_LETTERS} are allowed", param)
         if adapter:
             return model, adapter
         base = self.adapters.get(model)
         return (model, "") if base is None else (base or model, model)
 
     def _session(self, headers: Mapping[str, str], body: Body, client: str) -> str:
-        """Its header, else its cookie, else the user that it names, else the address it comes from."""
+        """By its header, else its cookie, else the body's ``user``, else the client's address."""
         if session := headers.get(self._session_header):
             return session
         if cookies := headers.get("cookie"):
@@ -194,18 +194,17 @@ class PromptReader:
         return client or headers.get("x-forwarded-for", "").partition(",")[0].strip()
 
 
-_NO_PIECES = np.empty(0, dtype=np.uint64)
-_seed = lru_cache(maxsize=1024)(request.seed)
-
-
 def _tokens(data: bytes) -> int:
     return -(-len(data) // BYTES_PER_TOKEN)
 
 
-# The reader of prompts that a router's settings ask for.
+def without_prompt(tokens: int = 0) -> Request:
+    """A request without a prompt to match, that counts as a load of ``tokens``."""
+    return Request(Prompt(_NO_HASHES, _NO_HASHES, 16.0, tokens))
 
 
 def prompt_reader(settings: Settings, adapters: Mapping[str, str]) -> PromptReader:
+    """The reader that a router's settings ask for."""
     prompts, admission, queues = settings.prompts, settings.admission, settings.queue.most_requests > 0
     tokenizer = None
     if prompts.tokenizer is not None:
@@ -230,9 +229,160 @@ def prompt_reader(settings: Settings, adapters: Mapping[str, str]) -> PromptRead
     )
 
 
-def slo_of(said: AdmissionSettings) -> Slo | None:
-    """To all requests; None: nothing is."""
-    return Slo(said.ttft_s, said.tbt_s or math.inf) if said.ttft_s else None
+def slo_of(settings: AdmissionSettings) -> Slo | None:
+    """The times promised to every request; None: nothing is promised."""
+    return Slo(settings.ttft_s, settings.tbt_s or math.inf) if settings.ttft_s else None
 
 
-__all__ = ["CHAT_COMPLETIONS", "COMPLETIONS", "PROMPT_PATHS", "BadRequest", "PromptReader"]
+# The body
+
+TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
+T = TypeVar("T")
+
+
+class Message(msgspec.Struct):
+    """A turn of a chat, without fields that are small or change with the content (a tool's name, reasoning)."""
+
+    role: str = ""
+    content: str | list[msgspec.Raw] | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+
+
+class Body(msgspec.Struct):
+    """The fields of /v1/completions and /v1/chat/completions that matter to a router."""
+
+    model: str | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    prompt_embeds: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    cache_salt: str | None = None
+    lora_adapter: str | None = None
+    user: str | int | float | None = None
+    priority: msgspec.Raw = msgspec.Raw()
+    max_tokens: int | float | None = None
+    max_completion_tokens: int | float | None = None
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+    text: str | None = None
+
+
+_body = msgspec.json.Decoder(Body)
+_messages = msgspec.json.Decoder(list[Message])
+_part = msgspec.json.Decoder(_Part)
+_text = msgspec.json.Decoder(str)
+_texts = msgspec.json.Decoder(list[str])
+_ids = msgspec.json.Decoder(TokenIds)
+_ids_lists = msgspec.json.Decoder(list[TokenIds])
+_anything = msgspec.json.Decoder()
+_STARTS_WITH_NUMBER = re.compile(rb"\s*\[\s*[-\d]")
+_STARTS_WITH_LIST = re.compile(rb"\s*\[\s*\[")
+_PATH = re.compile(r" - at `\$\.?([^`]*)`")
+
+
+def read_body(body: bytes) -> Body:
+    """
+    Raises:
+        ApiError: 400, no JSON object, or a field of the wrong type.
+    """
+    return _decoded(_body, body)
+
+
+def prompts_of(body: Body) -> list[bytes]:
+    """The prompts of a completion, each as bytes: UTF-8, or token numbers of ``TOKEN_BYTES``.
+
+    Raises:
+        ApiError: 400, there is no prompt, or it is neither text nor tokens.
+    """
+    raw = bytes(body.prompt)
+    if raw[:1] == b'"' and raw.isascii() and b"\\" not in raw:
+        return [raw[1:-1]]  # nothing is escaped: no need to decode
+    return [text_bytes(prompt) if isinstance(prompt, str) else token_bytes(prompt) for prompt in read_prompts(body)]
+
+
+def read_prompts(body: Body) -> list[str] | list[list[int]]:
+    """The prompts of a completion: texts, or token numbers. At least one."""
+    raw = bytes(body.prompt)
+    if not raw or raw == b"null":
+        if bytes(body.prompt_embeds):
+            return [""]
+        raise ApiError(400, "the body has no `prompt`", "prompt")
+    if raw[:1] == b'"':
+        return [_decoded(_text, raw, "prompt")]
+    if _STARTS_WITH_NUMBER.match(raw):
+        return [_decoded(_ids, raw, "prompt")]
+    prompts: list[str] | list[list[int]] = (
+        _decoded(_ids_lists, raw, "prompt") if _STARTS_WITH_LIST.match(raw) else _decoded(_texts, raw, "prompt")
+    )
+    if not prompts:
+        raise ApiError(400, "`prompt` is an empty list", "prompt")
+    return prompts
+
+
+def read_messages(body: Body) -> list[Message]:
+    if not bytes(body.messages):
+        raise ApiError(400, "the body has no `messages`", "messages")
+    return _decoded(_messages, bytes(body.messages), "messages")
+
+
+def chat_bytes(body: Body) -> bytes:
+    """A chat as one string of bytes, of which each earlier state of the conversation is a prefix.
+
+    Tools come first, as in templates; then each turn's role and content, separated by control characters, which JSON
+    text cannot hold unescaped. Images, and all else that is not text, are digests of ``IMAGE_BYTES``.
+    """
+    parts = [b"\x02tools\x03", bytes(body.tools)] if bytes(body.tools) not in (b"", b"null", b"[]") else []
+    for message in read_messages(body):
+        parts += (b"\x02", text_bytes(message.role), b"\x03")
+        if isinstance(message.content, str):
+            parts.append(text_bytes(message.content))
+        elif message.content is not None:
+            parts += [part_bytes(part) for part in message.content]
+        if bytes(message.tool_calls) not in (b"", b"null", b"[]"):
+            parts += (b"\x04", bytes(message.tool_calls))
+    return b"".join(parts)
+
+
+def part_bytes(raw: msgspec.Raw) -> bytes:
+    """A part of a message's content: its text, or a digest of an image's URL or data."""
+    whole = bytes(raw)
+    if whole[:1] == b'"':
+        return text_bytes(_decoded(_text, whole, "messages"))
+    part = _decoded(_part, whole, "messages")
+    if part.text is not None:
+        return text_bytes(part.text)
+    return digest_of(whole) * (IMAGE_BYTES // 64)
+
+
+def digest_of(raw: bytes) -> bytes:
+    """Of ``raw``, in 64 hexadecimal digits."""
+    return hashlib.blake2b(raw, digest_size=32).hexdigest().encode("ascii")
+
+
+def anything(raw: msgspec.Raw, param: str) -> Any:
+    return _decoded(_anything, bytes(raw), param)
+
+
+def text_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def token_bytes(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes, param: str | None = None) -> T:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        place = _PATH.search(str(error))
+        found = ".".join(part for part in (param, place[1] if place else "") if part) or None
+        raise ApiError(400, f"invalid request body: {error}", found) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", param) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply", param) from error

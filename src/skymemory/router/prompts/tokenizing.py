@@ -1,20 +1,31 @@
-"""Prompts as the engine will see them: its tokenizer and its chat template, read from the model's folder.
+"""Tokenizes prompts as the engine will: with its tokenizer and chat template, read from the model's folder.
 
-The `tokenizers` library and Jinja alone do it; transformers would take seconds to import and bring torch with it.
-Templates run in Jinja's sandbox with what transformers gives them.
+``Pieces`` tokenizes each piece of text once: most of a prompt was in the turn before, or in other prompts with the same
+instructions. A text is cut between a letter and a space, where its tokens fall apart whatever stands around. That
+holds for tokenizers that split text by one of ``KNOWN_PATTERNS`` and then merge bytes within each part (BPE: GPT-2,
+Llama 3, Qwen, gpt-oss): no alternative of theirs matches a letter and a space after it, none looks back, and lookahead
+goes no further than behind white space, where no text is cut. Any other tokenizer reads each text whole.
+
+The `tokenizers` library and Jinja suffice; transformers would take seconds to import, and needs torch. Templates run in
+Jinja's sandbox with the functions that transformers gives them.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import re
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from skymemory.errors import InvalidInput, MissingExtra
+import numpy as np
+
+from skymemory.errors import InvalidInput, MissingExtra, os_reason
 from skymemory.files import MAX_TABLE_BYTES, MAX_TOKENIZER_BYTES, read_bounded
-from skymemory.router.prompts.bodies import token_bytes
 
 try:
     import jinja2
@@ -26,30 +37,12 @@ try:
 except ImportError as error:
     raise MissingExtra("a router with a tokenizer needs the extra `router`: pip install 'skymemory[router]'") from error
 
-import re
-import sys
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
-
-import numpy as np
-
-# Tokens of a prompt from tokens of its pieces, which prompts share: each piece is tokenized once.
-#
-# Most of a prompt was seen before, in the turn before it or behind the same instructions. A text is cut where its
-# tokens
-# fall apart whatever stands around: between a letter and a space. That holds for tokenizers that first split text by
-# one of the patterns below and then merge bytes within each part (BPE, as GPT-2, Llama 3, Qwen and gpt-oss do): no
-# alternative of theirs matches a letter and a space behind it, none looks back, and what looks ahead looks no further
-# than behind white space, which no cut follows. Any other tokenizer is not cut: it reads each text whole.
-
-
 PIECE_LETTERS = 512
-"""A piece ends at the first cut behind so many."""
-MOST_BYTES = 64 << 20
-"""Of pieces and their tokens that are kept; beyond, the one that was used longest ago goes."""
-MOST_PIECE_LETTERS = 65_536
-"""A longer piece (no letter before a space for so long) is not kept."""
+"""A piece ends at the first possible cut after so many letters."""
+MAX_CACHE_BYTES = 64 << 20
+"""Of cached pieces and their tokens; beyond, the least recently used is evicted."""
+MAX_PIECE_LETTERS = 65_536
+"""A longer piece (without a possible cut) is not cached."""
 _CUT = re.compile("[A-Za-z] ")
 _S, _W = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -68,14 +61,15 @@ KNOWN_PATTERNS = frozenset(
 _PROBE = "Sky box's 12345  moves\n\n  to the east; \tñandú 你好 where it's  kept.  And on "
 
 
-class NotKnown(Exception):
-    """More of a text is new than was asked to be tokenized."""
+class TooMuchNewText(Exception):
+    """More letters are in no cached piece than the caller allows."""
 
 
 class Pieces:
-    """``encode``: token numbers of each of several texts, without special ones around them.
+    """Cache of the tokens of pieces of text; thread-safe.
 
-    ``cuts``: whether texts may be cut (``can_cut``). For any number of threads.
+    ``encode``: token numbers of each of several texts, without special tokens. ``cuts``: whether texts may be cut
+    (``can_cut``).
     """
 
     def __init__(
@@ -83,7 +77,7 @@ class Pieces:
         encode: Callable[[Sequence[str]], list[list[int]]],
         cuts: bool,
         piece_letters: int = PIECE_LETTERS,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int = MAX_CACHE_BYTES,
     ) -> None:
         self._encode = encode
         self._piece_letters = piece_letters
@@ -92,7 +86,7 @@ class Pieces:
         self._known: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self.kept_bytes = 0
         self.cuts = cuts
-        if cuts:  # what its file promises is tried once
+        if cuts:  # try it once, beside what the tokenizer's file says
             self._piece_letters = 8
             self.cuts = self.tokens(_PROBE) == _packed(encode([_PROBE])[0])
             self._piece_letters = piece_letters
@@ -100,26 +94,26 @@ class Pieces:
             self.kept_bytes = 0
 
     def tokens(self, text: str, salt: str = "", most_new: int | None = None) -> bytes:
-        """Token numbers of ``text``, as ``bodies.token_bytes`` packs them.
+        """Token numbers of ``text``, 4 bytes each.
 
-        ``salt``: pieces are shared under the same one only, since time tells what was seen before.
+        ``salt``: pieces are shared only under the same salt, since response times would reveal what others sent.
 
         Raises:
-            NotKnown: more letters than ``most_new`` are in no piece that is known.
+            TooMuchNewText: more letters than ``most_new`` are in no cached piece.
         """
         pieces = self.cut(text)
         found = self._look_up(pieces, salt)
         new = [at for at, tokens in enumerate(found) if tokens is None]
         if new:
             if most_new is not None and sum(len(pieces[at]) for at in new) > most_new:
-                raise NotKnown
+                raise TooMuchNewText
             for at, ids in zip(new, self._encode([pieces[at] for at in new]), strict=True):
                 found[at] = _packed(ids)
             self._keep(pieces, found, salt)
         return b"".join(tokens for tokens in found if tokens is not None)
 
     def cut(self, text: str) -> list[str]:
-        """``text`` in pieces; texts that begin alike begin with the same ones."""
+        """``text`` in pieces; texts with a common beginning begin with the same pieces."""
         pieces, begin = [], 0
         while self.cuts and (place := _CUT.search(text, begin + self._piece_letters)) is not None:
             end = place.start() + 1
@@ -142,7 +136,7 @@ class Pieces:
     def _keep(self, pieces: Sequence[str], found: Sequence[bytes | None], salt: str) -> None:
         with self._lock:
             for piece, tokens in zip(pieces, found, strict=True):
-                if tokens is None or len(piece) > MOST_PIECE_LETTERS or (salt, piece) in self._known:
+                if tokens is None or len(piece) > MAX_PIECE_LETTERS or (salt, piece) in self._known:
                     continue
                 self._known[salt, piece] = tokens
                 self.kept_bytes += _size(salt, piece, tokens)
@@ -152,7 +146,7 @@ class Pieces:
 
 
 def can_cut(tokenizer_json: str) -> bool:
-    """Whether the tokenizer is one whose texts can be cut; by what its file says."""
+    """Whether this tokenizer's texts can be cut, by its file."""
     read: Mapping[str, Any] = json.loads(tokenizer_json)
     model, normalizer = read.get("model") or {}, read.get("normalizer")
     return (
@@ -167,7 +161,7 @@ def can_cut(tokenizer_json: str) -> bool:
 
 
 def _splits_known(pre: Mapping[str, Any]) -> bool:
-    """Split by a known pattern, then bytes; perhaps digits apart before."""
+    """Whether it splits by a known pattern and then into bytes, perhaps after splitting off digits."""
     steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
     split = False
     for step in steps:
@@ -187,7 +181,7 @@ def _splits_known(pre: Mapping[str, Any]) -> bool:
 
 
 def _stands_alone(added: Mapping[str, Any]) -> bool:
-    """A token that is found in a text as it stands, without regard to what is around it, and not across a cut."""
+    """Whether an added token is matched regardless of the text around it, and never across a cut."""
     around = added.get("lstrip") or added.get("rstrip") or added.get("single_word")
     return not around and not _CUT.search(str(added.get("content", "")))
 
@@ -197,7 +191,7 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _size(salt: str, piece: str, tokens: bytes) -> int:
-    """With what a dictionary's entry takes, about."""
+    """Memory of a cached piece, with its dictionary entry (about 200 bytes)."""
     return sys.getsizeof(piece) + sys.getsizeof(tokens) + len(salt) + 200
 
 
@@ -207,16 +201,16 @@ class PromptTokenizer:
     def __init__(self, path: Path, piece_letters: int = PIECE_LETTERS) -> None:
         """
         Args:
-            piece_letters: see `token_pieces`.
-            path: a ``tokenizer.json``, or a folder that holds one (with ``tokenizer_config.json``, which names the
-                special tokens and may hold the template, and ``chat_template.jinja``, which comes before it).
+            piece_letters: of a piece, at least.
+            path: a ``tokenizer.json``, or a folder with one (and with ``tokenizer_config.json``, which names the
+                special tokens and may have the template, and ``chat_template.jinja``, which takes precedence).
 
         Raises:
-            InvalidInput: there is none, or it cannot be read.
+            InvalidInput: no tokenizer there, or an unreadable one.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
-            raise InvalidInput(f"no tokenizer at {str(path)!r}: expected a tokenizer.json or a folder that holds one")
+            raise InvalidInput(f"no tokenizer at {str(path)!r}: expected a tokenizer.json or a folder with one")
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises Exception itself
@@ -235,21 +229,21 @@ class PromptTokenizer:
         return self._template is not None
 
     def of_text(self, text: str, special: bool = True) -> list[int]:
-        """Token numbers of ``text``, with those the tokenizer adds around it (``<s>``) if ``special``."""
-        # A batch of one: it lets other threads run meanwhile, and leaves out the places of tokens in the text.
+        """Token numbers of ``text``; with ``special``, also those that the tokenizer adds around it (``<s>``)."""
+        # A batch of one releases the GIL, and does not compute the tokens' offsets.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def text_tokens(self, text: str, special: bool = True, salt: str = "", most_new: int | None = None) -> bytes:
-        """``of_text``, packed, from what is known of its pieces: see ``token_pieces.Pieces.tokens``.
+        """``of_text``, packed, with the tokens of cached pieces.
 
         Raises:
-            NotKnown: more than ``most_new`` letters would have to be tokenized.
+            TooMuchNewText: more than ``most_new`` letters would have to be tokenized.
         """
         if special and self._around is None:
             if most_new is not None and len(text) > most_new:
-                raise NotKnown
-            return token_bytes(self.of_text(text))
+                raise TooMuchNewText
+            return _packed(self.of_text(text))
         before, after = self._around if special and self._around is not None else (b"", b"")
         return before + self._pieces.tokens(text, salt, most_new) + after
 
@@ -262,7 +256,7 @@ class PromptTokenizer:
         for text in ("a", "The box b"):
             whole, inner = self.of_text(text), self.of_text(text, special=False)
             at = next((at for at in range(len(whole)) if whole[at : at + len(inner)] == inner), None)
-            found.add(None if at is None else (token_bytes(whole[:at]), token_bytes(whole[at + len(inner) :])))
+            found.add(None if at is None else (_packed(whole[:at]), _packed(whole[at + len(inner) :])))
         return found.pop() if len(found) == 1 else None
 
     def of_chat(
@@ -271,7 +265,7 @@ class PromptTokenizer:
         tools: Sequence[Any] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> list[int] | None:
-        """Token numbers of a chat up to where the answer begins; None where ``chat_text`` is."""
+        """Token numbers of a chat up to the assistant's turn; None where ``chat_text`` is None."""
         text = self.chat_text(messages, tools, more)
         return None if text is None else self.of_text(text, special=False)
 
@@ -281,9 +275,9 @@ class PromptTokenizer:
         tools: Sequence[Any] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """A chat as the template writes it, special tokens and all, up to where the answer begins.
+        """A chat rendered by the template, with special tokens, up to the assistant's turn.
 
-        None where there is no template, or where it refuses these messages (the engine's will too, and say why).
+        None: there is no template, or it rejects these messages (as the engine will, which reports why).
         """
         if self._template is None:
             return None
@@ -295,7 +289,7 @@ class PromptTokenizer:
 
 
 def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Contents in parts become one text, joined as vLLM joins them, where they are all text."""
+    """Join a content of text parts to one text, as vLLM does."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         return {**message, "content": "\n".join(str(part["text"]) for part in content)}
@@ -308,12 +302,13 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         read = json.loads(read_bounded(file, MAX_TABLE_BYTES))
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"{str(file)!r} cannot be read: {error}") from error
+        why = os_reason(error) if isinstance(error, OSError) else str(error)
+        raise InvalidInput(f"{str(file)!r} cannot be read: {why}") from error
     return read if isinstance(read, dict) else {}
 
 
 def _word(token: object) -> str:
-    """A special token stands there as a word, or as an object with its content."""
+    """A special token's text: the file has it as a string, or as an object with ``content``."""
     word = token.get("content") if isinstance(token, dict) else token
     return word if isinstance(word, str) else ""
 
@@ -335,11 +330,11 @@ def _template(folder: Path, config: Mapping[str, Any]) -> jinja2.Template | None
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise InvalidInput(f"the chat template in {str(folder)!r} is not one: {error}") from error
+        raise InvalidInput(f"the chat template in {str(folder)!r} is no valid Jinja: {error}") from error
 
 
 def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
-    """Jinja's own escapes for HTML, which models were not trained on."""
+    """JSON without the HTML escapes of Jinja's own filter, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
@@ -348,7 +343,7 @@ def _raise(message: str) -> NoReturn:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what a model is trained on; to a reader it is nothing."""
+    """Ignores ``{% generation %}``, which marks the text that a model is trained on."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 

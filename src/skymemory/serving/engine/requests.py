@@ -13,7 +13,7 @@ from msgspec import Meta
 from transformers import PreTrainedTokenizerBase
 
 from skymemory.errors import SkyMemoryError
-from skymemory.router.bad_request import kind_of
+from skymemory.router.api_error import kind_of
 from skymemory.serving.engine.generation import Generation, Sampling
 
 COMPLETION_TOKENS = 16

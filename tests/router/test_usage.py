@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.router.mock_engine import stream_events
 
-from skymemory.router.http.usage import TAIL_BYTES, Usage, UsageReader
+from skymemory.router.request_account import TAIL_BYTES, Usage, UsageReader
 
 USAGE = {"prompt_tokens": 32, "prompt_tokens_details": {"cached_tokens": 16}}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skymemory.router.bad_request import BadRequest, error_body, error_event
+from skymemory.router.api_error import ApiError, error_body, error_event
 
 
 def said(body: bytes) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def test_types_and_codes_are_openais(status: int, kind: str, code: str | None) -
 
 
 def test_what_is_known_more_finely_is_said() -> None:
-    error = BadRequest(404, "no such model", "model", "model_not_found")
+    error = ApiError(404, "no such model", "model", "model_not_found")
     assert said(error.body())["code"] == "model_not_found" and said(error.body())["param"] == "model"
-    assert said(BadRequest(429, "too many", kind="tokens").body())["type"] == "tokens"
+    assert said(ApiError(429, "too many", kind="tokens").body())["type"] == "tokens"
     event = error_event(502, "it went away")
     assert event.startswith(b"data: ") and event.endswith(b"\n\n") and said(event[6:])["type"] == "server_error"

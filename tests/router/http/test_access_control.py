@@ -22,9 +22,9 @@ from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
 from skymemory.router.api_keys import new_key, with_key
 from skymemory.router.envoy.ext_proc_server import self_signed
-from skymemory.router.http.gate import OwnCertificate
 from skymemory.router.http.server import serve
 from skymemory.router.settings import settings_from
+from skymemory.router.tls import Certificate
 
 Run = Callable[..., Running]
 GOLD, IRON, LATE = new_key(b"g" * 32), new_key(b"i" * 32), new_key(b"l" * 32)
@@ -220,7 +220,7 @@ def test_draining_waits_for_who_is_agreeing_upon_tls(run: Run, tmp_path: Path) -
     server = running.server
     assert server is not None
     raw = socket.create_connection(("127.0.0.1", running.port), PATIENCE_S)
-    until(lambda: len(server._greeting) == 1)
+    until(lambda: len(server._handshakes) == 1)
     draining = asyncio.run_coroutine_threadsafe(server.drain(10.0), running.loop.loop)
     time.sleep(0.1)
     assert not draining.done()
@@ -240,7 +240,7 @@ def test_a_reload_is_taken_up_whole_or_not_at_all(run: Run, tmp_path: Path, keys
     assert server is not None and server._certificate is not None
     settings = server.settings
     shown: list[str] = []
-    server._certificate.read = lambda *_: shown.append("another certificate")  # type: ignore[method-assign]
+    server._certificate.load = lambda *_: shown.append("another certificate")  # type: ignore[method-assign]
 
     async def again(ca: str | None = None) -> None:
         table = {"url": "https://127.0.0.1:1", "name": "new", **({} if ca is None else {"ca": ca})}
@@ -254,9 +254,9 @@ def test_a_reload_is_taken_up_whole_or_not_at_all(run: Run, tmp_path: Path, keys
     keys.write_text(with_key(before, "late", LATE))
     with pytest.raises(InvalidInput, match=r"none\.pem"):
         running.loop.run(again(str(tmp_path / "none.pem")))
-    assert not shown and server.proxy._gate.keys is not None and "late" not in server.proxy._gate.keys.weights
+    assert not shown and server.proxy._access.keys is not None and "late" not in server.proxy._access.keys.weights
     running.loop.run(again())
-    assert shown and "late" in server.proxy._gate.keys.weights
+    assert shown and "late" in server.proxy._access.keys.weights
 
 
 def test_a_certificate_whose_key_comes_later_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,4 +325,4 @@ def test_settings_that_cannot_be_meant(door: dict[str, str], says: str) -> None:
 
 def test_files_that_are_missing_are_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"none\.pem"):
-        OwnCertificate(tmp_path / "none.pem", tmp_path / "none.key")
+        Certificate(tmp_path / "none.pem", tmp_path / "none.key")

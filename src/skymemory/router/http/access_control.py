@@ -1,0 +1,90 @@
+"""Access control of the HTTP proxy: CORS for browsers, API keys and quotas for clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from skymemory.conductor.request import Request
+from skymemory.router.api_error import ApiError
+from skymemory.router.api_keys import ApiKeys, KeyFile, QuotaLease, read_api_keys
+from skymemory.router.clients import Clients
+from skymemory.router.cors import cors
+from skymemory.router.http.connection import Incoming, header_lines
+from skymemory.router.queue import work_of
+from skymemory.router.request_account import Usage
+from skymemory.router.settings import Settings
+
+OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+"""Need no key: probes and Prometheus ask for them."""
+
+
+class AccessControl:
+    def __init__(self) -> None:
+        self.keys: ApiKeys | None = None
+        """None: requests need no key."""
+        self.is_open = True
+        """There is nothing to check: neither keys nor CORS are configured."""
+
+    @staticmethod
+    def read(settings: Settings) -> KeyFile | None:
+        """The settings' file of keys, for ``configure``.
+
+        Raises:
+            InvalidInput: it cannot be read.
+        """
+        return None if settings.door.api_keys is None else read_api_keys(settings.door.api_keys)
+
+    def configure(self, settings: Settings, file: KeyFile | None, now_s: float) -> None:
+        if file is None:
+            self.keys = None
+        elif self.keys is None:
+            self.keys = ApiKeys(file)
+        else:
+            self.keys.replace(file, now_s)
+        self._cors, admission = settings.cors, settings.admission
+        self.is_open = self.keys is None and not self._cors.origins
+        self._clients = Clients(
+            admission.tenant_header.lower(), admission.priority_header.lower(), admission.objectives
+        )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of tenants, by the file of keys."""
+        return {} if self.keys is None else self.keys.weights
+
+    def refusal(self, request: Incoming) -> ApiError | None:
+        """Called when the head has come: the body of an unauthorised request is not read."""
+        if self._cors.origins:
+            answer = cors(request.method, request.headers, self._cors)
+            request.response_headers = header_lines(answer.headers)
+            request.is_preflight, request.has_cors = answer.preflight, True
+            if answer.preflight:
+                return None
+        if self.keys is not None and request.path not in OPEN_PATHS:
+            try:
+                request.tenant = self.keys.tenant_of(request.headers.get("authorization"))
+            except ApiError as error:
+                return error
+        return None
+
+    def acquire(self, incoming: Incoming, request: Request, now_s: float) -> tuple[Request, QuotaLease | None]:
+        """The request with its tenant and priority, and the lease on its quota, to be ``release``d at its end.
+
+        Raises:
+            QuotaExceeded: 429.
+        """
+        tenant = incoming.tenant
+        if tenant is None or self.keys is None:
+            return request, None
+        lease = self.keys.acquire(tenant, work_of(request), now_s)
+        if lease.headers:
+            incoming.response_headers += header_lines(tuple(lease.headers.items()))
+        # A client may lower its priority, and never raise it above its tenant's, which the operator sets.
+        clients, headers = self._clients, incoming.headers
+        asked = clients.priority(headers, b"") if clients.has_priority(headers) else tenant.priority
+        return replace(request, tenant=tenant.name, priority=min(asked, tenant.priority)), lease
+
+    def release(self, lease: QuotaLease, usage: Usage | None, now_s: float) -> None:
+        if self.keys is not None:
+            tokens = None if usage is None else float(usage.prompt_tokens + (usage.output_tokens or 0))
+            self.keys.release(lease, tokens, now_s)
